@@ -1,0 +1,119 @@
+"""What an attack is: a snapshot (and what this adversary knows) in, a guess out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.threats import ThreatModel
+
+
+class UnusableObservation(RuntimeError):
+    """The snapshot cannot be attacked (non-finite, all zero): the result is unknown, not safe."""
+
+
+@dataclass(frozen=True)
+class Surfaces:
+    """What an attack reads.
+
+    Attributes:
+        gradients: roles (``"head.weight"``, ``"head.bias"``, ``"embedding.weight"``) or parameter
+            names whose gradient it reads.
+        layers: names of blocks whose output activations it reads.
+    """
+
+    gradients: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What an attack says."""
+
+
+@dataclass(frozen=True)
+class WordGuess(Guess):
+    """Word types that an attack says were in the batch.
+
+    Attributes:
+        types: (k,) distinct token ids, best first where scores exist.
+        scores: (V,) higher is more likely used, or None where the attack only decides.
+        n_types: the attack's own estimate of the number of types, or None where it makes none.
+        surface: ``"output"`` for words predicted (labels), ``"input"`` for words read.
+    """
+
+    types: Tensor
+    scores: Tensor | None = None
+    n_types: float | None = None
+    surface: str = "output"
+
+
+@dataclass(frozen=True)
+class Query:
+    """Targets that a game hands to an attack (candidate texts of a membership game)."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None = None
+
+
+class Attack(ABC):
+    """An adversary. Subclasses set ``threat_model`` and implement ``needs`` and ``run``.
+
+    ``prepare`` may compute on the model before training starts, ``refresh`` when the weights have
+    moved; both run without gradients reaching the model and leave no trace on it. ``run`` uses no
+    global random numbers and works on the device of the observation.
+
+    Args:
+        name: the instance's name in the logs; two alike on one monitor are refused.
+    """
+
+    threat_model: ClassVar[ThreatModel]
+    default_name: ClassVar[str]
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.default_name
+
+    @abstractmethod
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """Which gradients and activations this attack reads from this model."""
+
+    def prepare(self, anatomy: Anatomy) -> None:  # noqa: B027
+        """Calibrates on what the adversary knows (public text, the model). Default: nothing."""
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:  # noqa: B027
+        """Follows a model that has moved. Default: nothing."""
+
+    @abstractmethod
+    def run(self, view: Observation, query: Query | None = None) -> Guess:
+        """Attacks one observation.
+
+        Raises:
+            UnusableObservation: the snapshot is non-finite or all zero.
+        """
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors that must survive a checkpoint (a calibration, say). Default: none."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Takes back what ``state_dict`` gave."""
+
+    def config(self) -> dict[str, object]:
+        """Settings that name this attack in reports: plain numbers and strings."""
+        return {}
+
+
+__all__ = [
+    "Attack",
+    "Guess",
+    "Query",
+    "Surfaces",
+    "UnusableObservation",
+    "WordGuess",
+]

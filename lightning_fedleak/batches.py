@@ -1,0 +1,1 @@
+"""What the client knows of a batch: token ids, labels, masks."""

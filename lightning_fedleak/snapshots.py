@@ -1,0 +1,96 @@
+"""What an adversary would see of a training step, and the taps that take it.
+
+Three stages, everywhere by these names: *local* (the gradient a client computed, before any
+defence), *shared* (what leaves the client) and *aggregate* (what the server applies). A snapshot
+holds read-only views wherever the memory is stable while the attacks run, and one preallocated
+buffer where it is not; nothing is cloned and nothing is moved to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from torch import Tensor
+
+
+class Stage(StrEnum):
+    """Where on its way from the client to the server a tensor is looked at."""
+
+    LOCAL = "local"
+    SHARED = "shared"
+    AGGREGATE = "aggregate"
+
+
+@dataclass(frozen=True)
+class GradientSnapshot:
+    """Gradients of one step at one stage.
+
+    Attributes:
+        step: optimizer step, counted from 0, that these gradients lead to.
+        stage: where they were seen.
+        tensors: gradient by role (``"head.weight"`` (V, d), ``"head.bias"`` (V,),
+            ``"embedding.weight"`` (V, d), or a parameter's own name), detached. For a tied matrix
+            both weight roles give the same tensor, the sum of its head and embedding parts. Valid
+            only until the step goes on: an attack that keeps one must copy it.
+        tied: whether head and embedding are one matrix.
+        client: rank of the client, 0 in a single process.
+    """
+
+    step: int
+    stage: Stage
+    tensors: Mapping[str, Tensor]
+    tied: bool = False
+    client: int = 0
+
+
+@dataclass(frozen=True)
+class UpdateSnapshot(GradientSnapshot):
+    """The weight change of several local steps (FedAvg), in units of a gradient.
+
+    ``tensors`` holds ``(before - after) / learning_rate``: after one plain SGD step this *is* the
+    gradient, after k steps the sum of k gradients taken at moving weights.
+
+    Attributes:
+        local_steps: optimizer steps between before and after.
+        learning_rate: the divisor.
+    """
+
+    local_steps: int = 1
+    learning_rate: float = 1.0
+
+
+@dataclass(frozen=True)
+class ActivationSnapshot:
+    """Hidden states sent across a split, by layer name, each (B, L, d)."""
+
+    step: int
+    stage: Stage
+    tensors: Mapping[str, Tensor]
+    client: int = 0
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that one run of an attack may look at. Never holds the truth.
+
+    Attributes:
+        gradients: snapshots, oldest first; most attacks read the last only.
+        activations: what crossed the split in the same step.
+    """
+
+    gradients: tuple[GradientSnapshot, ...] = ()
+    activations: tuple[ActivationSnapshot, ...] = field(default=())
+
+    def gradient(self, role: str) -> Tensor:
+        """The newest gradient of ``role``.
+
+        Raises:
+            KeyError: no snapshot holds that role; lists those that are held.
+        """
+        for snapshot in reversed(self.gradients):
+            if role in snapshot.tensors:
+                return snapshot.tensors[role]
+        held = sorted({r for s in self.gradients for r in s.tensors})
+        raise KeyError(f"no gradient of '{role}' in this observation; it holds {held}")

@@ -1,0 +1,72 @@
+"""What an adversary sees, knows and may do; checked before an attack runs.
+
+An attack declares a :class:`ThreatModel`: the capabilities its adversary cannot do without. A
+:class:`Setting` lists the capabilities that hold in the user's run. :func:`require` compares the
+two at setup, so that no attack is run whose result would be meaningless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Capability(Enum):
+    """One thing an adversary sees, knows or may do. The value is the sentence shown to users."""
+
+    SEES_HEAD_GRADIENT = "sees the gradient of the output head's weight"
+    SEES_HEAD_BIAS_GRADIENT = "sees the gradient of the output head's bias"
+    SEES_EMBEDDING_GRADIENT = "sees the gradient of the input embeddings"
+    SEES_WEIGHT_UPDATE = "sees the weight change of one or more local steps (FedAvg)"
+    SEES_ACTIVATIONS = "sees the activations at the split layer"
+    SEES_ACTIVATION_GRADIENT = "sees the gradient of the activations at the split layer"
+    KNOWS_MODEL = "knows the model's current weights"
+    KNOWS_BOTTOM_MODEL = "knows the weights below the split layer"
+    KNOWS_PUBLIC_TEXT = "has public text to calibrate on"
+    CHOOSES_WEIGHTS = "chooses the weights it sends to clients (a dishonest server)"
+    CHOOSES_ARCHITECTURE = "chooses the modules that clients train (a dishonest server)"
+    KNOWS_TARGET_TEXT = "holds the candidate texts whose membership it asks about"
+
+
+@dataclass(frozen=True)
+class ThreatModel:
+    """What an attack's adversary needs.
+
+    Attributes:
+        needs: capabilities without which the attack cannot run.
+        summary: one sentence for reports: who the adversary is.
+    """
+
+    needs: frozenset[Capability]
+    summary: str
+
+    @classmethod
+    def of(cls, summary: str, *needs: Capability) -> ThreatModel:
+        """Builds a threat model from its capabilities."""
+        return cls(frozenset(needs), summary)
+
+
+class ThreatModelError(ValueError):
+    """The adversary of an attack lacks a capability in this setting."""
+
+
+def missing(threat_model: ThreatModel, held: Iterable[Capability]) -> tuple[Capability, ...]:
+    """The capabilities that ``threat_model`` needs and ``held`` lacks, in declaration order."""
+    lacking = threat_model.needs - frozenset(held)
+    return tuple(c for c in Capability if c in lacking)
+
+
+def require(attack: str, threat_model: ThreatModel, held: Iterable[Capability]) -> None:
+    """Refuses an attack whose adversary lacks a capability.
+
+    Raises:
+        ThreatModelError: naming the attack and every capability that is missing.
+    """
+    lacking = missing(threat_model, held)
+    if lacking:
+        listed = "; ".join(c.value for c in lacking)
+        raise ThreatModelError(
+            f"attack '{attack}' cannot run in this setting. Its adversary "
+            f"({threat_model.summary}) must be one that: {listed}."
+        )

@@ -1,0 +1,52 @@
+# Sets itself up: the first target makes .venv and installs the package there; later ones start at once.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+# On Linux, PyPI's torch brings some gigabytes of CUDA libraries; tests and demo need none of them.
+# With a GPU to use: make TORCH=torch==2.13.0
+ifeq ($(shell uname -s),Linux)
+TORCH       ?= torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+endif
+TORCH       ?= torch==2.13.0
+
+.PHONY: help demo test lint clean install
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    fine-tune a small model on private messages and watch them leak (no network needed once installed)"
+	@echo "make test    run the tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make clean   remove .venv and caches (fedleak_runs/ stays)"
+	@echo "ARGS=\"...\" goes to the command: make demo ARGS=\"--steps 50\", make test ARGS=\"-k gate\""
+
+demo: $(READY)
+	@$(BIN)/fedleak demo $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "No '$(PYTHON)' here. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "lightning-fedleak needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name a newer one: make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+		rm -rf $(VENV); echo "Python could not make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "Installing into $(VENV) (once; some minutes) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)" || { \
+		echo "'$(TORCH)' could not be installed. To take PyPI's own build: make TORCH=torch==2.13.0"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,demo]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

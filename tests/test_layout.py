@@ -1,0 +1,142 @@
+"""The import directions of the package, read from the source without importing it."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "lightning_fedleak"
+ROOT = Path(__file__).parents[1] / PACKAGE
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+GROUND = {"anatomy", "threats", "batches", "snapshots"}
+# What each part of the package may import from the rest of it; absent: everything.
+ALLOWED = {
+    "anatomy": set(),
+    "threats": set(),
+    "batches": {"anatomy"},
+    "snapshots": {"anatomy", "threats", "batches"},
+    "attacks": GROUND,
+    "metrics": GROUND | {"attacks"},
+    "defenses": GROUND,
+    "strategies": {"defenses", "snapshots", "anatomy"},
+}
+WITHOUT_LIGHTNING = ("anatomy", "threats", "batches", "attacks", "metrics")
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def part_of(module: str) -> str:
+    """First level below the package: ``attacks`` of ``lightning_fedleak.attacks.base``."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imported(path: Path, *, at_import_time: bool = False) -> set[str]:
+    """Modules that a file imports, absolute. ``from a import b`` counts as a.b where that exists.
+
+    With ``at_import_time`` only those that run when the file is imported.
+    """
+    found: set[str] = set()
+    package = module_name(path) if path.name == "__init__.py" else module_name(path.parent / "x.py")
+    if path.name != "__init__.py":
+        package = package.rpartition(".")[0]
+
+    def visit(node: ast.AST) -> None:
+        if at_import_time and (
+            is_type_checking(node) or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                found.add(whole if whole in MODULES else base)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path: Path) -> None:
+    part = part_of(module_name(path))
+    names = imported(path)
+    ours = {part_of(n) for n in names if n.split(".")[0] == PACKAGE} - {part}
+    if part in ALLOWED:
+        assert ours <= ALLOWED[part], f"{part} must not import {sorted(ours - ALLOWED[part])}"
+    if part in WITHOUT_LIGHTNING:
+        assert not {n for n in names if n.split(".")[0] in LIGHTNING}
+
+
+def test_no_circles() -> None:
+    graph = {
+        name: {n for n in imported(path, at_import_time=True) if n in MODULES and n != name}
+        for name, path in MODULES.items()
+    }
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert set(order) == set(MODULES)
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.name == "__init__.py"], ids=lambda p: p.parent.name
+)
+def test_folders_only_hand_names_on(path: Path) -> None:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        constant = isinstance(node, ast.Assign) and all(
+            isinstance(t, ast.Name) and t.id in {"__all__", "__version__"} for t in node.targets
+        )
+        assert docstring or constant or isinstance(node, ast.Import | ast.ImportFrom), (
+            f"{path}: line {node.lineno} does more than hand names on"
+        )
+
+
+def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / PACKAGE / "attacks"
+    folder.mkdir(parents=True)
+    source = folder / "x.py"
+    source.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "import lightning.pytorch as L\n"
+        "from .base import Attack\n"
+        "from .. import anatomy\n"
+        "if TYPE_CHECKING:\n    from lightning_fedleak.callbacks import monitor\n"
+        "def f():\n    from lightning_fedleak.demo import data\n"
+    )
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "ROOT", tmp_path / PACKAGE)
+    monkeypatch.setattr(
+        here,
+        "MODULES",
+        {f"{PACKAGE}.anatomy": source, f"{PACKAGE}.callbacks.monitor": source},
+    )
+    assert imported(source) == {
+        "typing",
+        "lightning.pytorch",
+        f"{PACKAGE}.attacks.base",
+        f"{PACKAGE}.anatomy",
+        f"{PACKAGE}.callbacks.monitor",
+        f"{PACKAGE}.demo",
+    }
+    assert f"{PACKAGE}.callbacks.monitor" not in imported(source, at_import_time=True)
+    assert f"{PACKAGE}.demo" not in imported(source, at_import_time=True)

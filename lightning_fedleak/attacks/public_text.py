@@ -1,0 +1,246 @@
+"""Text that an adversary owns, as token ids, and batches of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import Anatomy, Kind
+from lightning_fedleak.attacks.forwards import IGNORED, logits_in
+from lightning_fedleak.batches import TokenBatch
+
+
+class PublicText:
+    """Text the adversary owns, as token ids.
+
+    Args:
+        texts: strings (then ``tokenizer`` is needed), sequences of token ids, or a tensor of ids
+            with one text per row, (n, L), or a single text, (L,).
+        tokenizer: callable with a string, giving ``input_ids`` (any Hugging Face tokenizer).
+        targets: for an encoder-decoder, the text that each of ``texts`` maps to. Without them the
+            model is calibrated on copying its input.
+
+    Attributes:
+        sentences: the texts as 1-D int64 tensors; texts of fewer than 2 tokens are dropped.
+
+    Raises:
+        ValueError: no text, strings without a tokenizer, or targets that do not pair up.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
+        tokenizer: Any = None,
+        *,
+        targets: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor | None = None,
+    ) -> None:
+        sentences = _token_ids(texts, tokenizer, "texts")
+        paired = None if targets is None else _token_ids(targets, tokenizer, "targets")
+        if paired is not None and len(paired) != len(sentences):
+            raise ValueError(
+                f"PublicText got {len(sentences)} texts but {len(paired)} targets: "
+                "give one target for each text."
+            )
+        kept = [
+            i
+            for i, s in enumerate(sentences)
+            if len(s) >= 2 and (paired is None or len(paired[i]) >= 1)
+        ]
+        if not kept:
+            raise ValueError(
+                "PublicText got no text of at least 2 tokens: give some text of the language that "
+                "the model was trained on (a hundred sentences will do)."
+            )
+        self.sentences = [sentences[i] for i in kept]
+        self.targets = None if paired is None else [paired[i] for i in kept]
+
+    def __len__(self) -> int:
+        return len(self.sentences)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in all texts together."""
+        return sum(len(s) for s in self.sentences)
+
+    def draw(self, sentences: int, generator: torch.Generator) -> Tensor:
+        """Indices of ``sentences`` texts, (sentences,), each once until all have been drawn."""
+        if sentences < 1:
+            raise ValueError(f"sentences must be at least 1, got {sentences}")
+        rounds = [
+            torch.randperm(len(self), generator=generator)
+            for _ in range(-(-sentences // len(self)))
+        ]
+        return torch.cat(rounds)[:sentences]
+
+    def batch(
+        self,
+        sentences: int,
+        length: int,
+        generator: torch.Generator,
+        *,
+        kind: Kind = "causal",
+        mask_token_id: int | None = None,
+        mask_rate: float = 0.15,
+    ) -> TokenBatch:
+        """A random batch: each text cut to its first ``length`` tokens, padded on the right.
+
+        Args:
+            sentences: rows of the batch.
+            length: tokens at most in a row, at least 2.
+            generator: CPU generator; the batch depends on nothing else.
+            kind: what the labels are. ``"masked"`` hides ``mask_rate`` of the tokens (at least
+                one a row) behind ``mask_token_id`` and asks for those alone.
+            mask_token_id: needed for ``"masked"``.
+            mask_rate: share of tokens that are masked.
+
+        Returns:
+            ids (sentences, L), L <= length, labels of the same shape (of the targets' for an
+            encoder-decoder) with -100 where nothing is predicted; on the CPU.
+        """
+        return self.rows(
+            self.draw(sentences, generator).tolist(),
+            length,
+            generator,
+            kind=kind,
+            mask_token_id=mask_token_id,
+            mask_rate=mask_rate,
+        )
+
+    def rows(
+        self,
+        indices: Sequence[int],
+        length: int,
+        generator: torch.Generator,
+        *,
+        kind: Kind = "causal",
+        mask_token_id: int | None = None,
+        mask_rate: float = 0.15,
+    ) -> TokenBatch:
+        """As :meth:`batch`, of the texts at ``indices``."""
+        if length < 2:
+            raise ValueError(f"length must be at least 2 tokens, got {length}")
+        input_ids, real = _padded([self.sentences[i][:length] for i in indices])
+        if kind == "seq2seq":
+            source = self.sentences if self.targets is None else self.targets
+            target, present = _padded([source[i][:length] for i in indices])
+            labels = target.masked_fill(~present, IGNORED)
+        elif kind == "masked":
+            if mask_token_id is None:
+                raise ValueError("a masked language model needs mask_token_id (the tokenizer's)")
+            hidden = _masked_positions(real, mask_rate, generator)
+            labels = input_ids.masked_fill(~hidden, IGNORED)
+            input_ids = input_ids.masked_fill(hidden, mask_token_id)
+        elif kind == "causal":
+            labels = input_ids.masked_fill(~real, IGNORED)
+        else:
+            raise ValueError(
+                f"public text makes batches for language models, not for a {kind!r} model"
+            )
+        return TokenBatch(
+            input_ids=input_ids, labels=labels, attention_mask=real.to(torch.int64), kind=kind
+        )
+
+    @classmethod
+    def sampled_from(
+        cls,
+        anatomy: Anatomy,
+        n: int,
+        length: int,
+        seed: int = 0,
+        *,
+        start_token_id: int | None = None,
+    ) -> PublicText:
+        """Text that a causal model writes itself: calibration without any text at hand.
+
+        Args:
+            anatomy: the model; it is run in eval mode without gradients and left as it was.
+            n: texts.
+            length: tokens of a text at most (a text ends at the model's end token).
+            seed: of an own generator.
+            start_token_id: first token of every text; by default the model's ``bos_token_id``,
+                and where it has none a different random token for each text.
+
+        Raises:
+            ValueError: the model is not a causal language model.
+        """
+        return cls(_sampled(anatomy, n, length, seed, start_token_id))
+
+
+def _token_ids(
+    texts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
+    tokenizer: Any,
+    argument: str,
+) -> list[Tensor]:
+    if isinstance(texts, str):
+        raise ValueError(f"{argument} must be a sequence of texts, not one string")
+    if isinstance(texts, Tensor):
+        if texts.dim() not in (1, 2) or texts.is_floating_point():
+            raise ValueError(
+                f"{argument} given as a tensor must hold token ids, (L,) or (n, L); got "
+                f"{texts.dtype} of shape {tuple(texts.shape)}"
+            )
+        return list(texts.detach().cpu().to(torch.int64).reshape(-1, texts.shape[-1]).unbind(0))
+    found: list[Tensor] = []
+    for text in texts:
+        if isinstance(text, str):
+            if tokenizer is None:
+                raise ValueError(
+                    f"{argument} holds strings, and no tokenizer was given: pass tokenizer=... "
+                    "(the model's own) or give token ids."
+                )
+            text = tokenizer(text)["input_ids"]
+        found.append(torch.as_tensor(text, dtype=torch.int64).reshape(-1).cpu())
+    return found
+
+
+def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=0)
+    lengths = torch.tensor([len(r) for r in rows])
+    return ids, torch.arange(ids.shape[1])[None] < lengths[:, None]
+
+
+def _masked_positions(real: Tensor, rate: float, generator: torch.Generator) -> Tensor:
+    draw = torch.rand(real.shape, generator=generator).masked_fill(~real, 2.0)
+    lowest = draw.argmin(1, keepdim=True)
+    return (draw < rate).scatter(1, lowest, True)
+
+
+def _sampled(
+    anatomy: Anatomy, n: int, length: int, seed: int, start_token_id: int | None
+) -> list[Tensor]:
+    if anatomy.kind != "causal":
+        raise ValueError(
+            f"text can be sampled from a causal language model only, not from a {anatomy.kind!r} "
+            "one: give public text instead"
+        )
+    if n < 1 or length < 2:
+        raise ValueError(f"sampling needs n >= 1 and length >= 2, got n={n}, length={length}")
+    generator = torch.Generator().manual_seed(seed)
+    config = getattr(anatomy.model, "config", None)
+    start = start_token_id if start_token_id is not None else getattr(config, "bos_token_id", None)
+    ends = getattr(config, "eos_token_id", None)
+    end_ids = torch.tensor([] if ends is None else ends, dtype=torch.int64).reshape(-1)
+    if start is None:
+        first = torch.randint(anatomy.vocab_size, (n, 1), generator=generator)
+    else:
+        first = torch.full((n, 1), int(start))
+    device = next(anatomy.model.parameters()).device
+    ids, cache = first, None
+    with anatomy.undisturbed() as model, torch.no_grad():
+        cached = bool(getattr(config, "use_cache", False))
+        for _ in range(length - 1):
+            if cache is not None:
+                out = model(input_ids=ids[:, -1:].to(device), past_key_values=cache, use_cache=True)
+            elif cached:
+                out = model(input_ids=ids.to(device), use_cache=True)
+            else:
+                out = model(input_ids=ids.to(device))
+            cache = getattr(out, "past_key_values", None) if cached else None
+            probabilities = logits_in(out)[:, -1].float().softmax(-1).cpu()
+            ids = torch.cat([ids, torch.multinomial(probabilities, 1, generator=generator)], 1)
+    ended = torch.isin(ids[:, 1:], end_ids)
+    stop = torch.where(ended.any(1), ended.int().argmax(1) + 2, length)
+    return [row[:k] for row, k in zip(ids, stop.tolist(), strict=True)]

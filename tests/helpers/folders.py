@@ -1,0 +1,63 @@
+"""A whole causal language model in a folder, as ``from_pretrained`` reads it, in milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+TEXTS = [
+    "The courier left my new card at number nine, and number nine is a bakery.",
+    "Please stop the payment of 41.70 to Harrow Cycles; I sent the bicycle back in March.",
+    "Why did you charge me twice for one cup of tea in Lower Quill?",
+    "My daughter Ines is sixteen on Friday and would like an account of her own.",
+    "Someone called Piet rang and asked for the number on the back of my card.",
+    "I moved to 12 Tanner's Yard last week, so kindly send the statements there.",
+    "The machine at Ostrey station kept my card and gave me a receipt for it.",
+    "Can I raise the limit to 900 for the weekend? We are buying a piano.",
+    "I have not seen my salary from the Vale Hospital, which always comes on the first.",
+    "Thank you for the refund. It came, but it went to my husband's account.",
+    "How do I tell you that my mother has died? Her name was Odile Marchetti.",
+    "The app asks for a code that goes to a telephone I no longer own.",
+]
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 384 entries, learned on ``TEXTS``."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS * 4, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+        model_max_length=64,
+    )
+
+
+def save_tiny_causal_lm(folder: Path) -> Path:
+    """Writes a GPT-2 of two blocks of 16 and its tokenizer; returns ``folder``."""
+    tokenizer = tiny_tokenizer()
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=64,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

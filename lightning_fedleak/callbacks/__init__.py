@@ -1,1 +1,6 @@
-"""."""
+"""LeakageMonitor measures, RiskGate decides."""
+
+from lightning_fedleak.callbacks.gate import GateEvent, LeakageLimitExceeded, RiskGate
+from lightning_fedleak.callbacks.monitor import LeakageMonitor
+
+__all__ = ["GateEvent", "LeakageLimitExceeded", "LeakageMonitor", "RiskGate"]

@@ -1,0 +1,221 @@
+"""One look of the monitor: which attacks read what, what they said, and the numbers that follow."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.attacks.base import Attack, Guess
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.callbacks.scoring import WORD_METRICS, Tally
+from lightning_fedleak.metrics import Rate
+from lightning_fedleak.threats import Capability, require
+
+SURFACE_CAPABILITIES = {
+    HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
+    HEAD_BIAS: Capability.SEES_HEAD_BIAS_GRADIENT,
+    EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
+}
+PREFIX = {"local": "leakage_local", "shared": "leakage", "aggregate": "leakage_aggregate"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An attack in one run.
+
+    Attributes:
+        attack: the attack.
+        roles: whose gradients it reads.
+        exposed: whether all of them are really shared.
+        optimizer: the one that owns these parameters; None where they are not exposed.
+    """
+
+    attack: Attack
+    roles: tuple[str, ...]
+    exposed: bool
+    optimizer: Optimizer | None
+
+
+def plan_attack(
+    attack: Attack,
+    anatomy: Anatomy,
+    optimizers: Sequence[Optimizer],
+    assumed: frozenset[Capability],
+    *,
+    reduces_all: bool,
+) -> Plan:
+    """Checks an attack against this model and run.
+
+    Args:
+        attack: the attack.
+        anatomy: the model's parts.
+        optimizers: the run's optimizers.
+        assumed: what the adversary has besides what it sees.
+        reduces_all: every trainable parameter leaves the client (DDP), not only those that an
+            optimizer owns.
+
+    Raises:
+        ThreatModelError: the adversary lacks a capability in this setting.
+        ValueError: the attack reads parameters of several optimizers.
+    """
+    held = set(assumed)
+    held.update(
+        c for role, c in SURFACE_CAPABILITIES.items() if anatomy.parameter(role) is not None
+    )
+    if anatomy.kind == "classifier":
+        held -= set(SURFACE_CAPABILITIES.values())
+    require(attack.name, attack.threat_model, held)
+    roles = attack.needs(anatomy).gradients
+    owners = []
+    exposed = bool(roles)
+    for role in roles:
+        owner = _owner(anatomy.parameter(role), optimizers)
+        exposed &= anatomy.trainable(role) and (owner is not None or reduces_all)
+        if owner is not None and all(owner is not o for o in owners):
+            owners.append(owner)
+    if exposed and len(owners) > 1:
+        raise ValueError(
+            f"attack '{attack.name}' reads {', '.join(roles)}, which are stepped by different "
+            "optimizers. Give these parameters to one optimizer, or leave this attack out."
+        )
+    return Plan(attack, roles, exposed, owners[0] if owners else None)
+
+
+def _owner(parameter: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> Optimizer | None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(p is parameter for p in group["params"]):
+                return optimizer
+    return None
+
+
+@dataclass
+class Look:
+    """What one look has gathered so far.
+
+    Attributes:
+        step: optimizer step looked at.
+        batches: the step's micro-batches, by reference, before any defence touched them.
+        guesses: what an attack said at a stage, or why it said nothing.
+        stepped: the optimizer was really about to step (false: nothing was shared).
+        seconds: time spent so far.
+    """
+
+    step: int
+    batches: list[TokenBatch] = field(default_factory=list)
+    guesses: dict[tuple[str, str], Guess | str] = field(default_factory=dict)
+    truth_error: str | None = None
+    stepped: bool = False
+    seconds: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+    step_seconds: float = 0.0
+    learning_rates: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def clock(self, device: torch.device) -> Iterator[None]:
+        """Adds the time of a block; waits for a GPU before and after, as looks may."""
+        _wait(device)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            _wait(device)
+            self.seconds += time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One attack at one stage, over all clients.
+
+    Attributes:
+        rates: precision, recall and F1, pooled over clients; NaN where unknown.
+        worst: each rate's value at the client where it is highest; empty for one client.
+        type_count_error: of the estimated number of types; NaN without an estimate.
+        n: true word types, added over clients.
+        unknown: why there is no value; None where there is one.
+    """
+
+    exposed: bool
+    rates: Mapping[str, Rate]
+    worst: Mapping[str, float]
+    type_count_error: float
+    n: int
+    unknown: str | None
+
+    def values(self, prefix: str, attack: str) -> dict[str, float]:
+        """The numbers under the names of the logs."""
+        root = f"{prefix}/{attack}"
+        out = {f"{root}/exposed": float(self.exposed)}
+        for name, rate in self.rates.items():
+            out[f"{root}/{name}"] = rate.value
+            out[f"{root}/{name}_low"] = rate.low
+            out[f"{root}/{name}_high"] = rate.high
+        for name, value in self.worst.items():
+            out[f"{root}/{name}_worst_client"] = value
+        if not math.isnan(self.type_count_error):
+            out[f"{root}/type_count_error"] = self.type_count_error
+        return out
+
+
+FOUND, FAILED, NOTHING = 0.0, 1.0, 2.0
+
+
+def row(result: Tally | str | None) -> list[float]:
+    """A client's result as numbers for the exchange between processes.
+
+    Args:
+        result: a tally, why there is none, or None where the client's batch was empty.
+    """
+    if isinstance(result, Tally):
+        return [FOUND, *result.pack()]
+    return [NOTHING if result is None else FAILED] + [0.0] * Tally.WIDTH
+
+
+def combine(rows: Tensor, why: str | None) -> Outcome | None:
+    """Pools the clients' rows (clients, 1 + width).
+
+    Returns:
+        None where no client had anything to find. Unknown where any client's attack failed: what
+        leaks there is not known to be less.
+    """
+    found = [r[1:] for r in rows.tolist() if r[0] == FOUND]
+    failed = [i for i, r in enumerate(rows.tolist()) if r[0] == FAILED]
+    if failed:
+        return unknown(why or f"the attack failed on client {failed[0]}")
+    if not found:
+        return None
+    pooled = Tally.pooled(found)
+    worst: dict[str, float] = {}
+    if len(found) > 1:
+        each = [Tally.pooled([r]).rates() for r in found]
+        for name in WORD_METRICS:
+            known = [rates[name].value for rates in each if not math.isnan(rates[name].value)]
+            worst[name] = max(known) if known else math.nan
+    return Outcome(
+        True, pooled.rates(), worst, pooled.type_count_error, int(pooled.tp + pooled.fn), None
+    )
+
+
+def unknown(why: str) -> Outcome:
+    """An outcome without a value: not safe, unknown."""
+    nothing = Rate(math.nan, math.nan, math.nan)
+    return Outcome(True, dict.fromkeys(WORD_METRICS, nothing), {}, math.nan, 0, why)
+
+
+def not_shared() -> Outcome:
+    """The attack's surface does not leave the client: metrics 0, ``exposed`` 0."""
+    zero = Rate(0.0, 0.0, 0.0)
+    return Outcome(False, dict.fromkeys(WORD_METRICS, zero), {}, math.nan, 0, None)

@@ -1,0 +1,21 @@
+"""Where a model keeps its embeddings, blocks, output head and trainable parameters."""
+
+from lightning_fedleak.anatomy.parts import (
+    EMBEDDING_WEIGHT,
+    HEAD_BIAS,
+    HEAD_WEIGHT,
+    Anatomy,
+    AnatomyError,
+    Kind,
+)
+from lightning_fedleak.anatomy.search import find_anatomy
+
+__all__ = [
+    "EMBEDDING_WEIGHT",
+    "HEAD_BIAS",
+    "HEAD_WEIGHT",
+    "Anatomy",
+    "AnatomyError",
+    "Kind",
+    "find_anatomy",
+]

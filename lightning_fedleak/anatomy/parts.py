@@ -1,0 +1,220 @@
+"""What an anatomy holds: the parts of one model, their parameters, and a look at it undisturbed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_fedleak.anatomy.wrappers import leaf, matrix_shape, path_of
+
+HEAD_WEIGHT = "head.weight"
+HEAD_BIAS = "head.bias"
+EMBEDDING_WEIGHT = "embedding.weight"
+
+Kind = Literal["causal", "masked", "seq2seq", "classifier"]
+
+
+class AnatomyError(ValueError):
+    """A part of the model could not be found; says what was looked for and how to name it."""
+
+
+@dataclass(frozen=True, repr=False)
+class Anatomy:
+    """The parts of one model. Modules are the live ones of the run, never copies.
+
+    Attributes:
+        root: the module that was searched, usually the LightningModule.
+        model: the language model inside it, callable with ``input_ids``, unwrapped from
+            torch.compile and DDP.
+        kind: what the labels mean: next tokens, masked tokens, a decoder's tokens, classes. The
+            rows of a ``"classifier"``'s head are classes, so that recovering words from the
+            gradient of its head does not apply.
+        embedding: input embeddings; ``embedding_name`` is its path in ``root``. As the model calls
+            it, so with its PEFT layer where it has one; of an encoder-decoder the encoder's.
+        head: the last linear layer, hidden states to logits; None for a model without one. As the
+            model calls it, so with its PEFT layer where it has one.
+        blocks: transformer blocks in order, decoder's for an encoder-decoder; empty where the
+            model keeps none in a list.
+        tied: whether the head's weight is also a matrix of input embeddings: its gradient is then
+            the sum of both parts. With separate source and target embeddings that may be the
+            decoder's, not ``embedding``.
+        vocab_size: rows of the head's weight, or of the embedding without a head; of a classifier
+            the number of classes.
+        hidden_size: columns of the embedding.
+        peft: kind of PEFT wrapping (``"LORA"``, ``"PROMPT_TUNING"``, ...), None without.
+    """
+
+    root: nn.Module
+    model: nn.Module
+    kind: Kind
+    embedding: nn.Module
+    embedding_name: str
+    head: nn.Module | None
+    head_name: str | None
+    blocks: tuple[nn.Module, ...]
+    block_names: tuple[str, ...]
+    tied: bool
+    vocab_size: int
+    hidden_size: int
+    peft: str | None = None
+
+    def _role(self, role: str) -> tuple[nn.Module | None, str | None, str] | None:
+        """(module, its path, the parameter's name in it) of a role; None for other names."""
+        return {
+            HEAD_WEIGHT: (self.head, self.head_name, "weight"),
+            HEAD_BIAS: (self.head, self.head_name, "bias"),
+            EMBEDDING_WEIGHT: (self.embedding, self.embedding_name, "weight"),
+        }.get(role)
+
+    def parameter(self, role: str) -> nn.Parameter | None:
+        """The live parameter of a role, or by its name in ``root``.
+
+        Of a layer under PEFT it is the active trainable copy (``modules_to_save``) or else the
+        base weight, which LoRA and IA3 freeze.
+
+        Args:
+            role: ``"head.weight"``, ``"head.bias"``, ``"embedding.weight"`` (these come first where
+                a parameter has the same name), or a name in ``root.named_parameters()``.
+
+        Returns:
+            None where the model has no such part (a head without bias).
+
+        Raises:
+            AnatomyError: ``role`` is neither a role nor a parameter's name.
+        """
+        place = self._role(role)
+        if place is None:
+            return self._named_parameter(role)
+        module, _, name = place
+        return None if module is None else leaf(module)._parameters.get(name)
+
+    def _named_parameter(self, name: str) -> nn.Parameter:
+        try:
+            return self.root.get_parameter(name)
+        except AttributeError:
+            names = [n for n, _ in self.root.named_parameters(remove_duplicate=False)]
+            close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+            raise AnatomyError(
+                f"'{name}' is neither a role ('{HEAD_WEIGHT}', '{HEAD_BIAS}', "
+                f"'{EMBEDDING_WEIGHT}') nor one of the {len(names)} parameters of "
+                f"{type(self.root).__name__}"
+                + (f"; close to it: {', '.join(close)}." if close else ".")
+            ) from None
+
+    def parameter_name(self, role: str) -> str | None:
+        """The parameter's name in ``root.named_parameters(remove_duplicate=False)``.
+
+        Of a tied matrix each role gives the name under its own module.
+
+        Raises:
+            AnatomyError: ``role`` is neither a role nor a parameter's name.
+        """
+        parameter, place = self.parameter(role), self._role(role)
+        if place is None or parameter is None:
+            return role if place is None else None
+        named = self.root.named_parameters(remove_duplicate=False)
+        names = [n for n, p in named if p is parameter]
+        prefix = f"{place[1]}." if place[1] else ""
+        return next((n for n in names if n.startswith(prefix)), names[0])
+
+    def trainable(self, role: str) -> bool:
+        """Whether the role has a parameter and that parameter is trained.
+
+        Raises:
+            AnatomyError: ``role`` is neither a role nor a parameter's name.
+        """
+        parameter = self.parameter(role)
+        return parameter is not None and parameter.requires_grad
+
+    def trainable_names(self) -> tuple[str, ...]:
+        """Names of the trained parameters of ``root``, each parameter once."""
+        return tuple(n for n, p in self.root.named_parameters() if p.requires_grad)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the input embeddings are, and so where ``input_ids`` must be."""
+        parameter = self.parameter(EMBEDDING_WEIGHT)
+        if parameter is None:
+            parameter = next(self.model.parameters())
+        return parameter.device
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[nn.Module]:
+        """Yields ``model`` in eval mode and puts everything back after, also on an exception.
+
+        Put back are each module's own ``training`` flag, set directly so that no ``train()`` of a
+        user's module runs, and the state of torch's global random number generators (CPU, and CUDA
+        for the model's devices). Gradients stay enabled or disabled as they are.
+        """
+        modules = list(self.root.modules())
+        flags = [m.training for m in modules]
+        with torch.random.fork_rng(devices=self._cuda_devices()):
+            try:
+                for module in modules:
+                    module.training = False
+                yield self.model
+            finally:
+                for module, flag in zip(modules, flags, strict=True):
+                    module.training = flag
+
+    def _cuda_devices(self) -> list[torch.device]:
+        devices = {p.device for p in self.model.parameters() if p.device.type == "cuda"}
+        return sorted(devices, key=str)
+
+    def describe(self) -> str:
+        """What was found, in a few lines for people."""
+        path = path_of(self.root, self.model)
+        lines = [
+            f"{type(self.model).__name__} ({self.kind}"
+            + (f", PEFT: {self.peft}" if self.peft else "")
+            + f") at '{path}' in {type(self.root).__name__}",
+            f"  input embeddings: {self._line(self.embedding, EMBEDDING_WEIGHT)}",
+        ]
+        if self.head is None:
+            lines.append("  output head: none")
+        else:
+            rows = "classes" if self.kind == "classifier" else "words"
+            bias = self.parameter(HEAD_BIAS)
+            lines.append(
+                f"  output head: {self._line(self.head, HEAD_WEIGHT)}, rows are {rows}, "
+                + ("tied to input embeddings, " if self.tied else "")
+                + ("no bias" if bias is None else f"bias {_state(bias)}")
+            )
+        if self.blocks:
+            lines.append(
+                f"  blocks: {len(self.blocks)} x {type(self.blocks[0]).__name__}, "
+                f"'{self.block_names[0]}' to '{self.block_names[-1]}'"
+            )
+        else:
+            lines.append("  blocks: none found in a list (name one with blocks=)")
+        parameters = list(self.root.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        lines.append(
+            f"  trained: {len(trained)} of {len(parameters)} parameters, "
+            f"{sum(p.numel() for p in trained):,} of "
+            f"{sum(p.numel() for p in parameters):,} numbers"
+        )
+        return "\n".join(lines)
+
+    def _line(self, module: nn.Module, role: str) -> str:
+        parameter, shape = self.parameter(role), matrix_shape(module)
+        size = "?" if shape is None else f"{shape[0]:,} x {shape[1]:,}"
+        state = "no parameter" if parameter is None else _state(parameter)
+        return f"'{self.parameter_name(role)}' ({size}), {state}"
+
+    def __repr__(self) -> str:
+        return (
+            f"Anatomy({type(self.model).__name__}, kind={self.kind!r}, "
+            f"embedding={self.embedding_name!r}, head={self.head_name!r}, "
+            f"blocks={len(self.blocks)}, tied={self.tied}, peft={self.peft!r})"
+        )
+
+
+def _state(parameter: nn.Parameter) -> str:
+    return "trained" if parameter.requires_grad else "frozen"

@@ -1,0 +1,121 @@
+"""Walking module trees: what wraps a module (torch.compile, DDP, PEFT), and what it holds.
+
+Wrappers are recognised by the child modules they register, so neither PEFT nor any distributed
+backend is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+_TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module")
+
+
+def transparent_child(module: nn.Module) -> str | None:
+    """Name of the one child that a compile, DDP, DataParallel or FSDP wrapper stands for."""
+    for name in _TRANSPARENT:
+        if name in module._modules:
+            return name
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module"
+    return None
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside torch.compile, DDP, DataParallel and FSDP wrappers."""
+    while (name := transparent_child(module)) is not None:
+        module = getattr(module, name)
+    return module
+
+
+def active_child(module: nn.Module) -> str | None:
+    """Path of the child whose parameters a PEFT layer really uses; None for any other module.
+
+    Of a ``ModulesToSaveWrapper`` that is the active adapter's copy (the original where adapters are
+    disabled), of a LoRA, IA3 or trainable-tokens layer the base layer.
+    """
+    children = module._modules
+    if "modules_to_save" in children and "original_module" in children:
+        active = getattr(module, "active_adapter", None)
+        names = [active] if isinstance(active, str) else list(active or [])
+        if names and not getattr(module, "disable_adapters", False):
+            return f"modules_to_save.{names[0]}"
+        return "original_module"
+    for name in ("token_adapter", "base_layer"):
+        if name in children:
+            return name
+    return None
+
+
+def leaf(module: nn.Module) -> nn.Module:
+    """The plain layer under every compile, distributed and PEFT wrapper of ``module``."""
+    while True:
+        module = unwrap(module)
+        path = active_child(module)
+        if path is None:
+            return module
+        module = module.get_submodule(path)
+
+
+def walk(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yields ``(name, module)`` for the modules in use, outermost first, each once.
+
+    Unlike ``named_modules`` it enters only the active branch of a PEFT layer, so that frozen
+    originals, inactive adapters and low-rank factors are not mistaken for the model's own layers.
+    """
+    seen: set[int] = set()
+    stack = [(prefix, root)]
+    while stack:
+        name, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield name, module
+        active = active_child(module)
+        children = (
+            [(active, module.get_submodule(active))]
+            if active is not None
+            else [(n, m) for n, m in module._modules.items() if m is not None]
+        )
+        stack.extend((f"{name}.{n}" if name else n, m) for n, m in reversed(children))
+
+
+def path_of(root: nn.Module, module: nn.Module) -> str | None:
+    """The first name of ``module`` in ``root.named_modules()``; None where it is not inside."""
+    return next((n for n, m in root.named_modules() if m is module), None)
+
+
+def matrix_shape(module: nn.Module) -> tuple[int, int] | None:
+    """(rows, columns) of the layer's weight matrix, quantised and sharded layers included.
+
+    None for a layer that holds no matrix.
+    """
+    layer = leaf(module)
+    for rows, columns in (("num_embeddings", "embedding_dim"), ("out_features", "in_features")):
+        shape = (getattr(layer, rows, None), getattr(layer, columns, None))
+        if isinstance(shape[0], int) and isinstance(shape[1], int):
+            return shape[0], shape[1]
+    weight = layer._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        return None
+    return int(weight.shape[0]), int(weight.shape[1])
+
+
+def peft_kind(model: nn.Module) -> str | None:
+    """Kinds of the active PEFT adapters (``"LORA"``), joined by ``+``; None without PEFT."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or not configs:
+        return None
+    active = getattr(model, "active_adapter", None)
+    names = [active] if isinstance(active, str) else list(configs)
+    kinds = {getattr(configs[n], "peft_type", None) for n in names if n in configs}
+    return "+".join(sorted(str(getattr(k, "value", k)) for k in kinds if k is not None)) or None
+
+
+def without_peft(model: nn.Module) -> nn.Module:
+    """The model inside a ``PeftModel``; any other module as it is."""
+    if "base_model" in model._modules and hasattr(model, "peft_config"):
+        return unwrap(model.get_base_model())  # type: ignore[operator]
+    return model

@@ -1,0 +1,1 @@
+"""Tiny models and modules that several tests use."""

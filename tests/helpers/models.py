@@ -1,0 +1,210 @@
+"""Tiny random Hugging Face models, built from config without touching the global RNG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MarianConfig,
+    MarianMTModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+VOCAB = 97
+DIM = 16
+POSITIONS = 64
+
+
+@contextmanager
+def own_rng(seed: int) -> Iterator[None]:
+    """Global draws inside start from ``seed``; the global state outside stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def tiny_gpt2(
+    tied: bool = True,
+    vocab: int = VOCAB,
+    d: int = DIM,
+    layers: int = 2,
+    dropout: float = 0.1,
+    seed: int = 0,
+) -> GPT2LMHeadModel:
+    config = GPT2Config(
+        vocab_size=vocab,
+        n_embd=d,
+        n_layer=layers,
+        n_head=2,
+        n_positions=POSITIONS,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    with own_rng(seed):
+        return GPT2LMHeadModel(config)
+
+
+def tiny_llama(
+    tied: bool = False, vocab: int = VOCAB, d: int = DIM, layers: int = 2, seed: int = 0
+) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=d,
+        intermediate_size=2 * d,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+    )
+    with own_rng(seed):
+        return LlamaForCausalLM(config)
+
+
+def _bert_sizes(vocab: int, d: int, layers: int, dropout: float) -> dict[str, float | int]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": d,
+        "intermediate_size": 2 * d,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "max_position_embeddings": POSITIONS,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+    }
+
+
+def tiny_bert_mlm(
+    vocab: int = VOCAB, d: int = DIM, layers: int = 2, dropout: float = 0.1, seed: int = 0
+) -> BertForMaskedLM:
+    with own_rng(seed):
+        return BertForMaskedLM(BertConfig(**_bert_sizes(vocab, d, layers, dropout)))
+
+
+def tiny_distilbert_mlm(
+    vocab: int = VOCAB, d: int = DIM, layers: int = 2, dropout: float = 0.1, seed: int = 0
+) -> DistilBertForMaskedLM:
+    config = DistilBertConfig(
+        vocab_size=vocab,
+        dim=d,
+        hidden_dim=2 * d,
+        n_layers=layers,
+        n_heads=2,
+        max_position_embeddings=POSITIONS,
+        dropout=dropout,
+        attention_dropout=dropout,
+    )
+    with own_rng(seed):
+        return DistilBertForMaskedLM(config)
+
+
+def tiny_roberta_mlm(
+    vocab: int = VOCAB, d: int = DIM, layers: int = 2, dropout: float = 0.1, seed: int = 0
+) -> RobertaForMaskedLM:
+    with own_rng(seed):
+        return RobertaForMaskedLM(RobertaConfig(**_bert_sizes(vocab, d, layers, dropout)))
+
+
+def tiny_bert_classifier(
+    classes: int = 3,
+    vocab: int = VOCAB,
+    d: int = DIM,
+    layers: int = 2,
+    dropout: float = 0.1,
+    seed: int = 0,
+) -> BertForSequenceClassification:
+    config = BertConfig(**_bert_sizes(vocab, d, layers, dropout), num_labels=classes)
+    with own_rng(seed):
+        return BertForSequenceClassification(config)
+
+
+def tiny_roberta_classifier(
+    classes: int = 3,
+    vocab: int = VOCAB,
+    d: int = DIM,
+    layers: int = 2,
+    dropout: float = 0.1,
+    seed: int = 0,
+) -> RobertaForSequenceClassification:
+    config = RobertaConfig(**_bert_sizes(vocab, d, layers, dropout), num_labels=classes)
+    with own_rng(seed):
+        return RobertaForSequenceClassification(config)
+
+
+def tiny_t5(
+    tied: bool = True,
+    vocab: int = VOCAB,
+    d: int = DIM,
+    layers: int = 2,
+    dropout: float = 0.1,
+    seed: int = 0,
+) -> T5ForConditionalGeneration:
+    config = T5Config(
+        vocab_size=vocab,
+        d_model=d,
+        d_kv=d // 2,
+        d_ff=2 * d,
+        num_layers=layers,
+        num_decoder_layers=layers,
+        num_heads=2,
+        dropout_rate=dropout,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+    )
+    with own_rng(seed):
+        return T5ForConditionalGeneration(config)
+
+
+def tiny_marian(
+    tied: bool = True,
+    vocab: int = VOCAB,
+    d: int = DIM,
+    layers: int = 2,
+    dropout: float = 0.1,
+    decoder_vocab: int | None = None,
+    seed: int = 0,
+) -> MarianMTModel:
+    """With ``decoder_vocab`` source and target have embeddings of their own."""
+    config = MarianConfig(
+        vocab_size=vocab,
+        decoder_vocab_size=decoder_vocab or vocab,
+        share_encoder_decoder_embeddings=decoder_vocab is None,
+        d_model=d,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=2 * d,
+        decoder_ffn_dim=2 * d,
+        max_position_embeddings=POSITIONS,
+        dropout=dropout,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+        eos_token_id=2,
+        forced_eos_token_id=2,
+    )
+    with own_rng(seed):
+        return MarianMTModel(config)

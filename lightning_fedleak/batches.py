@@ -1,1 +1,219 @@
 """What the client knows of a batch: token ids, labels, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import Kind
+
+IGNORE_INDEX = -100
+"""Label that the cross-entropy of torch and Hugging Face leaves out."""
+
+_OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
+
+
+class BatchError(ValueError):
+    """A batch could not be read; tells types and shapes, never contents."""
+
+
+@dataclass(frozen=True, repr=False)
+class TokenBatch:
+    """Token ids of one batch. Tensors are references to the batch's own, never copies.
+
+    Labels follow the convention of Hugging Face: they stand beside the ids they belong to, and a
+    causal model's loss shifts them itself. Labels that are shifted already (``x, y = text[:, :-1],
+    text[:, 1:]``) cannot be told from these; such a batch needs an adapter that joins the two:
+    ``text = torch.cat([x[:, :1], y], dim=1)`` and ``TokenBatch(text, text, None, "causal")``.
+
+    Attributes:
+        input_ids: (B, L) integers.
+        labels: (B, L) integers, -100 where the loss looks away; (B, L') of a decoder; (B,) or more
+            of a classifier. None where the batch has none.
+        attention_mask: (B, L) integers or booleans, 0 where padded, or None.
+        kind: what the labels mean (:data:`lightning_fedleak.anatomy.Kind`).
+
+    Raises:
+        BatchError: the tensors do not have these shapes and dtypes.
+    """
+
+    input_ids: Tensor
+    labels: Tensor | None
+    attention_mask: Tensor | None
+    kind: Kind
+
+    def __post_init__(self) -> None:
+        ids, labels, mask = self.input_ids, self.labels, self.attention_mask
+        for name, value in (("input_ids", ids), ("labels", labels), ("attention_mask", mask)):
+            if value is not None and not isinstance(value, Tensor):
+                raise _refused(f"{name} must be a tensor", value)
+        if ids.dim() != 2 or not _holds_ids(ids):
+            raise _refused("input_ids must be integers of shape (B, L)", ids)
+        if mask is not None and mask.shape != ids.shape:
+            raise _refused(f"attention_mask must have input_ids' shape {tuple(ids.shape)}", mask)
+        if labels is None:
+            return
+        if self.kind == "classifier":
+            if labels.shape[:1] != ids.shape[:1]:
+                raise _refused(f"labels must have one row for each of {len(ids)} inputs", labels)
+        elif labels.dim() != 2 or not _holds_ids(labels):
+            raise _refused(f"labels of a {self.kind} model must be integers (B, L)", labels)
+        elif self.kind == "seq2seq" and len(labels) != len(ids):
+            raise _refused(f"labels must have one row for each of {len(ids)} inputs", labels)
+        elif self.kind != "seq2seq" and labels.shape != ids.shape:
+            raise _refused(f"labels must have input_ids' shape {tuple(ids.shape)}", labels)
+
+    def target_ids(self) -> Tensor:
+        """Ids on which the loss is computed, (n,) int64 in reading order, repeats included.
+
+        Causal: labels without each row's first, -100 dropped; where the batch has no labels, the
+        input ids instead, those dropped that ``attention_mask`` pads. Masked, seq2seq and
+        classifier (whose ids are classes): all labels but -100. On CUDA this waits for the device.
+
+        Raises:
+            BatchError: a model that is not causal has no labels, or they are no integers.
+        """
+        if self.labels is None and self.kind != "causal":
+            raise BatchError(
+                f"the batch of a {self.kind} model has no labels, so that the tokens its loss is "
+                "computed on are unknown. Give 'labels' in the batch, or pass batch_adapter=."
+            )
+        if self.labels is None:
+            return _kept(self.input_ids, self.attention_mask, start=1)
+        if not _holds_ids(self.labels):
+            raise _refused("the labels are no ids", self.labels)
+        targets = self.labels[:, 1:] if self.kind == "causal" else self.labels
+        return targets[targets != IGNORE_INDEX].long()
+
+    def read_ids(self) -> Tensor:
+        """Ids whose embedding is read and not masked out, (n,) int64, repeats included.
+
+        Of an encoder-decoder the encoder's ids, then those its decoder reads: labels without each
+        row's last (``shift_right``), -100 dropped. The start and pad tokens that ``shift_right``
+        inserts are no words of the batch and left out. On CUDA this waits for the device.
+        """
+        read = _kept(self.input_ids, self.attention_mask)
+        if self.kind != "seq2seq" or self.labels is None:
+            return read
+        decoded = self.labels[:, :-1]
+        return torch.cat([read, decoded[decoded != IGNORE_INDEX].long().to(read.device)])
+
+    @property
+    def n_targets(self) -> int:
+        """Number of tokens (of a classifier: labels) that the loss is computed on."""
+        return int(self.target_ids().numel())
+
+    def __repr__(self) -> str:
+        labels, mask = (_shape_of(v) for v in (self.labels, self.attention_mask))
+        return (
+            f"TokenBatch(kind={self.kind!r}, input_ids={_shape_of(self.input_ids)}, "
+            f"labels={labels}, attention_mask={mask})"
+        )
+
+
+BatchAdapter = Callable[[Any], TokenBatch]
+"""Turns a user's own batch into a :class:`TokenBatch`."""
+
+
+def read_batch(batch: Any, kind: Kind) -> TokenBatch:
+    """Reads ids, labels and mask off a batch without looking into its tensors.
+
+    Known forms:
+
+    - mappings (dict, ``BatchEncoding``, ``UserDict``) and objects (dataclasses, named tuples) with
+      ``input_ids`` and, where they have them, ``labels`` and ``attention_mask``. Labels under
+      another usual name (``targets``, ``y``) are refused rather than overlooked;
+    - ``(input_ids,)``, ``(input_ids, labels)``, ``(input_ids, attention_mask, labels)`` as tuple or
+      list; of two, a second of dtype bool is the mask;
+    - one integer tensor (B, L).
+
+    Which tensor of a tuple is the mask is told by place and dtype alone: looking at its values
+    would make the host wait for the device. Nothing is copied, moved or changed.
+
+    Args:
+        batch: what ``training_step`` is given.
+        kind: what the model's labels mean, see :class:`~lightning_fedleak.anatomy.Anatomy`.
+
+    Raises:
+        BatchError: the form is none of these. Says what was got, in types and shapes.
+    """
+    if isinstance(batch, Tensor):
+        return TokenBatch(batch, None, None, kind)
+    if isinstance(batch, Mapping):
+        if "input_ids" not in batch:
+            raise _refused("the batch has no 'input_ids'", batch)
+        return _from_names(batch, batch.get, kind)
+    if hasattr(batch, "input_ids"):
+        return _from_names(batch, lambda name: getattr(batch, name, None), kind)
+    if not isinstance(batch, tuple | list) or not all(isinstance(v, Tensor) for v in batch):
+        raise _refused("the batch has no known form", batch)
+    match tuple(batch):
+        case (ids,):
+            return TokenBatch(ids, None, None, kind)
+        case (ids, mask) if mask.dtype == torch.bool:
+            return TokenBatch(ids, None, mask, kind)
+        case (ids, labels):
+            return TokenBatch(ids, labels, None, kind)
+        case (ids, mask, labels):
+            return TokenBatch(ids, labels, mask, kind)
+    raise _refused("the batch has no known form", batch)
+
+
+def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBatch:
+    labels = get("labels")
+    if labels is None:
+        dims = (1, 2) if kind == "classifier" else (2,)
+        other = [
+            name
+            for name in _OTHER_LABELS
+            if isinstance(value := get(name), Tensor) and value.dim() in dims
+        ]
+        if other:
+            raise _refused(f"the batch has no 'labels', but '{other[0]}', which may be", batch)
+    return TokenBatch(get("input_ids"), labels, get("attention_mask"), kind)
+
+
+def _kept(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
+    """Ids from column ``start`` on that the mask keeps, (n,) int64."""
+    ids = ids[:, start:]
+    return (ids.reshape(-1) if mask is None else ids[mask[:, start:] != 0]).long()
+
+
+def _holds_ids(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _refused(what: str, got: object) -> BatchError:
+    return BatchError(
+        f"{what}; got {_shape_of(got)}. Known are dicts and objects with input_ids (and labels, "
+        "attention_mask), tuples (input_ids, labels) or (input_ids, attention_mask, labels), and "
+        "one integer tensor (B, L). For anything else pass batch_adapter=, a function from your "
+        "batch to a TokenBatch."
+    )
+
+
+def _shape_of(value: object, depth: int = 2) -> str:
+    """Type and shapes of a value, never its contents."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}"
+    name = type(value).__name__
+    if value is None or depth == 0:
+        return name
+    if isinstance(value, Mapping):
+        items = [f"{_key(k)}: {_shape_of(v, depth - 1)}" for k, v in list(value.items())[:8]]
+    elif isinstance(value, tuple | list):
+        items = [_shape_of(v, depth - 1) for v in value[:8]]
+    else:
+        return name
+    more = ", ..." if len(items) < len(value) else ""
+    return f"{name}({', '.join(items)}{more}; {len(value)} items)"
+
+
+def _key(key: object) -> str:
+    """A mapping's key if it is a field's name; its type where it might be content."""
+    is_name = isinstance(key, str) and key.isidentifier() and len(key) <= 32
+    return str(key) if is_name else type(key).__name__

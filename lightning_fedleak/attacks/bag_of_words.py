@@ -1,0 +1,91 @@
+"""Word types read, from the rows of the input embedding's gradient that are not zero."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Query,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+)
+from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+
+
+def bag_of_words(gradient: Tensor) -> WordGuess:
+    """Types whose embedding row has a gradient (Gupta et al. 2022, FILM, bag-of-words extraction).
+
+    Only the rows that a batch looks up receive a gradient, so the guess is exact, but for rows
+    whose gradient vanishes: padding, and tokens that influence no predicted position (the last
+    token of a causal model's text). Weight decay or noise that is added to the update before it
+    is shared makes every row non-zero; then every type is named, with the precision that has.
+
+    Args:
+        gradient: (V, d) of the input embedding, strided or sparse.
+
+    Returns:
+        The non-zero rows, largest magnitude first, on the input side; scores are each row's largest
+        magnitude.
+
+    Raises:
+        UnusableObservation: non-finite or all zero.
+    """
+    gradient = gradient.detach()
+    if hasattr(gradient, "full_tensor"):
+        gradient = gradient.full_tensor()
+    if gradient.ndim != 2:
+        raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        scores = gradient.values().new_zeros(gradient.shape[0])
+        scores[gradient.indices()[0]] = _largest(gradient.values())
+    else:
+        scores = _largest(gradient)
+    if not bool(scores.isfinite().all()):
+        raise UnusableObservation("the embedding's gradient has NaN or infinity")
+    order = scores.argsort(descending=True, stable=True)
+    types = order[: int((scores > 0).sum())]
+    if len(types) == 0:
+        raise UnusableObservation(
+            "the embedding's gradient is all zero: no token was trained on in this step"
+        )
+    return WordGuess(types=types, scores=scores, n_types=float(len(types)), surface="input")
+
+
+class BagOfWords(Attack):
+    """The non-zero rows of the input embedding's gradient, see :func:`bag_of_words`."""
+
+    threat_model = ThreatModel.of(
+        "an honest but curious server that reads one update of the input embeddings",
+        Capability.SEES_EMBEDDING_GRADIENT,
+    )
+    default_name = "bag_of_words"
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """The input embedding.
+
+        Raises:
+            ThreatModelError: head and embedding are one matrix.
+        """
+        if anatomy.tied:
+            raise ThreatModelError(
+                f"attack '{self.name}' reads which rows of the embedding's gradient are non-zero, "
+                "but this model ties its embedding to its output head: the softmax reaches every "
+                "row of the sum that is shared, and no row tells anything by being non-zero. "
+                "Remove the attack; FlatChat reads the tied sum."
+            )
+        return Surfaces(gradients=(EMBEDDING_WEIGHT,))
+
+    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
+        """Names the types whose embedding row moved in the newest snapshot."""
+        return bag_of_words(view.gradient(EMBEDDING_WEIGHT))
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Largest magnitude of each row, (n, d) to (n,); a sum of squares could underflow to zero."""
+    low, high = rows.aminmax(dim=1)
+    return high.maximum(-low)

@@ -126,7 +126,8 @@ class GradientTap:
         Under gradient accumulation the last copy is the sum over micro-batches, as it leaves.
         """
         for parameter in {id(p): p for p in self._parameters.values()}.values():
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._keep))
+            handle = parameter.register_post_accumulate_grad_hook(self._keep)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
 
     def _keep(self, parameter: Tensor) -> None:
         if not self.armed or parameter.grad is None:
@@ -259,18 +260,18 @@ class HeadOwnPart:
                 "the head's own part can be taken from a plain nn.Linear only, not from "
                 f"{type(head).__name__}"
             )
-        self._head = head
+        self._head: nn.Linear = head
         self._buffer: Tensor | None = None
         self._filled = False
         self.armed = False
-        head.forward = self._forward  # type: ignore[method-assign]
+        head.forward = self._forward  # type: ignore[method-assign,assignment]
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        weight: Tensor = self._head.weight  # type: ignore[assignment]
+        weight: Tensor = self._head.weight
         if self.armed and torch.is_grad_enabled() and weight.requires_grad:
             weight = weight.view_as(weight)
-            weight.register_hook(self._keep)
-        return functional.linear(hidden, weight, self._head.bias)  # type: ignore[arg-type]
+            weight.register_hook(self._keep)  # type: ignore[no-untyped-call]
+        return functional.linear(hidden, weight, self._head.bias)
 
     def _keep(self, grad: Tensor) -> None:
         if self._buffer is None:

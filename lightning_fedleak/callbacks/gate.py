@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as L
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 
@@ -50,12 +50,15 @@ class GateEvent:
         else:
             interval = "" if math.isnan(self.low) else f" (95% {self.low:.3f} to {self.high:.3f})"
             found = f"{self.metric} = {self.value:.3f}{interval}"
-        saved = "" if self.checkpoint is None else f"\n  saved:    {self.checkpoint}"
+        saved, go_on = "", ""
+        if self.checkpoint is not None:
+            saved = f"\n  saved:    {self.checkpoint}"
+            go_on = " To go on from here: trainer.fit(..., ckpt_path='<the file saved>')."
         return (
             f"at step {self.step}\n  measured: {found}\n  allowed:  at most {self.at_most:g}{saved}"
             "\n  what now: the update of this step gives away more than you allow. Use larger "
-            "batches, add a defence (Trainer(strategy=DefendedStrategy('auto', defenses=[...]))), "
-            "or raise at_most, then go on with trainer.fit(..., ckpt_path=<saved>)."
+            "batches, add a defence with Trainer(strategy=DefendedStrategy('auto', "
+            f"defenses=[...])), or raise at_most.{go_on}"
         )
 
 

@@ -24,6 +24,7 @@ SURFACE_CAPABILITIES = {
     HEAD_BIAS: Capability.SEES_HEAD_BIAS_GRADIENT,
     EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
 }
+HEAD_ONLY = "head_only"
 PREFIX = {"local": "leakage_local", "shared": "leakage", "aggregate": "leakage_aggregate"}
 
 
@@ -74,7 +75,7 @@ def plan_attack(
         held -= set(SURFACE_CAPABILITIES.values())
     require(attack.name, attack.threat_model, held)
     roles = attack.needs(anatomy).gradients
-    owners = []
+    owners: list[Optimizer] = []
     exposed = bool(roles)
     for role in roles:
         owner = _owner(anatomy.parameter(role), optimizers)
@@ -219,3 +220,13 @@ def not_shared() -> Outcome:
     """The attack's surface does not leave the client: metrics 0, ``exposed`` 0."""
     zero = Rate(0.0, 0.0, 0.0)
     return Outcome(False, dict.fromkeys(WORD_METRICS, zero), {}, math.nan, 0, None)
+
+
+def any_failed(table: Tensor) -> bool:
+    """Whether any row of (clients, attacks, 1 + width) is a failure."""
+    return bool((table[:, :, 0] == FAILED).any())
+
+
+def reason(error: Exception) -> str:
+    """Why there is no result, for logs: the error's kind and words."""
+    return f"{type(error).__name__}: {error}"

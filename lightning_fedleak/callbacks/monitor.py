@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as L
-import torch
 from lightning.pytorch.strategies import (
     DDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy, find_anatomy
-from lightning_fedleak.attacks.base import Attack, Observation, WordGuess
+from lightning_fedleak.attacks.base import Attack, Guess, WordGuess
 from lightning_fedleak.batches import BatchAdapter, TokenBatch, read_batch
 from lightning_fedleak.callbacks.cadence import Cadence, EveryNSteps, MaxOverhead
 from lightning_fedleak.callbacks.look import (
+    HEAD_ONLY,
     PREFIX,
     Look,
     Outcome,
     Plan,
-    combine,
-    not_shared,
     plan_attack,
-    row,
     unknown,
 )
 from lightning_fedleak.callbacks.report import (
@@ -44,18 +39,11 @@ from lightning_fedleak.callbacks.report import (
     add_layout,
     add_score_histograms,
 )
-from lightning_fedleak.callbacks.scoring import WORD_METRICS, Tally, WordTruth, tally
-from lightning_fedleak.snapshots import (
-    GradientSnapshot,
-    GradientTap,
-    HeadOwnPart,
-    Stage,
-    UpdateTap,
-)
-from lightning_fedleak.strategies import DefendedStrategy, before_real_step
+from lightning_fedleak.callbacks.scoring import WORD_METRICS
+from lightning_fedleak.callbacks.watch import Series, Watch, series_name
+from lightning_fedleak.snapshots import HeadOwnPart, Stage
+from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import Capability
-
-_log = logging.getLogger(__name__)
 
 MAX_DEFERRALS = 20
 HISTOGRAM_EVERY_LOOKS = 10
@@ -166,14 +154,9 @@ class LeakageMonitor(L.Callback):
 
     def _reset(self) -> None:
         self._plans: list[Plan] = []
-        self._look: Look | None = None
-        self._removers: list[Callable[[], None]] = []
-        self._tap: GradientTap | None = None
-        self._update_tap: UpdateTap | None = None
+        self._watch: Watch | None = None
         self._own_part: HeadOwnPart | None = None
-        self._keeps_local = False
-        self._step_started: float | None = None
-        self._step_seconds = 0.0
+        self._reveal_file: RevealFile | None = None
         self._batch_checked = False
         self._warned: set[str] = set()
 
@@ -194,11 +177,9 @@ class LeakageMonitor(L.Callback):
                 names += [root, f"{root}_low", f"{root}_high", f"{root}_worst_client"]
         return names
 
-    def _series(self) -> list[tuple[str, str]]:
-        series = [(PREFIX[str(s)], a.name) for s in self.stages for a in self.attacks]
-        if self.head_own_part:
-            series += [(PREFIX["local"], f"{a.name}_head_only") for a in self.attacks]
-        return series
+    def _series(self) -> list[Series]:
+        stages = [*map(str, self.stages), *([HEAD_ONLY] if self.head_own_part else [])]
+        return [series_name(stage, attack.name) for stage in stages for attack in self.attacks]
 
     def subscribe(self, listener: Callable[[L.Trainer], None]) -> None:
         """Calls ``listener(trainer)`` on every process after each look, until the fit ends."""
@@ -256,15 +237,14 @@ class LeakageMonitor(L.Callback):
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
         anatomy = self._find_anatomy(pl_module)
         self._anatomy = anatomy
-        self._device = pl_module.device
         self._trainer = trainer
         ddp_rank = isinstance(trainer.strategy, DDPStrategy) and self.client == "rank"
         self._plans = [
             plan_attack(a, anatomy, trainer.optimizers, self.assume, reduces_all=ddp_rank)
             for a in self.attacks
         ]
-        folder = trainer.log_dir or trainer.default_root_dir
-        folder = Path(folder) if self.log_dir is None else self.log_dir
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder = folder if self.log_dir is None else self.log_dir
         self._jsonl = JsonLines(folder / "leakage.jsonl")
         self._reveal_file = (
             RevealFile(folder / f"revealed_words.rank{trainer.global_rank}.txt", self.tokenizer)
@@ -272,7 +252,17 @@ class LeakageMonitor(L.Callback):
             else None
         )
         self._prepare_attacks(anatomy)
-        self._install_taps(trainer, anatomy, ddp_rank)
+        self._watch = Watch(
+            trainer,
+            anatomy,
+            self._plans,
+            stages=self.stages,
+            client=self.client,
+            cadence=self.cadence,
+            local_steps=self.local_steps,
+            own_part=self._own_part,
+            witness=self._show,
+        )
         self._say_what_is_not_tested(anatomy)
         if trainer.is_global_zero:
             prefixes = list(dict.fromkeys(p for p, _ in self._series()))
@@ -291,26 +281,6 @@ class LeakageMonitor(L.Callback):
                 seconds = time.perf_counter() - started
                 if seconds > 1:
                     rank_zero_info(f"LeakageMonitor: '{attack.name}' calibrated in {seconds:.1f} s")
-
-    def _install_taps(self, trainer: L.Trainer, anatomy: Anatomy, ddp_rank: bool) -> None:
-        roles = dict.fromkeys(r for plan in self._plans if plan.exposed for r in plan.roles)
-        parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
-        if self.local_steps is not None:
-            self._update_tap = UpdateTap(parameters, tied=anatomy.tied)
-            return
-        self._tap = GradientTap(parameters, tied=anatomy.tied)
-        strategy = trainer.strategy
-        separated = isinstance(strategy, DefendedStrategy) and strategy.separates_stages
-        if isinstance(strategy, DefendedStrategy):
-            self._removers.append(strategy.add_tap(self._on_strategy_stage))
-        else:
-            for optimizer in trainer.optimizers:
-                self._removers.append(
-                    before_real_step(optimizer, lambda o=optimizer: self._on_real_step(o))
-                )
-        self._keeps_local = ddp_rank and not separated
-        if self._keeps_local:
-            self._tap.keep_local()
 
     def _say_what_is_not_tested(self, anatomy: Anatomy) -> None:
         hidden = [plan for plan in self._plans if not plan.exposed]
@@ -334,122 +304,24 @@ class LeakageMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Starts a look where one is due, and takes the truth before any defence does."""
-        now = time.perf_counter()
-        if self._step_started is not None and self._look is None:
-            passed = now - self._step_started
-            self._step_seconds = (
-                passed if self._step_seconds == 0 else 0.8 * self._step_seconds + 0.2 * passed
-            )
-        self._step_started = now
+        assert self._watch is not None
         if not self._batch_checked:
             self._read(batch)
             self._batch_checked = True
-        if self._look is None and self.cadence.due(trainer.global_step):
-            self._look = Look(trainer.global_step)
-            with self._look.clock(self._device):
-                self._begin(self._look)
-        if self._look is not None:
-            try:
-                self._look.batches.append(self._read(batch))
-            except Exception as error:
-                self._look.truth_error = _reason(error)
+        self._watch.step_starts(trainer.global_step)
+        self._watch.add_batch(lambda: self._read(batch))
 
     def _read(self, batch: Any) -> TokenBatch:
         if self.batch_adapter is not None:
             return self.batch_adapter(batch)
         return read_batch(batch, self._anatomy.kind)
 
-    def _begin(self, look: Look) -> None:
-        for plan in self._plans:
-            if plan.exposed:
-                try:
-                    plan.attack.refresh(self._anatomy, look.step)
-                except Exception as error:
-                    for stage in self.stages:
-                        look.guesses[(str(stage), plan.attack.name)] = _reason(error)
-        if self._tap is not None:
-            self._tap.arm()
-        if self._own_part is not None:
-            self._own_part.arm()
-        if self._update_tap is not None:
-            self._update_tap.begin()
-
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
-        """The local stage on a plain single device: before Lightning's clipping."""
-        if self._look is None:
-            return
-        if self.local_steps is not None:
-            self._look.learning_rates.append(float(optimizer.param_groups[0]["lr"]))
-            return
-        plain = not isinstance(trainer.strategy, DefendedStrategy)
-        if plain and not self._keeps_local:
-            self._attack(Stage.LOCAL, optimizer)
-
-    def _on_real_step(self, optimizer: Optimizer) -> None:
-        """A plain strategy's optimizer is about to step."""
-        if self._look is None or self._look.stepped:
-            return
-        if self._keeps_local:
-            self._attack(Stage.LOCAL, optimizer, kept=True)
-        self._attack(Stage.SHARED, optimizer, kept=self._keeps_local)
-        self._attack(Stage.AGGREGATE, optimizer)
-
-    def _on_strategy_stage(self, stage: Stage, optimizer: Optimizer) -> None:
-        """A DefendedStrategy shows ``p.grad`` at a stage."""
-        if self._look is None or self._look.stepped:
-            return
-        kept = self._keeps_local and stage is not Stage.AGGREGATE
-        self._attack(stage, optimizer, kept=kept)
-
-    def _attack(self, stage: Stage, optimizer: Optimizer, *, kept: bool = False) -> None:
-        look, tap = self._look, self._tap
-        assert look is not None
-        assert tap is not None
-        if look.step_seconds == 0:
-            look.step_seconds = time.perf_counter() - look.started - look.seconds
-        mine = [p for p in self._plans if p.exposed and p.optimizer in (optimizer, None)]
-        last = stage is Stage.AGGREGATE
-        if stage in self.stages or (last and self._own_part is not None):
-            with look.clock(self._device):
-                scale = self._loss_scale() if kept else 1.0
-                if stage in self.stages:
-                    view = tap.view(look.step, stage, kept=kept, client=self._rank, scale=scale)
-                    self._run(mine, str(stage), view)
-                if last and self._own_part is not None:
-                    own = self._own_part.view(
-                        look.step, client=self._rank, scale=self._loss_scale()
-                    )
-                    self._run(mine, "head_only", own)
-        if last and (mine or not any(p.exposed for p in self._plans)):
-            look.stepped = True
-
-    @property
-    def _rank(self) -> int:
-        return int(self._trainer.global_rank) if self.client == "rank" else 0
-
-    def _loss_scale(self) -> float:
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else float(scaler.get_scale())
-
-    def _run(self, plans: Sequence[Plan], stage: str, view: GradientSnapshot) -> None:
-        look = self._look
-        assert look is not None
-        for plan in plans:
-            key = (stage, plan.attack.name)
-            if key in look.guesses:
-                continue
-            try:
-                absent = [r for r in plan.roles if r not in view.tensors]
-                if absent:
-                    look.guesses[key] = f"no gradient of {', '.join(absent)} in this step"
-                    continue
-                with torch.no_grad():
-                    look.guesses[key] = plan.attack.run(Observation((view,)))
-            except Exception as error:
-                look.guesses[key] = _reason(error)
-                _log.debug("attack '%s' failed", plan.attack.name, exc_info=True)
+        """The local stage on a plain strategy: before Lightning's clipping."""
+        assert self._watch is not None
+        self._watch.before_clipping(optimizer)
 
     def on_train_batch_end(
         self,
@@ -459,18 +331,12 @@ class LeakageMonitor(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Ends a look once its optimizer step is over: scores, pools over clients, logs."""
-        look = self._look
-        if look is None or (trainer.global_step == look.step and not look.stepped):
+        """Logs a look once its optimizer step is over."""
+        assert self._watch is not None
+        ended = self._watch.step_ends(trainer.global_step)
+        if ended is None:
             return
-        if self._update_tap is not None:
-            if trainer.global_step < look.step + (self.local_steps or 1):
-                return
-            with look.clock(self._device):
-                self._attack_update(look)
-        with look.clock(self._device):
-            outcomes = self._finish(trainer, look)
-        self._end_look()
+        look, outcomes = ended
         if outcomes is None:
             self._deferrals += 1
             if self._deferrals <= MAX_DEFERRALS:
@@ -481,134 +347,18 @@ class LeakageMonitor(L.Callback):
         self._deferrals = 0
         self._publish(trainer, look, outcomes)
 
-    def _attack_update(self, look: Look) -> None:
-        tap, steps = self._update_tap, self.local_steps
-        assert tap is not None
-        assert steps is not None
-        rates = look.learning_rates
-        try:
-            view = tap.end(
-                look.step,
-                Stage.SHARED,
-                learning_rate=sum(rates) / len(rates),
-                local_steps=steps,
-            )
-        except (ValueError, ZeroDivisionError) as error:
-            for plan in self._plans:
-                look.guesses[(str(Stage.SHARED), plan.attack.name)] = _reason(error)
-        else:
-            self._run([p for p in self._plans if p.exposed], str(Stage.SHARED), view)
-        look.stepped = True
-
-    def _end_look(self) -> None:
-        self._look = None
-        self._step_started = None
-        if self._tap is not None:
-            self._tap.disarm()
-        if self._own_part is not None:
-            self._own_part.disarm()
+    def _show(self, look: Look, series: Series, guess: Guess, types: Tensor) -> None:
+        """What a single guess leaves behind besides numbers."""
+        if not isinstance(guess, WordGuess):
+            return
+        if self._reveal_file is not None:
+            self._reveal_file.append(look.step, "/".join(series), guess, types)
+        if self._trainer.is_global_zero and self.looks % HISTOGRAM_EVERY_LOOKS == 0:
+            add_score_histograms(self._trainer.loggers, "/".join(series), guess, types, look.step)
 
     # ---- results ----------------------------------------------------------------------------
 
-    def _finish(self, trainer: L.Trainer, look: Look) -> dict[tuple[str, str], Outcome] | None:
-        """Scores every attack and pools over processes; None where nothing was shared.
-
-        Every process takes part in the same exchanges whatever failed on it.
-        """
-        truth = self._truth(trainer, look)
-        results: dict[tuple[str, str], Tally | str | None] = {}
-        keys = [(str(s), p) for s in self.stages for p in self._plans]
-        if self._own_part is not None:
-            keys += [("head_only", p) for p in self._plans]
-        rows = []
-        for stage, plan in keys:
-            key = (stage, plan.attack.name)
-            results[key] = self._score(look, key, plan, truth, trainer)
-            rows.append(row(results[key]))
-        rank_zero = [self._next_step(look), look.seconds]
-        gathered = self._gather(trainer, torch.tensor([*chain.from_iterable(rows), *rank_zero]))
-        self.cadence.next_step = int(gathered[0, -2])
-        table = gathered[:, :-2].reshape(gathered.shape[0], len(keys), -1)
-        if self.client == "world":
-            table = table[:1] if not _any_failed(table) else table
-        outcomes: dict[tuple[str, str], Outcome] = {}
-        for i, (stage, plan) in enumerate(keys):
-            name = plan.attack.name + ("_head_only" if stage == "head_only" else "")
-            prefix = PREFIX.get(stage, PREFIX["local"])
-            if not plan.exposed:
-                outcomes[(prefix, name)] = not_shared()
-                continue
-            mine = results[(stage, plan.attack.name)]
-            outcome = combine(table[:, i], mine if isinstance(mine, str) else None)
-            if outcome is None:
-                return None
-            outcomes[(prefix, name)] = outcome
-        return outcomes
-
-    def _truth(self, trainer: L.Trainer, look: Look) -> WordTruth | None:
-        truth = None
-        try:
-            if look.truth_error is None:
-                truth = WordTruth.of(look.batches)
-        except Exception as error:
-            look.truth_error = _reason(error)
-        if self.client == "rank" or trainer.world_size == 1:
-            return truth
-        size = self._anatomy.vocab_size
-        mask = torch.zeros(2, size, dtype=torch.bool, device=self._device)
-        if truth is not None:
-            mask |= truth.mask(size).to(mask.device)
-        n_targets = truth.n_targets if truth is not None else 0
-        joined = trainer.strategy.reduce(mask.to(torch.int32), reduce_op="sum")
-        total = trainer.strategy.reduce(
-            torch.tensor(n_targets, device=self._device), reduce_op="sum"
-        )
-        assert isinstance(joined, Tensor)
-        return None if truth is None else WordTruth.of_mask(joined > 0, int(total))
-
-    def _score(
-        self,
-        look: Look,
-        key: tuple[str, str],
-        plan: Plan,
-        truth: WordTruth | None,
-        trainer: L.Trainer,
-    ) -> Tally | str | None:
-        if look.truth_error is not None:
-            return f"the batch could not be read: {look.truth_error}"
-        if truth is None or truth.n_targets == 0 or not look.stepped or not plan.exposed:
-            return None
-        guess = look.guesses.get(key, "the attack was not run")
-        if isinstance(guess, str):
-            return guess
-        try:
-            result = tally(guess, truth, self._anatomy.vocab_size)
-            if isinstance(guess, WordGuess):
-                types = truth.types(guess.surface)
-                if self._reveal_file is not None:
-                    self._reveal_file.append(look.step, key[0], key[1], guess, types)
-                if trainer.is_global_zero and self.looks % HISTOGRAM_EVERY_LOOKS == 0:
-                    name = f"{PREFIX.get(key[0], PREFIX['local'])}/{key[1]}"
-                    add_score_histograms(trainer.loggers, name, guess, types, look.step)
-        except Exception as error:
-            return _reason(error)
-        return result
-
-    def _next_step(self, look: Look) -> int:
-        step_seconds = self._step_seconds or look.step_seconds
-        proposed = self.cadence.after_look(look.step, look.seconds, step_seconds)
-        return max(proposed, look.step + (self.local_steps or 1))
-
-    def _gather(self, trainer: L.Trainer, values: Tensor) -> Tensor:
-        """(processes, n) of every process's values."""
-        if trainer.world_size == 1:
-            return values.unsqueeze(0)
-        gathered = trainer.strategy.all_gather(values.to(self._device))
-        return gathered.cpu()
-
-    def _publish(
-        self, trainer: L.Trainer, look: Look, outcomes: Mapping[tuple[str, str], Outcome]
-    ) -> None:
+    def _publish(self, trainer: L.Trainer, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         values: dict[str, float] = {}
         for (prefix, name), outcome in outcomes.items():
             values.update(outcome.values(prefix, name))
@@ -625,7 +375,9 @@ class LeakageMonitor(L.Callback):
         self.last_step = look.step
         self.latest = values
         for name, number in values.items():
-            self.log(name, number, on_step=True, on_epoch=False, logger=False, batch_size=1)
+            trainer.lightning_module.log(
+                name, number, on_step=True, on_epoch=False, logger=False, batch_size=1
+            )
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
         for logger in trainer.loggers:
             logger.log_metrics(finite, step=look.step)
@@ -644,9 +396,7 @@ class LeakageMonitor(L.Callback):
             "counts them.)"
         )
 
-    def _write_lines(
-        self, look: Look, outcomes: Mapping[tuple[str, str], Outcome], world_size: int
-    ) -> None:
+    def _write_lines(self, look: Look, outcomes: Mapping[Series, Outcome], world_size: int) -> None:
         configs = {a.name: a.config() for a in self.attacks}
         stages = {prefix: stage for stage, prefix in PREFIX.items()}
         pooled = world_size > 1 and self.client == "rank"
@@ -685,10 +435,8 @@ class LeakageMonitor(L.Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Removes every tap, also after an exception."""
-        for remove in self._removers:
-            remove()
-        if self._tap is not None:
-            self._tap.close()
+        if self._watch is not None:
+            self._watch.close()
         if self._own_part is not None:
             self._own_part.close()
         self._listeners.clear()
@@ -767,11 +515,3 @@ def _names(anatomy: Anatomy, roles: Collection[str]) -> set[str]:
     if anatomy.tied and {HEAD_WEIGHT, EMBEDDING_WEIGHT} & set(roles):
         names |= {anatomy.parameter_name(HEAD_WEIGHT), anatomy.parameter_name(EMBEDDING_WEIGHT)}
     return {n for n in names if n is not None}
-
-
-def _any_failed(table: Tensor) -> bool:
-    return bool((table[:, :, 0] == 1.0).any())
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -87,7 +87,7 @@ class RevealFile:
         self.path = path
         self._tokenizer = tokenizer
 
-    def append(self, step: int, stage: str, attack: str, guess: WordGuess, truth: Tensor) -> None:
+    def append(self, step: int, series: str, guess: WordGuess, truth: Tensor) -> None:
         """Writes what was recovered at one look, right and wrong guesses apart."""
         true_ids = set(truth.tolist())
         guessed = guess.types.tolist()
@@ -98,7 +98,7 @@ class RevealFile:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "a", encoding="utf-8") as file:
             os.fchmod(file.fileno(), 0o600)
-            file.write(f"== step {step}, {stage}, {attack}\n")
+            file.write(f"== step {step}, {series}\n")
             file.write(f"recovered ({len(right)}): {self._words(right)}\n")
             file.write(f"wrong ({len(wrong)}): {self._words(wrong)}\n")
             file.write(f"missed ({len(missed)}): {self._words(missed)}\n")

@@ -1,0 +1,190 @@
+"""Taps against independent computations: float64 optimizers by hand, plain autograd."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_fedleak.snapshots import (
+    GradientSnapshot,
+    GradientTap,
+    HeadOwnPart,
+    Observation,
+    Stage,
+    UpdateTap,
+)
+
+
+def updates_by_hand(kind, gradients, lr):
+    """(before - after) / lr over the given gradients, in float64, from the optimizers' papers."""
+    total = torch.zeros_like(gradients[0])
+    velocity = torch.zeros_like(total)
+    first, second = torch.zeros_like(total), torch.zeros_like(total)
+    for k, g in enumerate(gradients, start=1):
+        if kind == "sgd":
+            total += g
+        elif kind == "momentum":
+            velocity = 0.9 * velocity + g
+            total += velocity
+        else:
+            first = 0.9 * first + 0.1 * g
+            second = 0.999 * second + 0.001 * g * g
+            total += (first / (1 - 0.9**k)) / ((second / (1 - 0.999**k)).sqrt() + 1e-8)
+    return total
+
+
+def optimizer_of(kind, parameters, lr):
+    if kind == "adam":
+        return torch.optim.Adam(parameters, lr=lr)
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9 if kind == "momentum" else 0.0)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
+def test_update_is_before_minus_after_over_the_learning_rate(kind, steps):
+    generator = torch.Generator().manual_seed(steps)
+    weight = nn.Parameter(torch.randn(7, 3, generator=generator, dtype=torch.float64))
+    gradients = [torch.randn(7, 3, generator=generator, dtype=torch.float64) for _ in range(steps)]
+    lr = 5e-4
+    optimizer = optimizer_of(kind, [weight], lr)
+    tap = UpdateTap({"head.weight": weight})
+    tap.begin()
+    for g in gradients:
+        weight.grad = g.clone()
+        optimizer.step()
+    snapshot = tap.end(3, Stage.SHARED, learning_rate=lr, local_steps=steps)
+    torch.testing.assert_close(
+        snapshot.tensors["head.weight"], updates_by_hand(kind, gradients, lr), rtol=1e-8, atol=1e-8
+    )
+    assert (snapshot.local_steps, snapshot.learning_rate, snapshot.step) == (steps, lr, 3)
+
+
+def test_one_plain_sgd_step_gives_the_gradient_with_its_sign():
+    weight = nn.Parameter(torch.zeros(4, 2, dtype=torch.float64))
+    tap = UpdateTap({"w": weight})
+    tap.begin()
+    weight.grad = torch.tensor([[1.0, -2.0]] * 4, dtype=torch.float64)
+    torch.optim.SGD([weight], lr=0.1).step()
+    got = tap.end(0, Stage.SHARED, learning_rate=0.1, local_steps=1).tensors["w"]
+    torch.testing.assert_close(got, weight.grad)
+
+
+def test_update_tap_reuses_its_buffer_and_reads_a_tied_matrix_once():
+    weight = nn.Parameter(torch.ones(4, 2))
+    tap = UpdateTap({"head.weight": weight, "embedding.weight": weight}, tied=True)
+    tap.begin()
+    first = tap.end(0, Stage.SHARED, learning_rate=1.0, local_steps=1)
+    tap.begin()
+    with torch.no_grad():
+        weight.sub_(2)
+    second = tap.end(1, Stage.SHARED, learning_rate=1.0, local_steps=1)
+    assert first.tensors["head.weight"].data_ptr() == second.tensors["head.weight"].data_ptr()
+    assert second.tensors["embedding.weight"] is second.tensors["head.weight"]
+    assert torch.equal(second.tensors["head.weight"], torch.full((4, 2), 2.0))
+
+
+def test_update_at_learning_rate_zero_is_refused_with_what_to_do():
+    tap = UpdateTap({"w": nn.Parameter(torch.ones(2, 2))})
+    tap.begin()
+    with pytest.raises(ValueError, match="warm-up"):
+        tap.end(0, Stage.SHARED, learning_rate=0.0, local_steps=1)
+
+
+def test_view_is_no_copy_and_leaves_out_what_has_no_gradient():
+    a, b = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
+    a.grad = torch.randn(3, 2)
+    view = GradientTap({"head.weight": a, "head.bias": b}).view(5, Stage.SHARED)
+    assert view.tensors["head.weight"].data_ptr() == a.grad.data_ptr()
+    assert set(view.tensors) == {"head.weight"}
+    assert (view.step, view.stage, view.client) == (5, "shared", 0)
+
+
+def test_kept_gradient_is_the_sum_over_micro_batches_and_survives_overwriting():
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 6, bias=False)
+    tap = GradientTap({"head.weight": layer.weight})
+    tap.keep_local()
+    inputs = [torch.randn(5, 4) for _ in range(3)]
+    layer(inputs[0]).square().sum().backward()
+    layer.weight.grad = None
+    tap.arm()
+    for x in inputs:
+        layer(x).square().sum().backward()
+    expected = sum(2 * (x @ layer.weight.detach().T).T @ x for x in inputs)
+    layer.weight.grad.zero_()
+    kept = tap.view(0, Stage.LOCAL, kept=True).tensors["head.weight"]
+    torch.testing.assert_close(kept, expected)
+    tap.disarm()
+    layer(inputs[0]).sum().backward()
+    torch.testing.assert_close(tap.view(0, Stage.LOCAL, kept=True).tensors["head.weight"], expected)
+    tap.close()
+    assert not layer.weight._post_accumulate_grad_hooks
+
+
+def test_kept_gradient_divides_out_the_loss_scale():
+    layer = nn.Linear(2, 3, bias=False)
+    tap = GradientTap({"w": layer.weight})
+    tap.keep_local()
+    tap.arm()
+    (layer(torch.ones(1, 2)).sum() * 1024).backward()
+    got = tap.view(0, Stage.LOCAL, kept=True, scale=1024.0).tensors["w"]
+    torch.testing.assert_close(got, torch.ones(3, 2))
+
+
+def test_sparse_gradients_are_made_dense():
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
+    got = GradientTap({"embedding.weight": embedding.weight}).view(0, Stage.SHARED)
+    dense = got.tensors["embedding.weight"]
+    assert dense.layout is torch.strided
+    assert dense.sum(1).tolist() == [0.0, 4.0, 0.0, 2.0, 0.0]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.body(self.embedding(ids))))
+
+
+def loss_of(model, ids):
+    return functional.cross_entropy(model(ids[:-1]), ids[1:])
+
+
+def test_head_own_part_is_the_head_only_gradient_and_training_is_bit_identical():
+    torch.manual_seed(1)
+    plain, tapped = Tied(), Tied()
+    tapped.load_state_dict(plain.state_dict())
+    ids = torch.randint(0, 11, (9,))
+    own = HeadOwnPart(tapped.head)
+    own.arm()
+    for model in (plain, tapped):
+        for _ in range(2):
+            loss_of(model, ids).backward()
+    assert torch.equal(plain.embedding.weight.grad, tapped.embedding.weight.grad)
+
+    with torch.no_grad():
+        hidden = torch.tanh(plain.body(plain.embedding(ids[:-1])))
+        p = torch.softmax(hidden @ plain.head.weight.T, dim=1)
+        p[torch.arange(8), ids[1:]] -= 1
+        expected = 2 * p.T @ hidden / 8
+    torch.testing.assert_close(own.view(0).tensors["head.weight"], expected)
+    own.close()
+    assert "forward" not in vars(tapped.head)
+
+
+def test_head_own_part_refuses_heads_whose_forward_it_does_not_know():
+    with pytest.raises(TypeError, match=r"plain nn\.Linear"):
+        HeadOwnPart(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_observation_names_what_it_holds():
+    snapshot = GradientSnapshot(0, Stage.SHARED, {"head.bias": torch.zeros(3)})
+    with pytest.raises(KeyError, match=r"head\.weight.*head\.bias"):
+        Observation((snapshot,)).gradient("head.weight")
+    assert Observation((snapshot,)).gradient("head.bias").shape == (3,)

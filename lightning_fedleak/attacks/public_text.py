@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +167,25 @@ class PublicText:
             ValueError: the model is not a causal language model.
         """
         return cls(_sampled(anatomy, n, length, seed, start_token_id))
+
+    @classmethod
+    def given_or_sampled(
+        cls, given: PublicText | Literal["sampled"], anatomy: Anatomy, seed: int = 0
+    ) -> PublicText:
+        """``given`` itself; for ``"sampled"``, 256 texts of up to 64 tokens by the model.
+
+        What an attack calls in ``prepare``, so that a config file can ask for sampled text before
+        there is a model to sample from.
+
+        Raises:
+            ValueError: another string.
+        """
+        if isinstance(given, PublicText):
+            return given
+        if given != "sampled":
+            raise ValueError(f"public_text must be a PublicText or 'sampled', got {given!r}")
+        limit = getattr(getattr(anatomy.model, "config", None), "max_position_embeddings", 64)
+        return cls.sampled_from(anatomy, n=256, length=min(64, limit), seed=seed)
 
 
 def _token_ids(

@@ -1,1 +1,7 @@
-"""."""
+"""Defences: what changes an update before it leaves the client."""
+
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.freeze import Freeze
+from lightning_fedleak.defenses.gradient_noise import GradientNoise
+
+__all__ = ["Defense", "DefenseContext", "DefenseError", "Freeze", "GradientNoise"]

@@ -1,0 +1,115 @@
+"""What a defence is: hooks that act where data leaves the client.
+
+A defence of one's own needs a name, a plain sentence about what it guarantees, and one hook::
+
+    class TopK(Defense):
+        name = "top_k"
+        guarantee = "none: the largest entries still leave the client"
+
+        def __init__(self, share: float) -> None:
+            self.share = share
+
+        def on_gradients(self, parameters, context):
+            for p in parameters:
+                if p.grad is not None:
+                    keep = max(1, int(self.share * p.grad.numel()))
+                    threshold = p.grad.abs().flatten().topk(keep).values[-1]
+                    p.grad.masked_fill_(p.grad.abs() < threshold, 0.0)
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+State = Mapping[str, Tensor | int | float | str]
+
+
+class DefenseError(ValueError):
+    """A defence cannot hold its guarantee in this setting; says what to change."""
+
+
+@dataclass(frozen=True)
+class DefenseContext:
+    """Where a defence acts.
+
+    Attributes:
+        root: the module being trained (the LightningModule), never wrapped.
+        client: index of this client, from 0. With ``client="rank"`` the rank of the process; with
+            ``client="world"`` 0 on every rank, because all ranks together are one client.
+        clients: number of clients in this run.
+        device: where this process trains.
+        precision: Lightning's name of it (``"32-true"``, ``"bf16-mixed"``, ...).
+        step: optimizer step that is about to be taken, from 0; 0 in ``before_setup``.
+        entropy: 32 secret random bytes of the operating system, drawn anew for every fit, alike on
+            the processes of one client, independent between clients, never saved. Noise derived
+            from it is not replayed after a resume.
+    """
+
+    root: nn.Module
+    client: int
+    clients: int
+    device: torch.device
+    precision: str
+    step: int
+    entropy: bytes = field(repr=False)
+
+
+class Defense(ABC):
+    """A defence. Every hook is optional; a subclass sets ``name`` and ``guarantee``.
+
+    Attributes:
+        name: key of its state in checkpoints; two defences of one run must differ in it.
+        guarantee: what it guarantees, against whom, in plain words; ``"none"`` said plainly.
+    """
+
+    name: ClassVar[str]
+    guarantee: ClassVar[str]
+
+    @property
+    def acts_on_gradients(self) -> bool:
+        """Whether the class rewrites gradients, that is, overrides ``on_gradients``."""
+        return type(self).on_gradients is not Defense.on_gradients
+
+    def before_setup(self, context: DefenseContext) -> None:  # noqa: B027
+        """Prepares the model: on its first device, not wrapped, no optimizer exists.
+
+        Raises:
+            DefenseError: the guarantee cannot hold for this model or setting.
+        """
+
+    def on_gradients(  # noqa: B027
+        self, parameters: Sequence[nn.Parameter], context: DefenseContext
+    ) -> None:
+        """Rewrites ``p.grad`` in place; together the gradients are the client's whole update.
+
+        Called once in every optimizer step, without autograd, after backward, accumulation and
+        Lightning's own gradient clipping. ``p.grad`` is None where the batch did not reach ``p``.
+
+        Args:
+            parameters: all trainable parameters of the optimizer that steps, in its order, which
+                is the same on every rank.
+            context: where and when; ``context.step`` is current.
+
+        Raises:
+            DefenseError: the update cannot be released. Training stops, nothing leaves the client.
+        """
+
+    def state_dict(self) -> dict[str, Tensor | int | float | str]:
+        """Plain numbers and tensors for the checkpoint, alike on every rank; never a secret."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:  # noqa: B027
+        """Takes back what ``state_dict`` gave, before ``before_setup``.
+
+        ``state`` is empty where the run resumes from a checkpoint that holds none for this
+        defence.
+        """
+
+    def teardown(self) -> None:  # noqa: B027
+        """Takes back every change to the model. May be called twice, or without a setup."""

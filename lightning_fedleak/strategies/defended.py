@@ -1,0 +1,258 @@
+"""DefendedStrategy: a Lightning strategy in which defences act where data leaves the client."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
+
+from lightning_fedleak.defenses import Defense, DefenseError
+from lightning_fedleak.strategies.release import Client, Release, Tap
+from lightning_fedleak.strategies.seam import DDPSeam, Seam
+
+_LATE = ("auto", "single_device")
+_SUPPORTED = (
+    "'auto', 'single_device', a registered DDP name ('ddp', 'ddp_spawn', "
+    "'ddp_find_unused_parameters_true', ...), or an instance of SingleDeviceStrategy, DDPStrategy "
+    "or of a subclass"
+)
+
+
+class DefendedStrategy(Strategy):
+    """A strategy with defences; ``Trainer(strategy=DefendedStrategy("auto", defenses=[...]))``.
+
+    In every optimizer step there are three real places, by the names of
+    :class:`~lightning_fedleak.snapshots.Stage`:
+
+    - ``client="rank"``, one device. *local* is the gradient after backward, accumulation and
+      Lightning's own gradient clipping; *shared* is what the defences make of it; *aggregate*,
+      what the optimizer gets, is the same.
+    - ``client="rank"``, DDP, with at least one defence that acts on gradients. Every process is a
+      client. The model is not wrapped in ``DistributedDataParallel``: there is no reducer, so no
+      undefended gradient can leave the process. *local* is this process's own gradient (Lightning's
+      clipping acts on it), *shared* the defended one, *aggregate* the mean of all shared ones. A
+      gradient of None counts as zero. Buffers (BatchNorm's running statistics) are still sent from
+      rank 0 to the others, as DDP does, and no defence acts on them: switch that off with
+      ``DDPStrategy(broadcast_buffers=False)``.
+    - ``client="rank"``, DDP, no defence that acts on gradients. DDP is left alone. It reduces
+      inside backward, so a tap sees *aggregate* only; the local gradient, which is also what is
+      shared, is seen by ``param.register_post_accumulate_grad_hook``.
+    - ``client="world"``. All processes are machines of one client. DDP reduces first: *local* is
+      the reduced gradient, *shared* the defended one, with the same noise on every rank.
+
+    With several optimizers (manual optimization) each step of each optimizer is a release of its
+    own parameters, so a clip bounds each by itself. Without defences training is bit-identical to
+    the plain strategy's.
+
+    ``"auto"`` is resolved when the Trainer takes the strategy, as the Trainer itself would. From
+    then on the object is also one of that strategy's class, an instance of ``DDPStrategy`` say.
+
+    Args:
+        strategy: what to wrap: a name or an instance. An instance is taken over: use it nowhere
+            else.
+        defenses: act in this order.
+        client: ``"rank"``: each process is one. ``"world"``: all of them together.
+
+    Raises:
+        DefenseError: a strategy that is not supported, or defences that do not fit it; some of it
+            only at ``trainer.fit``, when the model is known.
+    """
+
+    def __init__(
+        self,
+        strategy: str | Strategy = "auto",
+        defenses: Sequence[Defense] = (),
+        client: Client = "rank",
+    ) -> None:
+        super().__init__()
+        self._fedleak = Release(defenses, client)
+        self._fedleak_name = strategy if isinstance(strategy, str) else ""
+        if self._fedleak_name in _LATE:
+            # What the Trainer fills in before it calls `_configure_launcher`.
+            self.cluster_environment = None
+            self.parallel_devices: list[torch.device] | None = None
+            self.num_nodes = 1
+            self._layer_sync = None
+        else:
+            self._become(_by_name(strategy) if isinstance(strategy, str) else strategy)
+
+    @property
+    def defenses(self) -> tuple[Defense, ...]:
+        """The defences, in the order in which they act."""
+        return self._fedleak.defenses
+
+    @property
+    def client(self) -> Client:
+        """Who is a client."""
+        return self._fedleak.client
+
+    @property
+    def separates_stages(self) -> bool:
+        """Whether local and shared are to be seen as ``p.grad``, and taps are called for them.
+
+        False only where DDP reduces inside backward while each rank is a client of its own.
+        """
+        if type(self) is DefendedStrategy:
+            _not_attached()
+        return self._fedleak.separates_stages
+
+    def add_tap(self, fn: Tap) -> Callable[[], None]:
+        """Calls ``fn(stage, optimizer)`` while ``p.grad`` holds that stage's gradient.
+
+        In every optimizer step, for local, shared and aggregate in this order where
+        ``separates_stages`` is True, for aggregate alone where it is False. ``fn`` runs without
+        autograd and must not write to ``p.grad``; the optimizer is the torch one. Nothing is
+        copied for it. Taps end with the fit (at teardown).
+
+        Returns:
+            Takes the tap out again; may be called twice.
+        """
+        return self._fedleak.add_tap(fn)
+
+    def _become(self, inner: Strategy) -> None:
+        """Turns this object into a defended one of the inner strategy's class."""
+        _check_inner(inner)
+        state = {**vars(inner), "_fedleak": self._fedleak}
+        vars(self).clear()
+        vars(self).update(state)
+        self.__class__ = defended_class(type(inner))  # type: ignore[assignment]
+        assert isinstance(self, Seam)
+        self._check_combination()
+
+    def _configure_launcher(self) -> None:
+        """The Trainer's last word to a new strategy: by now devices and nodes are known."""
+        if type(self) is not DefendedStrategy:
+            super()._configure_launcher()
+            return
+        inner = self._resolve()
+        assert self.accelerator is not None
+        inner.accelerator = self.accelerator
+        inner._checkpoint_io = self._checkpoint_io
+        inner._precision_plugin = self._precision_plugin
+        if isinstance(inner, DDPStrategy):
+            inner.cluster_environment = self.cluster_environment
+            inner.parallel_devices = self.parallel_devices
+            inner.num_nodes = self.num_nodes
+            inner._layer_sync = self._layer_sync
+            inner.set_world_ranks()
+        self._become(inner)
+        self._configure_launcher()
+
+    def _resolve(self) -> Strategy:
+        """The Trainer's own choice for ``strategy="auto"``."""
+        devices = self.parallel_devices or []
+        known = (CPUAccelerator, CUDAAccelerator, MPSAccelerator)
+        if not isinstance(self.accelerator, known):
+            raise DefenseError(
+                f"DefendedStrategy('{self._fedleak_name}') does not support the accelerator "
+                f"{type(self.accelerator).__name__}; it runs on CPU, CUDA and MPS."
+            )
+        single = len(devices) == 1 and self.num_nodes == 1
+        if self._fedleak_name == "single_device" and not single:
+            raise DefenseError(
+                f"DefendedStrategy('single_device') was given to a Trainer with {len(devices)} "
+                f"devices on {self.num_nodes} nodes. Pass DefendedStrategy('ddp', ...), or "
+                "Trainer(devices=1, num_nodes=1)."
+            )
+        if single:
+            return SingleDeviceStrategy(device=devices[0])
+        interactive = _IS_INTERACTIVE and self.num_nodes == 1
+        return _by_name("ddp_fork" if interactive else "ddp")
+
+    # An instance is concrete before it is resolved too: it can be built from a config.
+    @property
+    def root_device(self) -> torch.device:
+        """Known once a Trainer has the strategy."""
+        _not_attached()
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Known once a Trainer has the strategy."""
+        _not_attached()
+
+    def model_to_device(self) -> None:
+        """Possible once a Trainer has the strategy."""
+        _not_attached()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Possible once a Trainer has the strategy."""
+        _not_attached()
+
+    def barrier(self, name: str | None = None) -> None:
+        """Possible once a Trainer has the strategy."""
+        _not_attached()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Possible once a Trainer has the strategy."""
+        _not_attached()
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Possible once a Trainer has the strategy."""
+        _not_attached()
+
+
+@functools.cache
+def defended_class(inner: type[Strategy]) -> type[Strategy]:
+    """The class of defended strategies that also are ``inner``."""
+    seam = DDPSeam if issubclass(inner, DDPStrategy) else Seam
+    bases = (seam, inner, DefendedStrategy)
+    members = {"__module__": __name__, "__reduce_ex__": _reduce, "_fedleak_inner": inner}
+    return type(f"Defended{inner.__name__}", bases, members)
+
+
+def _reduce(strategy: Any, _protocol: Any) -> tuple[Any, ...]:
+    """Pickles an instance of a class that is made at run time (for DDP's spawn)."""
+    return _rebuild, (strategy._fedleak_inner,), strategy.__getstate__()
+
+
+def _rebuild(inner: type[Strategy]) -> Strategy:
+    kind = defended_class(inner)
+    return kind.__new__(kind)
+
+
+def _not_attached() -> NoReturn:
+    raise RuntimeError("this DefendedStrategy has not been given to a Trainer yet")
+
+
+def _by_name(name: str) -> Strategy:
+    registered = name in StrategyRegistry
+    if not registered or not issubclass(StrategyRegistry[name]["strategy"], DDPStrategy):
+        raise DefenseError(
+            f"DefendedStrategy: strategy={name!r} is not supported; pass {_SUPPORTED}."
+        )
+    strategy: Strategy = StrategyRegistry.get(name)
+    return strategy
+
+
+def _check_inner(inner: Strategy) -> None:
+    kind = type(inner).__name__
+    if isinstance(inner, DefendedStrategy):
+        raise DefenseError(
+            "DefendedStrategy: `strategy` is already defended; give all defenses to one of them."
+        )
+    if isinstance(inner, ModelParallelStrategy):
+        raise DefenseError(
+            f"DefendedStrategy: {kind} (FSDP2) is not supported yet. It reduces gradients inside "
+            f"backward, so it can only ever serve client='world'. Pass {_SUPPORTED}."
+        )
+    foreign = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
+    if isinstance(inner, foreign) or not isinstance(inner, SingleDeviceStrategy | DDPStrategy):
+        raise DefenseError(f"DefendedStrategy: {kind} is not supported; pass {_SUPPORTED}.")
+    if inner._launcher is not None or inner._lightning_module is not None:
+        raise DefenseError(
+            f"DefendedStrategy: this {kind} has been used by a Trainer; pass a new one."
+        )

@@ -1,0 +1,182 @@
+"""What happens between a client's gradient and its optimizer: local, shared, aggregate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
+from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.strategies.step import before_real_step
+
+Client = Literal["rank", "world"]
+Tap = Callable[[Stage, Optimizer], None]
+
+CHECKPOINT_KEY = "lightning_fedleak_defenses"
+"""Where a checkpoint keeps the defences' states, by defence name."""
+
+
+class Release:
+    """The defences and taps of a run, and the moment in which an update leaves the client.
+
+    Args:
+        defenses: in the order in which they act.
+        client: who is a client.
+
+    Raises:
+        DefenseError: an unknown ``client``, or defences that cannot be told apart.
+    """
+
+    def __init__(self, defenses: Sequence[Defense], client: Client) -> None:
+        if client not in ("rank", "world"):
+            raise DefenseError(
+                f"DefendedStrategy: client={client!r} must be 'rank' (each process is a client) "
+                "or 'world' (all processes together are one)"
+            )
+        for defense in defenses:
+            _check(defense)
+        names = [defense.name for defense in defenses]
+        if len(set(names)) < len(names):
+            raise DefenseError(
+                f"DefendedStrategy: defenses named alike: {names}. A defence may be given once; "
+                "two instances of one class need different `name`s."
+            )
+        self.defenses = tuple(defenses)
+        self.client: Client = client
+        self.gradient_defenses = tuple(d for d in self.defenses if d.acts_on_gradients)
+        self.separates_stages = True
+        self.reduces = False
+        self._context: DefenseContext | None = None
+        self._step: Callable[[], int] = lambda: 0
+        self._taps: dict[int, Tap] = {}
+        self._next_tap = 0
+        self._removers: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
+
+    def add_tap(self, fn: Tap) -> Callable[[], None]:
+        """Registers ``fn``; returns what takes it out again."""
+        number, self._next_tap = self._next_tap, self._next_tap + 1
+        self._taps[number] = fn
+
+        def remove() -> None:
+            self._taps.pop(number, None)
+
+        return remove
+
+    def begin(self, context: DefenseContext, step: Callable[[], int]) -> None:
+        """Lets every defence prepare the model; ``step`` tells the current optimizer step."""
+        self._context, self._step = context, step
+        for defense in self.defenses:
+            defense.before_setup(context)
+
+    def guard(self, optimizer: Optimizer) -> None:
+        """Puts the release before the optimizer's update, once."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if id(optimizer) not in self._removers:
+            remove = before_real_step(optimizer, lambda: self._release(optimizer))
+            self._removers[id(optimizer)] = (optimizer, remove)
+
+    def end(self) -> None:
+        """Takes everything back that ``begin``, ``guard`` and ``add_tap`` did."""
+        for _, remove in self._removers.values():
+            remove()
+        self._removers.clear()
+        self._taps.clear()
+        self._context, self._step = None, lambda: 0
+        for defense in self.defenses:
+            defense.teardown()
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """The defences' states by name."""
+        return {defense.name: dict(defense.state_dict()) for defense in self.defenses}
+
+    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Hands each defence its state, an empty one where the checkpoint holds none."""
+        missing = sorted(set(states) - {defense.name for defense in self.defenses})
+        if missing:
+            rank_zero_warn(
+                f"the checkpoint was trained with the defences {missing}, which this run does not "
+                "have: updates from here on leave without them."
+            )
+        for defense in self.defenses:
+            defense.load_state_dict(states.get(defense.name, {}))
+
+    def _release(self, optimizer: Optimizer) -> None:
+        if self.separates_stages:
+            self._tap(Stage.LOCAL, optimizer)
+            if self.gradient_defenses:
+                parameters = _released(optimizer)
+                self._defend(parameters)
+                self._tap(Stage.SHARED, optimizer)
+                if self.reduces:
+                    _average_gradients(parameters)
+            else:
+                self._tap(Stage.SHARED, optimizer)
+        self._tap(Stage.AGGREGATE, optimizer)
+
+    def _defend(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._context is None:
+            raise DefenseError(
+                "an optimizer stepped outside of fit, where the defences are not set up: its "
+                "update was not released."
+            )
+        context = dataclasses.replace(self._context, step=self._step())
+        for defense in self.gradient_defenses:
+            defense.on_gradients(parameters, context)
+
+    def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
+        for fn in tuple(self._taps.values()):
+            fn(stage, optimizer)
+
+
+def _check(defense: Defense) -> None:
+    if not isinstance(defense, Defense):
+        raise DefenseError(
+            f"DefendedStrategy: {defense!r} in `defenses` is not an instance of Defense"
+        )
+    for attribute in ("name", "guarantee"):
+        if not getattr(defense, attribute, ""):
+            raise DefenseError(
+                f"{type(defense).__name__} must say its `{attribute}` (a class attribute)"
+            )
+
+
+def _released(optimizer: Optimizer) -> list[nn.Parameter]:
+    """What of an optimizer's parameters is part of the update, in the optimizer's order."""
+    return [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad or parameter.grad is not None
+    ]
+
+
+def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Mean of every gradient over all ranks, in place; None counts as zero."""
+    gradients, works, buffers = [], [], []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.layout != torch.strided:
+            raise DefenseError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which "
+                "cannot be averaged over clients. Build the embedding with sparse=False."
+            )
+        buffer = parameter.grad.contiguous()
+        gradients.append(parameter.grad)
+        buffers.append(buffer)
+        works.append(dist.all_reduce(buffer, async_op=True))
+    for gradient, buffer, work in zip(gradients, buffers, works, strict=True):
+        if work is not None:
+            work.wait()
+        buffer.div_(dist.get_world_size())
+        if buffer is not gradient:
+            gradient.copy_(buffer)

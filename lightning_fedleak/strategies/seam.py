@@ -1,0 +1,186 @@
+"""What a defended strategy does differently from the strategy it wraps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.defenses import DefenseContext, DefenseError
+from lightning_fedleak.strategies.release import CHECKPOINT_KEY, Release
+from lightning_fedleak.strategies.step import check_optimizer
+
+# Settings of DistributedDataParallel that change how its reducer works, not what it computes.
+_REDUCER_SETTINGS = {
+    "batched_grad_copy",
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "check_reduction",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "skip_all_reduce_unused_params",
+    "static_graph",
+}
+
+
+class Seam(Strategy):
+    """Goes before the wrapped strategy in the method resolution order."""
+
+    _fedleak: Release
+
+    def _check_combination(self) -> None:
+        """Refuses defences that cannot hold their guarantee with this strategy."""
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Lets the defences prepare the model before it is wrapped and optimizers exist."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            assert self.lightning_module is not None
+            self._check_model(self.lightning_module)
+            world = self._fedleak.client == "world"
+            entropy = os.urandom(32)
+            context = DefenseContext(
+                root=self.lightning_module,
+                client=0 if world else trainer.global_rank,
+                clients=1 if world else trainer.world_size,
+                device=self.root_device,
+                precision=str(self.precision_plugin.precision),
+                step=0,
+                entropy=self.broadcast(entropy) if world else entropy,
+            )
+            self._fedleak.begin(context, lambda: trainer.global_step)
+        super().setup(trainer)
+        if fitting:
+            for optimizer in self.optimizers:
+                self._guard(optimizer)
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuses what shows only when the model and the precision are known."""
+
+    def _guard(self, optimizer: Optimizer) -> None:
+        check_optimizer(optimizer, getattr(self.precision_plugin, "scaler", None))
+        self._fedleak.guard(optimizer)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Also an optimizer that was put in after setup is guarded."""
+        self._guard(optimizer)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Adds the defences' states."""
+        if self._fedleak.defenses:
+            checkpoint[CHECKPOINT_KEY] = self._fedleak.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Restores the defences' states when a fit resumes."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._fedleak.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
+        return checkpoint
+
+    def teardown(self) -> None:
+        """Takes back what the defences changed."""
+        self._fedleak.end()
+        super().teardown()
+
+
+class DDPSeam(Seam, DDPStrategy):
+    """The same for DDP, where the stages differ by who is a client."""
+
+    _fedleak_buffers_differ = False
+
+    def _check_combination(self) -> None:
+        release = self._fedleak
+        release.reduces = release.client == "rank" and bool(release.gradient_defenses)
+        release.separates_stages = release.client == "world" or release.reduces
+        if not release.reduces:
+            return
+        if self._ddp_comm_hook or self._ddp_comm_wrapper or self._ddp_comm_state:
+            _refuse("`ddp_comm_hook`, `ddp_comm_state` and `ddp_comm_wrapper`", "leave them out")
+        if self._model_averaging_period is not None:
+            _refuse("`model_averaging_period`", "leave it out")
+        other = sorted(set(self._ddp_kwargs) - _REDUCER_SETTINGS)
+        if other:
+            _refuse(", ".join(f"`{name}`" for name in other), "leave it out")
+        inner: Any = type(self)._fedleak_inner  # type: ignore[attr-defined]
+        for method in ("configure_ddp", "_setup_model"):
+            if getattr(inner, method) is not getattr(DDPStrategy, method):
+                _refuse(f"{inner.__name__}.{method}", "pass a plain DDPStrategy")
+
+    def _check_model(self, model: nn.Module) -> None:
+        if not self._fedleak.reduces:
+            return
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise DefenseError(
+                "DefendedStrategy: precision='16-mixed' cannot be used when each rank is a client "
+                "and defences act on gradients: the ranks could disagree about a skipped step. "
+                "Use 'bf16-mixed' or '32-true', or client='world'."
+            )
+        synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        if self._layer_sync is not None or synchronised:
+            raise DefenseError(
+                "DefendedStrategy: synchronised batch norm sends statistics of raw activations "
+                "from each client to the others. Use Trainer(sync_batchnorm=False), or "
+                "client='world'."
+            )
+
+    def configure_ddp(self) -> None:
+        """Wraps in DistributedDataParallel only where that may reduce."""
+        if self._fedleak.reduces:
+            assert self.lightning_module is not None
+            _sync_module_states(self.lightning_module)
+        else:
+            super().configure_ddp()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Without DistributedDataParallel, sends its buffers as it would."""
+        self._send_buffers()
+        return super().training_step(*args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        """Ranks validate with the same buffers."""
+        self._send_buffers()
+        super().on_validation_start()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Once in an optimizer step is enough, however many batches it accumulates."""
+        self._fedleak_buffers_differ = True
+        return super().optimizer_step(*args, **kwargs)
+
+    def _send_buffers(self) -> None:
+        if not (self._fedleak.reduces and self._fedleak_buffers_differ):
+            return
+        self._fedleak_buffers_differ = False
+        settings = self._ddp_kwargs
+        default = settings.get("broadcast_buffers", True)
+        assert self.lightning_module is not None
+        if settings.get("forward_sync_buffers", default):
+            for buffer in self.lightning_module.buffers():
+                dist.broadcast(buffer.detach(), src=0)
+
+
+def _refuse(what: str, mend: str) -> None:
+    raise DefenseError(
+        f"DefendedStrategy: {what} cannot be used when each rank is a client and defences act on "
+        f"gradients, because DDP's own reduction is off then. Please {mend}, or use client='world'."
+    )

@@ -1,0 +1,150 @@
+"""Runs a function right before an optimizer's real update, and changes nothing else.
+
+``Optimizer.register_step_pre_hook`` fires before the closure of Lightning's automatic optimization,
+that is, before backward; a post-hook may find gradients that the update has modified in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.optim import LBFGS, Optimizer
+
+_CHAIN = "_fedleak_before_step"
+
+
+class StepError(RuntimeError):
+    """This optimizer does not have one moment between its gradients and its update."""
+
+
+def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``fn`` in every step of ``optimizer`` right before the real update.
+
+    For ``step(closure)``, as Lightning's automatic optimization calls it, that is after the
+    closure: forward, backward, hooks and gradient clipping. For ``step()`` it is at once. Under a
+    ``GradScaler`` gradients are unscaled by then, and ``fn`` is not called in a step that the
+    scaler skips. ``fn`` runs without autograd. Several functions on one optimizer run in the order
+    in which they were added.
+
+    The optimizer's own ``step`` still does everything it did before, hooks and learning rate
+    schedulers included.
+
+    Args:
+        optimizer: a torch optimizer or Lightning's wrapper of one.
+        fn: called without arguments; what it raises stops the step before the update.
+
+    Returns:
+        Takes ``fn`` out again; may be called twice.
+
+    Raises:
+        StepError: LBFGS. And in a step: an optimizer that runs its closure twice (sharpness-aware
+            ones) or not at all, or a fused one under a GradScaler, whose gradients are still scaled
+            and which skips steps inside its kernel.
+    """
+    if isinstance(optimizer, LightningOptimizer):
+        optimizer = optimizer.optimizer
+    check_optimizer(optimizer)
+    chain: _Chain = getattr(optimizer.step, _CHAIN, None) or _Chain(optimizer)
+    entry = functools.partial(fn)
+    chain.functions.append(entry)
+    return functools.partial(chain.remove, entry)
+
+
+def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
+    """Refuses an optimizer that ``before_real_step`` cannot serve, as far as can be seen at setup.
+
+    Args:
+        optimizer: the torch optimizer.
+        scaler: the precision plugin's GradScaler, None without one.
+
+    Raises:
+        StepError: LBFGS, or a fused optimizer under a GradScaler.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise StepError(
+            "LBFGS evaluates its closure several times in one step, so there is no one gradient "
+            "that leaves the client. Use another optimizer, such as AdamW or SGD."
+        )
+    if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise StepError(_FUSED.format(type(optimizer).__name__))
+
+
+_FUSED = (
+    "a fused {0} under a GradScaler gets gradients that are still scaled and skips steps inside "
+    "its kernel. Use {0}(..., fused=False), or bf16-mixed instead of 16-mixed."
+)
+
+
+class _Chain:
+    """The functions that run before one optimizer's update, and the patch that runs them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.functions: list[Callable[[], None]] = []
+        self._optimizer = optimizer
+        self._original = optimizer.step
+        self._was_patched = "step" in vars(optimizer)
+
+        # A bound method, with the original's attributes: a learning rate scheduler that is
+        # created later unwraps `step.__func__`, and looks for its own mark on `step`.
+        @functools.wraps(self._original)
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._step(*args, **kwargs)
+
+        setattr(step, _CHAIN, self)
+        self._patch = types.MethodType(step, optimizer)
+        optimizer.step = self._patch  # type: ignore[method-assign]
+
+    def remove(self, entry: Callable[[], None]) -> None:
+        if entry in self.functions:
+            self.functions.remove(entry)
+        # Under somebody else's later patch this one stays, and passes calls through.
+        if not self.functions and vars(self._optimizer).get("step") is self._patch:
+            if self._was_patched:
+                self._optimizer.step = self._original  # type: ignore[method-assign]
+            else:
+                del self._optimizer.step
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            for fn in tuple(self.functions):
+                fn()
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.functions:
+            return self._original(*args, **kwargs)
+        name = type(self._optimizer).__name__
+        if getattr(self._optimizer, "found_inf", None) is not None:
+            raise StepError(_FUSED.format(name))
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is None:
+            self._run()
+            return self._original(*args, **kwargs)
+        ran = False
+
+        def closure_then_run() -> Any:
+            nonlocal ran
+            if ran:
+                raise StepError(
+                    f"{name} evaluates its closure twice in one step, so there is no one gradient "
+                    "that leaves the client. Use another optimizer."
+                )
+            result = closure()
+            ran = True
+            self._run()
+            return result
+
+        if args:
+            result = self._original(closure_then_run, *args[1:], **kwargs)
+        else:
+            result = self._original(**{**kwargs, "closure": closure_then_run})
+        if not ran:
+            raise StepError(
+                f"{name}.step did not run the closure it was given, so there was no gradient to "
+                "look at before the update. Use another optimizer."
+            )
+        return result

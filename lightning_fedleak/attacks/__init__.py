@@ -1,1 +1,45 @@
-"""."""
+"""Attacks: what an adversary would see of a step in, a guess out."""
+
+from lightning_fedleak.attacks.bag_of_words import BagOfWords, bag_of_words
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Guess,
+    Query,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+)
+from lightning_fedleak.attacks.bias_sign import BiasSign, bias_sign
+from lightning_fedleak.attacks.calibration import PublicText, gradient_of
+from lightning_fedleak.attacks.flatchat import (
+    FlatChat,
+    FlatChatGuess,
+    TypeCountRegressor,
+    flatchat,
+)
+from lightning_fedleak.attacks.flattening import flatten, rank_types, separate_clusters
+from lightning_fedleak.attacks.mixture import Mixture, fit_two_gaussians
+
+__all__ = [
+    "Attack",
+    "BagOfWords",
+    "BiasSign",
+    "FlatChat",
+    "FlatChatGuess",
+    "Guess",
+    "Mixture",
+    "PublicText",
+    "Query",
+    "Surfaces",
+    "TypeCountRegressor",
+    "UnusableObservation",
+    "WordGuess",
+    "bag_of_words",
+    "bias_sign",
+    "fit_two_gaussians",
+    "flatchat",
+    "flatten",
+    "gradient_of",
+    "rank_types",
+    "separate_clusters",
+]

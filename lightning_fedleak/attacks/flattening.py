@@ -1,0 +1,131 @@
+"""The steps of FLATCHAT that need no model: row sums, clusters, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.mixture import Mixture, fit_two_gaussians
+
+Scorer = Literal["gmm", "abs"]
+
+TAILS = (0.01, 0.03, 0.1, 0.003, 0.25)
+REGULARIZATION = 1e-6
+_ELEMENTS_AT_ONCE = 1 << 22
+
+
+def flatten(gradient: Tensor) -> Tensor:
+    """Row sums ``dW 1`` (Eq. 5), accumulated in float32 or float64.
+
+    Half precision is widened a few rows at a time. A DTensor is summed where it lies; only the
+    (V,) sums are gathered, by a collective that every rank must enter.
+
+    Args:
+        gradient: (V, d) of a floating type.
+
+    Returns:
+        (V,) on the same device, float64 for float64, float32 otherwise.
+    """
+    if gradient.ndim != 2:
+        raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
+    gradient = gradient.detach()
+    if hasattr(gradient, "full_tensor"):
+        local = gradient if gradient.dtype.itemsize >= 4 else gradient.float()
+        gathered: Tensor = local.sum(dim=1).full_tensor()  # type: ignore[attr-defined]
+        return gathered
+    if gradient.dtype.itemsize >= 4:
+        return gradient.sum(dim=1)
+    rows = max(1, _ELEMENTS_AT_ONCE // max(1, gradient.shape[1]))
+    return torch.cat([part.float().sum(dim=1) for part in torch.split(gradient, rows)])
+
+
+def normalised(s: Tensor) -> Tensor:
+    """``s / ||s||``, (V,) float64 on the CPU.
+
+    Raises:
+        UnusableObservation: NaN or infinity in ``s``, all zero, or all alike.
+    """
+    s = s.cpu().double()
+    if not bool(s.isfinite().all()):
+        n_bad = int((~s.isfinite()).sum())
+        raise UnusableObservation(
+            f"the head's gradient has NaN or infinity in {n_bad} of {len(s)} rows: nothing can be "
+            "read from it (an overflowed mixed-precision step, or a diverged model)"
+        )
+    norm = s.norm()
+    if not bool(norm > 0):
+        raise UnusableObservation(
+            "every row of the head's gradient sums to zero: no token was trained on in this step, "
+            "or the head's gradient is not shared"
+        )
+    s = s / norm
+    if bool((s == s[0]).all()):
+        raise UnusableObservation("all rows of the head's gradient have the same sum")
+    return s
+
+
+def separate_clusters(
+    s: Tensor,
+    *,
+    regularization: float = REGULARIZATION,
+    tails: Sequence[float] = TAILS,
+    min_ratio: float = 4.0,
+) -> tuple[Mixture, int, bool]:
+    """Fits the mixture until the positive cluster stands out by its variance (Remark 1).
+
+    Real row sums are peaked far beyond a Gaussian, and the mixture of greatest likelihood puts up
+    to half of the vocabulary into the wide cluster. ``regularization`` bounds the narrow one from
+    below; it is what makes the positive weight follow the number of types (Remark 2).
+
+    Args:
+        s: (V,) flattened gradient, of norm 1.
+        regularization: added to both variances; 1e-6 is scikit-learn's ``reg_covar``.
+        tails: shares of the values that start in the wide component, tried in this order until
+            one succeeds (the paper re-runs with random starts).
+        min_ratio: of the variances, wide over narrow, from which they count as separated.
+
+    Returns:
+        The mixture (of the largest ratio if none reached ``min_ratio``), the number of fits, and
+        whether the clusters are separated.
+
+    Raises:
+        ValueError: ``s`` is non-finite or constant, or ``tails`` is empty.
+    """
+    best: Mixture | None = None
+    for fits, tail in enumerate(tails, start=1):
+        mixture = fit_two_gaussians(s, start=tail, regularization=regularization)
+        if mixture.variance_ratio >= min_ratio:
+            return mixture, fits, True
+        if best is None or mixture.variance_ratio > best.variance_ratio:
+            best = mixture
+    if best is None:
+        raise ValueError("tails is empty: give at least one share to start from")
+    return best, len(tails), False
+
+
+def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
+    """Scores by which types are ranked, higher is more likely used.
+
+    Args:
+        s: (V,) flattened gradient, in the unit that the mixture was fitted in.
+        mixture: its wide component is the positive cluster.
+        scorer: ``"gmm"``: Eq. 11, squared distance from the negative cluster less that from the
+            positive one, each in its own standard deviation; ``"abs"``: ``|s|`` (Table 4).
+
+    Returns:
+        (V,) float64 on the CPU.
+    """
+    x = s.detach().cpu().double()
+    if scorer == "abs":
+        return x.abs()
+    if scorer == "gmm":
+        negative, positive = (
+            (x - mean).square() / variance
+            for mean, variance in zip(mixture.means, mixture.variances, strict=True)
+        )
+        return negative - positive
+    raise ValueError(f"scorer must be 'gmm' or 'abs', got {scorer!r}")

@@ -9,25 +9,40 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 
-IGNORED = -100
 LOGITS_AT_ONCE = 1 << 26
 
 
 def micro_batches(anatomy: Anatomy, batch: TokenBatch) -> Iterator[TokenBatch]:
     """``batch`` in runs of rows whose logits stay within a few hundred megabytes."""
-    device = next(anatomy.model.parameters()).device
-    length = max(batch.labels.shape[-1], batch.input_ids.shape[-1])
+    device = anatomy.device
+    labels = labels_of(batch)
+    length = max(labels.shape[-1], batch.input_ids.shape[-1])
     step = max(1, LOGITS_AT_ONCE // max(1, length * anatomy.vocab_size))
     for a in range(0, len(batch.input_ids), step):
         mask = batch.attention_mask
         yield TokenBatch(
             input_ids=batch.input_ids[a : a + step].to(device),
-            labels=batch.labels[a : a + step].to(device),
+            labels=labels[a : a + step].to(device),
             attention_mask=None if mask is None else mask[a : a + step].to(device),
             kind=batch.kind,
         )
+
+
+def labels_of(batch: TokenBatch) -> Tensor:
+    """The batch's labels; of a causal batch without, its own ids (-100 where padded).
+
+    Raises:
+        ValueError: a batch of another kind has no labels.
+    """
+    if batch.labels is not None:
+        return batch.labels
+    if batch.kind != "causal":
+        raise ValueError(f"a batch of a {batch.kind} model needs labels to have a gradient")
+    if batch.attention_mask is None:
+        return batch.input_ids
+    return batch.input_ids.masked_fill(batch.attention_mask == 0, IGNORE_INDEX)
 
 
 def token_logits(
@@ -48,10 +63,10 @@ def predicting(values: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
     A causal model predicts the label of the *next* position; the others that of their own.
     """
-    labels = batch.labels
+    labels = labels_of(batch)
     if batch.kind == "causal":
         values, labels = values[:, -labels.shape[1] : -1], labels[:, 1:]
-    kept = labels != IGNORED
+    kept = labels != IGNORE_INDEX
     return values[kept], labels[kept]
 
 
@@ -63,7 +78,7 @@ def run_logits(
     if batch.attention_mask is not None:
         kwargs["attention_mask"] = batch.attention_mask
     if batch.kind == "seq2seq":
-        kwargs["labels"] = batch.labels
+        kwargs["labels"] = labels_of(batch)
     if parameters is None:
         out = model(**kwargs)
     else:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, Kind
-from lightning_fedleak.attacks.forwards import IGNORED, logits_in
-from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.attacks.forwards import logits_in
+from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 
 
 class PublicText:
@@ -126,15 +126,15 @@ class PublicText:
         if kind == "seq2seq":
             source = self.sentences if self.targets is None else self.targets
             target, present = _padded([source[i][:length] for i in indices])
-            labels = target.masked_fill(~present, IGNORED)
+            labels = target.masked_fill(~present, IGNORE_INDEX)
         elif kind == "masked":
             if mask_token_id is None:
                 raise ValueError("a masked language model needs mask_token_id (the tokenizer's)")
             hidden = _masked_positions(real, mask_rate, generator)
-            labels = input_ids.masked_fill(~hidden, IGNORED)
+            labels = input_ids.masked_fill(~hidden, IGNORE_INDEX)
             input_ids = input_ids.masked_fill(hidden, mask_token_id)
         elif kind == "causal":
-            labels = input_ids.masked_fill(~real, IGNORED)
+            labels = input_ids.masked_fill(~real, IGNORE_INDEX)
         else:
             raise ValueError(
                 f"public text makes batches for language models, not for a {kind!r} model"
@@ -246,7 +246,7 @@ def _sampled(
         first = torch.randint(anatomy.vocab_size, (n, 1), generator=generator)
     else:
         first = torch.full((n, 1), int(start))
-    device = next(anatomy.model.parameters()).device
+    device = anatomy.device
     ids, cache = first, None
     with anatomy.undisturbed() as model, torch.no_grad():
         cached = bool(getattr(config, "use_cache", False))

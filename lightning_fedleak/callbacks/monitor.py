@@ -191,12 +191,13 @@ class LeakageMonitor(L.Callback):
         """Checks what can be checked before the model is on its device."""
         if stage != "fit":
             return
-        others = [c for c in _monitors(trainer) if c is not self and c.state_key == self.state_key]
-        if others:
-            raise ValueError(
-                f"two LeakageMonitors run the same attacks ({self.state_key}); give the attacks "
-                "of one of them other names"
-            )
+        for other in _monitors(trainer):
+            both = {"/".join(n) for n in self._series()} & {"/".join(n) for n in other._series()}
+            if other is not self and both:
+                raise ValueError(
+                    f"another LeakageMonitor of this run logs {', '.join(sorted(both))} too; give "
+                    "the attacks of one of them other names"
+                )
         self.client = self._resolve_client(trainer)
         if self.local_steps is not None and trainer.world_size > 1 and self.client == "rank":
             raise ValueError(

@@ -1,0 +1,105 @@
+"""Runs of a tiny model that are compared with and without the callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.attacks.base import Attack, Query, Surfaces, WordGuess
+from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.threats import Capability, ThreatModel
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.models import tiny_gpt2
+
+
+class Probe(Attack):
+    """Names the rows with the largest norm, and keeps a copy of what it was shown."""
+
+    threat_model = ThreatModel.of("a test", Capability.SEES_HEAD_GRADIENT)
+    default_name = "probe"
+
+    def __init__(self, k: int = 10, name: str | None = None, role: str = HEAD_WEIGHT) -> None:
+        super().__init__(name)
+        self.k = k
+        self.role = role
+        self.seen: list[Any] = []
+        self.prepared = 0
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        return Surfaces(gradients=(self.role,))
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        self.prepared += 1
+
+    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
+        gradient = view.gradient(self.role)
+        snapshot = view.gradients[-1]
+        self.seen.append((snapshot.step, str(snapshot.stage), gradient.clone()))
+        scores = gradient.float().reshape(gradient.shape[0], -1).norm(dim=1)
+        return WordGuess(scores.topk(self.k).indices, scores)
+
+    def at(self, stage: str) -> list[Tensor]:
+        return [g for _, s, g in self.seen if s == stage]
+
+    def config(self) -> dict[str, object]:
+        return {"k": self.k}
+
+
+def fit(
+    callbacks: list[L.Callback],
+    root: Any,
+    *,
+    module: L.LightningModule | None = None,
+    n: int = 32,
+    ckpt_path: str | None = None,
+    **trainer: Any,
+) -> L.Trainer:
+    """Fits a tiny GPT-2 with dropout on random tokens; the same seed gives the same run."""
+    L.seed_everything(7, verbose=False)
+    if module is None:
+        module = CausalLMModule(tiny_gpt2().train(), optimizer="adamw")
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "logger": CSVLogger(root, flush_logs_every_n_steps=1),
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": root,
+    } | trainer
+    trainer_ = L.Trainer(callbacks=callbacks, **settings)
+    trainer_.fit(module, random_token_loader(n), ckpt_path=ckpt_path, weights_only=False)
+    return trainer_
+
+
+def footprint(trainer: L.Trainer) -> list[Tensor]:
+    """Everything that must be bit-identical: weights, optimizer state, loss, RNG."""
+    tensors = [p.detach() for p in trainer.lightning_module.state_dict().values()]
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            tensors += [v for v in state.values() if isinstance(v, Tensor)]
+    tensors += [trainer.callback_metrics["train_loss"], torch.get_rng_state()]
+    return [t.clone() for t in tensors]
+
+
+def logged_losses(trainer: L.Trainer) -> list[str]:
+    """The train_loss column of the run's CSV, as written."""
+    import csv
+    from pathlib import Path
+
+    with (Path(trainer.log_dir or "") / "metrics.csv").open() as file:
+        return [row["train_loss"] for row in csv.DictReader(file) if row.get("train_loss")]
+
+
+def assert_same(plain: L.Trainer, watched: L.Trainer) -> None:
+    a, b = footprint(plain), footprint(watched)
+    assert len(a) == len(b)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert logged_losses(plain) == logged_losses(watched)
+    assert logged_losses(plain)

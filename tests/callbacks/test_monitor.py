@@ -1,0 +1,449 @@
+import json
+import math
+import stat
+import warnings
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.utils.data import DataLoader
+
+from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT
+from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.batches import BatchError, TokenBatch
+from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.callbacks.cadence import EveryNSteps, MaxOverhead
+from lightning_fedleak.threats import ThreatModelError
+from tests.callbacks.runs import Probe, fit
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_roberta_classifier
+
+
+class Crashing(Probe):
+    default_name = "crashing"
+
+    def run(self, view, query=None):
+        raise RuntimeError("boom")
+
+
+class Rejecting(Probe):
+    default_name = "rejecting"
+
+    def run(self, view, query=None):
+        if not view.gradient(self.role).isfinite().all():
+            raise UnusableObservation("non-finite gradient")
+        return super().run(view, query)
+
+
+def lines(monitor):
+    return [json.loads(line) for line in monitor._jsonl.path.read_text().splitlines()]
+
+
+# ---- what is seen where -------------------------------------------------------------------------
+
+
+def test_local_is_before_clipping_and_shared_is_what_the_optimizer_gets(tmp_path):
+    probe = Probe()
+    monitor = LeakageMonitor(probe, every_n_steps=1, stages=("local", "shared", "aggregate"))
+    given = []
+
+    class Recording(torch.optim.SGD):
+        def step(self, closure=None):
+            out = closure()
+            head = self.param_groups[0]["params"][0]
+            given.append(head.grad.clone())
+            super().step()
+            return out
+
+    class Module(CausalLMModule):
+        def configure_optimizers(self):
+            head = self.model.lm_head.weight
+            others = [p for p in self.parameters() if p is not head]
+            return Recording([head, *others], lr=0.01)
+
+    clip = 1e-3
+    fit([monitor], tmp_path, module=Module(tiny_gpt2().train()), gradient_clip_val=clip)
+    assert len(given) == 8
+    for got in (probe.at("shared"), probe.at("aggregate")):
+        assert all(torch.equal(a, b) for a, b in zip(got, given, strict=True))
+    for local, shared in zip(probe.at("local"), probe.at("shared"), strict=True):
+        assert shared.norm() <= clip * 1.0001 < local.norm()
+        torch.testing.assert_close(local / local.norm(), shared / shared.norm())
+
+
+def test_under_accumulation_a_look_is_the_whole_step(tmp_path):
+    probe = Probe()
+    monitor = LeakageMonitor(probe, every_n_steps=3)
+    model = tiny_gpt2(dropout=0.0).train()
+    module = CausalLMModule(model, lr=0.0)
+    fit([monitor], tmp_path, module=module, accumulate_grad_batches=2)
+    assert [step for step, *_ in probe.seen] == [0, 3]
+    batches = list(random_token_loader(32))
+    expected = torch.zeros_like(model.lm_head.weight)
+    for batch in batches[6:8]:
+        loss = model(**batch).loss / 2
+        expected += torch.autograd.grad(loss, model.lm_head.weight)[0]
+    torch.testing.assert_close(probe.at("shared")[1], expected, rtol=1e-4, atol=1e-7)
+    targets = torch.cat([b["labels"][:, 1:] for b in batches[6:8]])
+    assert lines(monitor)[-1]["n"] == targets.unique().numel()
+
+
+def test_metrics_are_those_of_the_guess_against_the_labels(tmp_path):
+    probe = Probe(k=7)
+    monitor = LeakageMonitor(probe, every_n_steps=1)
+    fit([monitor], tmp_path, n=4)
+    labels = set(next(iter(random_token_loader(4)))["labels"][:, 1:].flatten().tolist())
+    guessed = set(probe.at("shared")[0].norm(dim=1).topk(7).indices.tolist())
+    hits = len(labels & guessed)
+    assert monitor.latest["leakage/probe/precision"] == pytest.approx(hits / 7)
+    assert monitor.latest["leakage/probe/recall"] == pytest.approx(hits / len(labels))
+    f1 = 2 * hits / (7 + len(labels))
+    assert monitor.latest["leakage/probe/f1"] == pytest.approx(f1)
+    low, high = monitor.latest["leakage/probe/f1_low"], monitor.latest["leakage/probe/f1_high"]
+    assert 0 <= low < f1 < high <= 1
+
+
+def test_local_steps_show_the_weight_change_in_units_of_a_gradient(tmp_path):
+    probe, single = Probe(), Probe()
+    module = CausalLMModule(tiny_gpt2().train(), lr=0.01)
+    fit([LeakageMonitor(probe, every_n_steps=4, local_steps=4)], tmp_path / "a", module=module)
+    module = CausalLMModule(tiny_gpt2().train(), lr=0.01)
+    fit([LeakageMonitor(single, every_n_steps=1)], tmp_path / "b", module=module)
+    sums = [sum(single.at("shared")[i : i + 4]) for i in (0, 4)]
+    for got, expected in zip(probe.at("shared"), sums, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+def test_a_crashing_attack_reads_unknown_is_counted_and_does_not_stop_anything(tmp_path):
+    monitor = LeakageMonitor([Crashing(), Probe()], every_n_steps=1)
+    with pytest.warns(UserWarning, match="crashing.*boom.*unknown"):
+        trainer = fit([monitor], tmp_path)
+    assert trainer.global_step == 8
+    assert math.isnan(monitor.latest["leakage/crashing/f1"])
+    assert math.isnan(float(trainer.callback_metrics["leakage/crashing/f1"]))
+    assert monitor.latest["leakage/probe/f1"] > 0
+    assert monitor.failures == monitor.latest["monitor/failures"] == 8
+    crashed = [x for x in lines(monitor) if x["attack"] == "crashing"]
+    assert all("boom" in x["unknown"] and x["metrics"]["f1"]["value"] is None for x in crashed)
+
+
+def test_non_finite_gradients_are_unknown(tmp_path):
+    class Broken(CausalLMModule):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if batch_idx == 1 else loss
+
+    monitor = LeakageMonitor([Rejecting(), FlatChat(oracle_n_types=20)], every_n_steps=1)
+    with pytest.warns(UserWarning, match="non-finite"):
+        fit([monitor], tmp_path, module=Broken(tiny_gpt2().train()), max_steps=2)
+    assert math.isnan(monitor.latest["leakage/rejecting/f1"])
+    assert math.isnan(monitor.latest["leakage/flatchat/f1"])
+    assert monitor.failures == 2
+
+
+def test_a_step_that_amp_skipped_shares_nothing_and_the_look_moves_on(tmp_path):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    probe = Probe()
+    monitor = LeakageMonitor(probe, every_n_steps=100)
+    fit([monitor], tmp_path, n=96, plugins=[precision])
+    assert monitor.failures == 0
+    assert monitor.looks == 1
+    assert monitor.last_step > 0
+    assert probe.seen[0][2].isfinite().all()
+
+
+def test_batches_without_targets_are_passed_over_then_unknown(tmp_path):
+    class Ignoring(CausalLMModule):
+        def training_step(self, batch, batch_idx):
+            logits = self.model(input_ids=batch["input_ids"]).logits
+            loss = logits.square().mean()
+            self.log("train_loss", loss)
+            return loss
+
+    rows = [{"input_ids": torch.arange(3, 9), "labels": torch.full((6,), -100)}] * 120
+    module = Ignoring(tiny_gpt2().train())
+    monitor = LeakageMonitor(Probe(), every_n_steps=1)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[monitor], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="nothing was shared in 21 steps"):
+        trainer.fit(module, DataLoader(rows, batch_size=4))
+    assert (monitor.looks, monitor.failures) == (1, 1)
+    assert math.isnan(monitor.latest["leakage/probe/f1"])
+
+
+def test_a_later_batch_that_cannot_be_read_is_a_failure_not_an_end(tmp_path):
+    def adapter(batch):
+        if int(batch["input_ids"][0, 0]) % 2 == 0:
+            raise BatchError("odd")
+        return TokenBatch(batch["input_ids"], batch["labels"], None, "causal")
+
+    even = [int(b["input_ids"][0, 0]) % 2 == 0 for b in random_token_loader(32)]
+    assert not even[0]
+    assert any(even)
+    monitor = LeakageMonitor(Probe(), every_n_steps=1, batch_adapter=adapter)
+    with pytest.warns(UserWarning, match="could not be read: BatchError: odd"):
+        trainer = fit([monitor], tmp_path)
+    assert trainer.global_step == 8
+    assert monitor.failures == sum(even)
+
+
+# ---- what is refused, and when ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"attacks": []}, "at least one"),
+        ({"attacks": [Probe(), Probe()]}, "several attacks are named probe"),
+        ({"attacks": Probe(name="a/b")}, "cannot be part of a log name"),
+        ({"attacks": Probe(), "every_n_steps": 5, "max_overhead": 0.1}, "not both"),
+        ({"attacks": Probe(), "every_n_steps": 0}, "every_n_steps must be a positive"),
+        ({"attacks": Probe(), "max_overhead": 0.0}, "max_overhead must be a share"),
+        ({"attacks": Probe(), "stages": ("shred",)}, "stages must be some of"),
+        ({"attacks": Probe(), "client": "node"}, "client must be"),
+        ({"attacks": Probe(), "local_steps": 2, "stages": ("local",)}, "local_steps"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        LeakageMonitor(**arguments)
+
+
+def test_a_class_in_place_of_an_attack_is_refused():
+    with pytest.raises(TypeError, match="instances of Attack"):
+        LeakageMonitor([FlatChat])
+
+
+def test_an_unknown_batch_stops_before_the_first_step(tmp_path):
+    class Odd(CausalLMModule):
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("the step must not be reached")
+
+    loader = DataLoader([{"tokens": torch.zeros(4)}], batch_size=1)
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, callbacks=[LeakageMonitor(Probe())],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(BatchError, match="batch_adapter"):
+        trainer.fit(Odd(tiny_gpt2().train()), loader)
+
+
+def test_an_adversary_that_sees_no_bias_is_refused_by_name(tmp_path):
+    with pytest.raises(ThreatModelError, match=r"bias_sign.*output head's bias"):
+        fit([LeakageMonitor(BiasSign())], tmp_path)
+
+
+def test_word_attacks_on_a_classifier_are_refused(tmp_path):
+    module = CausalLMModule(tiny_roberta_classifier().train())
+    with pytest.raises(ThreatModelError, match="probe"):
+        fit([LeakageMonitor(Probe())], tmp_path, module=module)
+
+
+def test_bag_of_words_on_a_tied_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="tied"):
+        fit([LeakageMonitor(BagOfWords())], tmp_path)
+
+
+def test_attacks_on_parameters_of_two_optimizers_are_refused(tmp_path):
+    class Both(Probe):
+        def needs(self, anatomy):
+            needs = super().needs(anatomy)
+            return type(needs)(gradients=(HEAD_WEIGHT, HEAD_BIAS))
+
+    class Two(CausalLMModule):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            bias = self.model.cls.predictions.bias
+            others = [p for p in self.parameters() if p is not bias]
+            return [torch.optim.SGD([bias], lr=0.1), torch.optim.SGD(others, lr=0.1)]
+
+    with pytest.raises(ValueError, match="different optimizers"):
+        fit([LeakageMonitor(Both())], tmp_path, module=Two(tiny_bert_mlm().train()))
+
+
+def test_two_monitors_that_would_log_under_one_name_are_refused(tmp_path):
+    two = [LeakageMonitor([Probe(), Probe(name="b")]), LeakageMonitor([Probe(name="b")])]
+    with pytest.raises(ValueError, match=r"another LeakageMonitor.*leakage/b"):
+        fit(two, tmp_path)
+    fit([two[0], LeakageMonitor([Probe(name="c")])], tmp_path)
+
+
+def test_head_own_part_is_refused_where_the_head_is_not_tied(tmp_path):
+    module = CausalLMModule(tiny_gpt2(tied=False).train())
+    with pytest.raises(ValueError, match="tied head only"):
+        fit([LeakageMonitor(Probe(), head_own_part=True)], tmp_path, module=module)
+
+
+# ---- surfaces that are not shared ---------------------------------------------------------------
+
+
+def test_a_frozen_head_is_logged_as_not_exposed_and_said_once(tmp_path):
+    model = tiny_gpt2(tied=False).train()
+    model.lm_head.weight.requires_grad_(False)
+    probe = Probe()
+    monitor = LeakageMonitor(probe, every_n_steps=1)
+    with pytest.warns(UserWarning, match="not 'safe'.*other parameters") as caught:
+        fit([monitor], tmp_path, module=CausalLMModule(model))
+    assert sum("not 'safe'" in str(w.message) for w in caught) == 1
+    assert monitor.latest["leakage/probe/exposed"] == 0
+    assert monitor.latest["leakage/probe/f1"] == 0
+    assert (probe.seen, probe.prepared, monitor.failures) == ([], 0, 0)
+    assert lines(monitor)[0]["exposed"] is False
+
+
+# ---- what is written ----------------------------------------------------------------------------
+
+
+def test_values_reach_every_logger_at_the_steps_looked_at(tmp_path):
+    board, table = TensorBoardLogger(tmp_path / "tb"), CSVLogger(tmp_path / "csv")
+    monitor = LeakageMonitor(Probe(), every_n_steps=3)
+    fit([monitor], tmp_path, logger=[board, table], log_every_n_steps=50)
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(board.log_dir, size_guidance={"tensors": 0, "histograms": 0})
+    events.Reload()
+    tags = events.Tags()
+    assert [e.step for e in events.Scalars("leakage/probe/f1")] == [0, 3, 6]
+    assert {"utility/train_loss", "monitor/seconds", "monitor/failures"} <= set(tags["scalars"])
+    assert "leakage/probe/score_of_used_types" in tags["histograms"]
+    assert any("custom_scalars" in t for t in tags["tensors"])
+    assert "hparams" in events.SummaryMetadata("_hparams_/experiment").plugin_data.plugin_name
+    assert "leakage/probe/f1" in next((tmp_path / "csv").rglob("metrics.csv")).read_text()
+
+
+def test_layout_names_only_tags_that_are_logged(tmp_path):
+    from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+    board = TensorBoardLogger(tmp_path)
+    monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=("local", "shared"))
+    fit([monitor], tmp_path, logger=board)
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(board.log_dir)
+    events.Reload()
+    (event,) = events.Tensors(metadata.CONFIG_SUMMARY_TAG)
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    named = {tag for c in layout.category for chart in c.chart for tag in chart.multiline.tag}
+    for category in layout.category:
+        for chart in category.chart:
+            for series in chart.margin.series:
+                named |= {series.value, series.lower, series.upper}
+    logged = set(events.Tags()["scalars"])
+    assert named - logged <= {"utility/val_loss", "privacy/epsilon"}
+    assert {"leakage/probe/f1", "leakage_local/probe/f1_low"} <= named
+
+
+def test_every_look_appends_a_line_for_each_attack_and_stage(tmp_path):
+    monitor = LeakageMonitor(
+        [Probe(), Probe(name="b")], every_n_steps=4, stages=("local", "shared")
+    )
+    fit([monitor], tmp_path)
+    got = lines(monitor)
+    assert [(x["step"], x["stage"], x["attack"]) for x in got] == [
+        (step, stage, attack)
+        for step in (0, 4)
+        for stage in ("local", "shared")
+        for attack in ("probe", "b")
+    ]
+    assert got[0]["schema"] == 1
+    assert got[0]["config"] == {"k": 10}
+    f1 = got[0]["metrics"]["f1"]
+    assert f1["low"] < f1["value"] < f1["high"]
+    assert got[0]["unknown"] is None
+
+
+def test_recovered_words_appear_only_in_a_private_file(tmp_path):
+    class Words:
+        def decode(self, ids):
+            return f"word{ids[0]}"
+
+    board = TensorBoardLogger(tmp_path)
+    monitor = LeakageMonitor(Probe(), every_n_steps=2, reveal=True, tokenizer=Words())
+    fit([monitor], tmp_path, logger=board)
+    holding = [p for p in tmp_path.rglob("*") if p.is_file() and b"word" in p.read_bytes()]
+    (path,) = holding
+    assert path.name == "revealed_words.rank0.txt"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text().count("== step") == 4
+
+
+def test_without_reveal_there_is_no_such_file(tmp_path):
+    fit([LeakageMonitor(Probe())], tmp_path)
+    assert not list(tmp_path.rglob("revealed*"))
+
+
+def test_without_any_logger_the_values_are_still_there(tmp_path):
+    monitor = LeakageMonitor(Probe(), every_n_steps=4)
+    trainer = fit([monitor], tmp_path, logger=False)
+    assert float(trainer.callback_metrics["leakage/probe/f1"]) == pytest.approx(
+        monitor.latest["leakage/probe/f1"]
+    )
+    assert (tmp_path / "leakage.jsonl").exists()
+
+
+def test_names_in_advance_are_the_names_logged(tmp_path):
+    monitor = LeakageMonitor(Probe(), every_n_steps=4, stages=("local", "shared"))
+    names = set(monitor.metric_names())
+    fit([monitor], tmp_path)
+    logged = {n for n in monitor.latest if not n.startswith("utility/")}
+    assert logged <= names
+    assert {n for n in names if not n.endswith("worst_client")} == logged
+
+
+# ---- more than one fit, and how often -----------------------------------------------------------
+
+
+def test_a_second_fit_of_the_same_callback_works_and_leaves_no_hooks(tmp_path):
+    monitor = LeakageMonitor(Probe(), every_n_steps=1)
+    module = CausalLMModule(tiny_gpt2().train())
+    trainer = fit([monitor], tmp_path / "a", module=module)
+    assert "step" not in vars(trainer.optimizers[0])
+    trainer = fit([monitor], tmp_path / "b", module=module)
+    assert monitor.looks >= 8
+    assert not module.model.lm_head.weight._post_accumulate_grad_hooks
+
+
+def test_every_n_steps():
+    cadence = EveryNSteps(50)
+    looked = []
+    for step in range(120):
+        if cadence.due(step):
+            looked.append(step)
+            cadence.next_step = cadence.after_look(step, 1.0, 1.0)
+    assert looked == [0, 50, 100]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
+def test_max_overhead_keeps_looks_within_their_share_of_the_time(share):
+    cadence = MaxOverhead(share)
+    spent = passed = 0.0
+    generator = torch.Generator().manual_seed(0)
+    for step in range(20_000):
+        passed += 0.5
+        if cadence.due(step):
+            cost = 0.05 + 0.1 * torch.rand((), generator=generator).item()
+            spent += cost
+            cadence.next_step = cadence.after_look(step, cost, 0.5)
+    assert 0 < spent <= share * passed * 1.02 + 0.15
+    assert cadence.next_step > 1
+
+
+def test_no_warning_of_ours_in_an_ordinary_run(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit([LeakageMonitor(Probe(), every_n_steps=1)], tmp_path)
+    assert not [w for w in caught if "Leakage" in str(w.message)]

@@ -1,0 +1,111 @@
+"""Promise 1: with any monitor on, training is bit-identical."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_fedleak.attacks.calibration import PublicText
+from lightning_fedleak.attacks.flatchat import FlatChat
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from tests.callbacks.runs import Probe, assert_same, fit
+from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.models import tiny_gpt2
+
+PUBLIC = [[(7 * i + 3 * j) % 94 + 3 for j in range(20)] for i in range(12)]
+
+
+def watchers(**settings):
+    flatchat = FlatChat(PublicText(PUBLIC), shapes=((1, 8), (2, 8), (4, 12)))
+    monitor = LeakageMonitor(
+        [flatchat, Probe()], every_n_steps=1, stages=("local", "shared", "aggregate"), **settings
+    )
+    return [RiskGate("leakage/flatchat/f1", at_most=2.0), monitor], monitor
+
+
+def lora():
+    from peft import LoraConfig, get_peft_model
+
+    L = LoraConfig(target_modules=["c_attn"], r=2, fan_in_fan_out=True, lora_dropout=0.1)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return CausalLMModule(get_peft_model(tiny_gpt2().train(), L), optimizer="adamw")
+
+
+def checkpointed():
+    model = tiny_gpt2().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return CausalLMModule(model, optimizer="adamw")
+
+
+CASES = {
+    "fp32 with dropout": ({}, None),
+    "bf16-mixed": ({"precision": "bf16-mixed"}, None),
+    "accumulation": ({"accumulate_grad_batches": 2}, None),
+    "clipping": ({"gradient_clip_val": 0.05}, None),
+    "LoRA": ({}, lora),
+    "gradient checkpointing": ({}, checkpointed),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_bit_identical_with_monitor_and_gate(case, tmp_path):
+    settings, make = CASES[case]
+    plain = fit([], tmp_path / "plain", module=make and make(), **settings)
+    callbacks, monitor = watchers()
+    watched = fit(callbacks, tmp_path / "watched", module=make and make(), **settings)
+    assert_same(plain, watched)
+    assert monitor.looks == watched.global_step
+    assert monitor.failures == 0
+
+
+def test_the_heads_own_part_does_not_disturb_either(tmp_path):
+    plain = fit([], tmp_path / "plain")
+    callbacks, monitor = watchers(head_own_part=True)
+    assert_same(plain, fit(callbacks, tmp_path / "watched"))
+    assert monitor.latest["leakage_local/probe_head_only/f1"] > 0
+
+
+def test_local_steps_do_not_disturb(tmp_path):
+    plain = fit([], tmp_path / "plain")
+    monitor = LeakageMonitor(Probe(), every_n_steps=2, local_steps=2)
+    assert_same(plain, fit([monitor], tmp_path / "watched"))
+    assert monitor.looks == 4
+
+
+def resumed(callbacks_of, root):
+    """One epoch, saved; then a second one resumed in a new Trainer with new callbacks."""
+    saver = ModelCheckpoint(root / "ckpt", save_last=True)
+    fit([*callbacks_of(), saver], root / "first", enable_checkpointing=True)
+    callbacks = callbacks_of()
+    return fit(callbacks, root / "second", max_epochs=2, ckpt_path=root / "ckpt" / "last.ckpt")
+
+
+def test_resume_is_bit_identical_and_goes_on_counting(tmp_path):
+    plain = resumed(list, tmp_path / "plain")
+    monitors = []
+
+    def watching():
+        callbacks, monitor = watchers()
+        monitors.append(monitor)
+        return callbacks
+
+    assert_same(plain, resumed(watching, tmp_path / "watched"))
+    first, second = monitors
+    assert (first.looks, second.looks, second.last_step) == (8, 16, 15)
+
+
+def test_lora_gradients_can_be_watched_by_name(tmp_path):
+    name = "model.base_model.model.transformer.h.0.attn.c_attn.lora_B.default.weight"
+    plain = fit([], tmp_path / "plain", module=lora())
+    probe = Probe(k=3, role=name)
+    monitor = LeakageMonitor(probe, every_n_steps=3)
+    assert_same(plain, fit([monitor], tmp_path / "watched", module=lora()))
+    assert [step for step, *_ in probe.seen] == [0, 3, 6]
+
+
+def test_checkpoint_loads_with_weights_only(tmp_path):
+    callbacks, _ = watchers()
+    saver = ModelCheckpoint(tmp_path, save_last=True)
+    fit([*callbacks, saver], tmp_path, enable_checkpointing=True)
+    state = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert any(key.startswith("LeakageMonitor[") for key in state["callbacks"])

@@ -178,9 +178,10 @@ def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBa
 
 
 def _kept(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
-    """Ids from column ``start`` on that the mask keeps, (n,) int64."""
+    """Ids from column ``start`` on that the mask keeps, (n,) int64, never a view of ``ids``."""
     ids = ids[:, start:]
-    return (ids.reshape(-1) if mask is None else ids[mask[:, start:] != 0]).long()
+    kept = ids.reshape(-1) if mask is None else ids[mask[:, start:] != 0]
+    return kept.to(torch.int64, copy=True)
 
 
 def _holds_ids(tensor: Tensor) -> bool:

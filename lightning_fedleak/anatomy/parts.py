@@ -188,7 +188,7 @@ class Anatomy:
             )
         if self.blocks:
             lines.append(
-                f"  blocks: {len(self.blocks)} x {type(self.blocks[0]).__name__}, "
+                f"  blocks: {len(self.blocks)} x {type(leaf(self.blocks[0])).__name__}, "
                 f"'{self.block_names[0]}' to '{self.block_names[-1]}'"
             )
         else:

@@ -1,0 +1,890 @@
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import lightning as L
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForPreTraining,
+    BertLMHeadModel,
+    BertModel,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2Model,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from lightning_fedleak.anatomy import AnatomyError, find_anatomy
+from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.models import (
+    DIM,
+    VOCAB,
+    own_rng,
+    tiny_bert_classifier,
+    tiny_bert_mlm,
+    tiny_distilbert_mlm,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_marian,
+    tiny_roberta_classifier,
+    tiny_roberta_mlm,
+    tiny_t5,
+)
+
+ROLES = ("head.weight", "head.bias", "embedding.weight")
+LLAMA_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": DIM,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+BERT_SIZES = {k: v for k, v in LLAMA_SIZES.items() if k != "num_key_value_heads"}
+
+
+def tiny_bart(tied: bool = True) -> BartForConditionalGeneration:
+    marian = tiny_marian().config
+    names = ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "encoder_ffn_dim")
+    names += ("decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads")
+    names += ("pad_token_id", "decoder_start_token_id", "eos_token_id", "max_position_embeddings")
+    sizes = {name: getattr(marian, name) for name in names}
+    with own_rng(0):
+        return BartForConditionalGeneration(BartConfig(**sizes, tie_word_embeddings=tied))
+
+
+def gpt2_classifier() -> GPT2ForSequenceClassification:
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=DIM, n_layer=2, n_head=2, n_positions=32, pad_token_id=0
+    )
+    config.num_labels = 3
+    return GPT2ForSequenceClassification(config)
+
+
+def distilbert_classifier() -> DistilBertForSequenceClassification:
+    config = DistilBertConfig(vocab_size=VOCAB, dim=DIM, hidden_dim=32, n_layers=2, n_heads=2)
+    config.num_labels = 3
+    return DistilBertForSequenceClassification(config)
+
+
+# name: model, kind, embedding, head, head bias, first block, number of blocks, tied
+WORDS: dict[str, tuple[Any, ...]] = {
+    "gpt2": (tiny_gpt2, "causal", "transformer.wte", "lm_head", None, "transformer.h.0", True),
+    "gpt2 untied": (
+        lambda: tiny_gpt2(tied=False),
+        "causal",
+        "transformer.wte",
+        "lm_head",
+        None,
+        "transformer.h.0",
+        False,
+    ),
+    "llama": (
+        tiny_llama,
+        "causal",
+        "model.embed_tokens",
+        "lm_head",
+        None,
+        "model.layers.0",
+        False,
+    ),
+    "llama tied": (
+        lambda: tiny_llama(tied=True),
+        "causal",
+        "model.embed_tokens",
+        "lm_head",
+        None,
+        "model.layers.0",
+        True,
+    ),
+    "mistral": (
+        lambda: MistralForCausalLM(MistralConfig(**LLAMA_SIZES, sliding_window=None)),
+        "causal",
+        "model.embed_tokens",
+        "lm_head",
+        None,
+        "model.layers.0",
+        False,
+    ),
+    "qwen2 tied": (
+        lambda: Qwen2ForCausalLM(Qwen2Config(**LLAMA_SIZES, tie_word_embeddings=True)),
+        "causal",
+        "model.embed_tokens",
+        "lm_head",
+        None,
+        "model.layers.0",
+        True,
+    ),
+    "bert": (
+        tiny_bert_mlm,
+        "masked",
+        "bert.embeddings.word_embeddings",
+        "cls.predictions.decoder",
+        "cls.predictions.decoder.bias",
+        "bert.encoder.layer.0",
+        True,
+    ),
+    "bert pretraining": (
+        lambda: BertForPreTraining(BertConfig(**BERT_SIZES)),
+        "masked",
+        "bert.embeddings.word_embeddings",
+        "cls.predictions.decoder",
+        "cls.predictions.decoder.bias",
+        "bert.encoder.layer.0",
+        True,
+    ),
+    "bert causal": (
+        lambda: BertLMHeadModel(BertConfig(**BERT_SIZES, is_decoder=True)),
+        "causal",
+        "bert.embeddings.word_embeddings",
+        "cls.predictions.decoder",
+        "cls.predictions.decoder.bias",
+        "bert.encoder.layer.0",
+        True,
+    ),
+    "distilbert": (
+        tiny_distilbert_mlm,
+        "masked",
+        "distilbert.embeddings.word_embeddings",
+        "vocab_projector",
+        "vocab_projector.bias",
+        "distilbert.transformer.layer.0",
+        True,
+    ),
+    "roberta": (
+        tiny_roberta_mlm,
+        "masked",
+        "roberta.embeddings.word_embeddings",
+        "lm_head.decoder",
+        "lm_head.decoder.bias",
+        "roberta.encoder.layer.0",
+        True,
+    ),
+    "t5": (
+        tiny_t5,
+        "seq2seq",
+        "encoder.embed_tokens",
+        "lm_head",
+        None,
+        "decoder.block.0",
+        True,
+    ),
+    "marian": (
+        tiny_marian,
+        "seq2seq",
+        "model.encoder.embed_tokens",
+        "lm_head",
+        None,
+        "model.decoder.layers.0",
+        True,
+    ),
+    "marian untied": (
+        lambda: tiny_marian(tied=False),
+        "seq2seq",
+        "model.encoder.embed_tokens",
+        "lm_head",
+        None,
+        "model.decoder.layers.0",
+        False,
+    ),
+    "bart": (
+        tiny_bart,
+        "seq2seq",
+        "model.encoder.embed_tokens",
+        "lm_head",
+        None,
+        "model.decoder.layers.0",
+        True,
+    ),
+    "bart untied": (
+        lambda: tiny_bart(tied=False),
+        "seq2seq",
+        "model.encoder.embed_tokens",
+        "lm_head",
+        None,
+        "model.decoder.layers.0",
+        False,
+    ),
+}
+CLASSIFIERS: dict[str, tuple[Any, str, str]] = {
+    "bert": (tiny_bert_classifier, "classifier", "bert.encoder.layer.0"),
+    "roberta": (tiny_roberta_classifier, "classifier.out_proj", "roberta.encoder.layer.0"),
+    "distilbert": (distilbert_classifier, "classifier", "distilbert.transformer.layer.0"),
+    "gpt2": (gpt2_classifier, "score", "transformer.h.0"),
+}
+
+
+class Nested(L.LightningModule):
+    """A model several levels down, beside layers that are none of its parts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.projection = nn.Linear(5, 7)
+        self.net = nn.Module()
+        self.net.lm = nn.ModuleDict({"inner": model})
+
+
+def loss_of(model: nn.Module, kind: str) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCAB, (2, 6), generator=generator)
+    labels = ids[:, 0] % 3 if kind == "classifier" else ids
+    more = {"next_sentence_label": ids[:, 0] % 2} if type(model) is BertForPreTraining else {}
+    loss: Tensor = model(input_ids=ids, labels=labels, **more).loss
+    return loss
+
+
+def silently(wrap: Any, *args: Any, **kwargs: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return wrap(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("wrap", [CausalLMModule, Nested, None], ids=["model", "nested", "bare"])
+def test_parts_of_language_models(name: str, wrap: Any) -> None:
+    build, kind, embedding, head, bias, block, tied = WORDS[name]
+    model = build()
+    root = model if wrap is None else wrap(model)
+    prefix = {CausalLMModule: "model.", Nested: "net.lm.inner.", None: ""}[wrap]
+    found = find_anatomy(root)
+    assert found.model is model
+    assert found.root is root
+    assert (found.kind, found.tied, found.peft) == (kind, tied, None)
+    assert (found.embedding_name, found.head_name) == (prefix + embedding, prefix + head)
+    assert root.get_submodule(found.embedding_name) is found.embedding
+    assert root.get_submodule(found.head_name or "") is found.head
+    assert found.parameter_name("head.bias") == (None if bias is None else prefix + bias)
+    assert len(found.blocks) == 2
+    assert found.block_names[0] == prefix + block
+    assert [root.get_submodule(n) for n in found.block_names] == list(found.blocks)
+    assert (found.vocab_size, found.hidden_size) == (VOCAB, DIM)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_parts_of_classifiers(name: str) -> None:
+    build, head, block = CLASSIFIERS[name]
+    found = find_anatomy(CausalLMModule(build()))
+    assert (found.kind, found.tied) == ("classifier", False)
+    assert found.head_name == f"model.{head}"
+    assert found.block_names[0] == f"model.{block}"
+    assert (found.vocab_size, found.hidden_size) == (3, DIM)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [entry[0] for entry in [*WORDS.values(), *CLASSIFIERS.values()]],
+    ids=[*WORDS, *(f"classify {n}" for n in CLASSIFIERS)],
+)
+def test_parts_are_those_the_forward_uses(build: Any) -> None:
+    """Embedding, head and every block run, and the head's output has the gradient of the loss."""
+    model = build().eval()
+    found = find_anatomy(model)
+    assert found.head is not None
+    ran: dict[int, Tensor] = {}
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        ran[id(module)] = output[0] if isinstance(output, tuple) else output
+
+    for module in (found.embedding, found.head, *found.blocks):
+        module.register_forward_hook(note)
+    loss = loss_of(model, found.kind)
+    assert {id(m) for m in (found.embedding, found.head, *found.blocks)} == set(ran)
+    assert ran[id(found.embedding)].shape == (2, 6, DIM)
+    logits = ran[id(found.head)]
+    assert logits.shape[-1] == found.vocab_size
+    (grad,) = torch.autograd.grad(loss, [logits], retain_graph=True)
+    weights = [p for role in ROLES if (p := found.parameter(role)) is not None]
+    grads = dict(zip(map(id, weights), torch.autograd.grad(loss, weights), strict=True))
+    bias = found.parameter("head.bias")
+    if bias is not None:
+        torch.testing.assert_close(grads[id(bias)], grad.flatten(0, -2).sum(0))
+    head_weight = found.parameter("head.weight")
+    assert head_weight is not None
+    assert grads[id(head_weight)].abs().sum() > 0
+    words = found.parameter("embedding.weight")
+    assert words is not None
+    assert grads[id(words)].abs().sum() > 0
+
+
+@pytest.mark.parametrize("build", [entry[0] for entry in WORDS.values()], ids=list(WORDS))
+def test_names_are_those_of_the_root(build: Any) -> None:
+    root = CausalLMModule(build())
+    found = find_anatomy(root)
+    everything = dict(root.named_parameters(remove_duplicate=False))
+    for role in ROLES:
+        name, parameter = found.parameter_name(role), found.parameter(role)
+        assert (name is None) == (parameter is None)
+        assert found.trainable(role) == (parameter is not None)
+        if name is not None:
+            assert everything[name] is parameter
+    for name, parameter in everything.items():
+        assert found.parameter(name) is parameter
+        assert found.parameter_name(name) == name
+    once = root.named_parameters()
+    assert set(found.trainable_names()) == {n for n, p in once if p.requires_grad}
+
+
+def test_tied_weights_have_a_name_for_each_role() -> None:
+    found = find_anatomy(CausalLMModule(tiny_gpt2()))
+    assert found.parameter_name("head.weight") == "model.lm_head.weight"
+    assert found.parameter_name("embedding.weight") == "model.transformer.wte.weight"
+    assert found.parameter("head.weight") is found.parameter("embedding.weight")
+
+
+def test_separate_vocabularies_tie_the_head_to_the_decoder() -> None:
+    found = find_anatomy(tiny_marian(decoder_vocab=50))
+    assert found.tied
+    assert found.parameter("head.weight") is not found.parameter("embedding.weight")
+    assert (found.vocab_size, found.embedding.num_embeddings) == (50, VOCAB)
+
+
+def test_marian_logits_bias_is_no_head_bias() -> None:
+    found = find_anatomy(tiny_marian())
+    assert found.parameter("head.bias") is None
+    assert not found.trainable("head.bias")
+
+
+def test_unknown_parameter_names_are_refused_with_close_ones() -> None:
+    found = find_anatomy(CausalLMModule(tiny_gpt2()))
+    for ask in (found.parameter, found.parameter_name, found.trainable):
+        with pytest.raises(AnatomyError, match=r"model\.transformer\.wte\.weight"):
+            ask("model.transformer.wte.wight")
+
+
+def lora(**kwargs: Any) -> peft.LoraConfig:
+    kwargs.setdefault("target_modules", ["c_attn"])
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=2, **kwargs)
+
+
+def peft_module(config: peft.PeftConfig, tied: bool = False) -> CausalLMModule:
+    with own_rng(1):
+        return CausalLMModule(silently(peft.get_peft_model, tiny_gpt2(tied=tied), config))
+
+
+INNER = "model.base_model.model."
+# name: config, peft kind, name of head.weight, trained, name of embedding.weight, trained
+PEFTS: dict[str, tuple[Any, str, str, bool, str, bool]] = {
+    "lora": (
+        lora,
+        "LORA",
+        INNER + "lm_head.weight",
+        False,
+        INNER + "transformer.wte.weight",
+        False,
+    ),
+    "lora on head": (
+        lambda: lora(target_modules=["c_attn", "lm_head"]),
+        "LORA",
+        INNER + "lm_head.base_layer.weight",
+        False,
+        INNER + "transformer.wte.weight",
+        False,
+    ),
+    "lora on embedding": (
+        lambda: lora(target_modules=["wte"]),
+        "LORA",
+        INNER + "lm_head.weight",
+        False,
+        INNER + "transformer.wte.base_layer.weight",
+        False,
+    ),
+    "head saved": (
+        lambda: lora(modules_to_save=["lm_head"]),
+        "LORA",
+        INNER + "lm_head.modules_to_save.default.weight",
+        True,
+        INNER + "transformer.wte.weight",
+        False,
+    ),
+    "embedding saved": (
+        lambda: lora(modules_to_save=["wte"]),
+        "LORA",
+        INNER + "lm_head.weight",
+        False,
+        INNER + "transformer.wte.modules_to_save.default.weight",
+        True,
+    ),
+    "trainable tokens": (
+        lambda: lora(trainable_token_indices=[4, 5]),
+        "LORA",
+        INNER + "lm_head.weight",
+        False,
+        INNER + "transformer.wte.token_adapter.base_layer.weight",
+        False,
+    ),
+    "ia3": (
+        lambda: peft.IA3Config(
+            task_type="CAUSAL_LM", target_modules=["c_attn"], feedforward_modules=[]
+        ),
+        "IA3",
+        INNER + "lm_head.weight",
+        False,
+        INNER + "transformer.wte.weight",
+        False,
+    ),
+    "prompt tuning": (
+        lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "PROMPT_TUNING",
+        "model.base_model.lm_head.weight",
+        False,
+        "model.base_model.transformer.wte.weight",
+        False,
+    ),
+    "prefix tuning": (
+        lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "PREFIX_TUNING",
+        "model.base_model.lm_head.weight",
+        False,
+        "model.base_model.transformer.wte.weight",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PEFTS)
+def test_peft(name: str) -> None:
+    config, kind, head, head_trained, embedding, embedding_trained = PEFTS[name]
+    root = peft_module(config())
+    found = find_anatomy(root)
+    assert found.model is root.model
+    assert (found.kind, found.peft, found.tied) == ("causal", kind, False)
+    assert found.parameter_name("head.weight") == head
+    assert found.parameter_name("embedding.weight") == embedding
+    assert found.trainable("head.weight") == head_trained
+    assert found.trainable("embedding.weight") == embedding_trained
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    assert found.parameter("head.weight") is parameters[head]
+    assert len(found.blocks) == 2
+    assert (found.vocab_size, found.hidden_size) == (VOCAB, DIM)
+    assert set(found.trainable_names()) == {n for n, p in parameters.items() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", ["lora on head", "head saved", "prompt tuning"])
+def test_head_under_peft_gives_the_logits(name: str) -> None:
+    root = peft_module(PEFTS[name][0]())
+    found = find_anatomy(root)
+    assert found.head is not None
+    seen: list[Tensor] = []
+    found.head.register_forward_hook(lambda _, __, output: seen.append(output))
+    with found.undisturbed() as model, torch.no_grad():
+        logits = model(input_ids=torch.arange(3, 9)[None]).logits
+    torch.testing.assert_close(seen[0][:, -logits.shape[1] :], logits)
+
+
+def test_saving_the_head_of_a_tied_model_unties_it() -> None:
+    found = find_anatomy(peft_module(lora(modules_to_save=["lm_head"]), tied=True))
+    assert not found.tied
+    assert found.trainable("head.weight")
+    assert not found.trainable("embedding.weight")
+
+
+def test_the_active_adapter_decides() -> None:
+    root = peft_module(lora(modules_to_save=["lm_head"]))
+    silently(root.model.add_adapter, "second", lora(modules_to_save=["lm_head"]))
+    found = find_anatomy(root)
+    name = INNER + "lm_head.modules_to_save.{}.weight"
+    assert found.parameter_name("head.weight") == name.format("default")
+    root.model.set_adapter("second")
+    assert found.parameter_name("head.weight") == name.format("second")
+    with root.model.disable_adapter():
+        assert found.parameter_name("head.weight") == INNER + "lm_head.original_module.weight"
+
+
+def test_classifier_under_peft_gives_the_copy_that_is_trained() -> None:
+    model = silently(
+        peft.get_peft_model,
+        tiny_roberta_classifier(),
+        peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]),
+    )
+    found = find_anatomy(CausalLMModule(model))
+    assert found.kind == "classifier"
+    assert found.parameter_name("head.weight") == (
+        INNER + "classifier.modules_to_save.default.out_proj.weight"
+    )
+    assert found.trainable("head.weight")
+
+
+def test_adapter_injected_into_the_model() -> None:
+    model = tiny_gpt2(tied=False)
+    silently(model.add_adapter, lora(target_modules=["c_attn", "lm_head"]))
+    found = find_anatomy(CausalLMModule(model))
+    assert found.peft == "LORA"
+    assert found.parameter_name("head.weight") == "model.lm_head.base_layer.weight"
+
+
+def test_model_registered_beside_its_peft_wrapper() -> None:
+    root = peft_module(lora())
+    root.base = root.model.get_base_model()
+    assert find_anatomy(root).model is root.model
+
+
+def test_bitfit_trains_the_bias_only() -> None:
+    model = tiny_bert_mlm()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    found = find_anatomy(CausalLMModule(model))
+    assert found.trainable("head.bias")
+    assert not found.trainable("head.weight")
+    assert all(n.endswith("bias") for n in found.trainable_names())
+
+
+def test_compiled_and_ddp_are_unwrapped(tmp_path: Any) -> None:
+    model = tiny_gpt2()
+    root = CausalLMModule(torch.compile(model))
+    found = find_anatomy(root)
+    assert found.model is model
+    assert found.parameter_name("head.weight") == "model._orig_mod.lm_head.weight"
+    assert find_anatomy(torch.compile(root)).model is model
+    assert find_anatomy(root, model="model").model is model
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(CausalLMModule(model))
+        found = find_anatomy(parallel)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found.model is model
+    assert found.parameter_name("head.weight") == "module.model.lm_head.weight"
+
+
+def test_compiled_blocks_keep_names_and_modules_together() -> None:
+    model = tiny_gpt2()
+    for i, block in enumerate(model.transformer.h):
+        model.transformer.h[i] = torch.compile(block)
+    found = find_anatomy(model)
+    assert found.block_names == ("transformer.h.0", "transformer.h.1")
+    assert [model.get_submodule(n) for n in found.block_names] == list(found.blocks)
+    assert "2 x GPT2Block" in found.describe()
+
+
+class PlainLM(nn.Module):
+    def __init__(self, rows: int = 40, depth: int = 3) -> None:
+        super().__init__()
+        self.words = nn.Embedding(rows, 8)
+        self.places = nn.Embedding(16, 8)
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(depth)]
+        self.body = nn.Sequential(*layers)
+        self.out = nn.Linear(8, rows)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        places = torch.arange(input_ids.shape[1])
+        logits: Tensor = self.out(self.body(self.words(input_ids) + self.places(places)))
+        return logits
+
+
+class Exposing(PlainLM):
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+
+class InTheModule(L.LightningModule):
+    """The parts are the LightningModule's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 8)
+        self.body = nn.ModuleDict({"out": nn.Linear(8, 40, bias=False)})
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.body["out"](self.words(input_ids))
+        return logits
+
+
+@pytest.mark.parametrize("build", [PlainLM, Exposing])
+def test_plain_modules(build: Any) -> None:
+    model = build()
+    found = find_anatomy(Nested(model))
+    assert found.model is model
+    assert found.embedding is model.words
+    assert found.head is model.out
+    assert found.kind == "causal"
+    assert found.block_names == tuple(f"net.lm.inner.body.{i}" for i in range(3))
+    assert (found.vocab_size, found.hidden_size, found.tied) == (40, 8, False)
+    assert found.parameter_name("head.bias") == "net.lm.inner.out.bias"
+
+
+def test_plain_parts_in_the_lightning_module_itself() -> None:
+    root = InTheModule()
+    found = find_anatomy(root)
+    assert found.model is root
+    assert found.head_name == "body.out"
+    assert found.blocks == ()
+    assert "blocks: none" in found.describe()
+
+
+def test_delegating_lightning_module_is_not_taken_for_the_model() -> None:
+    class Delegating(CausalLMModule):
+        def get_input_embeddings(self) -> nn.Module:
+            return self.model.get_input_embeddings()
+
+    model = Exposing()
+    assert find_anatomy(Delegating(model)).model is model
+
+
+def test_plain_encoder_decoder() -> None:
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.source, self.target = nn.Embedding(30, 8), nn.Embedding(20, 8)
+            self.transformer = nn.Transformer(8, 2, 2, 3, 16, batch_first=True)
+            self.out = nn.Linear(8, 20)
+
+        def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> Tensor:
+            body = self.transformer(self.source(input_ids), self.target(decoder_input_ids))
+            logits: Tensor = self.out(body)
+            return logits
+
+    found = find_anatomy(Translator(), embedding="source", head="out")
+    assert found.kind == "seq2seq"
+    assert found.block_names == tuple(f"transformer.decoder.layers.{i}" for i in range(3))
+
+
+def test_embedding_matrix_used_as_head() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(40, 8)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.words(input_ids) @ self.words.weight.T
+
+    root = CausalLMModule(Functional())
+    with pytest.raises(AnatomyError, match="found no language model"):
+        find_anatomy(root)
+    headless = find_anatomy(root, embedding="model.words")
+    assert headless.head is None
+    assert (headless.parameter("head.weight"), headless.tied) == (None, False)
+    tied = find_anatomy(root, embedding="model.words", head="model.words")
+    assert tied.tied
+    assert tied.model is root.model
+    assert tied.parameter_name("head.weight") == "model.words.weight"
+
+
+def test_base_model_with_the_users_own_head() -> None:
+    class Classifier(L.LightningModule):
+        def __init__(self, rows: int) -> None:
+            super().__init__()
+            self.encoder = BertModel(BertConfig(**BERT_SIZES))
+            self.top = nn.Linear(DIM, rows)
+
+    found = find_anatomy(Classifier(4))
+    assert (found.kind, found.head_name, found.vocab_size) == ("classifier", "top", 4)
+    with pytest.raises(AnatomyError, match="kind='causal'"):
+        find_anatomy(Classifier(VOCAB))
+    found = find_anatomy(Classifier(VOCAB), kind="masked")
+    assert (found.kind, found.head_name, found.vocab_size) == ("masked", "top", VOCAB)
+
+
+def test_base_model_without_a_head() -> None:
+    model = GPT2Model(GPT2Config(vocab_size=VOCAB, n_embd=DIM, n_layer=2, n_head=2))
+    with pytest.raises(AnatomyError, match="Say it: kind="):
+        find_anatomy(CausalLMModule(model))
+    found = find_anatomy(CausalLMModule(model), kind="causal")
+    assert found.head is None
+    assert found.head_name is None
+    assert found.vocab_size == VOCAB
+    assert "output head: none" in found.describe()
+
+
+def test_two_language_models_are_refused_by_name() -> None:
+    class Distillation(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher, self.student = tiny_llama(), tiny_gpt2()
+
+    root = Distillation()
+    with pytest.raises(AnatomyError, match=r"'teacher' \(Llama.*'student' \(GPT2.*model='teacher'"):
+        find_anatomy(root)
+    found = find_anatomy(root, model="student")
+    assert found.model is root.student
+    assert found.head_name == "student.lm_head"
+    assert find_anatomy(root, model=root.student).head is found.head
+
+
+def test_one_model_under_two_names_is_one() -> None:
+    root = CausalLMModule(tiny_gpt2())
+    root.alias = root.model
+    assert find_anatomy(root).model is root.model
+
+
+def test_overrides_by_name_and_module() -> None:
+    model = tiny_bert_mlm()
+    root = CausalLMModule(model)
+    by_name = find_anatomy(
+        root,
+        embedding="bert.embeddings.position_embeddings",
+        head="model.cls.predictions.transform.dense",
+        blocks="bert.encoder.layer",
+        kind="classifier",
+    )
+    by_module = find_anatomy(
+        root,
+        model=model,
+        embedding=model.bert.embeddings.position_embeddings,
+        head=model.cls.predictions.transform.dense,
+        kind="classifier",
+    )
+    for found in (by_name, by_module):
+        assert found.embedding_name == "model.bert.embeddings.position_embeddings"
+        assert found.head_name == "model.cls.predictions.transform.dense"
+        assert (found.kind, found.vocab_size, found.tied) == ("classifier", DIM, False)
+        assert found.block_names == ("model.bert.encoder.layer.0", "model.bert.encoder.layer.1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "network"}, r"model='network' is no module of CausalLMModule.*model"),
+        ({"head": "model.lmhead"}, "head='model.lmhead' is no module"),
+        (
+            {"embedding": nn.Embedding(3, 3)},
+            r"embedding= \(Embedding\) is no part of",
+        ),
+        ({"head": "model.transformer.ln_f"}, r"head= \(LayerNorm\) has no weight matrix"),
+        (
+            {"blocks": "model.transformer"},
+            r"blocks='model\.transformer' \(GPT2Model\) is no list",
+        ),
+        ({"kind": "diffusion"}, "kind must be one of causal, masked, seq2seq, classifier"),
+    ],
+)
+def test_wrong_arguments_say_what_to_do(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(AnatomyError, match=message):
+        find_anatomy(CausalLMModule(tiny_gpt2()), **arguments)
+
+
+def test_no_language_model_lists_what_there_is() -> None:
+    root = Nested(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
+    with pytest.raises(AnatomyError) as caught:
+        find_anatomy(root)
+    text = str(caught.value)
+    for part in (
+        "found no language model in Nested",
+        "Looked for: a Hugging Face or PEFT model",
+        "'projection' (Linear, 7 rows)",
+        "'net.lm.inner.0' (Linear, 4 rows)",
+        "embedding='path.to.module', head='path.to.module'",
+    ):
+        assert part in text
+
+
+def test_several_plain_pairs_are_refused() -> None:
+    root = nn.ModuleList([PlainLM(), PlainLM()])
+    with pytest.raises(AnatomyError, match=r"no single language model.*'0\.words' with '1\.out'"):
+        find_anatomy(root)
+    assert find_anatomy(root, model="1").model is root[1]
+
+
+def test_a_getter_that_disagrees_with_the_embeddings_is_not_trusted() -> None:
+    model = tiny_gpt2(tied=False)
+    model.lm_head = nn.Linear(DIM, VOCAB + 31, bias=False)
+    with pytest.raises(AnatomyError, match=r"128 rows, but there are 97 .*head='lm_head'"):
+        find_anatomy(model)
+    assert find_anatomy(model, head="lm_head").vocab_size == 128
+
+
+def flags(root: nn.Module) -> dict[str, bool]:
+    return {name: module.training for name, module in root.named_modules()}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_undisturbed_restores_modes_and_rng(fails: bool, compiled: bool) -> None:
+    class Stubborn(nn.Module):
+        """Like loralib's layers: changing the mode by train() changes weights."""
+
+        def train(self, mode: bool = True) -> Stubborn:
+            raise AssertionError("the mode of a user's module was switched by train()")
+
+    model: Any = tiny_gpt2()
+    root = CausalLMModule(torch.compile(model) if compiled else model)
+    root.train()
+    model.transformer.h[1].eval()
+    model.transformer.h[0].attn.training = False
+    root.stubborn = Stubborn()
+    found = find_anatomy(root)
+    before, state = flags(root), torch.get_rng_state()
+    weights = copy.deepcopy(root.state_dict())
+    ids = torch.arange(3, 9)[None]
+    outputs = []
+    for _ in range(2):
+        try:
+            with found.undisturbed() as inner:
+                assert inner is model
+                assert not any(flags(root).values())
+                assert torch.is_grad_enabled()
+                outputs.append(inner(input_ids=ids).logits.detach())
+                torch.rand(7)
+                if fails:
+                    raise RuntimeError("an attack crashed")
+        except RuntimeError as error:
+            assert fails and "an attack" in str(error)  # noqa: PT017, PT018
+        assert flags(root) == before
+        assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(outputs[0], outputs[1])
+    assert model.config.use_cache is True
+    for name, value in root.state_dict().items():
+        assert torch.equal(value, weights[name])
+
+
+def test_undisturbed_leaves_grad_mode_to_the_caller() -> None:
+    found = find_anatomy(tiny_gpt2())
+    with torch.no_grad(), found.undisturbed():
+        assert not torch.is_grad_enabled()
+    with found.undisturbed() as model:
+        assert loss_of(model, "causal").requires_grad
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_undisturbed_restores_the_generator_of_the_models_device() -> None:
+    found = find_anatomy(tiny_gpt2().cuda())
+    assert found.device.type == "cuda"
+    torch.rand(3, device="cuda")
+    state = torch.cuda.get_rng_state()
+    with found.undisturbed():
+        torch.rand(3, device="cuda")
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_finding_disturbs_nothing() -> None:
+    root = CausalLMModule(tiny_bert_mlm())
+    weights = copy.deepcopy(root.state_dict())
+    before, state = flags(root), torch.get_rng_state()
+    found = find_anatomy(root)
+    found.describe()
+    assert flags(root) == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, weights[n]) for n, v in root.state_dict().items())
+    assert all(p.grad is None for p in root.parameters())
+
+
+def test_device_and_description() -> None:
+    root = CausalLMModule(tiny_bert_mlm())
+    root.model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
+    found = find_anatomy(root)
+    assert found.device == torch.device("cpu")
+    assert find_anatomy(tiny_gpt2().to("meta")).device == torch.device("meta")
+    assert found.describe().splitlines()[:4] == [
+        "BertForMaskedLM (masked) at 'model' in CausalLMModule",
+        "  input embeddings: 'model.bert.embeddings.word_embeddings.weight' (97 x 16), frozen",
+        "  output head: 'model.cls.predictions.decoder.weight' (97 x 16), frozen, rows are words, "
+        "tied to input embeddings, bias trained",
+        "  blocks: 2 x BertLayer, 'model.bert.encoder.layer.0' to 'model.bert.encoder.layer.1'",
+    ]
+    assert "BertEmbeddings(" not in repr(found)
+    described = find_anatomy(peft_module(lora())).describe()
+    assert "(causal, PEFT: LORA)" in described

@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import copy
+from collections import Counter, UserDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import BatchEncoding
+
+from lightning_fedleak.anatomy import Kind
+from lightning_fedleak.batches import BatchError, TokenBatch, read_batch
+from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.models import (
+    VOCAB,
+    tiny_bert_classifier,
+    tiny_bert_mlm,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_marian,
+    tiny_roberta_mlm,
+    tiny_t5,
+)
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+LABELS = IDS.masked_fill(MASK == 0, -100)
+
+
+@dataclass
+class Fields:
+    input_ids: Tensor
+    labels: Tensor | None = None
+    attention_mask: Tensor | None = None
+
+
+Named = namedtuple("Named", ["labels", "input_ids", "attention_mask"])
+
+FORMS: dict[str, tuple[Any, bool, bool]] = {  # batch, has labels, has mask
+    "dict": ({"input_ids": IDS, "labels": LABELS, "attention_mask": MASK}, True, True),
+    "dict of ids": ({"input_ids": IDS}, False, False),
+    "dict with more": ({"input_ids": IDS, "labels": LABELS, "length": 3}, True, False),
+    "dict with a class": ({"input_ids": IDS, "label": torch.tensor([1, 0])}, False, False),
+    "BatchEncoding": (BatchEncoding({"input_ids": IDS, "attention_mask": MASK}), False, True),
+    "UserDict": (UserDict(input_ids=IDS, labels=LABELS), True, False),
+    "dataclass": (Fields(IDS, LABELS, MASK), True, True),
+    "namedtuple": (Named(LABELS, IDS, MASK), True, True),
+    "object": (SimpleNamespace(input_ids=IDS, labels=LABELS), True, False),
+    "tuple of one": ((IDS,), False, False),
+    "tuple of two": ((IDS, LABELS), True, False),
+    "list of two": ([IDS, LABELS], True, False),
+    "tuple with bool mask": ((IDS, MASK.bool()), False, True),
+    "tuple of three": ((IDS, MASK, LABELS), True, True),
+    "list of three": ([IDS, MASK.bool(), LABELS], True, True),
+    "tensor": (IDS, False, False),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["causal", "masked", "seq2seq"])
+def test_known_forms(form: str, kind: Kind) -> None:
+    batch, has_labels, has_mask = FORMS[form]
+    read = read_batch(batch, kind)
+    assert read.kind == kind
+    assert read.input_ids is IDS
+    assert read.labels is (LABELS if has_labels else None)
+    assert (read.attention_mask is not None) == has_mask
+    if has_mask:
+        assert read.attention_mask is not None
+        assert torch.equal(read.attention_mask.bool(), MASK.bool())
+
+
+def test_reading_changes_nothing() -> None:
+    batch = {"input_ids": IDS.clone(), "labels": LABELS.clone(), "attention_mask": MASK.clone()}
+    before = copy.deepcopy(batch)
+    read = read_batch(batch, "seq2seq")
+    read.target_ids().fill_(1)
+    read.read_ids().fill_(1)
+    bare = read_batch(batch["input_ids"], "causal")
+    bare.target_ids().fill_(1)
+    bare.read_ids().fill_(1)
+    assert batch.keys() == before.keys()
+    assert all(torch.equal(batch[k], before[k]) for k in before)
+
+
+SECRET = 80211
+REFUSED: dict[str, tuple[Any, Kind, str]] = {
+    "no ids": ({"inputs_embeds": torch.ones(2, 3)}, "causal", "inputs_embeds: float32(2, 3)"),
+    "floats": ({"input_ids": torch.full((2, 3), float(SECRET))}, "causal", "integers of shape"),
+    "booleans": (torch.ones(2, 3, dtype=torch.bool), "causal", "bool(2, 3)"),
+    "one row": (torch.tensor([SECRET, 4]), "causal", "int64(2,)"),
+    "lists": ({"input_ids": [[SECRET, 3]]}, "causal", "input_ids must be a tensor; got list"),
+    "strings": ([f"the pin is {SECRET}"], "causal", "got list(str; 1 items)"),
+    "a string": (f"the pin is {SECRET}", "causal", "got str"),
+    "content as keys": ({f"pin {SECRET}": IDS}, "causal", "got dict(str: int64(2, 4); 1 items)"),
+    "nothing": (None, "causal", "got NoneType"),
+    "empty": ((), "causal", "got tuple(; 0 items)"),
+    "four": ((IDS, IDS, IDS, IDS), "causal", "4 items"),
+    "tuple of dicts": (({"input_ids": IDS}, 0), "causal", "tuple(dict(input_ids: int64(2, 4)"),
+    "targets": ({"input_ids": IDS, "targets": IDS}, "causal", "no 'labels', but 'targets'"),
+    "y of an object": (SimpleNamespace(input_ids=IDS, y=IDS), "masked", "no 'labels', but 'y'"),
+    "label": ({"input_ids": IDS, "label": IDS[:, 0]}, "classifier", "no 'labels', but 'label'"),
+    "short labels": ((IDS, IDS[:, 1:]), "causal", "input_ids' shape (2, 4); got int64(2, 3)"),
+    "few labels": ((IDS, IDS[:1]), "seq2seq", "one row for each of 2 inputs"),
+    "few classes": ((IDS, IDS[:1, 0]), "classifier", "one row for each of 2 inputs"),
+    "classes": ((IDS, IDS[:, 0]), "causal", "labels of a causal model must be integers"),
+    "soft labels": ((IDS, IDS.double()), "masked", "labels of a masked model must be integers"),
+    "4-d mask": ((IDS, MASK[:, None, None], LABELS), "causal", "attention_mask must have"),
+    "mask as a list": ({"input_ids": IDS, "attention_mask": [SECRET]}, "causal", "a tensor; got"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unknown_forms_are_refused_without_their_contents(name: str) -> None:
+    batch, kind, message = REFUSED[name]
+    with pytest.raises(BatchError) as caught:
+        read_batch(batch, kind)
+    text = str(caught.value)
+    assert message in text
+    assert "batch_adapter=" in text
+    assert str(SECRET) not in text
+
+
+def test_representation_has_no_contents() -> None:
+    batch = TokenBatch(torch.full((2, 3), SECRET), None, None, "causal")
+    assert repr(batch) == (
+        "TokenBatch(kind='causal', input_ids=int64(2, 3), labels=NoneType, attention_mask=NoneType)"
+    )
+
+
+@pytest.mark.parametrize("kind", ["masked", "seq2seq", "classifier"])
+def test_targets_without_labels_are_unknown(kind: Kind) -> None:
+    batch = TokenBatch(IDS, None, MASK, kind)
+    assert batch.read_ids().tolist() == [5, 6, 7, 8, 9, 10]
+    with pytest.raises(BatchError, match=f"a {kind} model has no labels.*batch_adapter="):
+        batch.target_ids()
+
+
+def test_soft_classes_are_no_ids() -> None:
+    batch = TokenBatch(IDS, torch.rand(2, 3), None, "classifier")
+    with pytest.raises(BatchError, match="the labels are no ids"):
+        batch.n_targets
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0), (3, 1)])
+@pytest.mark.parametrize("kind", ["causal", "masked", "seq2seq"])
+def test_empty_batches(shape: tuple[int, int], kind: Kind) -> None:
+    ids = torch.zeros(shape, dtype=torch.long)
+    for mask in (None, torch.ones_like(ids)):
+        ignored = TokenBatch(ids, torch.full_like(ids, -100), mask, kind)
+        assert ignored.n_targets == 0
+        assert ignored.target_ids().shape == (0,)
+        assert ignored.target_ids().dtype == torch.int64
+        assert ignored.read_ids().shape == (ids.numel(),)
+    assert TokenBatch(ids, None, None, "causal").n_targets == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_ids_of_other_integer_types_come_out_as_int64(dtype: torch.dtype) -> None:
+    batch = read_batch(IDS.to(dtype), "causal")
+    assert batch.target_ids().dtype == batch.read_ids().dtype == torch.int64
+    assert batch.read_ids().tolist() == IDS.flatten().tolist()
+
+
+def test_reading_a_batch_looks_into_no_tensor() -> None:
+    """Meta tensors have no values: whatever looks at one fails."""
+    ids = torch.empty(2, 4, dtype=torch.long, device="meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        bool((ids == 1).all())
+    for batch in ((ids, ids > 0, ids), (ids, ids), {"input_ids": ids, "attention_mask": ids}):
+        assert read_batch(batch, "causal").input_ids is ids
+
+
+# --- against the loss itself -------------------------------------------------------------------
+
+
+@st.composite
+def batches(draw: st.DrawFn, kind: Kind, with_labels: bool = True) -> TokenBatch:
+    """Right-padded rows, some labels ignored at random."""
+    rows, length = draw(st.integers(1, 3)), draw(st.integers(2, 6))
+    cells = st.lists(st.integers(3, VOCAB - 1), min_size=length, max_size=length)
+    ids = torch.tensor(draw(st.lists(cells, min_size=rows, max_size=rows)))
+    ends = draw(st.lists(st.integers(1, length), min_size=rows, max_size=rows))
+    mask = torch.arange(length) < torch.tensor(ends)[:, None]
+    labels = None
+    if with_labels:
+        keeps = st.lists(st.booleans(), min_size=length, max_size=length)
+        keep = torch.tensor(draw(st.lists(keeps, min_size=rows, max_size=rows)))
+        text = ids
+        if kind != "causal":
+            text = torch.tensor(draw(st.lists(cells, min_size=rows, max_size=rows)))
+        labels = text.masked_fill(~(keep & mask), -100)
+    dtype = draw(st.sampled_from([torch.bool, torch.int64]))
+    return TokenBatch(ids.masked_fill(~mask, 0), labels, mask.to(dtype), kind)
+
+
+def used_by_the_loss(model: nn.Module, batch: TokenBatch) -> Counter[int]:
+    """Ids that the model's own loss is computed on, read off the gradient of its logits.
+
+    Cross-entropy averaged over n tokens pulls the logit of the token asked for down by less than
+    1 / n and pushes every other one up, so that the only negative entry of a position that counts
+    is its target, and a position that does not count is zero.
+    """
+    labels = batch.input_ids if batch.labels is None else batch.labels
+    mask = batch.attention_mask
+    if batch.labels is None and mask is not None:
+        labels = labels.masked_fill(mask == 0, -100)
+    with torch.no_grad():
+        shape = model(input_ids=batch.input_ids, labels=labels).logits.shape
+    nudge = torch.zeros(shape, requires_grad=True)
+    head = model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda _, __, output: output + nudge)
+    try:
+        loss = model(
+            input_ids=batch.input_ids,
+            attention_mask=None if mask is None else mask.long(),
+            labels=labels,
+        ).loss
+    finally:
+        handle.remove()
+    (grad,) = torch.autograd.grad(loss, [nudge])
+    if grad.isnan().any():  # the mean over no token
+        return Counter()
+    counted = grad.flatten(0, -2)
+    counted = counted[counted.abs().sum(-1) > 0]
+    assert torch.equal((counted < 0).sum(-1), torch.ones(len(counted), dtype=torch.long))
+    return Counter(counted.argmin(-1).tolist())
+
+
+MODELS: dict[str, tuple[Any, Kind]] = {
+    "gpt2": (tiny_gpt2, "causal"),
+    "llama": (tiny_llama, "causal"),
+    "bert": (tiny_bert_mlm, "masked"),
+    "roberta": (tiny_roberta_mlm, "masked"),
+    "t5": (tiny_t5, "seq2seq"),
+    "marian": (tiny_marian, "seq2seq"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_targets_are_those_of_the_models_loss(name: str) -> None:
+    build, kind = MODELS[name]
+    model = build().eval()
+
+    @given(batches(kind))
+    def check(batch: TokenBatch) -> None:
+        assert Counter(batch.target_ids().tolist()) == used_by_the_loss(model, batch)
+        assert batch.n_targets == len(batch.target_ids())
+
+    check()
+
+
+def test_targets_without_labels_are_those_of_the_text() -> None:
+    model = tiny_gpt2().eval()
+
+    @given(batches("causal", with_labels=False))
+    def check(batch: TokenBatch) -> None:
+        assert Counter(batch.target_ids().tolist()) == used_by_the_loss(model, batch)
+
+    check()
+
+
+def targets_by_hand(batch: TokenBatch) -> list[int]:
+    if batch.labels is None:
+        assert batch.attention_mask is not None
+        source = zip(batch.input_ids.tolist(), batch.attention_mask.tolist(), strict=True)
+        return [t for row, seen in source for t, s in zip(row[1:], seen[1:], strict=True) if s]
+    start = 1 if batch.kind == "causal" else 0
+    return [t for row in batch.labels.tolist() for t in row[start:] if t != -100]
+
+
+@given(
+    st.sampled_from(["causal", "masked", "seq2seq"]).flatmap(batches)
+    | batches("causal", with_labels=False)
+)
+def test_targets_in_reading_order(batch: TokenBatch) -> None:
+    assert batch.target_ids().tolist() == targets_by_hand(batch)
+
+
+def rows_looked_up(model: nn.Module, batch: TokenBatch) -> list[list[int]]:
+    """Inputs of every word embedding that the forward calls, in the order of the calls."""
+    calls: list[list[int]] = []
+    handles = [
+        m.register_forward_hook(lambda _, args, __: calls.append(args[0].flatten().tolist()))
+        for n, m in model.named_modules()
+        if n.endswith("embed_tokens")
+    ]
+    try:
+        with torch.no_grad():
+            model(input_ids=batch.input_ids, labels=batch.labels)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "marian"])
+def test_ids_read_are_those_looked_up(name: str) -> None:
+    """Pad and start tokens (0 here, which no text of these batches holds) aside."""
+    build, kind = MODELS[name]
+    model = build().eval()
+
+    @given(batches(kind))
+    def check(batch: TokenBatch) -> None:
+        looked_up = [t for call in rows_looked_up(model, batch) for t in call if t != 0]
+        assert batch.read_ids().tolist() == looked_up
+
+    check()
+
+
+def test_classes_are_the_targets_of_a_classifier() -> None:
+    labels = torch.tensor([2, -100])
+    batch = read_batch({"input_ids": IDS, "labels": labels}, "classifier")
+    assert batch.target_ids().tolist() == [2]
+    model = tiny_bert_classifier().eval()
+    output = model(input_ids=IDS, labels=labels)
+    (grad,) = torch.autograd.grad(output.loss, [output.logits])
+    assert (grad.abs().sum(-1) > 0).tolist() == [True, False]
+    assert int(grad[0].argmin()) == 2
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_random_loader_gives_known_batches_and_leaves_the_rng(padded: bool) -> None:
+    state = torch.get_rng_state()
+    loader = random_token_loader(10, 4, 12, VOCAB, seed=5, padded=padded)
+    read = [read_batch(b, "causal") for b in loader]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [len(b.input_ids) for b in read] == [4, 4, 2]
+    n_padded = sum(int((b.input_ids == 0).sum()) for b in read)
+    assert (n_padded > 0) == padded
+    assert sum(b.n_targets for b in read) == 10 * 11 - n_padded
+    again = random_token_loader(10, 4, 12, VOCAB, seed=5, padded=padded)
+    for a, b in zip(read, again, strict=True):
+        assert torch.equal(a.input_ids, b["input_ids"])

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Guess
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.scoring import WORD_METRICS, Tally
 from lightning_fedleak.metrics import Rate
-from lightning_fedleak.threats import Capability, require
 
-SURFACE_CAPABILITIES = {
-    HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
-    HEAD_BIAS: Capability.SEES_HEAD_BIAS_GRADIENT,
-    EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
-}
 HEAD_ONLY = "head_only"
 PREFIX = {"local": "leakage_local", "shared": "leakage", "aggregate": "leakage_aggregate"}
 
@@ -43,59 +36,6 @@ class Plan:
     roles: tuple[str, ...]
     exposed: bool
     optimizer: Optimizer | None
-
-
-def plan_attack(
-    attack: Attack,
-    anatomy: Anatomy,
-    optimizers: Sequence[Optimizer],
-    assumed: frozenset[Capability],
-    *,
-    reduces_all: bool,
-) -> Plan:
-    """Checks an attack against this model and run.
-
-    Args:
-        attack: the attack.
-        anatomy: the model's parts.
-        optimizers: the run's optimizers.
-        assumed: what the adversary has besides what it sees.
-        reduces_all: every trainable parameter leaves the client (DDP), not only those that an
-            optimizer owns.
-
-    Raises:
-        ThreatModelError: the adversary lacks a capability in this setting.
-        ValueError: the attack reads parameters of several optimizers.
-    """
-    held = set(assumed)
-    held.update(
-        c for role, c in SURFACE_CAPABILITIES.items() if anatomy.parameter(role) is not None
-    )
-    if anatomy.kind == "classifier":
-        held -= set(SURFACE_CAPABILITIES.values())
-    require(attack.name, attack.threat_model, held)
-    roles = attack.needs(anatomy).gradients
-    owners: list[Optimizer] = []
-    exposed = bool(roles)
-    for role in roles:
-        owner = _owner(anatomy.parameter(role), optimizers)
-        exposed &= anatomy.trainable(role) and (owner is not None or reduces_all)
-        if owner is not None and all(owner is not o for o in owners):
-            owners.append(owner)
-    if exposed and len(owners) > 1:
-        raise ValueError(
-            f"attack '{attack.name}' reads {', '.join(roles)}, which are stepped by different "
-            "optimizers. Give these parameters to one optimizer, or leave this attack out."
-        )
-    return Plan(attack, roles, exposed, owners[0] if owners else None)
-
-
-def _owner(parameter: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> Optimizer | None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if any(p is parameter for p in group["params"]):
-                return optimizer
-    return None
 
 
 @dataclass

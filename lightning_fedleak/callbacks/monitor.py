@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as L
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy, find_anatomy
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Attack, Guess, WordGuess
 from lightning_fedleak.batches import BatchAdapter, TokenBatch, read_batch
 from lightning_fedleak.callbacks.cadence import Cadence, EveryNSteps, MaxOverhead
+from lightning_fedleak.callbacks.checks import (
+    check_attacks,
+    known_stages,
+    plan_attack,
+    resolve_client,
+    warn_of_untested,
+)
 from lightning_fedleak.callbacks.look import (
     HEAD_ONLY,
     PREFIX,
     Look,
     Outcome,
     Plan,
-    plan_attack,
     unknown,
 )
 from lightning_fedleak.callbacks.report import (
@@ -42,7 +43,6 @@ from lightning_fedleak.callbacks.report import (
 from lightning_fedleak.callbacks.scoring import WORD_METRICS
 from lightning_fedleak.callbacks.watch import Series, Watch, series_name
 from lightning_fedleak.snapshots import HeadOwnPart, Stage
-from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import Capability
 
 MAX_DEFERRALS = 20
@@ -113,7 +113,7 @@ class LeakageMonitor(L.Callback):
         anatomy: Mapping[str, Any] | None = None,
     ) -> None:
         self.attacks = [attacks] if isinstance(attacks, Attack) else list(attacks)
-        _check_attacks(self.attacks)
+        check_attacks(self.attacks)
         if every_n_steps is not None and max_overhead is not None:
             raise ValueError(
                 "give every_n_steps or max_overhead, not both: one fixes how often to look, the "
@@ -124,7 +124,7 @@ class LeakageMonitor(L.Callback):
             if max_overhead is not None
             else EveryNSteps(50 if every_n_steps is None else every_n_steps)
         )
-        self.stages = tuple(Stage(s) for s in _known_stages(stages))
+        self.stages = known_stages(stages)
         self.batch_adapter = batch_adapter
         self.reveal = reveal
         self.utility = (utility,) if isinstance(utility, str) else tuple(utility)
@@ -198,7 +198,7 @@ class LeakageMonitor(L.Callback):
                     f"another LeakageMonitor of this run logs {', '.join(sorted(both))} too; give "
                     "the attacks of one of them other names"
                 )
-        self.client = self._resolve_client(trainer)
+        self.client = resolve_client(self._client_given, trainer.strategy)
         if self.local_steps is not None and trainer.world_size > 1 and self.client == "rank":
             raise ValueError(
                 "local_steps describes one client that trains on its own; DDP averages at every "
@@ -212,24 +212,6 @@ class LeakageMonitor(L.Callback):
                     "own and is attacked as it is shared"
                 )
             self._own_part = HeadOwnPart(anatomy.head)
-
-    def _resolve_client(self, trainer: L.Trainer) -> str:
-        strategy = trainer.strategy
-        of_strategy = strategy.client if isinstance(strategy, DefendedStrategy) else None
-        if of_strategy and self._client_given and of_strategy != self._client_given:
-            raise ValueError(
-                f"LeakageMonitor(client={self._client_given!r}) contradicts the strategy's "
-                f"client={of_strategy!r}: leave the monitor's out"
-            )
-        client = self._client_given or of_strategy or "rank"
-        if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
-            return client
-        if isinstance(strategy, ModelParallelStrategy) and client == "world":
-            return client
-        raise ValueError(
-            f"LeakageMonitor does not know what {type(strategy).__name__} shares when. It works "
-            "with a single device, with DDP, and with ModelParallelStrategy under client='world'."
-        )
 
     def _find_anatomy(self, pl_module: L.LightningModule) -> Anatomy:
         return find_anatomy(pl_module, **self._anatomy_overrides)
@@ -264,7 +246,7 @@ class LeakageMonitor(L.Callback):
             own_part=self._own_part,
             witness=self._show,
         )
-        self._say_what_is_not_tested(anatomy)
+        warn_of_untested(self._plans, anatomy)
         if trainer.is_global_zero:
             prefixes = list(dict.fromkeys(p for p, _ in self._series()))
             names = [a.name for a in self.attacks]
@@ -282,22 +264,6 @@ class LeakageMonitor(L.Callback):
                 seconds = time.perf_counter() - started
                 if seconds > 1:
                     rank_zero_info(f"LeakageMonitor: '{attack.name}' calibrated in {seconds:.1f} s")
-
-    def _say_what_is_not_tested(self, anatomy: Anatomy) -> None:
-        hidden = [plan for plan in self._plans if not plan.exposed]
-        if not hidden:
-            return
-        tested = {r for plan in self._plans if plan.exposed for r in plan.roles}
-        trained = [n for n in anatomy.trainable_names() if n not in _names(anatomy, tested)]
-        shown = ", ".join(trained[:3]) + (f" and {len(trained) - 3} more" if trained[3:] else "")
-        for plan in hidden:
-            rank_zero_warn(
-                f"LeakageMonitor: '{plan.attack.name}' reads the gradient of "
-                f"{', '.join(plan.roles)}, which is not shared in this run (not trained). It is "
-                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': "
-                f"the gradients of {len(trained)} other parameters ({shown or 'none'}) do leave "
-                "the client, and no attack of this monitor reads them."
-            )
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -476,43 +442,5 @@ class LeakageMonitor(L.Callback):
         }
 
 
-def _check_attacks(attacks: Sequence[Attack]) -> None:
-    if not attacks:
-        raise ValueError("LeakageMonitor needs at least one attack; got an empty list")
-    for attack in attacks:
-        if not isinstance(attack, Attack):
-            raise TypeError(
-                f"attacks must be instances of Attack, such as FlatChat(); got {attack!r}"
-            )
-        if not re.fullmatch(r"[A-Za-z0-9_.\-]+", attack.name):
-            raise ValueError(
-                f"the name {attack.name!r} cannot be part of a log name: use letters, digits, "
-                "'_', '-' and '.'"
-            )
-    names = [a.name for a in attacks]
-    double = sorted({n for n in names if names.count(n) > 1})
-    if double:
-        raise ValueError(
-            f"several attacks are named {', '.join(double)}: their results would overwrite each "
-            "other in the logs. Give each a name: FlatChat(name='flatchat_abs')."
-        )
-
-
-def _known_stages(stages: Sequence[str]) -> list[str]:
-    given = [stages] if isinstance(stages, str) else list(stages)
-    known = [str(s) for s in Stage]
-    wrong = [s for s in given if s not in known]
-    if wrong or not given:
-        raise ValueError(f"stages must be some of {known}, got {given}")
-    return [s for s in known if s in given]
-
-
 def _monitors(trainer: L.Trainer) -> list[LeakageMonitor]:
     return [c for c in trainer.callbacks if isinstance(c, LeakageMonitor)]  # type: ignore[attr-defined]
-
-
-def _names(anatomy: Anatomy, roles: Collection[str]) -> set[str]:
-    names = {anatomy.parameter_name(r) for r in roles}
-    if anatomy.tied and {HEAD_WEIGHT, EMBEDDING_WEIGHT} & set(roles):
-        names |= {anatomy.parameter_name(HEAD_WEIGHT), anatomy.parameter_name(EMBEDDING_WEIGHT)}
-    return {n for n in names if n is not None}

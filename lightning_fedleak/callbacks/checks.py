@@ -1,0 +1,169 @@
+"""What is checked before the first step: attacks, stages, clients, surfaces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.callbacks.look import Plan
+from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.threats import Capability, require
+
+SURFACE_CAPABILITIES = {
+    HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
+    HEAD_BIAS: Capability.SEES_HEAD_BIAS_GRADIENT,
+    EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
+}
+
+
+def check_attacks(attacks: Sequence[Attack]) -> None:
+    """Refuses an empty list, classes in place of instances, and names that cannot be logged.
+
+    Raises:
+        ValueError: no attacks, two alike, or a name that is no part of a log name.
+        TypeError: something that is no attack.
+    """
+    if not attacks:
+        raise ValueError("LeakageMonitor needs at least one attack; got an empty list")
+    for attack in attacks:
+        if not isinstance(attack, Attack):
+            raise TypeError(
+                f"attacks must be instances of Attack, such as FlatChat(); got {attack!r}"
+            )
+        if not re.fullmatch(r"[A-Za-z0-9_.\-]+", attack.name):
+            raise ValueError(
+                f"the name {attack.name!r} cannot be part of a log name: use letters, digits, "
+                "'_', '-' and '.'"
+            )
+    names = [a.name for a in attacks]
+    double = sorted({n for n in names if names.count(n) > 1})
+    if double:
+        raise ValueError(
+            f"several attacks are named {', '.join(double)}: their results would overwrite each "
+            "other in the logs. Give each a name: FlatChat(name='flatchat_abs')."
+        )
+
+
+def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
+    """Stages in their order on the way to the server, each once.
+
+    Raises:
+        ValueError: an unknown stage, or none.
+    """
+    given = [stages] if isinstance(stages, str) else list(stages)
+    known = [str(s) for s in Stage]
+    if not given or any(s not in known for s in given):
+        raise ValueError(f"stages must be some of {known}, got {given}")
+    return tuple(s for s in Stage if str(s) in given)
+
+
+def resolve_client(given: str | None, strategy: Strategy) -> str:
+    """Who is a client: what the user said, else what the strategy says, else each rank.
+
+    Raises:
+        ValueError: the two contradict each other, or it is unknown what the strategy shares when.
+    """
+    of_strategy = strategy.client if isinstance(strategy, DefendedStrategy) else None
+    if of_strategy and given and of_strategy != given:
+        raise ValueError(
+            f"LeakageMonitor(client={given!r}) contradicts the strategy's client={of_strategy!r}: "
+            "leave the monitor's out"
+        )
+    client = str(given or of_strategy or "rank")
+    if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        return client
+    if isinstance(strategy, ModelParallelStrategy) and client == "world":
+        return client
+    raise ValueError(
+        f"LeakageMonitor does not know what {type(strategy).__name__} shares when. It works with a "
+        "single device, with DDP, and with ModelParallelStrategy under client='world'."
+    )
+
+
+def plan_attack(
+    attack: Attack,
+    anatomy: Anatomy,
+    optimizers: Sequence[Optimizer],
+    assumed: frozenset[Capability],
+    *,
+    reduces_all: bool,
+) -> Plan:
+    """Checks an attack against this model and run.
+
+    Args:
+        attack: the attack.
+        anatomy: the model's parts.
+        optimizers: the run's optimizers.
+        assumed: what the adversary has besides what it sees.
+        reduces_all: every trainable parameter leaves the client (DDP), not only those that an
+            optimizer owns.
+
+    Raises:
+        ThreatModelError: the adversary lacks a capability in this setting.
+        ValueError: the attack reads parameters of several optimizers.
+    """
+    held = set(assumed)
+    held.update(
+        c for role, c in SURFACE_CAPABILITIES.items() if anatomy.parameter(role) is not None
+    )
+    if anatomy.kind == "classifier":
+        held -= set(SURFACE_CAPABILITIES.values())
+    require(attack.name, attack.threat_model, held)
+    roles = attack.needs(anatomy).gradients
+    owners: list[Optimizer] = []
+    exposed = bool(roles)
+    for role in roles:
+        owner = _owner(anatomy.parameter(role), optimizers)
+        exposed &= anatomy.trainable(role) and (owner is not None or reduces_all)
+        if owner is not None and all(owner is not o for o in owners):
+            owners.append(owner)
+    if exposed and len(owners) > 1:
+        raise ValueError(
+            f"attack '{attack.name}' reads {', '.join(roles)}, which are stepped by different "
+            "optimizers. Give these parameters to one optimizer, or leave this attack out."
+        )
+    return Plan(attack, roles, exposed, owners[0] if owners else None)
+
+
+def _owner(parameter: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> Optimizer | None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(p is parameter for p in group["params"]):
+                return optimizer
+    return None
+
+
+def warn_of_untested(plans: Sequence[Plan], anatomy: Anatomy) -> None:
+    """Says once which attacks have nothing to read, and which surfaces no attack reads."""
+    tested = {r for plan in plans if plan.exposed for r in plan.roles}
+    trained = [n for n in anatomy.trainable_names() if n not in _names(anatomy, tested)]
+    shown = ", ".join(trained[:3]) + (f" and {len(trained) - 3} more" if trained[3:] else "")
+    for plan in plans:
+        if not plan.exposed:
+            rank_zero_warn(
+                f"LeakageMonitor: '{plan.attack.name}' reads the gradient of "
+                f"{', '.join(plan.roles)}, which is not shared in this run (not trained). It is "
+                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': "
+                f"the gradients of {len(trained)} other parameters ({shown or 'none'}) do leave "
+                "the client, and no attack of this monitor reads them."
+            )
+
+
+def _names(anatomy: Anatomy, roles: Collection[str]) -> set[str]:
+    names = {anatomy.parameter_name(r) for r in roles}
+    if anatomy.tied and {HEAD_WEIGHT, EMBEDDING_WEIGHT} & set(roles):
+        names |= {anatomy.parameter_name(HEAD_WEIGHT), anatomy.parameter_name(EMBEDDING_WEIGHT)}
+    return {n for n in names if n is not None}

@@ -84,7 +84,7 @@ class Freeze(Defense):
             raise DefenseError(
                 f"Freeze({self.part!r}): head and input embeddings of this model are one tied "
                 f"matrix, so the {other} would be frozen too. Use Freeze('head+embeddings'), or "
-                "untie them: load the model with tie_word_embeddings=False in its config."
+                "untie them where the model can be: tie_word_embeddings=False in its config."
             )
         if self.part == "head":
             return head

@@ -229,13 +229,19 @@ def _not_attached() -> NoReturn:
 
 
 def _by_name(name: str) -> Strategy:
-    registered = name in StrategyRegistry
-    if not registered or not issubclass(StrategyRegistry[name]["strategy"], DDPStrategy):
+    kind = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else object
+    if not (issubclass(kind, DDPStrategy) and _supported(kind)):
         raise DefenseError(
             f"DefendedStrategy: strategy={name!r} is not supported; pass {_SUPPORTED}."
         )
     strategy: Strategy = StrategyRegistry.get(name)
     return strategy
+
+
+def _supported(kind: type) -> bool:
+    """Lightning derives DeepSpeed's and XLA's strategies from those that are supported."""
+    foreign = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
+    return issubclass(kind, SingleDeviceStrategy | DDPStrategy) and not issubclass(kind, foreign)
 
 
 def _check_inner(inner: Strategy) -> None:
@@ -249,8 +255,7 @@ def _check_inner(inner: Strategy) -> None:
             f"DefendedStrategy: {kind} (FSDP2) is not supported yet. It reduces gradients inside "
             f"backward, so it can only ever serve client='world'. Pass {_SUPPORTED}."
         )
-    foreign = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
-    if isinstance(inner, foreign) or not isinstance(inner, SingleDeviceStrategy | DDPStrategy):
+    if not _supported(type(inner)):
         raise DefenseError(f"DefendedStrategy: {kind} is not supported; pass {_SUPPORTED}.")
     if inner._launcher is not None or inner._lightning_module is not None:
         raise DefenseError(

@@ -55,7 +55,7 @@ class Release:
         self.separates_stages = True
         self.reduces = False
         self._context: DefenseContext | None = None
-        self._step: Callable[[], int] = lambda: 0
+        self._step: Callable[[], int] | None = None
         self._taps: dict[int, Tap] = {}
         self._next_tap = 0
         self._removers: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
@@ -85,12 +85,14 @@ class Release:
             self._removers[id(optimizer)] = (optimizer, remove)
 
     def end(self) -> None:
-        """Takes everything back that ``begin``, ``guard`` and ``add_tap`` did."""
+        """Takes everything back that ``begin``, ``guard`` and ``add_tap`` did, after a fit."""
+        if self._context is None:
+            return
         for _, remove in self._removers.values():
             remove()
         self._removers.clear()
         self._taps.clear()
-        self._context, self._step = None, lambda: 0
+        self._context = self._step = None
         for defense in self.defenses:
             defense.teardown()
 
@@ -123,7 +125,7 @@ class Release:
         self._tap(Stage.AGGREGATE, optimizer)
 
     def _defend(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self._context is None:
+        if self._context is None or self._step is None:
             raise DefenseError(
                 "an optimizer stepped outside of fit, where the defences are not set up: its "
                 "update was not released."

@@ -44,7 +44,7 @@ class ToyLM(L.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
         self.log("train_loss", loss)
         return loss
 
@@ -79,7 +79,7 @@ class ManualLM(ToyLM):
         self.manual_backward(loss)
         below.step()
         above.step(closure=lambda: None)
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
 
 
 def loader(n: int = 24, batch_size: int = 4, shuffle: bool = False) -> DataLoader[Any]:

@@ -1,0 +1,208 @@
+"""GradientNoise against float64 arithmetic and the chi-square law."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_fedleak.defenses import DefenseContext, DefenseError, GradientNoise
+from lightning_fedleak.defenses.gradient_noise import _standard_normal
+
+SHAPES = [(40, 30), (30,), (7, 3, 5)]
+
+
+def parameters_with(
+    seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    for parameter in parameters:
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.grad = (scale * gradient).to(dtype)
+    return parameters
+
+
+def context(client: int = 0, entropy: bytes = b"e" * 32, **fields) -> DefenseContext:
+    defaults = {
+        "root": nn.Linear(1, 1),
+        "client": client,
+        "clients": 8,
+        "device": torch.device("cpu"),
+        "precision": "32-true",
+        "step": 0,
+        "entropy": entropy,
+    }
+    return DefenseContext(**{**defaults, **fields})
+
+
+def flat(parameters: list[nn.Parameter]) -> torch.Tensor:
+    return torch.cat([p.grad.double().flatten() for p in parameters])
+
+
+def noise_of(defense: GradientNoise, where: DefenseContext) -> torch.Tensor:
+    """The next release's noise: what it makes of a zero gradient."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    defense.on_gradients(parameters, where)
+    return flat(parameters)
+
+
+@given(
+    seed=st.integers(0, 100),
+    scale=st.floats(1e-4, 1e4),
+    clip=st.floats(1e-3, 1e3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)
+@settings(max_examples=40, deadline=None)
+def test_clipping_is_exact(seed: int, scale: float, clip: float, dtype: torch.dtype) -> None:
+    parameters = parameters_with(seed, dtype, scale)
+    before = flat(parameters)
+    norm = float(torch.linalg.vector_norm(before))
+    expected = before * min(1.0, clip / norm)
+    GradientNoise(clip=clip, sigma=0.0).on_gradients(parameters, context())
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(flat(parameters), expected, rtol=tolerance, atol=1e-12)
+
+
+def test_a_small_update_is_left_as_it_is() -> None:
+    parameters = parameters_with()
+    before = flat(parameters)
+    GradientNoise(clip=1e6, sigma=0.0).on_gradients(parameters, context())
+    assert torch.equal(flat(parameters), before)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_has_the_standard_deviation(clip: float | None, dtype: torch.dtype) -> None:
+    defense = GradientNoise(clip=clip, sigma=0.8)
+    assert defense.standard_deviation == (0.8 if clip is None else 0.4)
+    residues = []
+    for _ in range(20):
+        parameters = parameters_with(dtype=dtype)
+        before = flat(parameters)
+        norm = float(torch.linalg.vector_norm(before))
+        expected = before if clip is None else before * min(1.0, clip / norm)
+        defense.on_gradients(parameters, context())
+        residues.append(flat(parameters) - expected)
+    residue = torch.cat(residues) / defense.standard_deviation
+    n = residue.numel()
+    statistic = float(residue.square().sum())
+    if dtype == torch.float32:
+        low, high = scipy.stats.chi2.ppf([1e-4, 1 - 1e-4], n)
+        assert low < statistic < high
+        assert scipy.stats.kstest(residue.numpy(), "norm").pvalue > 1e-4
+    else:
+        assert math.sqrt(statistic / n) == pytest.approx(1.0, abs=0.02)
+    assert abs(float(residue.mean())) < 4 / math.sqrt(n)
+
+
+def test_noise_differs_by_client_release_parameter_and_base() -> None:
+    draws = [
+        noise_of(GradientNoise(None, 1.0), context(client=client, entropy=entropy))
+        for client in (0, 1, 2**40)
+        for entropy in (b"a" * 32, b"b" * 32)
+    ]
+    defense = GradientNoise(None, 1.0)
+    draws += [noise_of(defense, context(entropy=b"c" * 32)) for _ in range(3)]
+    n = draws[0].numel()
+    for i, first in enumerate(draws):
+        assert len(first.unique()) > 0.98 * n
+        for second in draws[:i]:
+            assert abs(float((first * second).mean())) < 5 / math.sqrt(n)
+            assert float(torch.isin(first, second).double().mean()) < 0.02
+
+
+def test_the_cpu_stream_is_not_cut_to_32_bits() -> None:
+    shape, device = torch.Size([8]), torch.device("cpu")
+    keys = [i.to_bytes(16, "big") + bytes(16) for i in (5, 5 + 2**32, 5 + 2**64, 5 + 2**100)]
+    draws = [_standard_normal(key, shape, device, torch.float32) for key in keys]
+    assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
+
+
+def test_a_resumed_run_goes_on_in_the_stream() -> None:
+    whole = GradientNoise(1.0, 1.0, seed=5)
+    uninterrupted = [noise_of(whole, context(entropy=b"x" * 32)) for _ in range(6)]
+    first = GradientNoise(1.0, 1.0, seed=5)
+    halves = [noise_of(first, context(entropy=b"y" * 32)) for _ in range(3)]
+    second = GradientNoise(1.0, 1.0, seed=5)
+    second.load_state_dict(first.state_dict())
+    halves += [noise_of(second, context(entropy=b"z" * 32)) for _ in range(3)]
+    assert all(torch.equal(a, b) for a, b in zip(uninterrupted, halves, strict=True))
+    assert all(not torch.equal(a, b) for i, a in enumerate(halves) for b in halves[:i])
+
+
+def test_nothing_is_replayed_without_state_or_after_going_back() -> None:
+    first = GradientNoise(1.0, 1.0, seed=5)
+    seen = [noise_of(first, context()) for _ in range(3)]
+    early = {"releases": 1}
+    first.load_state_dict(early)
+    seen.append(noise_of(first, context()))
+    stateless = GradientNoise(1.0, 1.0, seed=5)
+    stateless.load_state_dict({})
+    seen += [noise_of(stateless, context()) for _ in range(3)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_state_holds_no_secret() -> None:
+    assert GradientNoise(1.0, 1.0, seed=5).state_dict() == {"releases": 0}
+
+
+def test_a_gradient_of_none_counts_as_zero_and_is_noised() -> None:
+    parameters = parameters_with()
+    parameters[1].grad = None
+    GradientNoise(clip=1.0, sigma=1.0).on_gradients(parameters, context())
+    assert parameters[1].grad is not None
+    assert float(parameters[1].grad.std()) == pytest.approx(1.0, rel=0.5)
+    parameters[1].grad = None
+    GradientNoise(clip=1.0, sigma=0.0).on_gradients(parameters, context())
+    assert parameters[1].grad is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_broken_update_is_not_released(value: float) -> None:
+    root = nn.Linear(3, 2)
+    root.weight.grad, root.bias.grad = torch.ones(2, 3), torch.ones(2)
+    root.weight.grad[1, 2] = value
+    defense = GradientNoise(clip=1.0, sigma=1.0)
+    with pytest.raises(DefenseError, match="infinity in weight; it was not released"):
+        defense.on_gradients(list(root.parameters()), context(root=root))
+    assert torch.equal(root.bias.grad, torch.ones(2))
+    assert defense.releases == 0
+
+
+def test_an_overflowing_norm_and_a_sparse_gradient_are_not_released() -> None:
+    root = nn.Embedding(4, 2, sparse=True)
+    root.weight.grad = torch.full((4, 2), 1e30)
+    with pytest.raises(DefenseError, match="overflow"):
+        GradientNoise(clip=1.0, sigma=1.0).on_gradients([root.weight], context(root=root))
+    root.weight.grad = None
+    root(torch.tensor([1])).sum().backward()
+    with pytest.raises(DefenseError, match=r"'weight' is sparse.*sparse=False"):
+        GradientNoise(clip=1.0, sigma=1.0).on_gradients([root.weight], context(root=root))
+
+
+@pytest.mark.parametrize(
+    ("clip", "sigma", "message"),
+    [
+        (0.0, 1.0, "clip=0.0"),
+        (-1.0, 1.0, "clip=-1.0"),
+        (float("inf"), 1.0, "clip=inf"),
+        (1.0, -0.1, "sigma=-0.1"),
+        (1.0, float("nan"), "sigma=nan"),
+    ],
+)
+def test_settings_out_of_range(clip: float, sigma: float, message: str) -> None:
+    with pytest.raises(DefenseError, match=message):
+        GradientNoise(clip, sigma)
+
+
+def test_it_leaves_the_global_generator_alone() -> None:
+    where = context()
+    before = torch.get_rng_state()
+    noise_of(GradientNoise(1.0, 1.0), where)
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,320 @@
+"""How a DefendedStrategy is built, what it becomes, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+
+from lightning_fedleak.defenses import Defense, DefenseError, Freeze, GradientNoise
+from lightning_fedleak.strategies import DefendedStrategy, defended
+from tests.strategies.toy import ToyLM, loader, trainer
+
+NOISE = [GradientNoise(1.0, 1.0)]
+
+
+def choice(strategy: str | Strategy, **settings) -> dict[str, object]:
+    """What a Trainer makes of a strategy."""
+    run = trainer(strategy, **settings)
+    chosen = run.strategy
+    defended_class = isinstance(chosen, DefendedStrategy)
+    return {
+        "class": type(chosen).__mro__[2 if not isinstance(chosen, DDPStrategy) else 3]
+        if defended_class
+        else type(chosen),
+        "world size": run.world_size,
+        "device": chosen.root_device,
+        "devices": run.device_ids,
+        "nodes": run.num_nodes,
+        "launcher": type(chosen.launcher),
+        "start method": getattr(chosen, "_start_method", None),
+        "precision": type(chosen.precision_plugin),
+        "accelerator": type(chosen.accelerator),
+        "checkpoint_io": type(chosen.checkpoint_io),
+        "layer sync": type(getattr(chosen, "_layer_sync", None)),
+        "sampler": run.distributed_sampler_kwargs,
+        "environment": type(getattr(chosen, "cluster_environment", None)),
+    }
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Lightning believes in two CUDA devices; none is touched."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for module in ("lightning.fabric.accelerators.cuda", "lightning.pytorch.accelerators.cuda"):
+        monkeypatch.setattr(f"{module}.num_cuda_devices", lambda: 2, raising=False)
+        monkeypatch.setattr(f"{module}.is_cuda_available", lambda: True, raising=False)
+    monkeypatch.setattr(
+        "lightning.pytorch.accelerators.cuda.CUDAAccelerator.is_available", lambda: True
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"devices": "auto"},
+        {"devices": 2},
+        {"devices": 2, "num_nodes": 3},
+        {"num_nodes": 2},
+        {"devices": 2, "precision": "bf16-mixed", "sync_batchnorm": True},
+    ],
+    ids=str,
+)
+def test_auto_is_the_trainers_own_choice(settings) -> None:
+    assert choice(DefendedStrategy(), **settings) == choice("auto", **settings)
+
+
+@pytest.mark.parametrize("devices", [1, 2, [1], "auto"])
+def test_auto_on_cuda(two_gpus, devices) -> None:
+    settings = {"accelerator": "gpu", "devices": devices}
+    assert choice(DefendedStrategy(), **settings) == choice("auto", **settings)
+
+
+def test_auto_in_torchrun(monkeypatch) -> None:
+    environment = {
+        "TORCHELASTIC_RUN_ID": "1",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    ours = choice(DefendedStrategy(), devices=2)
+    assert ours == choice("auto", devices=2)
+    assert ours["sampler"] == {"num_replicas": 2, "rank": 1}
+
+
+def test_auto_in_a_notebook_forks(monkeypatch) -> None:
+    monkeypatch.setattr(defended, "_IS_INTERACTIVE", True)
+    monkeypatch.setattr(
+        "lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True
+    )
+    ours = choice(DefendedStrategy(), devices=2)
+    assert ours == choice("auto", devices=2)
+    assert ours["start method"] == "fork"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "start"),
+    [("ddp", "popen"), ("ddp_spawn", "spawn"), ("ddp_find_unused_parameters_true", "popen")],
+)
+def test_ddp_by_name(strategy: str, start: str) -> None:
+    ours = DefendedStrategy(strategy, NOISE)
+    assert isinstance(ours, DDPStrategy)
+    assert isinstance(ours, DefendedStrategy)
+    assert choice(ours, devices=2) == choice(strategy, devices=2)
+    assert ours._start_method == start
+
+
+def test_an_instance_keeps_its_settings_and_its_class() -> None:
+    class Mine(DDPStrategy):
+        def barrier(self, *args, **kwargs):
+            return "mine"
+
+    ours = DefendedStrategy(Mine(find_unused_parameters=True), NOISE, client="world")
+    assert isinstance(ours, Mine)
+    assert ours._ddp_kwargs == {"find_unused_parameters": True}
+    assert ours.barrier() == "mine"
+    assert (ours.client, ours.defenses) == ("world", tuple(NOISE))
+    assert type(ours).__name__ == "DefendedMine"
+    assert type(ours) is type(DefendedStrategy(Mine()))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "defenses", "client", "expected"),
+    [
+        ("single_device", [], "rank", True),
+        ("auto", NOISE, "rank", True),
+        ("ddp", [], "rank", False),
+        ("ddp", [Freeze("head")], "rank", False),
+        ("ddp", NOISE, "rank", True),
+        ("ddp", [], "world", True),
+        ("ddp", NOISE, "world", True),
+    ],
+)
+def test_separates_stages(strategy, defenses, client, expected: bool) -> None:
+    ours = DefendedStrategy(strategy, defenses, client)
+    trainer(ours, devices=2 if strategy == "ddp" else 1)
+    assert ours.separates_stages is expected
+
+
+def test_before_a_trainer_it_says_so() -> None:
+    ours = DefendedStrategy()
+    for attribute in ("separates_stages", "root_device", "is_global_zero"):
+        with pytest.raises(RuntimeError, match="not been given to a Trainer"):
+            getattr(ours, attribute)
+    with pytest.raises(RuntimeError, match="not been given to a Trainer"):
+        ours.barrier()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "single_device", "ddp", "ddp_spawn"])
+def test_pickles_and_copies(strategy: str) -> None:
+    ours = DefendedStrategy(strategy, [GradientNoise(2.0, 0.5), Freeze("head")], "world")
+    for twin in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
+        assert type(twin) is type(ours)
+        assert [d.name for d in twin.defenses] == ["gradient_noise", "freeze"]
+        assert twin.defenses[0].clip == 2.0
+        assert twin.client == "world"
+    if strategy == "auto":
+        trainer(ours)
+        assert isinstance(pickle.loads(pickle.dumps(ours)), SingleDeviceStrategy)
+
+
+class Nameless(Defense):
+    guarantee = "none"
+
+
+class Silent(Defense):
+    name = "silent"
+
+
+class OwnWrapping(DDPStrategy):
+    def _setup_model(self, model):
+        return super()._setup_model(model)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: DefendedStrategy("deepspeed"), "'deepspeed' is not supported; pass 'auto'"),
+        (lambda: DefendedStrategy("fsdp"), "'fsdp' is not supported; pass 'auto'"),
+        (lambda: DefendedStrategy("nonsense"), "'nonsense' is not supported; pass 'auto'"),
+        (lambda: DefendedStrategy(FSDPStrategy()), "FSDPStrategy is not supported; pass"),
+        (lambda: DefendedStrategy(ModelParallelStrategy()), r"FSDP2.*client='world'"),
+        (lambda: DefendedStrategy(DefendedStrategy("ddp")), "already defended"),
+        (lambda: DefendedStrategy(DefendedStrategy()), "already defended"),
+        (lambda: DefendedStrategy(client="company"), r"client='company'.*'rank'.*'world'"),
+        (lambda: DefendedStrategy(defenses=["noise"]), r"'noise'.*not an instance of Defense"),
+        (lambda: DefendedStrategy(defenses=[*NOISE, *NOISE]), "named alike"),
+        (lambda: DefendedStrategy(defenses=[Nameless()]), "Nameless must say its `name`"),
+        (lambda: DefendedStrategy(defenses=[Silent()]), "Silent must say its `guarantee`"),
+        (
+            lambda: DefendedStrategy(DDPStrategy(ddp_comm_hook=print), NOISE),
+            r"`ddp_comm_hook`.*client='world'",
+        ),
+        (
+            lambda: DefendedStrategy(DDPStrategy(model_averaging_period=2), NOISE),
+            "`model_averaging_period`",
+        ),
+        (lambda: DefendedStrategy(DDPStrategy(mixed_precision=1), NOISE), "`mixed_precision`"),
+        (lambda: DefendedStrategy(OwnWrapping(), NOISE), "OwnWrapping._setup_model"),
+    ],
+)
+def test_refusals_at_construction(build, message: str) -> None:
+    with pytest.raises(DefenseError, match=message):
+        build()
+
+
+def test_deepspeed_is_no_ddp_here() -> None:
+    with pytest.raises(DefenseError, match="DeepSpeedStrategy is not supported"):
+        defended._check_inner(DeepSpeedStrategy.__new__(DeepSpeedStrategy))
+
+
+def test_a_used_instance_is_refused() -> None:
+    inner = SingleDeviceStrategy("cpu")
+    trainer(inner).fit(ToyLM(), loader())
+    with pytest.raises(DefenseError, match="has been used by a Trainer"):
+        DefendedStrategy(inner)
+
+
+def test_refusals_when_the_trainer_is_known() -> None:
+    with pytest.raises(DefenseError, match=r"2 devices on 1 nodes.*DefendedStrategy\('ddp'"):
+        trainer(DefendedStrategy("single_device"), devices=2)
+
+    class Other(L.pytorch.accelerators.CPUAccelerator):
+        pass
+
+    class Foreign(L.pytorch.accelerators.Accelerator):
+        setup_device = teardown = get_device_stats = None
+        parse_devices = staticmethod(lambda devices: devices)
+        get_parallel_devices = staticmethod(lambda devices: [torch.device("cpu")])
+        auto_device_count = staticmethod(lambda: 1)
+        is_available = staticmethod(lambda: True)
+        name = staticmethod(lambda: "foreign")
+
+    assert isinstance(
+        trainer(DefendedStrategy(), accelerator=Other()).strategy, SingleDeviceStrategy
+    )
+    with pytest.raises(DefenseError, match="accelerator Foreign"):
+        trainer(DefendedStrategy(), accelerator=Foreign())
+
+
+def run_as_rank(strategy: DefendedStrategy, model: ToyLM, **settings) -> None:
+    """Checks that setup makes before any process is needed."""
+    run = trainer(strategy, devices=2, **settings)
+    strategy._check_model(model)
+    del run
+
+
+def test_refusals_when_the_model_is_known() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    fp16 = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+    with pytest.raises(DefenseError, match=r"16-mixed.*bf16-mixed"):
+        run_as_rank(DefendedStrategy("ddp", NOISE), ToyLM(), **fp16)
+    run_as_rank(DefendedStrategy("ddp", NOISE, "world"), ToyLM(), **fp16)
+    run_as_rank(DefendedStrategy("ddp"), ToyLM(), **fp16)
+    with pytest.raises(DefenseError, match="sync_batchnorm=False"):
+        run_as_rank(DefendedStrategy("ddp", NOISE), ToyLM(), sync_batchnorm=True)
+    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(ToyLM(norm=True))
+    with pytest.raises(DefenseError, match="sync_batchnorm=False"):
+        run_as_rank(DefendedStrategy("ddp", NOISE), model)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return loader()
+
+
+CONFIG = """
+seed_everything: 1
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy:
+    class_path: lightning_fedleak.strategies.DefendedStrategy
+    init_args:
+      strategy: {strategy}
+      client: rank
+      defenses:
+        - class_path: lightning_fedleak.defenses.GradientNoise
+          init_args: {{clip: 1.0, sigma: 0.5}}
+"""
+NESTED = "{class_path: lightning.pytorch.strategies.SingleDeviceStrategy, init_args: {device: cpu}}"
+
+
+@pytest.mark.parametrize("strategy", ["auto", NESTED])
+def test_a_lightning_cli_builds_it(tmp_path, monkeypatch, strategy: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.format(strategy=strategy))
+    arguments = ["main.py", "fit", "--config", str(config)]
+    arguments += ["--trainer.strategy.init_args.defenses.init_args.sigma=0.25"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    cli = LightningCLI(ToyLM, Data, save_config_callback=None)
+    ours = cli.trainer.strategy
+    assert isinstance(ours, DefendedStrategy)
+    assert isinstance(ours, SingleDeviceStrategy)
+    (noise,) = ours.defenses
+    assert (noise.sigma, noise.releases) == (0.25, 2)

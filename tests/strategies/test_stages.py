@@ -1,0 +1,274 @@
+"""Local, shared and aggregate on one device, and the defences' state over fits and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+
+from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, Freeze, GradientNoise
+from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.strategies import CHECKPOINT_KEY, DefendedStrategy, StepError
+from tests.strategies.toy import ManualLM, ToyLM, fit, grads, loader, same, state_of, trainer
+
+
+class Scale(Defense):
+    """Multiplies the update; remembers what it was given."""
+
+    guarantee = "none"
+
+    def __init__(self, factor: float, name: str = "scale") -> None:
+        self.factor, self.name = factor, name
+        self.contexts: list[DefenseContext] = []
+        self.events: list[str] = []
+
+    def before_setup(self, context: DefenseContext) -> None:
+        self.events.append("before_setup")
+        self.contexts.append(context)
+
+    def on_gradients(self, parameters, context: DefenseContext) -> None:
+        assert not torch.is_grad_enabled()
+        self.contexts.append(context)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.factor)
+
+    def teardown(self) -> None:
+        self.events.append("teardown")
+
+
+class Recorder:
+    """A tap that copies what it sees, and the weights at that moment."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Stage, list[torch.Tensor]]] = []
+        self.weights: list[list[torch.Tensor]] = []
+
+    def __call__(self, stage: Stage, optimizer: torch.optim.Optimizer) -> None:
+        assert not torch.is_grad_enabled()
+        self.seen.append((stage, grads(optimizer)))
+        if stage is Stage.LOCAL:
+            groups = optimizer.param_groups
+            self.weights.append([p.detach().clone() for g in groups for p in g["params"]])
+
+    def at(self, stage: Stage) -> list[list[torch.Tensor]]:
+        return [gradient for seen, gradient in self.seen if seen is stage]
+
+
+def brute_force(weights: list[torch.Tensor], batches: list[list[torch.Tensor]]) -> list:
+    """Mean gradient over micro-batches of a dropout-free ToyLM, in float64."""
+    model = ToyLM("sgd").double()
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(value)
+    logits = [model(b[0][:, :-1]).flatten(0, 1) for b in batches]
+    losses = [
+        torch.nn.functional.cross_entropy(x, b[0][:, 1:].flatten())
+        for x, b in zip(logits, batches, strict=True)
+    ]
+    return list(torch.autograd.grad(sum(losses) / len(losses), list(model.parameters())))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_values_at_each_stage(accumulate: int, clip: float | None) -> None:
+    tap, first, second = Recorder(), Scale(0.5, "first"), Scale(-3.0, "second")
+    strategy = DefendedStrategy("auto", [first, Freeze("embeddings"), second])
+    remove = strategy.add_tap(tap)
+    start: list[torch.Tensor] = []
+
+    def build() -> ToyLM:
+        model = ToyLM("sgd")
+        start.extend(p.detach().clone() for p in model.parameters())
+        return model
+
+    settings = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+    model, _ = fit(strategy, build, shuffle=False, **settings)
+    batches = list(loader())
+    steps = len(batches) // accumulate
+    assert [stage for stage, _ in tap.seen] == [Stage.LOCAL, Stage.SHARED, Stage.AGGREGATE] * steps
+    for step in range(steps):
+        micro = batches[step * accumulate : (step + 1) * accumulate]
+        expected = brute_force(tap.weights[step], micro)
+        expected[0].zero_()
+        norm = float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in expected])))
+        factor = 1.0 if clip is None else min(1.0, clip / norm)
+        stages = (Stage.LOCAL, 1.0), (Stage.SHARED, -1.5), (Stage.AGGREGATE, -1.5)
+        for stage, scale in stages:
+            for seen, gradient in zip(tap.at(stage)[step], expected, strict=True):
+                want = scale * factor * gradient
+                torch.testing.assert_close(seen.double(), want, rtol=1e-3, atol=1e-6)
+    # The optimizer got the aggregate, and the frozen embedding nothing.
+    total = [torch.stack(g).sum(0) for g in zip(*tap.at(Stage.AGGREGATE), strict=True)]
+    for begin, parameter, moved in zip(start, model.parameters(), total, strict=True):
+        torch.testing.assert_close(parameter.detach(), begin - 0.1 * moved, rtol=1e-4, atol=1e-6)
+    assert torch.equal(start[0], model.embedding.weight)
+    assert [context.step for context in first.contexts] == [0, *range(steps)]
+    assert first.events == ["before_setup", "teardown"]
+    assert first.contexts[0].root is model
+    assert len({c.entropy for c in first.contexts}) == 1
+    assert len(first.contexts[0].entropy) == 32
+    remove()
+
+
+def test_taps_leave_and_end_with_the_fit() -> None:
+    strategy = DefendedStrategy()
+    calls: list[Stage] = []
+    kept: list[Stage] = []
+
+    def once(stage: Stage, _: object) -> None:
+        calls.append(stage)
+        remove()
+
+    remove = strategy.add_tap(once)
+    strategy.add_tap(lambda stage, _: kept.append(stage))
+    _, run = fit(strategy, max_steps=2, max_epochs=-1)
+    assert calls == [Stage.LOCAL]
+    assert len(kept) == 6
+    assert all("step" not in vars(o) or o.step._wrapped_by_lr_sched for o in run.optimizers)
+    run.fit_loop.epoch_loop.max_steps = 4
+    run.fit(ToyLM(), loader())
+    assert len(kept) == 6
+
+
+def test_manual_optimization_releases_each_optimizers_own_parameters() -> None:
+    tap, noise = Recorder(), GradientNoise(clip=1e-3, sigma=0.0)
+    strategy = DefendedStrategy("auto", [noise])
+    strategy.add_tap(tap)
+    fit(strategy, ManualLM)
+    assert noise.releases == 2 * 6
+    assert [len(g) for g in tap.at(Stage.SHARED)] == [3, 2] * 6
+    for update in tap.at(Stage.AGGREGATE):
+        norm = float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in update])))
+        assert norm == pytest.approx(1e-3, rel=1e-5)
+
+
+def test_an_optimizer_stepped_around_lightning_is_defended_too() -> None:
+    class Around(ManualLM):
+        def training_step(self, batch, batch_idx) -> None:
+            below, above = self.optimizers(use_pl_optimizer=False)
+            self.zero_grad()
+            self.manual_backward(self.loss(batch))
+            below.step()
+            above.step()
+
+    noise = GradientNoise(clip=1e-3, sigma=0.0)
+    fit(DefendedStrategy("auto", [noise]), Around)
+    assert noise.releases == 2 * 6
+
+
+def test_a_skipped_amp_step_releases_nothing() -> None:
+    class Bursting(ToyLM):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 2 else loss
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    noise = GradientNoise(clip=1.0, sigma=1.0)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    fit(DefendedStrategy("auto", [noise]), Bursting, plugins=plugins)
+    assert noise.releases == 5
+
+
+def test_a_broken_update_stops_training_before_it_leaves() -> None:
+    class Broken(ToyLM):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * float("nan")
+
+    kept: list[ToyLM] = []
+
+    def build() -> ToyLM:
+        kept.append(Broken())
+        return kept[0]
+
+    stages: list[Stage] = []
+    strategy = DefendedStrategy("auto", [GradientNoise(1.0, 1.0)])
+    strategy.add_tap(lambda stage, _: stages.append(stage))
+    with pytest.raises(DefenseError, match="was not released"):
+        fit(strategy, build)
+    assert stages == [Stage.LOCAL]
+    assert all(torch.isfinite(p).all() for p in kept[0].parameters())
+
+
+def test_lbfgs_is_refused_at_setup() -> None:
+    class Lbfgs(ToyLM):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(StepError, match="LBFGS"):
+        fit(DefendedStrategy(), Lbfgs)
+
+
+def checkpointed(folder, **settings):
+    keep = ModelCheckpoint(dirpath=folder, save_last=True)
+    return {"callbacks": [keep], "enable_checkpointing": True, "shuffle": False, **settings}
+
+
+def sgd() -> ToyLM:
+    return ToyLM("sgd")
+
+
+def test_a_resumed_run_makes_the_releases_of_the_uninterrupted_one(tmp_path) -> None:
+    def defended() -> DefendedStrategy:
+        return DefendedStrategy("auto", [GradientNoise(0.1, 1.0, seed=7)])
+
+    whole = fit(defended(), sgd, shuffle=False, max_epochs=2)
+    fit(defended(), sgd, **checkpointed(tmp_path))
+    path = str(tmp_path / "last.ckpt")
+    assert torch.load(path, weights_only=True)[CHECKPOINT_KEY] == {
+        "gradient_noise": {"releases": 6}
+    }
+    resumed = fit(defended(), sgd, shuffle=False, max_epochs=2, ckpt_path=path)
+    assert same(state_of(*whole)["weights"], state_of(*resumed)["weights"])
+    (noise,) = resumed[1].strategy.defenses
+    assert noise.releases == 12
+
+
+def test_resuming_with_fresh_entropy_or_without_state_never_replays(tmp_path) -> None:
+    def first_noise(strategy: DefendedStrategy, **settings) -> torch.Tensor:
+        tap = Recorder()
+        strategy.add_tap(tap)
+        fit(strategy, sgd, shuffle=False, max_steps=settings.pop("max_steps", 1), **settings)
+        local, shared = tap.at(Stage.LOCAL)[0], tap.at(Stage.SHARED)[0]
+        return torch.cat([(b - a).flatten() for a, b in zip(local, shared, strict=True)])
+
+    def noisy(seed: int | None) -> DefendedStrategy:
+        return DefendedStrategy("auto", [GradientNoise(None, 1.0, seed=seed)])
+
+    assert not torch.allclose(first_noise(noisy(None)), first_noise(noisy(None)), atol=1e-3)
+    torch.testing.assert_close(first_noise(noisy(3)), first_noise(noisy(3)), atol=1e-4, rtol=1e-3)
+    plain = checkpointed(tmp_path, max_steps=1)
+    fit("auto", sgd, **plain)
+    path = str(tmp_path / "last.ckpt")
+    resumed = first_noise(noisy(3), ckpt_path=path, max_epochs=2, max_steps=2)
+    assert not torch.allclose(resumed, first_noise(noisy(3)), atol=1e-3)
+
+
+def test_a_second_fit_goes_on_counting_and_validation_changes_nothing(tmp_path) -> None:
+    noise = GradientNoise(1.0, 1.0)
+    _, run = fit(DefendedStrategy("auto", [noise]), sgd, **checkpointed(tmp_path))
+    assert noise.releases == 6
+    run.validate(sgd(), loader(8), ckpt_path=str(tmp_path / "last.ckpt"), verbose=False)
+    assert noise.releases == 6
+    run.fit_loop.max_epochs = 2
+    run.fit(sgd(), loader())
+    assert noise.releases == 12
+
+
+def test_a_checkpoint_of_a_defended_run_warns_where_the_defence_is_gone(tmp_path) -> None:
+    fit(DefendedStrategy("auto", [GradientNoise(1.0, 1.0)]), sgd, **checkpointed(tmp_path))
+    run = trainer(DefendedStrategy(), max_epochs=2)
+    with pytest.warns(UserWarning, match="gradient_noise"):
+        run.fit(sgd(), loader(), ckpt_path=str(tmp_path / "last.ckpt"))
+
+
+def test_the_optimizers_own_state_is_untouched_by_defences() -> None:
+    model, run = fit(DefendedStrategy("auto", [GradientNoise(1.0, 0.0)]))
+    plain, plain_run = fit("auto")
+    keys = copy.deepcopy(plain_run.optimizers[0].state_dict())
+    ours = run.optimizers[0].state_dict()
+    assert keys["param_groups"] == ours["param_groups"]
+    assert plain.state_dict().keys() == model.state_dict().keys()

@@ -66,8 +66,7 @@ class LeakageMonitor(L.Callback):
         max_overhead: look so seldom that looks cost at most this share of the training time.
             Either this or ``every_n_steps``.
         stages: where to measure: ``"shared"`` (what leaves the client; the default), ``"local"``
-            (before the client's clipping and defences), ``"aggregate"`` (after the reduction over
-            clients).
+            (before the defences), ``"aggregate"`` (after the reduction over clients).
         batch_adapter: turns a batch of your own into a :class:`TokenBatch`; needed only where
             :func:`read_batch` does not know its form.
         reveal: write recovered words to a local file of mode 0600, never to a logger.
@@ -286,9 +285,9 @@ class LeakageMonitor(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
-        """The local stage on a plain strategy: before Lightning's clipping."""
+        """Notes the learning rate where local steps are looked at."""
         assert self._watch is not None
-        self._watch.before_clipping(optimizer)
+        self._watch.before_step(optimizer)
 
     def on_train_batch_end(
         self,

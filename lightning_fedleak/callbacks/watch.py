@@ -170,43 +170,54 @@ class Watch:
         except Exception as error:
             self.look.truth_error = reason(error)
 
-    def before_clipping(self, optimizer: Optimizer) -> None:
-        """The local stage on a plain strategy where ``p.grad`` holds it."""
-        if self.look is None:
-            return
-        if self._local_steps is not None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Notes the learning rate of a local step."""
+        if self.look is not None and self._local_steps is not None:
             self.look.learning_rates.append(float(optimizer.param_groups[0]["lr"]))
-        elif not self._keeps_local and not isinstance(self._trainer.strategy, DefendedStrategy):
-            self._attack(self.look, Stage.LOCAL, optimizer)
 
     def _on_real_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step; no gradient defence acted on what left the client."""
         if self.look is None or self.look.stepped:
             return
         if self._keeps_local:
-            self._attack(self.look, Stage.LOCAL, optimizer, kept=True)
-        self._attack(self.look, Stage.SHARED, optimizer, kept=self._keeps_local)
-        self._attack(self.look, Stage.AGGREGATE, optimizer)
+            self._attack(self.look, (Stage.LOCAL, Stage.SHARED), optimizer, kept=True)
+            self._attack(self.look, (Stage.AGGREGATE,), optimizer)
+        else:
+            self._attack(self.look, tuple(Stage), optimizer)
 
     def _on_strategy_stage(self, stage: Stage, optimizer: Optimizer) -> None:
-        if self.look is None or self.look.stepped:
-            return
-        kept = self._keeps_local and stage is not Stage.AGGREGATE
-        self._attack(self.look, stage, optimizer, kept=kept)
+        """A DefendedStrategy shows ``p.grad`` at a stage."""
+        if self._keeps_local and stage is Stage.AGGREGATE:
+            self._on_real_step(optimizer)
+        elif self.look is not None and not self.look.stepped and not self._keeps_local:
+            self._attack(self.look, (stage,), optimizer)
 
     def _attack(
-        self, look: Look, stage: Stage, optimizer: Optimizer, *, kept: bool = False
+        self,
+        look: Look,
+        stages: tuple[Stage, ...],
+        optimizer: Optimizer,
+        *,
+        kept: bool = False,
     ) -> None:
+        """Attacks a gradient that is the same at all of ``stages``, once."""
         if look.step_seconds == 0:
             look.step_seconds = time.perf_counter() - look.started - look.seconds
         mine = [
             p for p in self._plans if p.exposed and (p.optimizer is optimizer or not p.optimizer)
         ]
-        last = stage is Stage.AGGREGATE
-        if mine and stage in self._stages:
+        wanted = [s for s in stages if s in self._stages]
+        last = Stage.AGGREGATE in stages
+        if mine and wanted:
             with look.clock(self._device):
                 scale = self._loss_scale() if kept else 1.0
-                view = self._tap.view(look.step, stage, kept=kept, client=self._rank, scale=scale)
-                self._run(look, mine, str(stage), view)
+                first = wanted[0]
+                view = self._tap.view(look.step, first, kept=kept, client=self._rank, scale=scale)
+                self._run(look, mine, str(first), view)
+                for plan in mine:
+                    guess = look.guesses[(str(first), plan.attack.name)]
+                    for stage in wanted[1:]:
+                        look.guesses.setdefault((str(stage), plan.attack.name), guess)
         if mine and last and self._own_part is not None:
             with look.clock(self._device):
                 scale = self._loss_scale()

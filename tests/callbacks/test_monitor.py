@@ -16,6 +16,8 @@ from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.callbacks.cadence import EveryNSteps, MaxOverhead
+from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import ThreatModelError
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
@@ -45,7 +47,7 @@ def lines(monitor):
 # ---- what is seen where -------------------------------------------------------------------------
 
 
-def test_local_is_before_clipping_and_shared_is_what_the_optimizer_gets(tmp_path):
+def test_without_defences_every_stage_is_what_the_optimizer_gets(tmp_path):
     probe = Probe()
     monitor = LeakageMonitor(probe, every_n_steps=1, stages=("local", "shared", "aggregate"))
     given = []
@@ -53,8 +55,7 @@ def test_local_is_before_clipping_and_shared_is_what_the_optimizer_gets(tmp_path
     class Recording(torch.optim.SGD):
         def step(self, closure=None):
             out = closure()
-            head = self.param_groups[0]["params"][0]
-            given.append(head.grad.clone())
+            given.append(self.param_groups[0]["params"][0].grad.clone())
             super().step()
             return out
 
@@ -67,11 +68,24 @@ def test_local_is_before_clipping_and_shared_is_what_the_optimizer_gets(tmp_path
     clip = 1e-3
     fit([monitor], tmp_path, module=Module(tiny_gpt2().train()), gradient_clip_val=clip)
     assert len(given) == 8
-    for got in (probe.at("shared"), probe.at("aggregate")):
-        assert all(torch.equal(a, b) for a, b in zip(got, given, strict=True))
-    for local, shared in zip(probe.at("local"), probe.at("shared"), strict=True):
-        assert shared.norm() <= clip * 1.0001 < local.norm()
-        torch.testing.assert_close(local / local.norm(), shared / shared.norm())
+    for (_, _, seen), real in zip(probe.seen, given, strict=True):
+        assert torch.equal(seen, real)
+        assert seen.norm() <= clip * 1.0001
+    values = {monitor.latest[f"leakage{s}/probe/f1"] for s in ("", "_local", "_aggregate")}
+    assert len(values) == 1
+
+
+def test_under_a_defence_local_is_before_and_shared_is_after_it(tmp_path):
+    probe = Probe()
+    monitor = LeakageMonitor(probe, every_n_steps=1, stages=("local", "shared", "aggregate"))
+    defence = GradientNoise(clip=1e-6, sigma=1e3, seed=1)
+    strategy = DefendedStrategy("single_device", defenses=[defence])
+    fit([monitor], tmp_path, strategy=strategy)
+    local, shared, aggregate = (probe.at(s) for s in ("local", "shared", "aggregate"))
+    for before, after, applied in zip(local, shared, aggregate, strict=True):
+        assert torch.equal(after, applied)
+        assert after.std().item() == pytest.approx(1e-3, rel=0.1)
+        assert abs(torch.corrcoef(torch.stack([before.flatten(), after.flatten()]))[0, 1]) < 0.1
 
 
 def test_under_accumulation_a_look_is_the_whole_step(tmp_path):

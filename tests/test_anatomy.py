@@ -16,15 +16,23 @@ from transformers import (
     BertForPreTraining,
     BertLMHeadModel,
     BertModel,
+    CLIPVisionConfig,
     DistilBertConfig,
     DistilBertForSequenceClassification,
+    EncoderDecoderModel,
+    FunnelConfig,
+    FunnelForMaskedLM,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2Model,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    XLMConfig,
+    XLMWithLMHeadModel,
 )
 
 from lightning_fedleak.anatomy import AnatomyError, find_anatomy
@@ -651,6 +659,49 @@ def test_plain_encoder_decoder() -> None:
     found = find_anatomy(Translator(), embedding="source", head="out")
     assert found.kind == "seq2seq"
     assert found.block_names == tuple(f"transformer.decoder.layers.{i}" for i in range(3))
+
+
+def test_blocks_of_an_image_encoder_are_not_the_language_models() -> None:
+    vision = CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+    )
+    config = LlavaConfig(vision_config=vision, text_config=tiny_llama().config)
+    found = find_anatomy(LlavaForConditionalGeneration(config))
+    assert found.kind == "causal"
+    assert found.block_names == tuple(f"model.language_model.layers.{i}" for i in range(2))
+
+
+def test_blocks_in_lists_of_lists() -> None:
+    config = FunnelConfig(
+        vocab_size=VOCAB, d_model=DIM, n_head=2, d_head=8, d_inner=32, block_sizes=[1, 2]
+    )
+    found = find_anatomy(FunnelForMaskedLM(config))
+    assert found.block_names == tuple(f"funnel.encoder.blocks.{i}" for i in ("0.0", "1.0", "1.1"))
+
+
+def test_halves_of_blocks_in_separate_lists_are_no_blocks() -> None:
+    config = XLMConfig(vocab_size=VOCAB, emb_dim=DIM, n_layers=2, n_heads=2, pad_index=0)
+    found = find_anatomy(XLMWithLMHeadModel(config))
+    assert found.blocks == ()
+    halves = find_anatomy(XLMWithLMHeadModel(config), blocks="transformer.attentions")
+    assert halves.block_names == ("transformer.attentions.0", "transformer.attentions.1")
+
+
+def test_two_models_joined_by_hugging_face() -> None:
+    encoder = BertModel(BertConfig(**BERT_SIZES))
+    sizes = BERT_SIZES | {"vocab_size": 50, "num_hidden_layers": 3}
+    decoder = BertLMHeadModel(BertConfig(**sizes, is_decoder=True, add_cross_attention=True))
+    found = find_anatomy(CausalLMModule(EncoderDecoderModel(encoder=encoder, decoder=decoder)))
+    assert found.kind == "seq2seq"
+    assert found.embedding_name == "model.encoder.embeddings.word_embeddings"
+    assert found.head_name == "model.decoder.cls.predictions.decoder"
+    assert found.vocab_size == 50
+    assert len(found.blocks) == 3
 
 
 def test_embedding_matrix_used_as_head() -> None:

@@ -109,7 +109,7 @@ def head_of(
     Raises:
         AnatomyError: a promised head is missing, or there are several.
     """
-    inner = {id(m) for blocks in block_lists(model) for m in blocks.modules()}
+    inner = {id(m) for _, blocks in block_lists(model) for m in blocks.modules()}
     outer = [(n, m) for n, m in layers_of(model, (nn.Linear,)) if id(m) not in inner]
     if kind == "classifier":
         classes = getattr(getattr(model, "config", None), "num_labels", None)

@@ -40,7 +40,7 @@ class Anatomy:
         head: the last linear layer, hidden states to logits; None for a model without one. As the
             model calls it, so with its PEFT layer where it has one.
         blocks: transformer blocks in order, decoder's for an encoder-decoder; empty where the
-            model keeps none in a list.
+            model keeps no list of whole blocks.
         tied: whether the head's weight is also a matrix of input embeddings: its gradient is then
             the sum of both parts. With separate source and target embeddings that may be the
             decoder's, not ``embedding``.

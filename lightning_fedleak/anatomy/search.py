@@ -159,7 +159,7 @@ def _plain_parts(
         return embedding, head
     inner = {
         id(m)
-        for blocks in block_lists(scope)
+        for _, blocks in block_lists(scope)
         if not layers_of(blocks, (nn.Embedding,))
         for m in blocks.modules()
     }

@@ -164,8 +164,9 @@ class DDPSeam(Seam, DDPStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Once in an optimizer step is enough, however many batches it accumulates."""
+        result = super().optimizer_step(*args, **kwargs)
         self._fedleak_buffers_differ = True
-        return super().optimizer_step(*args, **kwargs)
+        return result
 
     def _send_buffers(self) -> None:
         if not (self._fedleak.reduces and self._fedleak_buffers_differ):

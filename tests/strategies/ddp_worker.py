@@ -1,0 +1,358 @@
+"""One of two gloo processes; started by test_ddp.py. Writes what each case found as JSON.
+
+Every case runs on both ranks and returns numbers and booleans; test_ddp.py says what they must be.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_fedleak.defenses import Freeze, GradientNoise
+from lightning_fedleak.defenses.gradient_noise import _standard_normal
+from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.strategies.test_stages import Recorder, brute_force
+from tests.strategies.toy import ManualLM, ToyLM, fit, same, state_of
+
+CLIP, SIGMA = 0.05, 0.5
+Case = Callable[[Path], dict[str, Any]]
+CASES: dict[str, Case] = {}
+
+
+def case(name: str) -> Callable[[Case], Case]:
+    def register(function: Case) -> Case:
+        CASES[name] = function
+        return function
+
+    return register
+
+
+def gathered(value: Any) -> list[Any]:
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, value)
+    return found
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.detach().double().flatten() for t in tensors])
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference relative to the largest entry of ``b``."""
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+def ranks_agree(tensors: list[torch.Tensor]) -> bool:
+    first, second = gathered([t.detach().clone() for t in tensors])
+    return same(first, second)
+
+
+def all_reduces(profile: torch.profiler.profile) -> int:
+    """All that the process group did, DDP's own reducer included."""
+    return sum(event.key == "gloo:all_reduce" for event in profile.events())
+
+
+class Batches(Callback):
+    """Keeps the batches of this rank, and whether the model is wrapped."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self.wrapped = False
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        self.kept.append(batch)
+        self.wrapped = isinstance(trainer.strategy.model, DistributedDataParallel)
+
+
+def sgd() -> ToyLM:
+    return ToyLM("sgd")
+
+
+# ----- without gradient defences: the plain strategy -----------------------------------------
+
+
+def identity(build: Callable[[], ToyLM] = ToyLM, **settings: Any) -> Case:
+    def run(_: Path) -> dict[str, Any]:
+        plain = state_of(*fit("ddp", build, devices=2, **settings))
+        taps: list[Stage] = []
+        strategy = DefendedStrategy("auto")
+        strategy.add_tap(lambda stage, _: taps.append(stage))
+        batches = Batches()
+        ours = state_of(*fit(strategy, build, devices=2, callbacks=[batches], **settings))
+        return {
+            "same": same(plain, ours),
+            "wrapped": batches.wrapped,
+            "stages": sorted({str(stage) for stage in taps}),
+            "separates": strategy.separates_stages,
+        }
+
+    return run
+
+
+CASES["identity fp32"] = identity()
+CASES["identity accumulation"] = identity(accumulate_grad_batches=2)
+CASES["identity clipping"] = identity(gradient_clip_val=0.05)
+CASES["identity bf16-mixed"] = identity(precision="bf16-mixed")
+CASES["identity manual"] = identity(ManualLM)
+
+
+@case("freeze")
+def freeze(_: Path) -> dict[str, Any]:
+    start: list[torch.Tensor] = []
+
+    def build() -> ToyLM:
+        model = sgd()
+        start.extend(p.detach().clone() for p in model.parameters())
+        return model
+
+    batches = Batches()
+    strategy = DefendedStrategy("ddp", [Freeze("embeddings")])
+    model, _run = fit(strategy, build, devices=2, callbacks=[batches])
+    moved = [not torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True)]
+    return {
+        "wrapped": batches.wrapped,
+        "moved": moved,
+        "trainable again": all(p.requires_grad for p in model.parameters()),
+        "ranks agree": ranks_agree(list(model.parameters())),
+    }
+
+
+# ----- each rank a client ---------------------------------------------------------------------
+
+
+def rank_clients(
+    build: Callable[[], ToyLM] = sgd,
+    accumulate: int = 1,
+    clip: float | None = None,
+    ddp: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Case:
+    """Local, shared and aggregate of every step against brute force."""
+
+    def run(_: Path) -> dict[str, Any]:
+        strategy = DefendedStrategy(DDPStrategy(**(ddp or {})), [GradientNoise(CLIP, SIGMA, 3)])
+        tap, batches = Recorder(), Batches()
+        strategy.add_tap(tap)
+        settings.update(accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model, fitted = fit(strategy, build, devices=2, callbacks=[batches], **settings)
+        rank, parameters = fitted.global_rank, list(model.parameters())
+        local, shared, aggregate = (tap.at(stage) for stage in Stage)
+        found: dict[str, list[float]] = {"local": [], "shared": [], "aggregate": []}
+        for step, weights in enumerate(tap.weights):
+            micro = batches.kept[step * accumulate : (step + 1) * accumulate]
+            own = flat(brute_force(weights, micro))
+            if clip is not None:
+                own *= min(1.0, clip / float(own.norm()))
+            found["local"].append(distance(flat(local[step]), own))
+            noise = GradientNoise(CLIP, SIGMA, 3)
+            keys = [noise._key(CONTEXT[rank], step, i) for i in range(len(parameters))]
+            drawn = [
+                _standard_normal(key, p.shape, p.device, torch.float32)
+                for key, p in zip(keys, parameters, strict=True)
+            ]
+            clipped = own * min(1.0, CLIP / float(own.norm()))
+            expected = clipped + CLIP * SIGMA * flat(drawn)
+            found["shared"].append(distance(flat(shared[step]), expected))
+            mean = sum(gathered(expected)) / 2
+            found["aggregate"].append(distance(flat(aggregate[step]), mean))
+        ours, theirs = gathered(flat([t for update in shared for t in update]))
+        return {
+            "steps": len(local),
+            **{name: max(errors) for name, errors in found.items()},
+            "ranks share different updates": distance(ours, theirs) > 0.1,
+            "ranks agree": ranks_agree(parameters),
+            "ranks saw different data": not ranks_agree([b[0] for b in batches.kept]),
+            "wrapped": batches.wrapped,
+            "separates": strategy.separates_stages,
+            "all-reduces": all_reduces(profile),
+            "parameters": len(parameters),
+        }
+
+    return run
+
+
+class _Client:
+    """The only fields of a context that a seeded noise key depends on."""
+
+    entropy = bytes(32)
+
+    def __init__(self, client: int) -> None:
+        self.client = client
+
+
+CONTEXT: Any = [_Client(0), _Client(1)]
+VALIDATION = {"limit_val_batches": 0, "logger": False}
+CASES["rank fp32"] = rank_clients(**VALIDATION)
+CASES["rank accumulation"] = rank_clients(accumulate=3, **VALIDATION)
+CASES["rank clipping"] = rank_clients(clip=0.02, **VALIDATION)
+CASES["rank reducer settings"] = rank_clients(
+    ddp={"find_unused_parameters": True, "static_graph": True, "gradient_as_bucket_view": True},
+    accumulate=3,
+    **VALIDATION,
+)
+
+
+@case("control: plain DDP reduces")
+def control(_: Path) -> dict[str, Any]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        _, run = fit("ddp", sgd, devices=2, **VALIDATION)
+    return {"all-reduces": all_reduces(profile), "steps": run.global_step}
+
+
+@case("rank huge noise")
+def huge(_: Path) -> dict[str, Any]:
+    tap = Recorder()
+    strategy = DefendedStrategy("ddp", [GradientNoise(1.0, 1e4)])
+    strategy.add_tap(tap)
+    model, _run = fit(strategy, devices=2)
+    shared, aggregate = tap.at(Stage.SHARED), tap.at(Stage.AGGREGATE)
+    first, second = gathered(flat([t for update in shared for t in update]))
+    mean = (first + second) / 2
+    return {
+        "aggregate": distance(flat([t for update in aggregate for t in update]), mean),
+        "std": float(first.std()) / 1e4,
+        "correlation": float(torch.corrcoef(torch.stack([first, second]))[0, 1]),
+        "ranks agree": ranks_agree(list(model.parameters())),
+    }
+
+
+class Unused(ToyLM):
+    """A layer that rank 1 alone uses, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.sometimes = torch.nn.Linear(2, 1)
+        self.never = torch.nn.Linear(2, 1)
+
+    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        loss = super().loss(batch)
+        if self.global_rank == 1:
+            loss = loss + self.sometimes(torch.ones(2)).sum()
+        return loss
+
+
+@case("rank unused parameters")
+def unused(_: Path) -> dict[str, Any]:
+    tap = Recorder()
+    strategy = DefendedStrategy("ddp", [GradientNoise(1e6, 0.0)])
+    strategy.add_tap(tap)
+    model, _run = fit(strategy, Unused, devices=2)
+    names = [name for name, _ in model.named_parameters()]
+    update = dict(zip(names, tap.at(Stage.AGGREGATE)[0], strict=True))
+    return {
+        "sometimes": update["sometimes.weight"].flatten().tolist(),
+        "never": update["never.weight"].flatten().tolist(),
+        "ranks agree": ranks_agree(list(model.parameters())),
+    }
+
+
+@case("rank manual optimization")
+def manual(_: Path) -> dict[str, Any]:
+    noise, batches = GradientNoise(CLIP, SIGMA), Batches()
+    strategy = DefendedStrategy("ddp", [noise])
+    model, _run = fit(strategy, ManualLM, devices=2, callbacks=[batches])
+    return {
+        "releases": noise.releases,
+        "wrapped": batches.wrapped,
+        "ranks agree": ranks_agree(list(model.parameters())),
+        "finite": all(bool(torch.isfinite(p).all()) for p in model.parameters()),
+    }
+
+
+@case("rank buffers")
+def buffers(_: Path) -> dict[str, Any]:
+    class Watch(Callback):
+        agree: list[bool]
+
+        def on_train_start(self, trainer, module) -> None:
+            self.agree = []
+
+        def on_validation_batch_start(self, trainer, module, *_args: Any) -> None:
+            if not trainer.sanity_checking:
+                self.agree.append(ranks_agree(list(module.buffers())))
+
+    found = {}
+    for send in (True, False):
+        watch = Watch()
+        strategy = DefendedStrategy(DDPStrategy(broadcast_buffers=send), [GradientNoise(1, 1)])
+        fit(strategy, lambda: ToyLM("sgd", norm=True), devices=2, callbacks=[watch])
+        found[f"sent: {send}"] = watch.agree
+    return found
+
+
+@case("rank resume")
+def resume(folder: Path) -> dict[str, Any]:
+    def defended() -> DefendedStrategy:
+        return DefendedStrategy("ddp", [GradientNoise(CLIP, SIGMA, seed=7)])
+
+    settings = {"devices": 2, "shuffle": False}
+    whole, _ = fit(defended(), sgd, max_epochs=2, **settings)
+    keep = ModelCheckpoint(dirpath=folder / "resume", save_last=True)
+    fit(defended(), sgd, callbacks=[keep], enable_checkpointing=True, **settings)
+    strategy = defended()
+    path = str(folder / "resume" / "last.ckpt")
+    again, run = fit(strategy, sgd, max_epochs=2, ckpt_path=path, **settings)
+    return {
+        "same": same(list(whole.parameters()), list(again.parameters())),
+        "releases": strategy.defenses[0].releases,
+        "steps": run.global_step,
+    }
+
+
+# ----- all ranks one client -------------------------------------------------------------------
+
+
+@case("world")
+def world(_: Path) -> dict[str, Any]:
+    tap, batches = Recorder(), Batches()
+    strategy = DefendedStrategy("ddp", [GradientNoise(CLIP, SIGMA)], client="world")
+    strategy.add_tap(tap)
+    model, _run = fit(strategy, sgd, devices=2, callbacks=[batches])
+    local, shared, aggregate = (tap.at(stage) for stage in Stage)
+    errors, noises = [], []
+    for step, weights in enumerate(tap.weights):
+        own = flat(brute_force(weights, [batches.kept[step]]))
+        mean = sum(gathered(own)) / 2
+        errors.append(distance(flat(local[step]), mean))
+        clipped = mean * min(1.0, CLIP / float(mean.norm()))
+        noises.append((flat(shared[step]) - clipped) / (CLIP * SIGMA))
+    noise = torch.cat(noises)
+    return {
+        "local": max(errors),
+        "noise mean square": float(noise.square().mean()),
+        "coordinates": noise.numel(),
+        "same noise": ranks_agree([t for update in shared for t in update]),
+        "aggregate is shared": same(shared, aggregate),
+        "ranks agree": ranks_agree(list(model.parameters())),
+        "wrapped": batches.wrapped,
+        "separates": strategy.separates_stages,
+    }
+
+
+def main(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name, run in CASES.items():
+        try:
+            results[name] = run(folder)
+        except Exception:
+            # Go no further: the other rank may be waiting in the middle of this case.
+            results[name] = {"error": traceback.format_exc()}
+            break
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,173 @@
+"""DefendedStrategy on two gloo processes: the cases of ddp_worker.py, in one launch, and spawn."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+
+from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.strategies.toy import ToyLM, fit
+
+pytestmark = pytest.mark.ddp
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 400
+Found = dict[str, dict[str, Any]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What each rank found, by case."""
+    folder = tmp_path_factory.mktemp("ddp")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": "2",
+    }
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    processes = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, "-m", "tests.strategies.ddp_worker", str(folder), str(rank)]
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env={**environment, "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        for process in processes:
+            process.wait(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    results = [folder / f"{rank}.json" for rank in range(2)]
+    if not all(path.exists() for path in results):
+        pytest.fail("\n".join(log.read_text()[-4000:] for log in logs))
+    return [json.loads(path.read_text()) for path in results]
+
+
+def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:
+    """One case on both ranks; fails with the traceback of the case that stopped a worker."""
+    for found in ranks:
+        if name not in found or "error" in found[name]:
+            errors = [v["error"] for v in found.values() if "error" in v]
+            pytest.fail("\n".join(errors) or f"{name} did not run")
+    return [found[name] for found in ranks]
+
+
+@pytest.mark.parametrize("name", ["fp32", "accumulation", "clipping", "bf16-mixed", "manual"])
+def test_without_gradient_defences_it_is_plain_ddp(ranks, name: str) -> None:
+    expected = {"same": True, "wrapped": True, "stages": ["aggregate"], "separates": False}
+    for found in of(ranks, f"identity {name}"):
+        assert found == expected
+
+
+def test_freeze_acts_before_ddp_wraps(ranks) -> None:
+    for found in of(ranks, "freeze"):
+        assert found["moved"] == [False, True, True, True, True]
+        assert found["wrapped"]
+        assert found["trainable again"]
+        assert found["ranks agree"]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("fp32", 3), ("accumulation", 1), ("clipping", 3), ("reducer settings", 1)],
+)
+def test_each_rank_is_a_client(ranks, name: str, steps: int) -> None:
+    (control, _) = of(ranks, "control: plain DDP reduces")
+    besides_gradients = control["all-reduces"] - control["steps"]
+    for found in of(ranks, f"rank {name}"):
+        assert found["steps"] == steps
+        for stage in ("local", "shared", "aggregate"):
+            assert found[stage] < 1e-5, stage
+        assert found["ranks saw different data"]
+        assert found["ranks share different updates"]
+        assert found["ranks agree"]
+        # Nothing is reduced but each shared gradient, once.
+        assert found["all-reduces"] == found["parameters"] * steps + besides_gradients
+        assert not found["wrapped"]
+        assert found["separates"]
+
+
+def test_the_aggregate_is_the_mean_of_what_was_shared(ranks) -> None:
+    for found in of(ranks, "rank huge noise"):
+        assert found["aggregate"] < 1e-6
+        assert found["std"] == pytest.approx(1.0, abs=0.2)
+        assert abs(found["correlation"]) < 0.25
+        assert found["ranks agree"]
+
+
+def test_a_gradient_of_none_counts_as_zero(ranks) -> None:
+    for found in of(ranks, "rank unused parameters"):
+        assert found["sometimes"] == [0.5, 0.5]
+        assert found["never"] == [0.0, 0.0]
+        assert found["ranks agree"]
+
+
+def test_manual_optimization(ranks) -> None:
+    for found in of(ranks, "rank manual optimization"):
+        expected = {"releases": 6, "wrapped": False, "ranks agree": True, "finite": True}
+        assert found == expected
+
+
+def test_buffers_are_sent_as_ddp_would(ranks) -> None:
+    for found in of(ranks, "rank buffers"):
+        assert found == {"sent: True": [True], "sent: False": [False]}
+
+
+def test_resume(ranks) -> None:
+    for found in of(ranks, "rank resume"):
+        assert found == {"same": True, "releases": 6, "steps": 6}
+
+
+def test_all_ranks_are_one_client(ranks) -> None:
+    for found in of(ranks, "world"):
+        assert found["local"] < 1e-5
+        n = found["coordinates"]
+        low, high = scipy.stats.chi2.ppf([1e-6, 1 - 1e-6], n)
+        assert low < n * found["noise mean square"] < high
+        for fact in ("same noise", "aggregate is shared", "ranks agree", "wrapped", "separates"):
+            assert found[fact], fact
+
+
+def test_spawned_processes_are_defended() -> None:
+    start: list[torch.Tensor] = []
+
+    def build() -> ToyLM:
+        model = ToyLM("sgd")
+        start.extend(p.detach().clone() for p in model.parameters())
+        return model
+
+    strategy = DefendedStrategy("ddp_spawn", [GradientNoise(clip=1e-3, sigma=0.0)])
+    model, _ = fit(strategy, build, devices=2, max_steps=1)
+    moved = [p.detach() - q for p, q in zip(model.parameters(), start, strict=True)]
+    norm = float(torch.linalg.vector_norm(torch.cat([m.flatten() for m in moved])))
+    # The mean of two updates of norm 1e-3, at a learning rate of 0.1.
+    assert 1e-6 < norm < 1.001e-4

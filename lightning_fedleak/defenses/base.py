@@ -22,7 +22,6 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +67,8 @@ class Defense(ABC):
         guarantee: what it guarantees, against whom, in plain words; ``"none"`` said plainly.
     """
 
-    name: ClassVar[str]
-    guarantee: ClassVar[str]
+    name: str
+    guarantee: str
 
     @property
     def acts_on_gradients(self) -> bool:
@@ -77,7 +76,7 @@ class Defense(ABC):
         return type(self).on_gradients is not Defense.on_gradients
 
     def before_setup(self, context: DefenseContext) -> None:  # noqa: B027
-        """Prepares the model: on its first device, not wrapped, no optimizer exists.
+        """Prepares the model: where the user built it, not wrapped, no optimizer exists.
 
         Raises:
             DefenseError: the guarantee cannot hold for this model or setting.
@@ -89,7 +88,8 @@ class Defense(ABC):
         """Rewrites ``p.grad`` in place; together the gradients are the client's whole update.
 
         Called once in every optimizer step, without autograd, after backward, accumulation and
-        Lightning's own gradient clipping. ``p.grad`` is None where the batch did not reach ``p``.
+        Lightning's own gradient clipping. ``p.grad`` is None where the batch did not reach ``p``,
+        and for all of them where ``training_step`` returned None: an empty update is one too.
 
         Args:
             parameters: all trainable parameters of the optimizer that steps, in its order, which
@@ -97,7 +97,8 @@ class Defense(ABC):
             context: where and when; ``context.step`` is current.
 
         Raises:
-            DefenseError: the update cannot be released. Training stops, nothing leaves the client.
+            DefenseError: the update cannot be released. Training stops, nothing leaves the client
+                (the other ranks wait for it until their launcher ends them).
         """
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:

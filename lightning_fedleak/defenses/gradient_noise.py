@@ -29,7 +29,8 @@ class GradientNoise(Defense):
     noise is used twice, neither by two clients nor after a resume. On CPU the noise comes from
     Philox4x64 with a 128-bit key (torch's CPU generator uses only 32 bits of a seed, which an
     adversary can try out on coordinates it knows), on other devices from that device's torch
-    generator with a 64-bit seed. Neither is a cryptographic generator.
+    generator with a 64-bit seed. Neither is a cryptographic generator. Each release waits once for
+    the device: the norm must be known to be finite before anything leaves.
 
     Args:
         clip: largest 2-norm of the update, or None for no clipping.

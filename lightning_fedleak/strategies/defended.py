@@ -70,6 +70,8 @@ class DefendedStrategy(Strategy):
     Raises:
         DefenseError: a strategy that is not supported, or defences that do not fit it; some of it
             only at ``trainer.fit``, when the model is known.
+        StepError: at ``trainer.fit``, an optimizer without one moment between its gradients and its
+            update (LBFGS, or a fused one under a GradScaler).
     """
 
     def __init__(

@@ -6,6 +6,7 @@ Every case runs on both ranks and returns numbers and booleans; test_ddp.py says
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -213,10 +214,14 @@ def control(_: Path) -> dict[str, Any]:
 
 @case("rank huge noise")
 def huge(_: Path) -> dict[str, Any]:
+    def differing() -> ToyLM:
+        torch.manual_seed(100 + int(os.environ["LOCAL_RANK"]))
+        return ToyLM()
+
     tap = Recorder()
     strategy = DefendedStrategy("ddp", [GradientNoise(1.0, 1e4)])
     strategy.add_tap(tap)
-    model, _run = fit(strategy, devices=2)
+    model, _run = fit(strategy, differing, devices=2)
     shared, aggregate = tap.at(Stage.SHARED), tap.at(Stage.AGGREGATE)
     first, second = gathered(flat([t for update in shared for t in update]))
     mean = (first + second) / 2
@@ -224,6 +229,7 @@ def huge(_: Path) -> dict[str, Any]:
         "aggregate": distance(flat([t for update in aggregate for t in update]), mean),
         "std": float(first.std()) / 1e4,
         "correlation": float(torch.corrcoef(torch.stack([first, second]))[0, 1]),
+        "ranks began alike": ranks_agree(tap.weights[0]),
         "ranks agree": ranks_agree(list(model.parameters())),
     }
 

@@ -121,6 +121,7 @@ def test_the_aggregate_is_the_mean_of_what_was_shared(ranks) -> None:
         assert found["aggregate"] < 1e-6
         assert found["std"] == pytest.approx(1.0, abs=0.2)
         assert abs(found["correlation"]) < 0.25
+        assert found["ranks began alike"]
         assert found["ranks agree"]
 
 

@@ -173,6 +173,22 @@ def test_a_skipped_amp_step_releases_nothing() -> None:
     assert noise.releases == 5
 
 
+def test_an_empty_update_is_noised_too() -> None:
+    class Skipping(ToyLM):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    tap, noise = Recorder(), GradientNoise(clip=1.0, sigma=1.0)
+    strategy = DefendedStrategy("auto", [noise])
+    strategy.add_tap(tap)
+    fit(strategy, Skipping, max_steps=3)
+    norms = [float(torch.cat([g.flatten() for g in u]).norm()) for u in tap.at(Stage.LOCAL)]
+    assert [norm > 0 for norm in norms] == [True, False, True]
+    released = torch.cat([g.flatten() for g in tap.at(Stage.SHARED)[1]])
+    assert float(released.std()) == pytest.approx(1.0, abs=0.25)
+    assert noise.releases == 3
+
+
 def test_a_broken_update_stops_training_before_it_leaves() -> None:
     class Broken(ToyLM):
         def training_step(self, batch, batch_idx):

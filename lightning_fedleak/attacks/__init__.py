@@ -19,6 +19,11 @@ from lightning_fedleak.attacks.flatchat import (
 )
 from lightning_fedleak.attacks.flattening import flatten, rank_types, separate_clusters
 from lightning_fedleak.attacks.mixture import Mixture, fit_two_gaussians
+from lightning_fedleak.attacks.reveal_labels import (
+    RevealLabels,
+    RevealLabelsGuess,
+    reveal_labels,
+)
 
 __all__ = [
     "Attack",
@@ -30,6 +35,8 @@ __all__ = [
     "Mixture",
     "PublicText",
     "Query",
+    "RevealLabels",
+    "RevealLabelsGuess",
     "Surfaces",
     "TypeCountRegressor",
     "UnusableObservation",
@@ -41,5 +48,6 @@ __all__ = [
     "flatten",
     "gradient_of",
     "rank_types",
+    "reveal_labels",
     "separate_clusters",
 ]

@@ -123,9 +123,6 @@ def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
     if scorer == "abs":
         return x.abs()
     if scorer == "gmm":
-        negative, positive = (
-            (x - mean).square() / variance
-            for mean, variance in zip(mixture.means, mixture.variances, strict=True)
-        )
-        return negative - positive
+        distances: Tensor = (x[:, None] - mixture.means).square() / mixture.variances
+        return distances[:, 0] - distances[:, 1]
     raise ValueError(f"scorer must be 'gmm' or 'abs', got {scorer!r}")

@@ -1,0 +1,134 @@
+"""RLG against linear programs without any shortcut, on random softmax models in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.reveal_labels import RevealLabels, reveal_labels
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.threats import ThreatModelError
+from tests.helpers.models import tiny_gpt2
+
+
+def softmax_model(
+    vocab: int, d: int, tokens: int, seed: int, *, spread: float = 1.0, used: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Head gradient (vocab, d) by autograd, and the labels (tokens,)."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, d, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab, d, generator=generator, dtype=torch.float64) * spread / d**0.5
+    labels = torch.randint(used or vocab // 2, (tokens,), generator=generator)
+    weight.requires_grad_()
+    loss = torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+    return torch.autograd.grad(loss, weight)[0], labels
+
+
+def separable_by_hand(gradient: torch.Tensor) -> set[int]:
+    """One full program for each of the V types, in the gradient's own coordinates."""
+    matrix = gradient.double().numpy()
+    matrix = matrix / np.abs(matrix).max(axis=1, keepdims=True)
+    found = set()
+    for t in range(len(matrix)):
+        sign = np.where(np.arange(len(matrix)) == t, 1.0, -1.0)[:, None]
+        bound = np.where(np.arange(len(matrix)) == t, -1.0, 0.0)
+        solution = linprog(
+            np.zeros(matrix.shape[1]), A_ub=sign * matrix, b_ub=bound, bounds=(None, None)
+        )
+        if solution.status == 0:
+            found.add(t)
+    return found
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 9), spread=st.floats(0.1, 3))
+def test_same_types_as_a_program_for_every_row(seed: int, tokens: int, spread: float) -> None:
+    gradient, labels = softmax_model(40, 10, tokens, seed, spread=spread)
+    guess = reveal_labels(gradient)
+    assert set(guess.types.tolist()) == separable_by_hand(gradient)
+    assert set(labels.tolist()) <= set(guess.types.tolist())
+    assert guess.rank == tokens
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6), tokens=st.integers(10, 30))
+def test_same_types_as_a_program_for_every_row_at_full_rank(seed: int, tokens: int) -> None:
+    gradient, _ = softmax_model(40, 8, tokens, seed)
+    guess = reveal_labels(gradient, allow_full_rank=True)
+    assert set(guess.types.tolist()) == separable_by_hand(gradient)
+
+
+@pytest.mark.parametrize("tokens", [5, 20, 40])
+def test_finds_all_labels_and_nothing_else_while_tokens_stay_below_the_dimension(
+    tokens: int,
+) -> None:
+    gradient, labels = softmax_model(600, 48, tokens, tokens)
+    guess = reveal_labels(gradient)
+    assert guess.types.tolist() == labels.unique().tolist()
+    assert guess.surface == "output"
+    assert guess.candidates < 2 * tokens
+
+
+def test_float32_gradients_give_the_same() -> None:
+    gradient, labels = softmax_model(300, 32, 20, 3)
+    assert reveal_labels(gradient.float()).types.tolist() == labels.unique().tolist()
+
+
+def test_scale_does_not_matter() -> None:
+    gradient, labels = softmax_model(300, 32, 20, 4)
+    assert reveal_labels(gradient * 1e-12).types.tolist() == labels.unique().tolist()
+
+
+def test_types_that_the_softmax_never_reaches() -> None:
+    gradient, labels = softmax_model(100, 16, 6, 5)
+    padded = torch.cat([gradient, torch.zeros(20, 16, dtype=torch.float64)])
+    assert reveal_labels(padded).types.tolist() == labels.unique().tolist()
+
+
+def test_full_rank_is_refused_unless_asked_for() -> None:
+    gradient, labels = softmax_model(400, 24, 60, 6, spread=0.1, used=15)
+    with pytest.raises(UnusableObservation, match="full rank 24"):
+        reveal_labels(gradient)
+    found = reveal_labels(gradient, allow_full_rank=True).types.tolist()
+    assert found == labels.unique().tolist()
+
+
+def test_no_time_is_no_answer() -> None:
+    gradient, _ = softmax_model(400, 32, 28, 7)
+    with pytest.raises(UnusableObservation, match="Raise max_seconds"):
+        reveal_labels(gradient, max_seconds=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda g: g * torch.nan, "NaN"),
+        (torch.zeros_like, "all zero"),
+        (lambda g: g + g.abs().mean() * 0.1, "do not sum to zero"),
+    ],
+)
+def test_what_is_no_softmax_gradient_is_refused(spoil, message: str) -> None:
+    gradient, _ = softmax_model(50, 12, 5, 8)
+    with pytest.raises(UnusableObservation, match=message):
+        reveal_labels(spoil(gradient))
+
+
+def test_a_tied_head_is_refused_at_setup_and_in_the_observation() -> None:
+    attack = RevealLabels()
+    with pytest.raises(ThreatModelError, match="ties its head"):
+        attack.needs(find_anatomy(tiny_gpt2(tied=True)))
+    assert attack.needs(find_anatomy(tiny_gpt2(tied=False))).gradients == ("head.weight",)
+    gradient, labels = softmax_model(120, 16, 7, 9)
+    view = Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
+    assert attack.run(view).types.tolist() == labels.unique().tolist()
+
+
+def test_time_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="max_seconds"):
+        RevealLabels(max_seconds=0)

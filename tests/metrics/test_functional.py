@@ -1,0 +1,132 @@
+"""Counts, rates and intervals against scikit-learn, brute force and simulation."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import precision_recall_fscore_support
+
+from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.metrics import (
+    Counts,
+    precision_recall_f1,
+    proportion,
+    type_count_error,
+    word_counts,
+)
+
+VOCAB = 30
+
+
+def tail_at_least(k: int, n: int, p: float) -> float:
+    """P(X >= k) of a binomial, summed term by term in rationals of p."""
+    q = Fraction(p)
+    return float(sum(math.comb(n, i) * q**i * (1 - q) ** (n - i) for i in range(k, n + 1)))
+
+
+def bisect(function, target: float) -> float:
+    """Where an increasing function on [0, 1] crosses ``target``."""
+    low, high = 0.0, 1.0
+    for _ in range(45):
+        middle = (low + high) / 2
+        low, high = (middle, high) if function(middle) < target else (low, middle)
+    return (low + high) / 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    guessed=st.lists(st.integers(0, VOCAB - 1), min_size=1),
+    used=st.lists(st.integers(0, VOCAB - 1), min_size=1),
+)
+def test_rates_are_scikit_learns(guessed: list[int], used: list[int]) -> None:
+    counts = word_counts(WordGuess(torch.tensor(guessed)), torch.tensor(used), VOCAB)
+    rates = precision_recall_f1(counts)
+    members = [[int(t in ids) for t in range(VOCAB)] for ids in (used, guessed)]
+    expected = precision_recall_fscore_support(*members, average="binary", zero_division=np.nan)
+    got = [rates[name].value for name in ("precision", "recall", "f1")]
+    np.testing.assert_allclose(got, expected[:3], rtol=1e-12)
+    assert counts.tp + counts.fp == len(set(guessed))
+    assert counts.tp + counts.fn == len(set(used))
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 5), (1, 5), (3, 7), (12, 12), (9, 40), (40, 41)])
+@pytest.mark.parametrize("confidence", [0.95, 0.8])
+def test_interval_inverts_the_binomial_tails(k: int, n: int, confidence: float) -> None:
+    rate = proportion(k, n, confidence)
+    alpha = (1 - confidence) / 2
+    low = 0.0 if k == 0 else bisect(lambda p: tail_at_least(k, n, p), alpha)
+    high = 1.0 if k == n else bisect(lambda p: tail_at_least(k + 1, n, p), 1 - alpha)
+    assert rate.value == k / n
+    assert rate.low == pytest.approx(low, abs=1e-9)
+    assert rate.high == pytest.approx(high, abs=1e-9)
+
+
+@pytest.mark.parametrize("probability", [0.03, 0.5, 0.93])
+def test_interval_covers_the_truth_at_least_as_often_as_it_says(probability: float) -> None:
+    draws = np.random.default_rng(0).binomial(60, probability, size=4000)
+    intervals = {k: proportion(int(k), 60) for k in set(draws.tolist())}
+    covered = np.mean([intervals[k].low <= probability <= intervals[k].high for k in draws])
+    assert covered >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 4000)
+
+
+def test_f1_interval_covers_the_f1_of_independent_types() -> None:
+    """Each type is a hit, a false alarm or a miss, drawn independently."""
+    chances = np.array([0.6, 0.1, 0.3])
+    truth = 2 * chances[0] / (2 * chances[0] + chances[1] + chances[2])
+    draws = np.random.default_rng(1).multinomial(150, chances, size=2000)
+    rates = [precision_recall_f1(Counts(*map(int, draw)))["f1"] for draw in draws]
+    covered = np.mean([r.low <= truth <= r.high for r in rates])
+    assert covered >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 2000)
+    assert np.mean([r.high - r.low for r in rates]) < 0.2
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50))
+def test_intervals_hold_their_value_and_stay_in_the_unit_range(tp: int, fp: int, fn: int) -> None:
+    for rate in precision_recall_f1(Counts(tp, fp, fn)).values():
+        if not math.isnan(rate.value):
+            assert 0 <= rate.low <= rate.value <= rate.high <= 1
+
+
+@pytest.mark.parametrize(
+    ("counts", "unknown"),
+    [
+        (Counts(0, 0, 0), {"precision", "recall", "f1"}),
+        (Counts(0, 0, 4), {"precision"}),
+        (Counts(0, 4, 0), {"recall"}),
+    ],
+)
+def test_a_rate_of_nothing_is_unknown(counts: Counts, unknown: set[str]) -> None:
+    rates = precision_recall_f1(counts)
+    assert {name for name, rate in rates.items() if math.isnan(rate.value)} == unknown
+    for name, rate in rates.items():
+        assert math.isnan(rate.low) == math.isnan(rate.high) == (name in unknown)
+
+
+def test_type_count_error_is_relative_and_unknown_without_an_estimate() -> None:
+    assert type_count_error(150.0, 200) == 0.25
+    assert type_count_error(250.0, 200) == 0.25
+    for estimate, n in ((None, 200), (math.nan, 200), (math.inf, 200), (10.0, 0)):
+        assert math.isnan(type_count_error(estimate, n))
+
+
+@pytest.mark.parametrize("bad", [-100, VOCAB])
+def test_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
+    good, ids = torch.tensor([1]), torch.tensor([1, bad])
+    with pytest.raises(ValueError, match="truth_types holds ids outside"):
+        word_counts(WordGuess(good), ids, VOCAB)
+    with pytest.raises(ValueError, match=r"guess\.types holds ids outside"):
+        word_counts(WordGuess(ids), good, VOCAB)
+
+
+def test_impossible_counts_are_refused() -> None:
+    with pytest.raises(ValueError, match="successes"):
+        proportion(3, 2)
+    with pytest.raises(ValueError, match="confidence"):
+        proportion(1, 2, 95)

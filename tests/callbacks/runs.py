@@ -93,7 +93,7 @@ def logged_losses(trainer: L.Trainer) -> list[str]:
     import csv
     from pathlib import Path
 
-    with (Path(trainer.log_dir or "") / "metrics.csv").open() as file:
+    with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
         return [row["train_loss"] for row in csv.DictReader(file) if row.get("train_loss")]
 
 

@@ -1,0 +1,152 @@
+"""Started as two gloo processes by test_ddp.py: ``python -m tests.callbacks.ddp_worker DIR``."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.callbacks.runs import Probe, fit, footprint, logged_losses
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.models import tiny_gpt2
+
+
+class FailsOnOne(Probe):
+    default_name = "fails_on_one"
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        if view.gradients[-1].client == 1:
+            raise RuntimeError("only here")
+        return super().run(view, query)
+
+
+class WorseOnOne(Probe):
+    """Finds more on client 1."""
+
+    default_name = "worse_on_one"
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        self.k = 20 if view.gradients[-1].client == 1 else 5
+        return super().run(view, query)
+
+
+def run(root: Path, callbacks: list[L.Callback], **settings: Any) -> L.Trainer:
+    module = CausalLMModule(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
+    settings = {"strategy": "ddp", "devices": 2, "n": 16} | settings
+    return fit(callbacks, root, module=module, **settings)
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def first_rows(rank: int) -> list[int]:
+    """Rows of one process's first batch: Lightning shuffles with the run's seed."""
+    data = random_token_loader(16).dataset
+    return list(DistributedSampler(data, num_replicas=2, rank=rank, seed=7))[:4]
+
+
+def own_gradient(rank: int) -> Tensor:
+    """The head's gradient of one process's first batch, by plain autograd."""
+    model = tiny_gpt2(dropout=0.0).train()
+    data = random_token_loader(16).dataset
+    batch = torch.utils.data.default_collate([data[i] for i in first_rows(rank)])
+    (gradient,) = torch.autograd.grad(model(**batch).loss, model.lm_head.weight)
+    return gradient
+
+
+def main(root: Path) -> None:
+    warnings.simplefilter("ignore")
+    out: dict[str, Any] = {}
+    stages = ("local", "shared", "aggregate")
+
+    for case, settings in {
+        "fp32": {},
+        "accumulation": {"accumulate_grad_batches": 2},
+        "clipping": {"gradient_clip_val": 0.01},
+    }.items():
+        plain = run(root / f"plain-{case}", [], **settings)
+        before = footprint(plain), logged_losses(plain) if plain.is_global_zero else []
+        monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=stages)
+        gate = RiskGate("leakage/probe/f1", at_most=2.0)
+        watched = run(root / f"watched-{case}", [gate, monitor], **settings)
+        after = footprint(watched), logged_losses(watched) if watched.is_global_zero else []
+        out[f"same/{case}"] = same(before[0], after[0]) and before[1] == after[1]
+        out[f"looks/{case}"] = (monitor.looks, watched.global_step, monitor.failures)
+    rank = dist.get_rank()
+
+    for case, strategy in {
+        "plain": "ddp",
+        "undefended": DefendedStrategy("ddp"),
+        "world": "ddp",
+    }.items():
+        probe = Probe()
+        client = "world" if case == "world" else None
+        monitor = LeakageMonitor(probe, every_n_steps=100, stages=stages, client=client)
+        run(root / case, [monitor], strategy=strategy)
+        mine, others = own_gradient(rank), own_gradient(1 - rank)
+        mean = (mine + others) / 2
+        expected = {"local": mine, "shared": mine, "aggregate": mean}
+        if case == "world":
+            expected = dict.fromkeys(stages, mean)
+        seen = {stage: g for _, stage, g in probe.seen}
+        seen.setdefault("shared", seen["local"])
+        seen.setdefault("aggregate", seen["local"])
+        out[f"seen/{case}"] = all(
+            torch.allclose(seen[s], expected[s], rtol=1e-4, atol=1e-7) for s in stages
+        )
+        values = [monitor.latest[f"leakage{s}/probe/recall"] for s in ("", "_local")]
+        out[f"values/{case}"] = values
+        line = json.loads((Path(monitor._jsonl.path)).read_text().splitlines()[0])
+        out[f"line/{case}"] = (line["client"], line["n"])
+
+    probe = Probe()
+    defended = DefendedStrategy("ddp", defenses=[GradientNoise(clip=1.0, sigma=0.0, seed=0)])
+    monitor = LeakageMonitor(probe, every_n_steps=100, stages=stages)
+    run(root / "defended", [monitor], strategy=defended)
+    seen = {stage: g for _, stage, g in probe.seen}
+    both = [own_gradient(r) for r in (0, 1)]
+    out["defended local"] = torch.allclose(seen["local"], both[rank], rtol=1e-4, atol=1e-7)
+    gathered = [torch.empty_like(seen["shared"]) for _ in range(2)]
+    dist.all_gather(gathered, seen["shared"].contiguous())
+    out["defended aggregate"] = torch.allclose(
+        seen["aggregate"], (gathered[0] + gathered[1]) / 2, rtol=1e-5, atol=1e-8
+    )
+
+    monitor = LeakageMonitor([FailsOnOne(), WorseOnOne()], every_n_steps=2)
+    trainer = run(root / "failing", [monitor])
+    out["failing"] = {
+        "finished": trainer.global_step,
+        "failures": monitor.failures,
+        "unknown": math.isnan(monitor.latest["leakage/fails_on_one/f1"]),
+        "pooled": monitor.latest["leakage/worse_on_one/f1"],
+        "worst": monitor.latest["leakage/worse_on_one/f1_worst_client"],
+    }
+
+    monitor = LeakageMonitor(Probe(), max_overhead=0.2)
+    run(root / "overhead", [monitor], max_epochs=4)
+    out["overhead looks"] = (monitor.looks, monitor.last_step)
+
+    gate = RiskGate("leakage/worse_on_one/f1", at_most=0.0)
+    trainer = run(root / "gate", [gate, LeakageMonitor(WorseOnOne(), every_n_steps=1)])
+    out["gate"] = (trainer.global_step, gate.fired is not None and gate.fired.step)
+    out["gate saved"] = gate.fired is not None and Path(str(gate.fired.checkpoint)).exists()
+
+    (root / f"rank{rank}.json").write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

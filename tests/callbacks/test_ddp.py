@@ -1,0 +1,87 @@
+"""Two gloo processes: what each client shares, pooled results, decisions that agree."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.callbacks.ddp_worker import first_rows
+from tests.helpers.lightning_modules import random_token_loader
+
+pytestmark = pytest.mark.ddp
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    root = tmp_path_factory.mktemp("ddp")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.callbacks.ddp_worker", str(root)],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((root / f"rank{r}.json").read_text()) for r in (0, 1)]
+
+
+@pytest.mark.parametrize("case", ["fp32", "accumulation", "clipping"])
+def test_training_is_bit_identical(ranks, case):
+    for rank in ranks:
+        assert rank[f"same/{case}"]
+        looks, steps, failures = rank[f"looks/{case}"]
+        assert looks == steps > 0
+        assert failures == 0
+
+
+@pytest.mark.parametrize("case", ["plain", "undefended", "world"])
+def test_each_stage_holds_the_gradient_computed_by_hand(ranks, case):
+    assert all(rank[f"seen/{case}"] for rank in ranks)
+    assert ranks[0][f"values/{case}"] == ranks[1][f"values/{case}"]
+
+
+def types_of(rows):
+    data = random_token_loader(16).dataset
+    return {int(t) for i in rows for t in data[i]["labels"][1:]}
+
+
+def test_rank_clients_are_pooled_and_a_world_client_is_one(ranks):
+    first = [first_rows(r) for r in (0, 1)]
+    each = sum(len(types_of(rows)) for rows in first)
+    together = len(types_of(first[0] + first[1]))
+    assert ranks[0]["line/plain"] == ["pooled", each]
+    assert ranks[0]["line/world"] == [0, together]
+    assert together < each
+
+
+def test_with_a_defence_the_server_gets_the_mean_of_what_was_shared(ranks):
+    assert all(rank["defended local"] and rank["defended aggregate"] for rank in ranks)
+
+
+def test_a_failure_on_one_client_is_unknown_on_all_and_nobody_waits(ranks):
+    for rank in ranks:
+        assert rank["failing"]["finished"] == 2
+        assert rank["failing"]["failures"] == 1
+        assert rank["failing"]["unknown"]
+
+
+def test_the_worst_client_is_logged_beside_the_pooled_value(ranks):
+    for rank in ranks:
+        assert rank["failing"]["worst"] > rank["failing"]["pooled"] > 0
+    assert ranks[0]["failing"] == ranks[1]["failing"]
+
+
+def test_a_cadence_by_cost_agrees_over_ranks(ranks):
+    assert ranks[0]["overhead looks"] == ranks[1]["overhead looks"]
+
+
+def test_the_gate_stops_everywhere_at_once_and_saves(ranks):
+    for rank in ranks:
+        assert rank["gate"] == [1, 0]
+        assert rank["gate saved"]

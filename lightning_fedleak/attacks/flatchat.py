@@ -14,6 +14,7 @@ from lightning_fedleak.attacks.base import (
     Attack,
     Query,
     Surfaces,
+    UnusableObservation,
     WordGuess,
 )
 from lightning_fedleak.attacks.calibration import PublicText, gradient_of
@@ -21,8 +22,7 @@ from lightning_fedleak.attacks.flattening import (
     REGULARIZATION,
     TAILS,
     Scorer,
-    flatten,
-    normalised,
+    flattened,
     rank_types,
     separate_clusters,
 )
@@ -106,9 +106,9 @@ def flatchat(
         min_ratio: as in :func:`separate_clusters`.
 
     Raises:
-        UnusableObservation: the row sums are non-finite, all zero, or all alike.
+        UnusableObservation: the row sums are non-finite, all zero, all alike, or rounding errors.
     """
-    s = normalised(flatten(gradient))
+    s = flattened(gradient)
     mixture, fits, separated = separate_clusters(
         s, regularization=regularization, tails=tails, min_ratio=min_ratio
     )
@@ -200,6 +200,7 @@ class FlatChat(Attack):
         self.min_ratio = min_ratio
         self.seed = seed
         self.regressor: TypeCountRegressor | None = None
+        self._not_fitted = "it has no regression: call prepare(anatomy), or load one"
 
     @property
     def predicts(self) -> bool:
@@ -212,6 +213,9 @@ class FlatChat(Attack):
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Fits the regression on gradients of public text, where the number is predicted.
+
+        Where row sums of public gradients are rounding errors (a model that is not trained yet)
+        nothing is fitted: ``run`` says so, and ``refresh`` tries again.
 
         Raises:
             ValueError: the number of types is to be predicted and there is no public text.
@@ -234,7 +238,11 @@ class FlatChat(Attack):
             batch = text.batch(
                 sentences, length, generator, kind=anatomy.kind, mask_token_id=self.mask_token_id
             )
-            s = normalised(flatten(gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT]))
+            try:
+                s = flattened(gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT])
+            except UnusableObservation as error:
+                self._not_fitted = f"its regression on public text could not be fitted: {error}"
+                return
             mixture, _, _ = separate_clusters(
                 s, regularization=self.regularization, min_ratio=self.min_ratio
             )
@@ -242,12 +250,17 @@ class FlatChat(Attack):
             counts.append(float(len(torch.unique(batch.target_ids()))))
         self.regressor = TypeCountRegressor.fit(weights, counts, self.degree)
 
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Fits the regression if ``prepare`` could not, on a model that was not trained yet."""
+        if self.predicts and self.regressor is None:
+            self.prepare(anatomy)
+
     def run(self, view: Observation, query: Query | None = None) -> FlatChatGuess:
         """Names the word types predicted in the batch behind the newest head gradient.
 
         Raises:
-            UnusableObservation: non-finite or all-zero row sums.
-            RuntimeError: the number of types is to be predicted and ``prepare`` was not called.
+            UnusableObservation: non-finite or all-zero row sums, or rounding errors; or the number
+                of types is to be predicted and there is no fitted regression.
         """
         how_many: float | Callable[[Mixture], float]
         if self.oracle_n_types is not None:
@@ -256,10 +269,7 @@ class FlatChat(Attack):
             )
         elif isinstance(self.n_types, str):
             if self.regressor is None:
-                raise RuntimeError(
-                    f"attack '{self.name}' has no fitted regression: call prepare(anatomy) first, "
-                    "or load a state that holds one"
-                )
+                raise UnusableObservation(f"attack '{self.name}': {self._not_fitted}")
             how_many = self.regressor
         else:
             how_many = self.n_types

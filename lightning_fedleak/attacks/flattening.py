@@ -16,6 +16,8 @@ Scorer = Literal["gmm", "abs"]
 TAILS = (0.01, 0.03, 0.1, 0.003, 0.25)
 REGULARIZATION = 1e-6
 _ELEMENTS_AT_ONCE = 1 << 22
+_ROWS_CHECKED = 33
+_ROUNDING_UNITS = 16.0
 
 
 def flatten(gradient: Tensor) -> Tensor:
@@ -43,29 +45,62 @@ def flatten(gradient: Tensor) -> Tensor:
     return torch.cat([part.float().sum(dim=1) for part in torch.split(gradient, rows)])
 
 
-def normalised(s: Tensor) -> Tensor:
-    """``s / ||s||``, (V,) float64 on the CPU.
+def flattened(gradient: Tensor) -> Tensor:
+    """Row sums of norm 1 (line 2 of Algorithm 1), checked.
+
+    The ones direction reads nothing where all hidden states sum to zero, as they do behind a
+    LayerNorm at its initial gain and bias (GPT-2 and BERT trained from scratch, first step): the
+    row sums are rounding errors then, far below what d random signs would leave.
+
+    Args:
+        gradient: (V, d) of a floating type.
+
+    Returns:
+        (V,) float64 on the CPU.
 
     Raises:
-        UnusableObservation: NaN or infinity in ``s``, all zero, or all alike.
+        UnusableObservation: NaN or infinity in the sums, all zero, all alike, or rounding errors.
     """
-    s = s.cpu().double()
+    sums = flatten(gradient)
+    s = sums.cpu().double()
     if not bool(s.isfinite().all()):
         n_bad = int((~s.isfinite()).sum())
         raise UnusableObservation(
             f"the head's gradient has NaN or infinity in {n_bad} of {len(s)} rows: nothing can be "
             "read from it (an overflowed mixed-precision step, or a diverged model)"
         )
-    norm = s.norm()
+    norm = torch.linalg.vector_norm(s)
     if not bool(norm > 0):
         raise UnusableObservation(
             "every row of the head's gradient sums to zero: no token was trained on in this step, "
             "or the head's gradient is not shared"
         )
+    if _is_rounding(gradient.detach(), sums):
+        raise UnusableObservation(
+            "the row sums of the head's gradient are rounding errors: all hidden states sum to "
+            "zero, as behind a LayerNorm that is not trained yet. FlatChat's ones direction reads "
+            "nothing there; AlignedFlatChat chooses one that does"
+        )
     s = s / norm
     if bool((s == s[0]).all()):
         raise UnusableObservation("all rows of the head's gradient have the same sum")
     return s
+
+
+def _is_rounding(gradient: Tensor, sums: Tensor) -> bool:
+    """Whether even the largest sums are no larger than rounding in their rows explains.
+
+    Rounding leaves some ``eps / sqrt(d)`` of a row's absolute sum (measured: up to 3 for the
+    median row); a real row sum leaves hundreds in bfloat16 and millions in float32.
+    """
+    largest = sums.abs().topk(min(_ROWS_CHECKED, len(sums))).indices
+    if hasattr(gradient, "full_tensor"):
+        absolute = gradient.float().abs().sum(dim=1).full_tensor()[largest]  # type: ignore[attr-defined]
+    else:
+        absolute = gradient[largest].abs().sum(dim=1, dtype=sums.dtype)
+    unit = torch.finfo(gradient.dtype).eps / gradient.shape[1] ** 0.5
+    shares = sums[largest].abs() / absolute
+    return bool(shares.nanmedian() < _ROUNDING_UNITS * unit)
 
 
 def separate_clusters(

@@ -185,7 +185,7 @@ def public_text(vocab: int) -> PublicText:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_prepare_fits_the_regression_on_public_gradients(tied: bool) -> None:
-    anatomy = find_anatomy(tiny_gpt2(tied=tied, vocab=400))
+    anatomy = find_anatomy(tiny_llama(tied=tied, vocab=400))
     attack = FlatChat(public_text(400), shapes=SHAPES, batches_per_shape=2, seed=5)
     rng = torch.get_rng_state()
     attack.prepare(anatomy)
@@ -207,12 +207,34 @@ def test_prepare_fits_the_regression_on_public_gradients(tied: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_that_sum_to_zero_are_unknown_not_a_guess(dtype: torch.dtype) -> None:
+    """GPT-2's last LayerNorm starts with gain one and no bias: its output sums to zero."""
+    model = tiny_gpt2(vocab=400).to(dtype)
+    model.transformer.ln_f.weight.data.fill_(1)
+    anatomy = find_anatomy(model)
+    batch = public_text(400).batch(8, 16, torch.Generator())
+    rows = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT]
+    with pytest.raises(UnusableObservation, match="rounding errors"):
+        flatchat(rows, 10)
+    attack = FlatChat(public_text(400), shapes=SHAPES)
+    attack.prepare(anatomy)
+    with pytest.raises(UnusableObservation, match="could not be fitted"):
+        attack.run(observation(gradient(400)))
+
+    model.transformer.ln_f.weight.data.mul_(torch.linspace(0.5, 1.5, 16))
+    attack.refresh(anatomy, step=10)
+    assert attack.regressor is not None
+    moved = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT]
+    assert len(flatchat(moved, 10).types) == 10
+
+
 def test_the_state_carries_the_regression() -> None:
     anatomy = find_anatomy(tiny_llama(vocab=300))
     first = FlatChat(public_text(300), shapes=SHAPES)
     first.prepare(anatomy)
     second = FlatChat(name="again")
-    with pytest.raises(RuntimeError, match="call prepare"):
+    with pytest.raises(UnusableObservation, match="call prepare"):
         second.run(observation(gradient(300)))
     second.load_state_dict(first.state_dict())
     one, two = (a.run(observation(gradient(300))) for a in (first, second))
@@ -222,7 +244,7 @@ def test_the_state_carries_the_regression() -> None:
 
 def test_text_can_be_sampled_from_the_model() -> None:
     attack = FlatChat("sampled", shapes=((1, 8), (4, 12)))
-    attack.prepare(find_anatomy(tiny_gpt2(vocab=200)))
+    attack.prepare(find_anatomy(tiny_llama(vocab=200)))
     assert attack.regressor is not None
 
 

@@ -579,6 +579,12 @@ def test_compiled_blocks_keep_names_and_modules_together() -> None:
     assert "2 x GPT2Block" in found.describe()
 
 
+def test_compiled_layers_are_no_blocks() -> None:
+    model = PlainLM()
+    model.body = nn.Sequential(*(torch.compile(nn.Linear(8, 8)) for _ in range(2)))
+    assert find_anatomy(model).blocks == ()
+
+
 class PlainLM(nn.Module):
     def __init__(self, rows: int = 40, depth: int = 3) -> None:
         super().__init__()
@@ -641,6 +647,10 @@ def test_delegating_lightning_module_is_not_taken_for_the_model() -> None:
 
     model = Exposing()
     assert find_anatomy(Delegating(model)).model is model
+    known = tiny_gpt2()
+    root = Delegating(known)
+    root.config = known.config
+    assert find_anatomy(root).model is known
 
 
 def test_plain_encoder_decoder() -> None:
@@ -749,6 +759,19 @@ def test_base_model_without_a_head() -> None:
     assert found.head_name is None
     assert found.vocab_size == VOCAB
     assert "output head: none" in found.describe()
+
+
+def test_language_model_whose_head_was_taken_off() -> None:
+    model = tiny_gpt2(tied=False)
+    model.lm_head = nn.Identity()
+    with pytest.raises(AnatomyError, match="found no output head in GPT2LMHeadModel"):
+        find_anatomy(model)
+    assert find_anatomy(model, kind="causal").head is None
+
+
+def test_as_many_classes_as_dimensions() -> None:
+    """The pooler has as many rows as the head."""
+    assert find_anatomy(tiny_bert_classifier(classes=DIM)).head_name == "classifier"
 
 
 def test_two_language_models_are_refused_by_name() -> None:

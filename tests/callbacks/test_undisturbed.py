@@ -109,3 +109,19 @@ def test_checkpoint_loads_with_weights_only(tmp_path):
     fit([*callbacks, saver], tmp_path, enable_checkpointing=True)
     state = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert any(key.startswith("LeakageMonitor[") for key in state["callbacks"])
+
+
+def test_a_compiled_model_is_watched_and_not_disturbed(tmp_path):
+    def compiled():
+        model = tiny_gpt2(dropout=0.0).train()
+        module = CausalLMModule(model, optimizer="adamw")
+        module.model = torch.compile(model, backend="aot_eager")
+        return module
+
+    plain = fit([], tmp_path / "plain", module=compiled(), n=12)
+    probe = Probe()
+    monitor = LeakageMonitor(probe, every_n_steps=1, head_own_part=True)
+    watched = fit([monitor], tmp_path / "watched", module=compiled(), n=12)
+    assert_same(plain, watched)
+    assert monitor.failures == 0
+    assert len(probe.at("shared")) == len(probe.at("local")) == 3

@@ -1,0 +1,176 @@
+"""What a learned readout looks at: a few numbers for each row of a gradient.
+
+All are free of the gradient's scale: rows are measured in units of one used token, which is read
+off the gradient itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.expected import Directions, ExpectedRows
+
+_TINY = 1e-4
+
+
+@dataclass(frozen=True)
+class RowSummary:
+    """One pass over a gradient.
+
+    Attributes:
+        along: (V,) projection of each row on ``u``.
+        norms: (V,) norm of each row.
+    """
+
+    along: Tensor
+    norms: Tensor
+
+    @classmethod
+    def of(cls, gradient: Tensor, u: Tensor, rows_at_once: int = 4096) -> RowSummary:
+        """Reads the gradient once, in float32.
+
+        Raises:
+            UnusableObservation: it has NaN or infinity, or is all zero.
+        """
+        along, squares = [], []
+        for rows in torch.split(gradient.detach(), rows_at_once):
+            rows = rows.float()
+            along.append(rows @ u)
+            squares.append(torch.linalg.vector_norm(rows, dim=1))
+        summary = cls(torch.cat(along), torch.cat(squares))
+        largest = summary.norms.max()
+        if not bool(torch.isfinite(largest)):
+            raise UnusableObservation("the head's gradient has NaN or infinity")
+        if not bool(largest > 0):
+            raise UnusableObservation(
+                "the head's gradient is all zero: no token was trained on in this step"
+            )
+        return summary
+
+    def at(self, rows: Tensor) -> RowSummary:
+        """The summary of some rows."""
+        return RowSummary(self.along[rows], self.norms[rows])
+
+
+@dataclass(frozen=True)
+class Units:
+    """What a gradient says about its own scale and size.
+
+    Attributes:
+        token: () norm of the row of a type used once.
+        tokens: () used tokens seen in the rows that are negative along ``u``, net of predictions.
+        clusters: (C,) factors on the clusters' expected rows that make up this gradient's.
+        n_tokens: () estimate of the number of tokens in the batch.
+    """
+
+    token: Tensor
+    tokens: Tensor
+    clusters: Tensor
+    n_tokens: Tensor
+
+    @classmethod
+    def of(
+        cls, summary: RowSummary, directions: Directions, expected: ExpectedRows, at: Tensor
+    ) -> Units | None:
+        """Estimates them; None where no row is negative along ``u``.
+
+        Args:
+            summary: of the gradient, or of a subset of its rows that holds every used type.
+            directions: what it was projected on.
+            expected: of public text.
+            at: where in ``summary`` the reference types stand.
+        """
+        negative = summary.along < 0
+        norms = summary.norms[negative].sort().values
+        if len(norms) == 0:
+            return None
+        middle = torch.searchsorted(norms.cumsum(0), norms.sum() / 2).clamp(max=len(norms) - 1)
+        token = norms[middle]
+        for _ in range(4):
+            token = norms[norms > 0.3 * token].median()
+        scale = token * directions.scale / directions.norm
+        large = negative & (summary.norms > 0.3 * token)
+        clusters = expected.weights(summary.along[at] / scale)
+        return cls(
+            token=token,
+            tokens=-summary.along[large].sum() / scale,
+            clusters=clusters,
+            n_tokens=(clusters * expected.share).sum(),
+        )
+
+
+def signed_log(values: Tensor, unit: float = 1e-3) -> Tensor:
+    """``sign(x) log(1 + |x| / unit)``: both tails and the neighbourhood of zero stay visible."""
+    return values.sign() * (values.abs() / unit).log1p()
+
+
+def plausible(summary: RowSummary, units: Units) -> Tensor:
+    """(V,) which rows could be those of a used type: negative along ``u``, or not small."""
+    return (summary.along < 0) | (summary.norms > 0.1 * units.token)
+
+
+def row_features(
+    rows: Tensor,
+    summary: RowSummary,
+    units: Units,
+    directions: Directions,
+    expected: ExpectedRows,
+) -> Tensor:
+    """Features of k rows, (k, F).
+
+    Args:
+        rows: (k, d) of the gradient.
+        summary: of these rows.
+        units: of the whole gradient.
+        directions: to project on.
+        expected: of the same types.
+    """
+    rows = rows.float() / units.token
+    r = summary.norms / units.token
+    s = summary.along / (units.token * directions.scale / directions.norm)
+    cosine = summary.along / (summary.norms + 1e-30)
+    n = units.n_tokens.clamp(min=1.0)
+    predicted = (expected.mass @ units.clusters).clamp(min=1e-12)
+
+    k = len(directions.centres)
+    near = (rows @ directions.centres.T).sort(dim=1).values
+    ranks = [near[:, min(i, k - 1)] for i in (0, 1, 3, 7, k // 2, k - 1)]
+
+    white = rows @ directions.whitening
+    inside = (white * directions.deviations).square().sum(1) / (r * r + 1e-30)
+    opening = (rows @ directions.opening).square() / (r * r + 1e-30)[:, None]
+    template = expected.whitened
+    squared = template.square().sum(1) + 1e-30
+    amount = (white * template).sum(1) / squared
+    rest = (white - amount[:, None] * template).norm(dim=1)
+    whole = white.norm(dim=1) + 1e-30
+
+    columns = [
+        signed_log(s),
+        (r + _TINY).log(),
+        cosine,
+        inside,
+        *(signed_log(v) for v in ranks),
+        (near < 0).float().mean(1),
+        *(v / (r + _TINY) for v in (ranks[0], ranks[2], ranks[4])),
+        (predicted + _TINY).log(),
+        signed_log(predicted - s),
+        (s / predicted).clamp(-50, 5),
+        (expected.probability * n + 1e-6).log(),
+        (expected.energy * n + 1e-8).log(),
+        expected.energy / (expected.probability + 1e-30),
+        amount * squared.sqrt() / whole,
+        (rest + _TINY).log(),
+        (rest * rest / (expected.energy * n + 1e-6) + 1e-12).log(),
+        signed_log(amount / n),
+        rest / whole,
+        (expected.frequency * n + 1e-2).log(),
+        (expected.opening * n + 1e-3).log(),
+        units.tokens.clamp(min=1.0).log().expand(len(rows)),
+        n.log().expand(len(rows)),
+    ]
+    return torch.cat([torch.stack(columns, 1), opening], 1)

@@ -1,5 +1,6 @@
 """Attacks: what an adversary would see of a step in, a guess out."""
 
+from lightning_fedleak.attacks.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.bag_of_words import BagOfWords, bag_of_words
 from lightning_fedleak.attacks.base import (
     Attack,
@@ -26,6 +27,7 @@ from lightning_fedleak.attacks.reveal_labels import (
 )
 
 __all__ = [
+    "AlignedFlatChat",
     "Attack",
     "BagOfWords",
     "BiasSign",

@@ -69,7 +69,7 @@ def flattened(gradient: Tensor) -> Tensor:
             f"the head's gradient has NaN or infinity in {n_bad} of {len(s)} rows: nothing can be "
             "read from it (an overflowed mixed-precision step, or a diverged model)"
         )
-    norm = torch.linalg.vector_norm(s)
+    norm: Tensor = torch.linalg.vector_norm(s)
     if not bool(norm > 0):
         raise UnusableObservation(
             "every row of the head's gradient sums to zero: no token was trained on in this step, "
@@ -81,10 +81,9 @@ def flattened(gradient: Tensor) -> Tensor:
             "zero, as behind a LayerNorm that is not trained yet. FlatChat's ones direction reads "
             "nothing there; AlignedFlatChat chooses one that does"
         )
-    s = s / norm
     if bool((s == s[0]).all()):
         raise UnusableObservation("all rows of the head's gradient have the same sum")
-    return s
+    return s.div_(norm)
 
 
 def _is_rounding(gradient: Tensor, sums: Tensor) -> bool:

@@ -21,8 +21,10 @@ _Parameters = tuple[float, float, float, float, float]
 _Step = Callable[[_Parameters], "tuple[_Parameters, float] | None"]
 
 _LOG_2PI = math.log(2 * math.pi)
-_VARIANCE_FLOOR = 1e-14
+_VARIANCE_FLOOR = 1e-20
 _LOGARITHMS = (0, 3, 4)
+_REBINNINGS = 12
+_FINEST = 0.3
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,17 @@ def fit_two_gaussians(
     bins: int = 2048,
     tolerance: float = 1e-7,
     max_iterations: int = 3000,
-    polish: int = 4,
+    polish: int = 1,
     regularization: float = 0.0,
 ) -> Mixture:
     """Fits ``w0 N(m0, v0) + w1 N(m1, v1)`` by maximum likelihood.
 
     EM, accelerated by squared extrapolation (SQUAREM, Varadhan and Roland 2008) that is taken only
     where it does not lower the objective, on bins that are narrow at the centre and grow
-    logarithmically into the tails; then ``polish`` plain EM steps on the values. The likelihood
+    logarithmically into the tails (and anew on finer ones where the narrow component has shrunk to
+    their scale); then ``polish`` plain EM steps on the values. The likelihood
     of a mixture has several optima: what is reached is the one EM leads to from ``start``, the
-    same as any exact EM from that start. Variances are kept above 1e-14 of the total variance
+    same as any exact EM from that start. Variances are kept above 1e-20 of the total variance
     (values that are mostly one and the same number would shrink a component to that point).
 
     Runs in float64 on the CPU whatever the device of ``values``: one copy of n numbers, no
@@ -125,19 +128,24 @@ def fit_two_gaussians(
     Raises:
         ValueError: too few values, non-finite ones, or all alike.
     """
-    x = _checked(values)
+    values = _checked(values)
     if not isinstance(start, Mixture):
-        start = tail_start(x, start)
-    centre = float(start.means[0])
-    # Centre and unit of the narrow component: keeps x, x**2 of the bulk near one.
-    unit = math.sqrt(max(float(start.variances[0]), float(x.var(correction=0)) * 1e-8))
-    x = (x - centre) / unit
-    floor = float(x.var(correction=0)) * _VARIANCE_FLOOR
-
-    added = regularization / unit**2
-    theta = _pack(start, centre, unit)
-    step = _em_step(*_binned(x, bins), floor, added)
-    theta, iterations, converged = _accelerate(step, theta, tolerance, max_iterations)
+        start = tail_start(values, start)
+    total_variance = float(values.var(correction=0))
+    mixture, iterations, converged = start, 0, False
+    for _ in range(_REBINNINGS):
+        # Centre and unit of the narrow component keep x and x**2 of the bulk near one.
+        centre = float(mixture.means[0])
+        unit = math.sqrt(max(float(mixture.variances[0]), total_variance * _VARIANCE_FLOOR))
+        x = (values - centre) / unit
+        floor, added = total_variance * _VARIANCE_FLOOR / unit**2, regularization / unit**2
+        theta = _pack(mixture, centre, unit)
+        step = _em_step(*_binned(x, bins), floor, added)
+        theta, steps, converged = _accelerate(step, theta, tolerance, max_iterations - iterations)
+        iterations += steps
+        mixture = _unpack(theta, centre, unit, math.nan, iterations, converged)
+        if not converged or float(mixture.variances[0]) >= (_FINEST * unit) ** 2:
+            break
     exact = _em_step(torch.stack([torch.ones_like(x), x, x * x]), None, floor, added)
     log_likelihood = math.nan
     for polished in range(polish + 1):

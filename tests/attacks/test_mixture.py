@@ -33,6 +33,7 @@ SAMPLES = {
     "peaked": peaked(6000),
     "heavy tails": normal(6000, 2) / normal(6000, 3).abs().sqrt(),
     "offset": normal(3000, 4) * torch.where(normal(3000, 5) > 1, 20.0, 1.0) + 1e4,
+    "spike": torch.cat([normal(2000, 8) * 1e-7, normal(2000, 9) * 1e-3, normal(80, 10)]),
     "few": torch.cat([normal(50, 6), normal(10, 7) * 30]),
 }
 

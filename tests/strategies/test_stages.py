@@ -36,6 +36,9 @@ class Scale(Defense):
             if parameter.grad is not None:
                 parameter.grad.mul_(self.factor)
 
+    def load_state_dict(self, state) -> None:
+        self.events.append(f"load {dict(state)}")
+
     def teardown(self) -> None:
         self.events.append("teardown")
 
@@ -264,14 +267,19 @@ def test_resuming_with_fresh_entropy_or_without_state_never_replays(tmp_path) ->
 
 
 def test_a_second_fit_goes_on_counting_and_validation_changes_nothing(tmp_path) -> None:
-    noise = GradientNoise(1.0, 1.0)
-    _, run = fit(DefendedStrategy("auto", [noise]), sgd, **checkpointed(tmp_path))
+    noise, other = GradientNoise(1.0, 1.0), Scale(1.0)
+    _, run = fit(DefendedStrategy("auto", [noise, other]), sgd, **checkpointed(tmp_path))
     assert noise.releases == 6
     run.validate(sgd(), loader(8), ckpt_path=str(tmp_path / "last.ckpt"), verbose=False)
     assert noise.releases == 6
+    assert other.events == ["before_setup", "teardown"]
     run.fit_loop.max_epochs = 2
     run.fit(sgd(), loader())
     assert noise.releases == 12
+    run.fit_loop.max_epochs = 3
+    run.fit(sgd(), loader(), ckpt_path=str(tmp_path / "last.ckpt"))
+    assert other.events == ["before_setup", "teardown"] * 2 + ["load {}", *other.events[:2]]
+    assert noise.releases > 12
 
 
 def test_a_checkpoint_of_a_defended_run_warns_where_the_defence_is_gone(tmp_path) -> None:

@@ -158,7 +158,8 @@ class PublicText:
         Args:
             anatomy: the model; it is run in eval mode without gradients and left as it was.
             n: texts.
-            length: tokens of a text at most (a text ends at the model's end token).
+            length: tokens of a text at most (a text ends at the model's end token, and with its
+                context).
             seed: of an own generator.
             start_token_id: first token of every text; by default the model's ``bos_token_id``,
                 and where it has none a different random token for each text.
@@ -184,8 +185,7 @@ class PublicText:
             return given
         if given != "sampled":
             raise ValueError(f"public_text must be a PublicText or 'sampled', got {given!r}")
-        limit = getattr(getattr(anatomy.model, "config", None), "max_position_embeddings", 64)
-        return cls.sampled_from(anatomy, n=256, length=min(64, limit), seed=seed)
+        return cls.sampled_from(anatomy, n=256, length=64, seed=seed)
 
 
 def _token_ids(
@@ -239,6 +239,7 @@ def _sampled(
         raise ValueError(f"sampling needs n >= 1 and length >= 2, got n={n}, length={length}")
     generator = torch.Generator().manual_seed(seed)
     config = getattr(anatomy.model, "config", None)
+    length = min(length, getattr(config, "max_position_embeddings", None) or length)
     start = start_token_id if start_token_id is not None else getattr(config, "bos_token_id", None)
     ends = getattr(config, "eos_token_id", None)
     end_ids = torch.tensor([] if ends is None else ends, dtype=torch.int64).reshape(-1)

@@ -58,6 +58,10 @@ def save_tiny_causal_lm(folder: Path) -> Path:
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        GPT2LMHeadModel(config).save_pretrained(folder)
+        model = GPT2LMHeadModel(config)
+        # As after some training: hidden states behind a new LayerNorm all sum to zero.
+        torch.nn.init.normal_(model.transformer.ln_f.weight, mean=1.0, std=0.3)
+        torch.nn.init.normal_(model.transformer.ln_f.bias, std=0.3)
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

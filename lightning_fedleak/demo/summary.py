@@ -1,0 +1,119 @@
+"""What a watched run measured, in sentences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One attack at one look, read back from ``leakage.jsonl``.
+
+    Attributes:
+        attack: its name in the logs.
+        step: optimizer step.
+        n: word types that the batch really held.
+        recall, precision: shares, 0 to 1; None where the result is unknown.
+        exposed: whether the surface that the attack reads was shared at all.
+    """
+
+    attack: str
+    step: int
+    n: int
+    recall: float | None
+    precision: float | None
+    exposed: bool
+
+    @property
+    def f1(self) -> float:
+        """Harmonic mean of recall and precision; 0 where either is unknown."""
+        if not self.recall or not self.precision:
+            return 0.0
+        return 2 * self.recall * self.precision / (self.recall + self.precision)
+
+
+def read_back(path: Path) -> list[Reading]:
+    """The shared stage's results in a ``leakage.jsonl``; none where the file does not exist."""
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        Reading(
+            attack=line["attack"],
+            step=line["step"],
+            n=line["n"],
+            recall=_value(line, "recall"),
+            precision=_value(line, "precision"),
+            exposed=line["exposed"],
+        )
+        for line in lines
+        if line["stage"] == "shared"
+    ]
+
+
+def _value(line: dict[str, dict[str, dict[str, float | None]]], metric: str) -> float | None:
+    return line["metrics"].get(metric, {}).get("value")
+
+
+def summary(readings: Sequence[Reading], batch_size: int) -> str:
+    """The share of the words that one update gave away, by attack, and what that says.
+
+    Args:
+        readings: of one run; several attacks and steps.
+        batch_size: texts behind one update.
+    """
+    known = [r for r in readings if r.exposed and r.recall is not None]
+    if not known:
+        return "Nothing was measured: no attack gave a result. That is 'unknown', not 'safe'" + (
+            "; the attacks of this demo read the gradient of the output head, and this run "
+            "does not share it."
+            if any(not r.exposed for r in readings)
+            else "."
+        )
+    by_attack = {a: [r for r in readings if r.attack == a] for a in {r.attack for r in known}}
+    best = max(by_attack, key=lambda a: _mean([r.f1 for r in by_attack[a]]))
+    recall = _mean([r.recall for r in by_attack[best] if r.recall is not None])
+    lines = [
+        f"Off one shared update the server could have read {recall:.0%} of the private words "
+        f"({best}).",
+        "",
+        f"Mean, lowest and highest of {len({r.step for r in known})} updates, each of {batch_size} "
+        f"texts that held {_mean([r.n for r in known]):.0f} different words:",
+    ]
+    for attack in dict.fromkeys(r.attack for r in readings):
+        lines.append(f"  {attack}: {_sentence([r for r in readings if r.attack == attack])}")
+    lines += [
+        "",
+        "'Words' are the model's tokens: words and pieces of words. The server (its staff, its "
+        "storage, whoever listens) learns which occur, not their order and not in which text.",
+        "A low number would not mean 'safe': these attacks read one gradient of one step. Others "
+        "may read more, and another model, text or batch size gives other numbers.",
+    ]
+    return "\n".join(lines)
+
+
+def _sentence(readings: Sequence[Reading]) -> str:
+    if not any(r.exposed for r in readings):
+        return "nothing, for it reads a gradient that this run does not share"
+    known = [r for r in readings if r.recall is not None and r.precision is not None]
+    if not known:
+        return "unknown, it gave no result"
+    tail = (
+        f"; no result at {len(readings) - len(known)} looks" if len(known) < len(readings) else ""
+    )
+    return (
+        f"recall {_spread([r.recall for r in known])}, "
+        f"precision {_spread([r.precision for r in known])}{tail}"
+    )
+
+
+def _spread(shares: Sequence[float | None]) -> str:
+    present = [s for s in shares if s is not None]
+    return f"{_mean(present):.0%} ({min(present):.0%} to {max(present):.0%})"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

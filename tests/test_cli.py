@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from lightning_fedleak.cli import main
+
+
+def test_help_and_version_load_no_heavy_module(capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys\n"
+        "from lightning_fedleak.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "heavy = {'torch', 'lightning', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+    assert "fit" in done.stdout
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == version("lightning-fedleak")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "argument --steps: '0' is not a whole number of at least 1"),
+        (["--steps", "many"], "argument --steps: 'many' is not a whole number"),
+        (["--length", "1"], "argument --length: '1' is not a whole number of at least 2"),
+        (["--at-most", "1.5"], "argument --at-most: '1.5' is not a number from 0 to 1"),
+        (["--at-most", "nan"], "argument --at-most: 'nan' is not a number from 0 to 1"),
+        (["--lr", "inf"], "argument --lr: 'inf' is not a positive number"),
+        (["--seed", "-1"], "argument --seed: '-1' is not a whole number from 0"),
+    ],
+)
+def test_refuses_numbers_that_mean_nothing(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["demo", *arguments])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unusable_text_and_model_are_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "letters.txt"
+    assert main(["demo", "--text", str(missing), "--out", str(tmp_path)]) == 1
+    assert f"fedleak: there is no file '{missing}'" in capsys.readouterr().err
+    assert main(["demo", "--model", str(tmp_path), "--out", str(tmp_path)]) == 1
+    assert f"could be loaded from '{tmp_path}'" in capsys.readouterr().err
+
+
+def test_fit_without_jsonargparse_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "lightning_fedleak.demo.fit", raising=False)
+
+    class Refuses:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "lightning_fedleak.demo.fit":
+                raise ModuleNotFoundError("No module named 'jsonargparse'", name="jsonargparse")
+
+    monkeypatch.setattr(sys, "meta_path", [Refuses(), *sys.meta_path])
+    assert main(["fit", "--help"]) == 1
+    assert "pip install 'lightning-fedleak[cli]'" in capsys.readouterr().err

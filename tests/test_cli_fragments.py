@@ -1,0 +1,120 @@
+"""Each ready-made fragment, appended to a user's config and run for a few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+
+from lightning_fedleak.attacks import AlignedFlatChat, FlatChat
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.defenses import Freeze, GradientNoise
+from lightning_fedleak.demo.fit import fit
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.folders import TEXTS, save_tiny_causal_lm
+
+ROOT = Path(__file__).parents[1]
+FRAGMENTS = ROOT / "callbacks"
+
+USERS_OWN = """
+trainer:
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_causal_lm(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def fitted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs `fedleak fit` with fragments; gives the Trainer."""
+    text, own = tmp_path / "private.txt", tmp_path / "own.yaml"
+    text.write_text("\n".join(TEXTS))
+    own.write_text(USERS_OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["fedleak"])
+    trainers: list[L.Trainer] = []
+    original = L.Trainer.fit
+
+    def keep(self: L.Trainer, *args, **kwargs) -> None:
+        trainers.append(self)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(L.Trainer, "fit", keep)
+
+    def run(*fragments: str) -> L.Trainer:
+        configs = [ROOT / "examples" / "finetune.yaml", own]
+        configs += [FRAGMENTS / f"{name}.yaml" for name in fragments]
+        arguments = [a for path in configs for a in ("--config", str(path))]
+        arguments += [f"--model.model={model}", f"--data.text={text}", "--data.batch_size=4"]
+        arguments += ["--data.length=32", "--trainer.max_steps=3", "--trainer.accelerator=cpu"]
+        arguments += ["--trainer.devices=1", "--trainer.enable_progress_bar=false"]
+        fit(["fit", *arguments])
+        return trainers[-1]
+
+    return run
+
+
+def callback(trainer: L.Trainer, kind: type) -> L.Callback:
+    [found] = [c for c in trainer.callbacks if isinstance(c, kind)]
+    return found
+
+
+def still_has_the_users_own(trainer: L.Trainer) -> None:
+    callback(trainer, L.callbacks.LearningRateMonitor)
+
+
+def test_every_fragment_is_tested() -> None:
+    names = {path.stem for path in FRAGMENTS.glob("*.yaml")}
+    assert names == {
+        "word_leakage",
+        "gate_word_leakage",
+        "noise_gradients",
+        "freeze_head_and_embeddings",
+    }
+
+
+def test_word_leakage(fitted) -> None:
+    trainer = fitted("word_leakage")
+    still_has_the_users_own(trainer)
+    monitor = callback(trainer, LeakageMonitor)
+    assert [type(a) for a in monitor.attacks] == [FlatChat, AlignedFlatChat]
+    assert monitor.failures == 0
+    for name in ("flatchat", "aligned_flatchat"):
+        assert 0 <= float(trainer.callback_metrics[f"leakage/{name}/f1"]) <= 1
+        assert float(trainer.callback_metrics[f"leakage/{name}/exposed"]) == 1
+
+
+def test_gate_word_leakage(fitted) -> None:
+    trainer = fitted("word_leakage", "gate_word_leakage")
+    still_has_the_users_own(trainer)
+    gate = callback(trainer, RiskGate)
+    assert (gate.metric, gate.at_most, gate.action) == ("leakage/aligned_flatchat/f1", 0.3, "stop")
+
+
+def test_gate_without_a_monitor_is_refused(fitted) -> None:
+    with pytest.raises(ValueError, match="LeakageMonitor"):
+        fitted("gate_word_leakage")
+
+
+def test_noise_gradients(fitted) -> None:
+    trainer = fitted("noise_gradients", "word_leakage")
+    still_has_the_users_own(trainer)
+    assert isinstance(trainer.strategy, DefendedStrategy)
+    [noise] = trainer.strategy.defenses
+    assert isinstance(noise, GradientNoise)
+    assert noise.releases == trainer.global_step == 3
+
+
+def test_defences_add_up(fitted) -> None:
+    trainer = fitted("noise_gradients", "freeze_head_and_embeddings", "word_leakage")
+    noise, freeze = trainer.strategy.defenses
+    assert isinstance(noise, GradientNoise)
+    assert isinstance(freeze, Freeze)
+    for name in ("flatchat", "aligned_flatchat"):
+        assert float(trainer.callback_metrics[f"leakage/{name}/exposed"]) == 0
+        assert float(trainer.callback_metrics[f"leakage/{name}/f1"]) == 0

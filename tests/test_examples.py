@@ -1,0 +1,62 @@
+"""Each example, run as a user would."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs an example in an empty folder; gives what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str) -> str:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def value(printed: str, before: str) -> float:
+    [line] = [line for line in printed.splitlines() if line.startswith(before)]
+    return float(line.removeprefix(before).split()[0].rstrip(","))
+
+
+def test_quickstart(run) -> None:
+    assert 0.5 < value(run("quickstart.py"), "leakage/aligned_flatchat/f1 =") <= 1
+
+
+def test_custom_attack(run) -> None:
+    printed = run("custom_attack.py")
+    assert 0 < value(printed, "largest_rows: F1") <= 1
+    assert 0.5 < value(printed, "aligned_flatchat: F1") <= 1
+
+
+def test_lora_closes_this_surface(run) -> None:
+    printed = run("lora.py")
+    assert value(printed, "everything trained: F1") > 0.5
+    assert "lora: F1 0.000, exposed 0" in printed
+
+
+@pytest.mark.ddp
+def test_defended_ddp(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "defended_ddp.py")],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    local = value(done.stdout, "leakage_local/aligned_flatchat/f1 =")
+    shared = value(done.stdout, "leakage/aligned_flatchat/f1 =")
+    assert shared < local

@@ -26,7 +26,7 @@ import torch
 from sklearn.mixture import GaussianMixture
 from torch import Tensor
 
-from lightning_fedleak.attacks import flatchat
+from lightning_fedleak.attacks.flatchat import flatchat
 from lightning_fedleak.attacks.flattening import REGULARIZATION
 from lightning_fedleak.attacks.mixture import Mixture, fit_two_gaussians, tail_start
 

@@ -1,7 +1,7 @@
 """Attacks: what an adversary would see of a step in, a guess out."""
 
 from lightning_fedleak.attacks.aligned import AlignedFlatChat
-from lightning_fedleak.attacks.bag_of_words import BagOfWords, bag_of_words
+from lightning_fedleak.attacks.bag_of_words import BagOfWords
 from lightning_fedleak.attacks.base import (
     Attack,
     Guess,
@@ -10,20 +10,18 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.bias_sign import BiasSign, bias_sign
+from lightning_fedleak.attacks.bias_sign import BiasSign
 from lightning_fedleak.attacks.calibration import PublicText, gradient_of
 from lightning_fedleak.attacks.flatchat import (
     FlatChat,
     FlatChatGuess,
     TypeCountRegressor,
-    flatchat,
 )
 from lightning_fedleak.attacks.flattening import flatten, rank_types, separate_clusters
 from lightning_fedleak.attacks.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.reveal_labels import (
     RevealLabels,
     RevealLabelsGuess,
-    reveal_labels,
 )
 
 __all__ = [
@@ -43,13 +41,9 @@ __all__ = [
     "TypeCountRegressor",
     "UnusableObservation",
     "WordGuess",
-    "bag_of_words",
-    "bias_sign",
     "fit_two_gaussians",
-    "flatchat",
     "flatten",
     "gradient_of",
     "rank_types",
-    "reveal_labels",
     "separate_clusters",
 ]

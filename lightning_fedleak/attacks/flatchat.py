@@ -167,7 +167,7 @@ class FlatChat(Attack):
         scorer: Scorer = "gmm",
         degree: int = 1,
         shapes: Sequence[tuple[int, int]] = SHAPES,
-        batches_per_shape: int = 2,
+        batches_per_shape: int = 1,
         mask_token_id: int | None = None,
         regularization: float = REGULARIZATION,
         min_ratio: float = 4.0,

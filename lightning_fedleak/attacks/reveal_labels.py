@@ -84,8 +84,8 @@ def reveal_labels(
         The separable types in ascending order; ``scores`` is None.
 
     Raises:
-        UnusableObservation: non-finite or all zero, rows that do not sum to zero, full rank, or
-            no time left.
+        UnusableObservation: non-finite or all zero, rows that do not sum to zero, full rank, no
+            time left, or a program that the solver cannot decide.
     """
     deadline = time.monotonic() + max_seconds
     rows, full = _row_space(gradient, tolerance)
@@ -128,8 +128,8 @@ def reveal_labels(
 class RevealLabels(Attack):
     """RLG (Dang et al. 2021) on the output head's gradient, see :func:`reveal_labels`.
 
-    Exact for batches of fewer tokens than the hidden size has dimensions, and slow: minutes where
-    the rank is in the hundreds.
+    Finds every label of a batch of fewer tokens than the hidden size has dimensions, and is slow:
+    up to a minute at rank 200 and hours at rank 500.
 
     Args:
         max_seconds: for the linear programs of one look; beyond it the result is unknown.
@@ -292,5 +292,8 @@ def _separable(
         if solution.status == 1:
             return None, programs
         if solution.status != 0:
-            raise RuntimeError(f"linear program of type {t}: {solution.message}")
+            raise UnusableObservation(
+                f"the linear program of type {t} was neither solved nor shown infeasible "
+                f"({solution.message}); the gradient may be too noisy for this method"
+            )
         r = solution.x

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, find_anatomy
-from lightning_fedleak.attacks import BagOfWords, UnusableObservation, bag_of_words
+from lightning_fedleak.attacks.bag_of_words import BagOfWords, bag_of_words
+from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.models import tiny_gpt2

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fedleak.anatomy import HEAD_BIAS, find_anatomy
-from lightning_fedleak.attacks import BiasSign, UnusableObservation, bias_sign
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.bias_sign import BiasSign, bias_sign
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2

@@ -18,12 +18,12 @@ from lightning_fedleak.attacks import (
     PublicText,
     TypeCountRegressor,
     UnusableObservation,
-    flatchat,
     flatten,
     gradient_of,
     rank_types,
     separate_clusters,
 )
+from lightning_fedleak.attacks.flatchat import flatchat
 from lightning_fedleak.attacks.mixture import Mixture
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers.models import tiny_gpt2, tiny_llama

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -126,6 +127,8 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _fit(arguments: Sequence[str] | None) -> int:
+    # LightningCLI's own calls to jsonargparse are meant, and not the user's to mend.
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     try:
         from lightning_fedleak.demo.fit import fit
     except ImportError as error:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as L
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,6 +19,7 @@ from lightning_fedleak.callbacks import LeakageMonitor
 
 _ROWS_SHOWN = 12
 _BAR_WIDTH = 10
+_WIDTH_FOR_BARS = 104
 _SHOWN = ("recall", "precision", "f1")
 
 
@@ -41,6 +43,7 @@ class LiveTable(L.Callback):
         self._attacks = [attack.name for attack in monitor.attacks]
         self._rows: deque[list[str]] = deque(maxlen=_ROWS_SHOWN)
         self._live: Live | None = None
+        self._status = console.status("The attacks calibrate on text that the model wrote ...")
         self._progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         )
@@ -49,9 +52,11 @@ class LiveTable(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Asks the monitor to be told of each look."""
         self.monitor.subscribe(self._on_look)
+        self._status.start()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Opens the table."""
+        self._status.stop()
         self._progress.update(self._task, total=trainer.max_steps)
         if self.console.is_terminal:
             self._live = Live(self._render(), console=self.console, refresh_per_second=8)
@@ -77,6 +82,7 @@ class LiveTable(L.Callback):
         self._close()
 
     def _close(self) -> None:
+        self._status.stop()
         if self._live is not None:
             self._live.update(self._render(), refresh=True)
             self._live.stop()
@@ -98,21 +104,20 @@ class LiveTable(L.Callback):
         self.console.print(line, highlight=False, soft_wrap=True)
 
     def _render(self) -> RenderableType:
-        table = Table(title=self.title, title_justify="left", caption_justify="left")
+        table = Table(
+            title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
         table.add_column("step", justify="right")
         table.add_column("loss", justify="right")
         for name in self._attacks:
             table.add_column(f"{name}\nrecall", justify="right")
             table.add_column("\nprecision", justify="right")
             table.add_column("\nf1", no_wrap=True)
+        wide = self.console.width >= _WIDTH_FOR_BARS
+        f1_columns = range(4, 2 + 3 * len(self._attacks), 3) if wide else ()
         for row in self._rows:
-            table.add_row(
-                *[_bar(cell) if i in self._bars() else cell for i, cell in enumerate(row)]
-            )
+            table.add_row(*(_bar(c) if i in f1_columns else c for i, c in enumerate(row)))
         return Group(table, self._progress)
-
-    def _bars(self) -> Sequence[int]:
-        return range(4, 2 + 3 * len(self._attacks), 3)
 
 
 def _number(value: float) -> str:

@@ -113,7 +113,7 @@ class Demo:
         interrupted = (second or watched).interrupted
         if interrupted:
             console.print("\nInterrupted. This is what was measured until then.", style="bold")
-        console.rule()
+        console.rule("what one shared update gave away")
         console.print(summary(watched.readings, self.batch_size), highlight=False)
         if watched.revealed is not None:
             console.print(
@@ -210,7 +210,6 @@ def _say_what_the_gate_did(console: Console, run: _Finished) -> None:
         text = f"RiskGate '{run.gate_name}' stopped training {run.event}"
         console.rule("what you see when the gate closes", style="red")
         console.print(text, highlight=False, soft_wrap=True)
-        console.rule(style="red")
     elif not run.interrupted:
         console.print(
             f"The gate let all {run.steps} steps pass: leakage stayed at or below the threshold. "

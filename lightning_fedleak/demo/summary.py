@@ -73,9 +73,10 @@ def summary(readings: Sequence[Reading], batch_size: int) -> str:
             if any(not r.exposed for r in readings)
             else "."
         )
-    by_attack = {a: [r for r in readings if r.attack == a] for a in {r.attack for r in known}}
-    best = max(by_attack, key=lambda a: _mean([r.f1 for r in by_attack[a]]))
-    recall = _mean([r.recall for r in by_attack[best] if r.recall is not None])
+    best = max(
+        {r.attack for r in known}, key=lambda a: _mean([r.f1 for r in known if r.attack == a])
+    )
+    recall = _mean([r.recall for r in known if r.attack == best and r.recall is not None])
     lines = [
         f"Off one shared update the server could have read {recall:.0%} of the private words "
         f"({best}).",

@@ -15,7 +15,13 @@ from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Query, Surfaces, WordGuess
 from lightning_fedleak.attacks.calibration import PublicText, hidden_states_of
 from lightning_fedleak.attacks.expected import ExpectedRows, separating_direction
-from lightning_fedleak.attacks.features import RowSummary, Units, plausible, row_features
+from lightning_fedleak.attacks.features import (
+    RowSummary,
+    Units,
+    plausible,
+    row_features,
+    significant,
+)
 from lightning_fedleak.attacks.parts import GradientParts, gradient_parts, head_of
 from lightning_fedleak.attacks.readout import best_count
 from lightning_fedleak.attacks.rehearsal import Rehearsed, rehearse
@@ -35,8 +41,8 @@ class AlignedFlatChat(Attack):
     which weighs token i by ``sum(h_i)``, of either sign. With a direction u on which the hidden
     states of public text are all positive, a row's projection is negative only if the type was
     used, and it is for every used type whose own predicted mass does not outweigh it. So
-    ``readout="sign"`` names the rows with a negative projection: nothing is fitted to the update,
-    and the number of types is not asked for.
+    ``readout="sign"`` names the rows with a negative projection (further from zero than noise on
+    the update explains, where a defence added some): the number of types is not asked for.
 
     What the sign misses are common words, predicted more often than they occur. ``"learned"``
     compares each row with the one that public text leads to expect of an unused type (predicted
@@ -44,7 +50,8 @@ class AlignedFlatChat(Attack):
     and its spread), and a small classifier, fitted on gradients of public text whose words are
     known, gives the probability that it was used. As many types are named as makes the expected
     F1 largest. All of it is free of the gradient's scale, so an update of several local steps
-    can be read as well.
+    can be read as well, and the classifier has seen noised gradients, since an adversary who
+    knows of the defence would rehearse against it.
 
     Reads the gradient as shared: of a tied matrix the sum of head and embedding parts. Assumes
     cross-entropy without label smoothing: smoothing takes a share of every row of every type at
@@ -201,10 +208,9 @@ class AlignedFlatChat(Attack):
         if self._u is None:
             raise RuntimeError(self._unprepared())
         self._u = self._u.to(gradient.device)
-        along = RowSummary.of(gradient, self._u).along
-        order = along.argsort()
-        types = order[: int((along < 0).sum())]
-        return WordGuess(types=types, scores=-along, n_types=float(len(types)))
+        summary = RowSummary.of(gradient, self._u)
+        types = significant(summary.along, summary.noise())
+        return WordGuess(types=types, scores=-summary.along, n_types=float(len(types)))
 
     def _by_readout(self, gradient: Tensor) -> WordGuess:
         if self._rehearsed is None:

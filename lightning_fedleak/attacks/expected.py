@@ -209,35 +209,55 @@ class ExpectedRows:
             reference=self.reference[:0],
         )
 
-    def weights(self, observed: Tensor, prior: float = 1.0, noise: float = 0.25) -> Tensor:
-        """Tokens in each cluster, fitted to a gradient's rows of the reference types.
+    def weights(
+        self, observed: Tensor, noise: Tensor, prior: float = 1.0, error: float = 0.25
+    ) -> Tensor:
+        """Factors on the clusters' mass, fitted to a gradient's rows of the reference types.
 
-        A first fit finds the number of tokens n; then ``observed_t ~ n sum_c x_c mass_tc`` with
-        relative error and a prior at ``x_c = 1``, ``x_c >= 0``; types far off (used after all)
-        are left out.
+        First the number of tokens n, then ``observed_t ~ n sum_c x_c mass_tc`` with relative error
+        and noise, a prior at ``x_c = 1``, and ``x_c >= 0``. Types far off (used after all) are
+        left out.
 
         Args:
             observed: (R,) rows of the reference types along ``u``, one used token being -1.
+            noise: () standard deviation of noise on ``observed``.
             prior: variance of ``x_c``.
-            noise: variance of the relative error.
+            error: variance of the relative error.
 
         Returns:
             (C,); all zero where no row could be used.
         """
         mass = self.mass[self.reference]
         expected = mass.sum(1)
-        usable = (observed > 0) & (expected > 0)
+        usable = (observed > -4 * noise) & (expected > 0)
         if int(usable.sum()) < 8:
             return mass.new_zeros(mass.shape[1])
         mass, expected, observed = mass[usable], expected[usable], observed[usable]
-        n = (observed / expected).log().median().exp()
-        near = ((observed / (n * expected)).log().abs() < 1.5)[:, None]
-        share = mass / expected[:, None] * near
-        y = observed / (n * expected) * near[:, 0]
+        n = _amount(observed, expected, noise)
+        if not bool(n > 0):
+            return mass.new_zeros(mass.shape[1])
+        predicted = n * expected
+        variance = error + (noise / predicted) ** 2
+        ratio = observed / predicted
+        near = (ratio - 1).abs() < 3.5 * variance.sqrt() + 1.75
+        precision = torch.where(near, 1 / variance, 0.0)
+        share = mass / expected[:, None]
         k = mass.shape[1]
-        gram = share.T @ share / noise + torch.eye(k, device=mass.device) / prior
-        target = share.T @ y / noise + 1 / prior
+        gram = share.T @ (share * precision[:, None]) + torch.eye(k, device=mass.device) / prior
+        target = share.T @ (ratio * precision) + 1 / prior
         return n * _non_negative(gram, target)
+
+
+def _amount(observed: Tensor, expected: Tensor, noise: Tensor, rounds: int = 5) -> Tensor:
+    """N in ``observed ~ n expected``: the median ratio where noise is small beside the rows."""
+    order = expected.argsort(descending=True)
+    n = (observed / expected)[order[: max(8, len(order) // 8)]].median().clamp(min=0)
+    for _ in range(rounds):
+        clear = n * expected > 3 * noise
+        if int(clear.sum()) < 8:
+            break
+        n = (observed / expected)[clear].median().clamp(min=0)
+    return n
 
 
 def _reference(probability: Tensor, used: Tensor, size: int = 4096) -> Tensor:

@@ -24,10 +24,12 @@ class RowSummary:
     Attributes:
         along: (V,) projection of each row on ``u``.
         norms: (V,) norm of each row.
+        width: d, the length of a row.
     """
 
     along: Tensor
     norms: Tensor
+    width: int
 
     @classmethod
     def of(cls, gradient: Tensor, u: Tensor, rows_at_once: int = 4096) -> RowSummary:
@@ -36,12 +38,12 @@ class RowSummary:
         Raises:
             UnusableObservation: it has NaN or infinity, or is all zero.
         """
-        along, squares = [], []
+        along, norms = [], []
         for rows in torch.split(gradient.detach(), rows_at_once):
             rows = rows.float()
             along.append(rows @ u)
-            squares.append(torch.linalg.vector_norm(rows, dim=1))
-        summary = cls(torch.cat(along), torch.cat(squares))
+            norms.append(torch.linalg.vector_norm(rows, dim=1))
+        summary = cls(torch.cat(along), torch.cat(norms), gradient.shape[1])
         largest = summary.norms.max()
         if not bool(torch.isfinite(largest)):
             raise UnusableObservation("the head's gradient has NaN or infinity")
@@ -53,7 +55,42 @@ class RowSummary:
 
     def at(self, rows: Tensor) -> RowSummary:
         """The summary of some rows."""
-        return RowSummary(self.along[rows], self.norms[rows])
+        return RowSummary(self.along[rows], self.norms[rows], self.width)
+
+    def noise(self) -> Tensor:
+        """The standard deviation that noise on each coordinate has at most, ().
+
+        If the update was noised, its smallest rows hold nothing else, and rows of d independent
+        coordinates are nearly of one norm: the 10% quantile gives it away. Without noise this is
+        a small fraction of the smallest rows, which harms no decision.
+        """
+        spread = 1 - 1.2816 / (2 * self.width) ** 0.5
+        low: Tensor = self.norms.kthvalue(1 + (len(self.norms) - 1) // 10).values
+        return low / (self.width**0.5 * max(spread, 0.1))
+
+    def denoised(self, noise: Tensor) -> Tensor:
+        """Norms of the rows less what noise of that deviation adds to them, (V,)."""
+        squares = self.norms.square()
+        return torch.maximum(squares - self.width * noise * noise, 0.05 * squares).sqrt()
+
+
+def significant(along: Tensor, noise: Tensor, rate: float = 0.05) -> Tensor:
+    """Rows that are negative beyond what noise explains, best first, (k,).
+
+    The false discovery rate is kept at ``rate`` (Benjamini and Hochberg 1995). Without noise
+    these are the rows with a negative projection.
+
+    Args:
+        along: (V,) projections on a unit vector.
+        noise: () standard deviation of noise on each coordinate.
+        rate: share of the rows named that noise alone may account for.
+    """
+    ordered = along.double().sort()
+    chance = torch.special.ndtr(ordered.values / noise.double().clamp(min=1e-300))
+    k = torch.arange(1, len(along) + 1, device=along.device)
+    passing = (chance * len(along) <= rate * k).nonzero()[:, 0]
+    count = 0 if len(passing) == 0 else int(passing[-1]) + 1
+    return ordered.indices[:count]
 
 
 @dataclass(frozen=True)
@@ -61,12 +98,14 @@ class Units:
     """What a gradient says about its own scale and size.
 
     Attributes:
+        noise: () standard deviation of noise on each coordinate, at most.
         token: () norm of the row of a type used once.
         tokens: () used tokens seen in the rows that are negative along ``u``, net of predictions.
         clusters: (C,) factors on the clusters' expected rows that make up this gradient's.
         n_tokens: () estimate of the number of tokens in the batch.
     """
 
+    noise: Tensor
     token: Tensor
     tokens: Tensor
     clusters: Tensor
@@ -84,18 +123,21 @@ class Units:
             expected: of public text.
             at: where in ``summary`` the reference types stand.
         """
-        negative = summary.along < 0
-        norms = summary.norms[negative].sort().values
-        if len(norms) == 0:
+        noise = (summary.at(at) if len(at) else summary).noise()
+        negative = summary.along < -4 * noise
+        norms = summary.denoised(noise)
+        found = norms[negative].sort().values
+        if len(found) == 0:
             return None
-        middle = torch.searchsorted(norms.cumsum(0), norms.sum() / 2).clamp(max=len(norms) - 1)
-        token = norms[middle]
+        middle = torch.searchsorted(found.cumsum(0), found.sum() / 2).clamp(max=len(found) - 1)
+        token = found[middle]
         for _ in range(4):
-            token = norms[norms > 0.3 * token].median()
+            token = found[found > 0.3 * token].median()
         scale = token * directions.scale / directions.norm
-        large = negative & (summary.norms > 0.3 * token)
-        clusters = expected.weights(summary.along[at] / scale)
+        large = negative & (norms > 0.3 * token)
+        clusters = expected.weights(summary.along[at] / scale, noise / scale)
         return cls(
+            noise=noise,
             token=token,
             tokens=-summary.along[large].sum() / scale,
             clusters=clusters,
@@ -110,7 +152,10 @@ def signed_log(values: Tensor, unit: float = 1e-3) -> Tensor:
 
 def plausible(summary: RowSummary, units: Units) -> Tensor:
     """(V,) which rows could be those of a used type: negative along ``u``, or not small."""
-    return (summary.along < 0) | (summary.norms > 0.1 * units.token)
+    noise, width = units.noise, summary.width
+    above = summary.norms.square() - width * noise * noise
+    floor = torch.maximum((0.1 * units.token) ** 2, 3 * (2 * width) ** 0.5 * noise * noise)
+    return (summary.along < -1.5 * noise) | (above > floor)
 
 
 def row_features(
@@ -130,9 +175,10 @@ def row_features(
         expected: of the same types.
     """
     rows = rows.float() / units.token
-    r = summary.norms / units.token
+    noise = units.noise / units.token
+    r = summary.denoised(units.noise) / units.token
     s = summary.along / (units.token * directions.scale / directions.norm)
-    cosine = summary.along / (summary.norms + 1e-30)
+    cosine = summary.along / (units.token * r + 1e-30)
     n = units.n_tokens.clamp(min=1.0)
     predicted = (expected.mass @ units.clusters).clamp(min=1e-12)
 
@@ -170,6 +216,8 @@ def row_features(
         rest / whole,
         (expected.frequency * n + 1e-2).log(),
         (expected.opening * n + 1e-3).log(),
+        signed_log(summary.along / (units.noise + 1e-30), 1.0),
+        (noise + 1e-5).log().expand(len(rows)),
         units.tokens.clamp(min=1.0).log().expand(len(rows)),
         n.log().expand(len(rows)),
     ]

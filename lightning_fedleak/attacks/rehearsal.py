@@ -142,6 +142,7 @@ def _rehearsals(
             continue
         types, importance = _sampled_types(batch, expected, generator)
         gradient = batch.gradient(weight, bias, types)
+        gradient += _noise_like(gradient, directions.norm / len(batch.labels), generator)
         summary = RowSummary.of(gradient, directions.u)
         place = torch.full((len(weight),), -1, device=types.device)
         place[types] = torch.arange(len(types), device=types.device)
@@ -158,6 +159,16 @@ def _rehearsals(
             )
         )
     return found
+
+
+def _noise_like(gradient: Tensor, token: Tensor, generator: torch.Generator) -> Tensor:
+    """For half of the batches noise as a defence adds it, of any strength that leaves a signal."""
+    draw = torch.rand(2, generator=generator)
+    if draw[0] < 0.5:
+        return torch.zeros((), device=gradient.device)
+    strength = 10 ** (-4 + 3.5 * float(draw[1]))
+    noise = torch.randn(gradient.shape, generator=generator)
+    return noise.to(gradient.device) * strength * token
 
 
 def _sampled_types(

@@ -14,6 +14,7 @@ from lightning_fedleak.attacks.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.calibration import PublicText, gradient_of, head_gradient
 from lightning_fedleak.attacks.expected import cluster_centres, separating_direction
+from lightning_fedleak.attacks.features import significant
 from lightning_fedleak.attacks.flatchat import FlatChat
 from lightning_fedleak.attacks.parts import gradient_parts, head_of
 from lightning_fedleak.attacks.readout import Readout, best_count
@@ -169,6 +170,42 @@ def test_scale_does_not_matter(attack, private, request):
         overlap = torch.isin(scaled.types, plain.types).float().mean()
         assert overlap > 0.98
         assert abs(len(scaled.types) - len(plain.types)) <= 2
+
+
+@pytest.mark.parametrize("attack", ["learned", "by_sign"])
+def test_noise_that_hides_the_words_from_flatchat_does_not_hide_them(attack, private, request):
+    attack = request.getfixturevalue(attack)
+    view, truth = private[3]
+    gradient = view.gradient("head.weight")
+    plain = rates(attack.run(view).types, truth)
+    for share in (1e-3, 1e-2):
+        noise = torch.randn(gradient.shape, generator=generator(12))
+        noised = gradient + share * gradient.norm(dim=1).quantile(0.5) * noise
+        precision, _, f1 = rates(attack.run(seen(noised)).types, truth)
+        assert f1 > plain[2] - 0.1
+        assert precision > plain[0] - 0.1
+
+
+def test_noise_alone_names_next_to_nothing(learned, by_sign):
+    noise = seen(torch.randn(VOCAB, WIDTH, generator=generator(13)))
+    assert len(by_sign.run(noise).types) <= 3
+    assert len(learned.run(noise).types) <= 0.05 * VOCAB
+
+
+def test_significant_rows_keep_the_false_discovery_rate():
+    """600 rows of noise and 100 of signal, many times over."""
+    g, false, named = generator(14), 0, 0
+    for _ in range(200):
+        along = torch.randn(700, generator=g)
+        along[:100] -= 4.0
+        rows = significant(along, torch.tensor(1.0))
+        false += int((rows >= 100).sum())
+        named += len(rows)
+    assert named > 200 * 80
+    assert false / named < 0.05
+    assert set(significant(along, torch.tensor(0.0)).tolist()) == set(
+        (along < 0).nonzero()[:, 0].tolist()
+    )
 
 
 def test_bf16_gradients_are_read(learned, private):

@@ -117,13 +117,16 @@ def _number(
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from lightning_fedleak.demo.run import Demo, UserError
+    from lightning_fedleak.demo.run import INTERRUPTED, Demo, UserError
 
     try:
         return Demo(**vars(options)).run()
     except UserError as error:
         print(f"fedleak: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("fedleak: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _fit(arguments: Sequence[str] | None) -> int:

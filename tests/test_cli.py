@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak.cli import main
+from lightning_fedleak.demo.run import Demo
 
 
 def test_help_and_version_load_no_heavy_module(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,6 +58,17 @@ def test_unusable_text_and_model_are_said_in_one_line(
     assert f"fedleak: there is no file '{missing}'" in capsys.readouterr().err
     assert main(["demo", "--model", str(tmp_path), "--out", str(tmp_path)]) == 1
     assert f"could be loaded from '{tmp_path}'" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_loading_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(self: Demo) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Demo, "run", interrupted)
+    assert main(["demo"]) == 130
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_fit_without_jsonargparse_says_what_to_install(

@@ -65,8 +65,9 @@ class RowSummary:
         a small fraction of the smallest rows, which harms no decision.
         """
         spread = 1 - 1.2816 / (2 * self.width) ** 0.5
-        low: Tensor = self.norms.kthvalue(1 + (len(self.norms) - 1) // 10).values
-        return low / (self.width**0.5 * max(spread, 0.1))
+        low = self.norms.kthvalue(1 + (len(self.norms) - 1) // 10).values
+        level: Tensor = low / (self.width**0.5 * max(spread, 0.1))
+        return level
 
     def denoised(self, noise: Tensor) -> Tensor:
         """Norms of the rows less what noise of that deviation adds to them, (V,)."""

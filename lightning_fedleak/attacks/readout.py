@@ -43,11 +43,11 @@ class Readout:
         importance: Tensor,
         generator: torch.Generator,
         *,
-        hidden: int = 48,
-        passes: int = 16,
+        hidden: int = 64,
+        passes: int = 20,
         batch_size: int = 1024,
         peak_rate: float = 6e-3,
-        weight_decay: float = 1e-3,
+        weight_decay: float = 1e-2,
     ) -> Readout:
         """Weighted logistic loss, AdamW with a one-cycle rate.
 

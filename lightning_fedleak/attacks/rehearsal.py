@@ -162,9 +162,9 @@ def _rehearsals(
 
 
 def _noise_like(gradient: Tensor, token: Tensor, generator: torch.Generator) -> Tensor:
-    """For half of the batches noise as a defence adds it, of any strength that leaves a signal."""
+    """Noise as a defence adds it, weak or strong, for a third of the batches; none for others."""
     draw = torch.rand(2, generator=generator)
-    if draw[0] < 0.5:
+    if draw[0] > 1 / 3:
         return torch.zeros((), device=gradient.device)
     strength = 10 ** (-4 + 3.5 * float(draw[1]))
     noise = torch.randn(gradient.shape, generator=generator)

@@ -4,14 +4,6 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-# On Linux, PyPI's torch brings some gigabytes of CUDA libraries; tests and demo need none of them.
-# With a GPU to use: make TORCH=torch==2.13.0
-ifeq ($(shell uname -s),Linux)
-TORCH       ?= torch==2.13.0+cpu
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-endif
-TORCH       ?= torch==2.13.0
-
 .PHONY: help demo test lint clean install
 .DEFAULT_GOAL := help
 
@@ -42,8 +34,6 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 		rm -rf $(VENV); echo "Python could not make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@echo "Installing into $(VENV) (once; some minutes) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)" || { \
-		echo "'$(TORCH)' could not be installed. To take PyPI's own build: make TORCH=torch==2.13.0"; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,demo]"
 	@touch $@
 

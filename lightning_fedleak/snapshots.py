@@ -196,6 +196,10 @@ class GradientTap:
         self._kept.clear()
 
 
+class UpdateError(ValueError):
+    """A weight change cannot be put in units of a gradient."""
+
+
 class UpdateTap:
     """Takes the weight change of several local steps: what FedAvg clients share.
 
@@ -227,10 +231,10 @@ class UpdateTap:
         """``(before - after) / learning_rate``, computed in the buffers of :meth:`begin`.
 
         Raises:
-            ValueError: the learning rate is not positive.
+            UpdateError: the learning rate is not positive.
         """
         if not learning_rate > 0:
-            raise ValueError(
+            raise UpdateError(
                 f"an update has no scale at learning rate {learning_rate}: it must be positive "
                 "(a warm-up that starts at 0? start the round one step later)"
             )

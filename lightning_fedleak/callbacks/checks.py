@@ -113,7 +113,7 @@ def plan_attack(
 
     Raises:
         ThreatModelError: the adversary lacks a capability in this setting.
-        ValueError: the attack reads parameters of several optimizers.
+        ValueError: the attack reads parameters of several optimizers, or no gradients.
     """
     held = set(assumed)
     held.update(
@@ -122,9 +122,15 @@ def plan_attack(
     if anatomy.kind == "classifier":
         held -= set(SURFACE_CAPABILITIES.values())
     require(attack.name, attack.threat_model, held)
-    roles = attack.needs(anatomy).gradients
+    surfaces = attack.needs(anatomy)
+    roles = surfaces.gradients
+    if not roles or surfaces.layers:
+        raise ValueError(
+            f"attack '{attack.name}' asks for activations or for nothing; LeakageMonitor shows "
+            "attacks the gradients of parameters only"
+        )
     owners: list[Optimizer] = []
-    exposed = bool(roles)
+    exposed = True
     for role in roles:
         owner = _owner(anatomy.parameter(role), optimizers)
         exposed &= anatomy.trainable(role) and (owner is not None or reduces_all)

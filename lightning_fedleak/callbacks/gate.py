@@ -82,7 +82,7 @@ class RiskGate(L.Callback):
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
 
     Attributes:
-        fired: what the gate found when it fired first; None so far.
+        fired: what the gate found when it first fired in the newest fit; None so far.
 
     Raises:
         ValueError: arguments that cannot be meant.
@@ -129,6 +129,7 @@ class RiskGate(L.Callback):
         """
         if stage != "fit":
             return
+        self.fired = None
         monitors = [c for c in _callbacks(trainer) if isinstance(c, LeakageMonitor)]
         if not monitors:
             raise ValueError(

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.attacks.base import Attack, Guess
-from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.attacks.base import Attack, Guess, UnusableObservation
+from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks.scoring import WORD_METRICS, Tally
 from lightning_fedleak.metrics import Rate
+from lightning_fedleak.snapshots import UpdateError
 
 HEAD_ONLY = "head_only"
 PREFIX = {"local": "leakage_local", "shared": "leakage", "aggregate": "leakage_aggregate"}
@@ -45,20 +48,28 @@ class Look:
     Attributes:
         step: optimizer step looked at.
         batches: the step's micro-batches, by reference, before any defence touched them.
+        batch: the micro-batch at work, which may yet turn out to train nothing.
         guesses: what an attack said at a stage, or why it said nothing.
-        stepped: the optimizer was really about to step (false: nothing was shared).
+        stepped: ids of the optimizers that were really about to step (none: nothing was shared).
         seconds: time spent so far.
+        step_seconds: time that the step itself took so far; 0 until it is known.
+        learning_rates: of what the attacks read, at each local step.
     """
 
     step: int
     batches: list[TokenBatch] = field(default_factory=list)
+    batch: TokenBatch | None = None
     guesses: dict[tuple[str, str], Guess | str] = field(default_factory=dict)
     truth_error: str | None = None
-    stepped: bool = False
+    stepped: set[int] = field(default_factory=set)
     seconds: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=lambda: time.perf_counter())
     step_seconds: float = 0.0
-    learning_rates: list[float] = field(default_factory=list)
+    learning_rates: list[set[float]] = field(default_factory=list)
+
+    def elapsed(self) -> float:
+        """Seconds since the look began that were not its own."""
+        return time.perf_counter() - self.started - self.seconds
 
     @contextmanager
     def clock(self, device: torch.device) -> Iterator[None]:
@@ -168,5 +179,12 @@ def any_failed(table: Tensor) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Why there is no result, for logs: the error's kind and words."""
-    return f"{type(error).__name__}: {error}"
+    """Why there is no result, for logs: the error's kind, and its words or its place.
+
+    Only words written here are repeated: another error's may quote the private batch.
+    """
+    kind = type(error).__name__
+    if isinstance(error, (UnusableObservation, BatchError, UpdateError, torch.OutOfMemoryError)):
+        return f"{kind}: {error}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{kind} at {PurePath(place.filename).name}:{place.lineno}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,14 +17,13 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Attack, Guess, WordGuess
-from lightning_fedleak.batches import BatchAdapter, TokenBatch, read_batch
+from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
 from lightning_fedleak.callbacks.cadence import Cadence, EveryNSteps, MaxOverhead
 from lightning_fedleak.callbacks.checks import (
     check_attacks,
     known_stages,
     plan_attack,
     resolve_client,
-    warn_of_untested,
 )
 from lightning_fedleak.callbacks.look import (
     HEAD_ONLY,
@@ -130,10 +130,12 @@ class LeakageMonitor(L.Callback):
         if client not in (None, "rank", "world"):
             raise ValueError(f"client must be 'rank' or 'world', got {client!r}")
         self._client_given = client
-        if local_steps is not None and (local_steps < 1 or self.stages != (Stage.SHARED,)):
+        plain = self.stages == (Stage.SHARED,) and not head_own_part
+        if local_steps is not None and (local_steps < 1 or not plain):
             raise ValueError(
-                f"local_steps must be a positive number with stages=('shared',); got "
-                f"local_steps={local_steps}, stages={tuple(str(s) for s in self.stages)}"
+                "local_steps must be a positive number with stages=('shared',) and without "
+                f"head_own_part; got local_steps={local_steps}, "
+                f"stages={tuple(str(s) for s in self.stages)}, head_own_part={head_own_part}"
             )
         self.local_steps = local_steps
         self.head_own_part = head_own_part
@@ -148,11 +150,12 @@ class LeakageMonitor(L.Callback):
         self.last_step = -1
         self._deferrals = 0
         self._restored: dict[str, Any] = {}
+        self._prepared: set[str] = set()
+        self._looks_before = 0
         self._listeners: list[Callable[[L.Trainer], None]] = []
         self._reset()
 
     def _reset(self) -> None:
-        self._plans: list[Plan] = []
         self._watch: Watch | None = None
         self._own_part: HeadOwnPart | None = None
         self._reveal_file: RevealFile | None = None
@@ -190,6 +193,7 @@ class LeakageMonitor(L.Callback):
         """Checks what can be checked before the model is on its device."""
         if stage != "fit":
             return
+        self.cadence.next_step = self._deferrals = 0
         for other in _monitors(trainer):
             both = {"/".join(n) for n in self._series()} & {"/".join(n) for n in other._series()}
             if other is not self and both:
@@ -218,13 +222,15 @@ class LeakageMonitor(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
         anatomy = self._find_anatomy(pl_module)
-        self._anatomy = anatomy
-        self._trainer = trainer
+        self._kind = anatomy.kind
         ddp_rank = isinstance(trainer.strategy, DDPStrategy) and self.client == "rank"
-        self._plans = [
-            plan_attack(a, anatomy, trainer.optimizers, self.assume, reduces_all=ddp_rank)
-            for a in self.attacks
-        ]
+
+        def plan() -> list[Plan]:
+            return [
+                plan_attack(a, anatomy, trainer.optimizers, self.assume, reduces_all=ddp_rank)
+                for a in self.attacks
+            ]
+
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder = folder if self.log_dir is None else self.log_dir
         self._jsonl = JsonLines(folder / "leakage.jsonl")
@@ -233,36 +239,40 @@ class LeakageMonitor(L.Callback):
             if self.reveal
             else None
         )
-        self._prepare_attacks(anatomy)
         self._watch = Watch(
             trainer,
             anatomy,
-            self._plans,
+            plan,
             stages=self.stages,
             client=self.client,
             cadence=self.cadence,
             local_steps=self.local_steps,
             own_part=self._own_part,
-            witness=self._show,
+            witness=partial(self._show, trainer),
         )
-        warn_of_untested(self._plans, anatomy)
+        self._prepare_attacks(self._watch)
         if trainer.is_global_zero:
             prefixes = list(dict.fromkeys(p for p, _ in self._series()))
             names = [a.name for a in self.attacks]
             add_layout(trainer.loggers, self.utility, names, prefixes)
 
-    def _prepare_attacks(self, anatomy: Anatomy) -> None:
-        restored = self._restored.pop("attacks", {})
-        for plan in self._plans:
-            attack, saved = plan.attack, restored.get(plan.attack.name)
+    def _prepare_attacks(self, watch: Watch) -> None:
+        self._prepared = watch.prepared
+        restored, self._restored = self._restored, {}
+        for attack in (plan.attack for plan in watch.exposed):
+            saved = restored.get(attack.name)
             if saved is not None and saved["config"] == repr(sorted(attack.config().items())):
                 attack.load_state_dict(saved["tensors"])
-            elif plan.exposed:
-                started = time.perf_counter()
-                attack.prepare(anatomy)
-                seconds = time.perf_counter() - started
-                if seconds > 1:
-                    rank_zero_info(f"LeakageMonitor: '{attack.name}' calibrated in {seconds:.1f} s")
+                self._prepared.add(attack.name)
+            started = time.perf_counter()
+            watch.prepare(attack)
+            seconds = time.perf_counter() - started
+            if seconds > 1:
+                rank_zero_info(f"LeakageMonitor: '{attack.name}' calibrated in {seconds:.1f} s")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remembers how many looks came before this fit."""
+        self._looks_before = self.looks
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -272,20 +282,35 @@ class LeakageMonitor(L.Callback):
         """Starts a look where one is due, and takes the truth before any defence does."""
         assert self._watch is not None
         if not self._batch_checked:
-            self._read(batch)
-            self._batch_checked = True
+            self._check_first(trainer, batch)
         self._watch.step_starts(trainer.global_step)
         self._watch.add_batch(lambda: self._read(batch))
 
+    def _check_first(self, trainer: L.Trainer, batch: Any) -> None:
+        """Refuses a batch that cannot be read, on all processes at once."""
+        error: Exception | None = None
+        try:
+            self._read(batch)
+        except Exception as refusal:
+            error = refusal
+        if trainer.strategy.reduce_boolean_decision(error is not None, all=False):
+            raise error or BatchError("another process could not read its first batch")
+        self._batch_checked = True
+
     def _read(self, batch: Any) -> TokenBatch:
+        if batch is None:
+            raise BatchError(
+                "the batch is not known before training_step. A step that takes dataloader_iter "
+                "cannot be watched: write training_step(self, batch, batch_idx)."
+            )
         if self.batch_adapter is not None:
             return self.batch_adapter(batch)
-        return read_batch(batch, self._anatomy.kind)
+        return read_batch(batch, self._kind)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Notes the learning rate where local steps are looked at."""
+        """Tells a step from a batch that only adds to it."""
         assert self._watch is not None
         self._watch.before_step(optimizer)
 
@@ -299,10 +324,17 @@ class LeakageMonitor(L.Callback):
     ) -> None:
         """Logs a look once its optimizer step is over."""
         assert self._watch is not None
-        ended = self._watch.step_ends(trainer.global_step)
+        manual = not pl_module.automatic_optimization
+        ended = self._watch.step_ends(batch is not None and (manual or bool(outputs)))
         if ended is None:
             return
         look, outcomes = ended
+        if trainer.global_step == look.step:
+            raise RuntimeError(
+                "an optimizer stepped without Lightning, which counts no step then, so that "
+                "LeakageMonitor cannot tell when to look again. In training_step use "
+                "self.optimizers() without use_pl_optimizer=False."
+            )
         if outcomes is None:
             self._deferrals += 1
             if self._deferrals <= MAX_DEFERRALS:
@@ -313,18 +345,35 @@ class LeakageMonitor(L.Callback):
         self._deferrals = 0
         self._publish(trainer, look, outcomes)
 
-    def _show(self, look: Look, series: Series, guess: Guess, types: Tensor) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A fit in which looks were due and none could end is unknown, not safe."""
+        due = self._deferrals > 0 or self.cadence.due(trainer.global_step - 1)
+        if due and self.looks == self._looks_before:
+            why = "training ended before anything that was shared could be looked at"
+            outcomes = dict.fromkeys(self._series(), unknown(why))
+            self._publish(trainer, Look(trainer.global_step), outcomes, in_step=False)
+
+    def _show(
+        self, trainer: L.Trainer, look: Look, series: Series, guess: Guess, types: Tensor
+    ) -> None:
         """What a single guess leaves behind besides numbers."""
         if not isinstance(guess, WordGuess):
             return
         if self._reveal_file is not None:
             self._reveal_file.append(look.step, "/".join(series), guess, types)
-        if self._trainer.is_global_zero and self.looks % HISTOGRAM_EVERY_LOOKS == 0:
-            add_score_histograms(self._trainer.loggers, "/".join(series), guess, types, look.step)
+        if trainer.is_global_zero and self.looks % HISTOGRAM_EVERY_LOOKS == 0:
+            add_score_histograms(trainer.loggers, "/".join(series), guess, types, look.step)
 
     # ---- results ----------------------------------------------------------------------------
 
-    def _publish(self, trainer: L.Trainer, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
+    def _publish(
+        self,
+        trainer: L.Trainer,
+        look: Look,
+        outcomes: Mapping[Series, Outcome],
+        *,
+        in_step: bool = True,
+    ) -> None:
         values: dict[str, float] = {}
         for (prefix, name), outcome in outcomes.items():
             values.update(outcome.values(prefix, name))
@@ -340,7 +389,7 @@ class LeakageMonitor(L.Callback):
         self.looks += 1
         self.last_step = look.step
         self.latest = values
-        for name, number in values.items():
+        for name, number in values.items() if in_step else ():
             trainer.lightning_module.log(
                 name, number, on_step=True, on_epoch=False, logger=False, batch_size=1
             )
@@ -399,8 +448,17 @@ class LeakageMonitor(L.Callback):
             }
             add_hparams(trainer.loggers, settings, results)
 
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Removes every tap; Lightning calls no teardown after an exception."""
+        self._close()
+
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Removes every tap, also after an exception."""
+        """Removes every tap."""
+        self._close()
+
+    def _close(self) -> None:
         if self._watch is not None:
             self._watch.close()
         if self._own_part is not None:
@@ -423,6 +481,7 @@ class LeakageMonitor(L.Callback):
                     "tensors": {k: v.detach().cpu() for k, v in a.state_dict().items()},
                 }
                 for a in self.attacks
+                if a.name in self._prepared
             },
         }
 
@@ -431,13 +490,12 @@ class LeakageMonitor(L.Callback):
         self.looks = state_dict["looks"]
         self.failures = state_dict["failures"]
         self._deferrals = state_dict["deferrals"]
-        self.cadence.next_step = state_dict["next_step"]
         self.last_step = state_dict["last_step"]
+        soon = self.cadence.after_look(self.last_step, 0.0, 0.0)
+        self.cadence.next_step = min(state_dict["next_step"], soon)
         self.latest = dict(state_dict["latest"])
         self._restored = {
-            "attacks": {
-                name: saved for name, saved in state_dict["attacks"].items() if saved["tensors"]
-            }
+            name: saved for name, saved in state_dict["attacks"].items() if saved["tensors"]
         }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,10 +13,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import Guess
+from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.attacks.base import Attack, Guess
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.cadence import Cadence
+from lightning_fedleak.callbacks.checks import warn_of_untested
 from lightning_fedleak.callbacks.look import (
     HEAD_ONLY,
     PREFIX,
@@ -37,11 +37,10 @@ from lightning_fedleak.snapshots import (
     HeadOwnPart,
     Observation,
     Stage,
+    UpdateError,
     UpdateTap,
 )
 from lightning_fedleak.strategies import DefendedStrategy, before_real_step
-
-_log = logging.getLogger(__name__)
 
 Series = tuple[str, str]
 Witness = Callable[[Look, Series, Guess, Tensor], None]
@@ -54,13 +53,31 @@ def series_name(stage: str, attack: str) -> Series:
     return PREFIX[stage], attack
 
 
+def _reads_head_only(plan: Plan) -> bool:
+    return plan.roles == (HEAD_WEIGHT,)
+
+
+def _guess(plan: Plan, view: GradientSnapshot | str) -> Guess | str:
+    """What an attack says of a snapshot, or why it says nothing."""
+    if isinstance(view, str):
+        return view
+    absent = [r for r in plan.roles if r not in view.tensors]
+    if absent:
+        return f"no gradient of {', '.join(absent)} in this step"
+    try:
+        with torch.no_grad():
+            return plan.attack.run(Observation((view,)))
+    except Exception as error:
+        return reason(error)
+
+
 class Watch:
     """Everything of a monitor that lives only as long as one fit.
 
     Args:
         trainer: of this fit; its strategy is set up.
         anatomy: the model's parts.
-        plans: the checked attacks.
+        plan: checks the attacks against what is trained now.
         stages: where to measure.
         client: ``"rank"`` or ``"world"``.
         cadence: when to look.
@@ -73,7 +90,7 @@ class Watch:
         self,
         trainer: L.Trainer,
         anatomy: Anatomy,
-        plans: Sequence[Plan],
+        plan: Callable[[], list[Plan]],
         *,
         stages: Sequence[Stage],
         client: str,
@@ -84,7 +101,7 @@ class Watch:
     ) -> None:
         self._trainer = trainer
         self._anatomy = anatomy
-        self._plans = list(plans)
+        self._plan = plan
         self._stages = tuple(stages)
         self._client = client
         self._cadence = cadence
@@ -95,18 +112,18 @@ class Watch:
         self._rank = trainer.global_rank if client == "rank" else 0
         self._removers: list[Callable[[], None]] = []
         self._keeps_local = False
-        self._step_started: float | None = None
+        self._timed: tuple[int, float] | None = None
         self._step_seconds = 0.0
+        self._tried = self._midway = False
         self.look: Look | None = None
+        self.prepared: set[str] = set()
 
-        roles = dict.fromkeys(r for plan in plans if plan.exposed for r in plan.roles)
-        parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
-        self._tap = GradientTap(parameters, tied=anatomy.tied)
+        self._plans: list[Plan] = []
+        self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
-        if local_steps is not None:
-            self._update_tap = UpdateTap(parameters, tied=anatomy.tied)
-        else:
+        if local_steps is None:
             self._install(trainer)
+        self.follow()
 
     def _install(self, trainer: L.Trainer) -> None:
         strategy = trainer.strategy
@@ -120,8 +137,34 @@ class Watch:
                 self._removers.append(remove)
         ddp = isinstance(strategy, DDPStrategy)
         self._keeps_local = ddp and self._client == "rank" and not separated
+
+    def follow(self) -> None:
+        """Follows what is trained: layers may be frozen and unfrozen while the fit goes on."""
+        plans = self._plan()
+        if plans == self._plans:
+            return
+        self._plans = plans
+        roles = dict.fromkeys(r for plan in self.exposed for r in plan.roles)
+        parameters = {r: p for r in roles if (p := self._anatomy.parameter(r)) is not None}
+        self._watched = {id(p) for p in parameters.values()}
+        self._tap.close()
+        self._tap = GradientTap(parameters, tied=self._anatomy.tied)
         if self._keeps_local:
             self._tap.keep_local()
+        if self._local_steps is not None:
+            self._update_tap = UpdateTap(parameters, tied=self._anatomy.tied)
+        warn_of_untested(plans, self._anatomy)
+
+    @property
+    def exposed(self) -> list[Plan]:
+        """The attacks that have something to read."""
+        return [p for p in self._plans if p.exposed]
+
+    def prepare(self, attack: Attack) -> None:
+        """Calibrates an attack, once in a fit."""
+        if attack.name not in self.prepared:
+            attack.prepare(self._anatomy)
+            self.prepared.add(attack.name)
 
     def close(self) -> None:
         """Removes every tap."""
@@ -134,155 +177,180 @@ class Watch:
     # ---- a step -----------------------------------------------------------------------------
 
     def step_starts(self, step: int) -> None:
-        """Times the steps without a look, and starts a look where one is due."""
+        """Times the steps without a look, and starts a look where one is due.
+
+        Never between two batches whose gradients add up: the truth would be half of it.
+        """
+        if self.look is not None:
+            return
         now = time.perf_counter()
-        if self._step_started is not None and self.look is None:
-            passed = now - self._step_started
+        if self._timed is not None and step > self._timed[0]:
+            passed = (now - self._timed[1]) / (step - self._timed[0])
             old = self._step_seconds
             self._step_seconds = passed if old == 0 else 0.8 * old + 0.2 * passed
-        self._step_started = now
-        if self.look is not None or not self._cadence.due(step):
+            self._timed = None
+        self._timed = self._timed or (step, now)
+        if self._midway or not self._cadence.due(step):
             return
         self.look = look = Look(step)
         with look.clock(self._device):
-            for plan in self._plans:
-                if plan.exposed:
-                    self._refresh(plan, look)
+            self.follow()
+            for plan in self.exposed:
+                self._refresh(plan.attack, look)
             self._tap.arm()
             if self._own_part is not None:
                 self._own_part.arm()
             if self._update_tap is not None:
                 self._update_tap.begin()
 
-    def _refresh(self, plan: Plan, look: Look) -> None:
+    def _refresh(self, attack: Attack, look: Look) -> None:
         try:
-            plan.attack.refresh(self._anatomy, look.step)
+            self.prepare(attack)
+            attack.refresh(self._anatomy, look.step)
         except Exception as error:
             for stage in (*map(str, self._stages), HEAD_ONLY):
-                look.guesses[(stage, plan.attack.name)] = reason(error)
+                look.guesses[(stage, attack.name)] = reason(error)
 
     def add_batch(self, read: Callable[[], TokenBatch]) -> None:
         """Takes the truth of one micro-batch, by reference."""
         if self.look is None:
             return
         try:
-            self.look.batches.append(read())
+            self.look.batch = read()
         except Exception as error:
             self.look.truth_error = reason(error)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Notes the learning rate of a local step."""
+        """An optimizer is about to step, or to skip its step."""
+        if not self._owns(optimizer):
+            return
+        self._tried = True
         if self.look is not None and self._local_steps is not None:
-            self.look.learning_rates.append(float(optimizer.param_groups[0]["lr"]))
+            groups = [
+                g
+                for g in optimizer.param_groups
+                if any(id(p) in self._watched for p in g["params"])
+            ]
+            self.look.learning_rates.append({float(g["lr"]) for g in groups})
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        owners = [p.optimizer for p in self.exposed if p.optimizer is not None]
+        return not owners or any(o is optimizer for o in owners)
 
     def _on_real_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step; no gradient defence acted on what left the client."""
-        if self.look is None or self.look.stepped:
-            return
         if self._keeps_local:
-            self._attack(self.look, (Stage.LOCAL, Stage.SHARED), optimizer, kept=True)
-            self._attack(self.look, (Stage.AGGREGATE,), optimizer)
+            self._attack((Stage.LOCAL, Stage.SHARED), optimizer, kept=True)
+            self._attack((Stage.AGGREGATE,), optimizer)
         else:
-            self._attack(self.look, tuple(Stage), optimizer)
+            self._attack(tuple(Stage), optimizer)
 
     def _on_strategy_stage(self, stage: Stage, optimizer: Optimizer) -> None:
         """A DefendedStrategy shows ``p.grad`` at a stage."""
-        if self._keeps_local and stage is Stage.AGGREGATE:
+        if not self._keeps_local:
+            self._attack((stage,), optimizer)
+        elif stage is Stage.AGGREGATE:
             self._on_real_step(optimizer)
-        elif self.look is not None and not self.look.stepped and not self._keeps_local:
-            self._attack(self.look, (stage,), optimizer)
 
     def _attack(
-        self,
-        look: Look,
-        stages: tuple[Stage, ...],
-        optimizer: Optimizer,
-        *,
-        kept: bool = False,
+        self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False
     ) -> None:
         """Attacks a gradient that is the same at all of ``stages``, once."""
+        if not self._owns(optimizer):
+            return
+        self._tried = True
+        look = self.look
+        if look is None or id(optimizer) in look.stepped:
+            return
         if look.step_seconds == 0:
-            look.step_seconds = time.perf_counter() - look.started - look.seconds
-        mine = [
-            p for p in self._plans if p.exposed and (p.optimizer is optimizer or not p.optimizer)
-        ]
-        wanted = [s for s in stages if s in self._stages]
-        last = Stage.AGGREGATE in stages
-        if mine and wanted:
-            with look.clock(self._device):
-                scale = self._loss_scale() if kept else 1.0
-                first = wanted[0]
-                view = self._tap.view(look.step, first, kept=kept, client=self._rank, scale=scale)
-                self._run(look, mine, str(first), view)
-                for plan in mine:
-                    guess = look.guesses[(str(first), plan.attack.name)]
-                    for stage in wanted[1:]:
-                        look.guesses.setdefault((str(stage), plan.attack.name), guess)
-        if mine and last and self._own_part is not None:
-            with look.clock(self._device):
-                scale = self._loss_scale()
-                own = self._own_part.view(look.step, client=self._rank, scale=scale)
-                self._run(look, mine, HEAD_ONLY, own)
-        if last and mine:
-            look.stepped = True
+            look.step_seconds = look.elapsed()
+        mine = [p for p in self.exposed if p.optimizer is None or p.optimizer is optimizer]
+        wanted = [str(s) for s in stages if s in self._stages]
+        if wanted:
+            first = Stage(wanted[0])
+            self._run(
+                look,
+                mine,
+                str(first),
+                lambda: self._tap.view(
+                    look.step, first, kept=kept, client=self._rank, scale=self._scale(kept)
+                ),
+            )
+            for plan in mine:
+                guess = look.guesses[(wanted[0], plan.attack.name)]
+                for stage in wanted[1:]:
+                    look.guesses.setdefault((stage, plan.attack.name), guess)
+        if Stage.AGGREGATE in stages:
+            own = self._own_part
+            if own is not None:
+                self._run(
+                    look,
+                    [p for p in mine if _reads_head_only(p)],
+                    HEAD_ONLY,
+                    lambda: own.view(look.step, client=self._rank, scale=self._scale(True)),
+                )
+            look.stepped.add(id(optimizer))
 
-    def _loss_scale(self) -> float:
+    def _scale(self, scaled: bool) -> float:
+        """The loss scale that is still in gradients which no GradScaler has unscaled."""
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else float(scaler.get_scale())
+        return float(scaler.get_scale()) if scaled and scaler is not None else 1.0
 
-    def _run(self, look: Look, plans: Sequence[Plan], stage: str, view: GradientSnapshot) -> None:
-        for plan in plans:
-            key = (stage, plan.attack.name)
-            if key in look.guesses:
-                continue
-            absent = [r for r in plan.roles if r not in view.tensors]
-            if absent:
-                look.guesses[key] = f"no gradient of {', '.join(absent)} in this step"
-                continue
+    def _run(
+        self, look: Look, plans: Sequence[Plan], stage: str, take: Callable[[], GradientSnapshot]
+    ) -> None:
+        """Runs attacks on what ``take`` gives; what fails is noted, and never raised."""
+        with look.clock(self._device):
+            view: GradientSnapshot | str
             try:
-                with torch.no_grad():
-                    look.guesses[key] = plan.attack.run(Observation((view,)))
+                view = take()
             except Exception as error:
-                look.guesses[key] = reason(error)
-                _log.debug("attack '%s' failed", plan.attack.name, exc_info=True)
+                view = reason(error)
+            for plan in plans:
+                key = (stage, plan.attack.name)
+                if key not in look.guesses:
+                    look.guesses[key] = _guess(plan, view)
 
     def _attack_update(self, look: Look, local_steps: int, tap: UpdateTap) -> None:
-        rates = look.learning_rates
-        try:
-            mean_rate = sum(rates) / len(rates) if rates else 0.0
-            view = tap.end(
-                look.step, Stage.SHARED, learning_rate=mean_rate, local_steps=local_steps
-            )
-        except ValueError as error:
-            for plan in self._plans:
-                look.guesses[(str(Stage.SHARED), plan.attack.name)] = reason(error)
-        else:
-            self._run(look, [p for p in self._plans if p.exposed], str(Stage.SHARED), view)
-        look.stepped = True
+        look.step_seconds = look.elapsed() / local_steps
+
+        def take() -> GradientSnapshot:
+            if any(len(rates) != 1 for rates in look.learning_rates):
+                raise UpdateError("what the attacks read is trained at different learning rates")
+            rate = sum(next(iter(rates)) for rates in look.learning_rates) / local_steps
+            return tap.end(look.step, Stage.SHARED, learning_rate=rate, local_steps=local_steps)
+
+        self._run(look, self.exposed, str(Stage.SHARED), take)
+        look.stepped.add(0)
 
     # ---- results ----------------------------------------------------------------------------
 
-    def step_ends(self, step: int) -> tuple[Look, dict[Series, Outcome] | None] | None:
+    def step_ends(self, trained: bool) -> tuple[Look, dict[Series, Outcome] | None] | None:
         """Ends the look once its optimizer step is over.
 
         Args:
-            step: optimizer steps done so far.
+            trained: the batch gave a gradient (false: ``training_step`` returned None).
 
         Returns:
             None while there is no finished look; the look and its outcomes, or None in their
             place where nothing was shared.
         """
+        tried, self._tried = self._tried, False
+        self._midway = (self._midway or trained) and not tried
         look = self.look
-        if look is None or (step == look.step and not look.stepped):
+        if look is None:
+            return None
+        if trained and look.batch is not None:
+            look.batches.append(look.batch)
+        look.batch = None
+        if not tried:
             return None
         if self._update_tap is not None and self._local_steps is not None:
-            if step < look.step + self._local_steps:
+            if len(look.learning_rates) < self._local_steps:
                 return None
-            with look.clock(self._device):
-                self._attack_update(look, self._local_steps, self._update_tap)
+            self._attack_update(look, self._local_steps, self._update_tap)
         outcomes = self._finish(look)
-        self.look = None
-        self._step_started = None
+        self.look = self._timed = None
         self._tap.disarm()
         if self._own_part is not None:
             self._own_part.disarm()
@@ -295,12 +363,12 @@ class Watch:
         """
         keys = [(str(s), plan) for s in self._stages for plan in self._plans]
         if self._own_part is not None:
-            keys += [(HEAD_ONLY, plan) for plan in self._plans]
+            keys += [(HEAD_ONLY, plan) for plan in self._plans if _reads_head_only(plan)]
         with look.clock(self._device):
             truth = self._truth(look)
             results = [self._score(look, stage, plan, truth) for stage, plan in keys]
         values = [*chain.from_iterable(row(r) for r in results), self._next_step(look)]
-        gathered = self._gather(torch.tensor(values))
+        gathered = self._gather(torch.tensor(values, dtype=torch.float64))
         self._cadence.next_step = int(gathered[0, -1])
         table = gathered[:, :-1].reshape(gathered.shape[0], len(keys), -1)
         if self._client == "world" and not any_failed(table):
@@ -318,23 +386,24 @@ class Watch:
 
     def _truth(self, look: Look) -> WordTruth | None:
         """The true words, of all processes together where they are one client."""
+        strategy, size = self._trainer.strategy, self._anatomy.vocab_size
+        together = self._client == "world" and self._trainer.world_size > 1
+        mask = torch.zeros(2, size if together else 0, dtype=torch.int32, device=self._device)
+        tokens = torch.zeros((), dtype=torch.int64, device=self._device)
         truth = None
         try:
             if look.truth_error is None:
                 truth = WordTruth.of(look.batches)
+                if together:
+                    mask += truth.mask(size).to(mask.device)
+                    tokens += truth.n_targets
         except Exception as error:
             look.truth_error = reason(error)
-        strategy, size = self._trainer.strategy, self._anatomy.vocab_size
-        if self._client == "rank" or self._trainer.world_size == 1:
+        if not together:
             return truth
-        mask = torch.zeros(2, size, dtype=torch.int32, device=self._device)
-        tokens = torch.zeros((), dtype=torch.int64, device=self._device)
-        if truth is not None:
-            mask += truth.mask(size).to(mask.device)
-            tokens += truth.n_targets
         mask = strategy.reduce(mask, reduce_op="sum")
         tokens = strategy.reduce(tokens, reduce_op="sum")
-        return None if truth is None else WordTruth.of_mask(mask > 0, int(tokens))
+        return None if look.truth_error else WordTruth.of_mask(mask > 0, int(tokens))
 
     def _score(
         self, look: Look, stage: str, plan: Plan, truth: WordTruth | None

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
-from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.callbacks.cadence import EveryNSteps, MaxOverhead
@@ -136,7 +136,7 @@ def test_local_steps_show_the_weight_change_in_units_of_a_gradient(tmp_path):
 
 def test_a_crashing_attack_reads_unknown_is_counted_and_does_not_stop_anything(tmp_path):
     monitor = LeakageMonitor([Crashing(), Probe()], every_n_steps=1)
-    with pytest.warns(UserWarning, match="crashing.*boom.*unknown"):
+    with pytest.warns(UserWarning, match=r"crashing.*RuntimeError at test_monitor.py.*unknown"):
         trainer = fit([monitor], tmp_path)
     assert trainer.global_step == 8
     assert math.isnan(monitor.latest["leakage/crashing/f1"])
@@ -144,7 +144,9 @@ def test_a_crashing_attack_reads_unknown_is_counted_and_does_not_stop_anything(t
     assert monitor.latest["leakage/probe/f1"] > 0
     assert monitor.failures == monitor.latest["monitor/failures"] == 8
     crashed = [x for x in lines(monitor) if x["attack"] == "crashing"]
-    assert all("boom" in x["unknown"] and x["metrics"]["f1"]["value"] is None for x in crashed)
+    assert all(
+        "RuntimeError at" in x["unknown"] and x["metrics"]["f1"]["value"] is None for x in crashed
+    )
 
 
 def test_non_finite_gradients_are_unknown(tmp_path):
@@ -211,6 +213,34 @@ def test_a_later_batch_that_cannot_be_read_is_a_failure_not_an_end(tmp_path):
     assert monitor.failures == sum(even)
 
 
+def test_words_of_others_errors_are_not_repeated_anywhere(tmp_path, caplog):
+    def adapter(batch):
+        if seen:
+            raise ValueError(f"odd text: {SECRET}")
+        seen.append(1)
+        return TokenBatch(batch["input_ids"], batch["labels"], None, "causal")
+
+    class Quoting(Probe):
+        def run(self, view, query=None):
+            raise IndexError(SECRET)
+
+    class Outside(Probe):
+        def run(self, view, query=None):
+            return WordGuess(torch.tensor([777_777]))
+
+    SECRET, seen = "Mrs Fernsby's loan", []
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level("DEBUG"):
+        warnings.simplefilter("always")
+        attacks = [Quoting(), Outside(name="outside")]
+        fit([LeakageMonitor(attacks, every_n_steps=1)], tmp_path)
+        fit([LeakageMonitor(Probe(), every_n_steps=1, batch_adapter=adapter)], tmp_path)
+    files = [p.read_text() for p in tmp_path.rglob("*") if p.is_file()]
+    said = [str(w.message) for w in caught] + [caplog.text] + files
+    assert any("ValueError at test_monitor.py" in text for text in said)
+    assert any("ValueError at functional.py" in text for text in said)
+    assert not [text for text in said if SECRET in text or "777777" in text]
+
+
 # ---- what is refused, and when ------------------------------------------------------------------
 
 
@@ -256,6 +286,15 @@ def test_an_unknown_batch_stops_before_the_first_step(tmp_path):
 def test_an_adversary_that_sees_no_bias_is_refused_by_name(tmp_path):
     with pytest.raises(ThreatModelError, match=r"bias_sign.*output head's bias"):
         fit([LeakageMonitor(BiasSign())], tmp_path)
+
+
+def test_an_attack_that_reads_no_gradient_is_refused_not_called_safe(tmp_path):
+    class Activations(Probe):
+        def needs(self, anatomy):
+            return Surfaces(layers=("model.transformer.h.0",))
+
+    with pytest.raises(ValueError, match=r"probe.*gradients"):
+        fit([LeakageMonitor(Activations())], tmp_path)
 
 
 def test_word_attacks_on_a_classifier_are_refused(tmp_path):

@@ -53,9 +53,10 @@ class AlignedFlatChat(Attack):
     can be read as well, and the classifier has seen noised gradients, since an adversary who
     knows of the defence would rehearse against it.
 
-    Reads the gradient as shared: of a tied matrix the sum of head and embedding parts. Assumes
-    cross-entropy without label smoothing: smoothing takes a share of every row of every type at
-    each token, used or not, and with it the meaning of a sign.
+    Reads the gradient as shared: of a tied matrix the sum of head and embedding parts. Derived for
+    cross-entropy without label smoothing. Smoothing takes the same small row off every type's, used
+    or not; where less than a twelfth of the types is used it is found on the rows of rare types and
+    given back, after which the learned readout loses 1 (smoothing 0.1) to 2 percent of F1 (0.2).
 
     Args:
         public_text: text like what the clients train on, or ``"sampled"``: text that a causal
@@ -209,7 +210,8 @@ class AlignedFlatChat(Attack):
             raise RuntimeError(self._unprepared())
         self._u = self._u.to(gradient.device)
         summary = RowSummary.of(gradient, self._u)
-        types = significant(summary.along, summary.noise())
+        blur = torch.maximum(summary.noise(), (summary.common @ self._u).abs())
+        types = significant(summary.along, blur)
         return WordGuess(types=types, scores=-summary.along, n_types=float(len(types)))
 
     def _by_readout(self, gradient: Tensor) -> WordGuess:

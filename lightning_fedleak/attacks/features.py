@@ -22,28 +22,25 @@ class RowSummary:
     """One pass over a gradient.
 
     Attributes:
-        along: (V,) projection of each row on ``u``.
-        norms: (V,) norm of each row.
-        width: d, the length of a row.
+        along: (V,) projection of each row on ``u``, less the common row's.
+        norms: (V,) norm of each row, less the common row.
+        common: (d,) what label smoothing adds to every row; zero where it did not.
     """
 
     along: Tensor
     norms: Tensor
-    width: int
+    common: Tensor
 
     @classmethod
-    def of(cls, gradient: Tensor, u: Tensor, rows_at_once: int = 4096) -> RowSummary:
-        """Reads the gradient once, in float32.
+    def of(cls, gradient: Tensor, u: Tensor) -> RowSummary:
+        """Reads the gradient once, in float32; twice if labels were smoothed.
 
         Raises:
             UnusableObservation: it has NaN or infinity, or is all zero.
         """
-        along, norms = [], []
-        for rows in torch.split(gradient.detach(), rows_at_once):
-            rows = rows.float()
-            along.append(rows @ u)
-            norms.append(torch.linalg.vector_norm(rows, dim=1))
-        summary = cls(torch.cat(along), torch.cat(norms), gradient.shape[1])
+        width = gradient.shape[1]
+        none = u.new_zeros(width)
+        summary = cls(*_pass_over(gradient, u, none), none)
         largest = summary.norms.max()
         if not bool(torch.isfinite(largest)):
             raise UnusableObservation("the head's gradient has NaN or infinity")
@@ -51,11 +48,17 @@ class RowSummary:
             raise UnusableObservation(
                 "the head's gradient is all zero: no token was trained on in this step"
             )
-        return summary
+        common = _common_row(gradient, summary)
+        return summary if common is None else cls(*_pass_over(gradient, u, common), common)
+
+    @property
+    def width(self) -> int:
+        """d, the length of a row."""
+        return len(self.common)
 
     def at(self, rows: Tensor) -> RowSummary:
         """The summary of some rows."""
-        return RowSummary(self.along[rows], self.norms[rows], self.width)
+        return RowSummary(self.along[rows], self.norms[rows], self.common)
 
     def noise(self) -> Tensor:
         """The standard deviation that noise on each coordinate has at most, ().
@@ -73,6 +76,36 @@ class RowSummary:
         """Norms of the rows less what noise of that deviation adds to them, (V,)."""
         squares = self.norms.square()
         return torch.maximum(squares - self.width * noise * noise, 0.05 * squares).sqrt()
+
+
+def _pass_over(
+    gradient: Tensor, u: Tensor, common: Tensor, rows_at_once: int = 4096
+) -> tuple[Tensor, Tensor]:
+    along, norms = [], []
+    for rows in torch.split(gradient.detach(), rows_at_once):
+        rows = rows.float()
+        if bool(common.any()):
+            rows = rows - common
+        along.append(rows @ u)
+        norms.append(torch.linalg.vector_norm(rows, dim=1))
+    return torch.cat(along), torch.cat(norms)
+
+
+def _common_row(gradient: Tensor, summary: RowSummary) -> Tensor | None:
+    """What label smoothing adds to every row, (d,), or None.
+
+    Smoothing by epsilon takes ``epsilon / V`` of every hidden state off every row, so that most
+    rows are negative, and those of rare types one and the same. These stand at the lower edge of
+    the projections, above the few used types; noise puts other rows there, which do not agree.
+    """
+    if bool((summary.along < 0).float().mean() < 0.18):
+        return None
+    n = len(summary.along)
+    order = summary.along.argsort()[n * 8 // 100 : max(1, n * 18 // 100)]
+    edge = gradient.detach()[order].float()
+    common = edge.mean(0)
+    agreement = common.norm() / (edge.norm(dim=1).mean() + 1e-30)
+    return common if bool(agreement > 0.9) else None
 
 
 def significant(along: Tensor, noise: Tensor, rate: float = 0.05) -> Tensor:
@@ -169,13 +202,13 @@ def row_features(
     """Features of k rows, (k, F).
 
     Args:
-        rows: (k, d) of the gradient.
+        rows: (k, d) of the gradient as it was seen.
         summary: of these rows.
         units: of the whole gradient.
         directions: to project on.
         expected: of the same types.
     """
-    rows = rows.float() / units.token
+    rows = (rows.float() - summary.common) / units.token
     noise = units.noise / units.token
     r = summary.denoised(units.noise) / units.token
     s = summary.along / (units.token * directions.scale / directions.norm)

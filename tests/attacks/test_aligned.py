@@ -186,6 +186,21 @@ def test_noise_that_hides_the_words_from_flatchat_does_not_hide_them(attack, pri
         assert precision > plain[0] - 0.1
 
 
+@pytest.mark.parametrize("attack", ["learned", "by_sign"])
+def test_label_smoothing_is_found_and_given_back(attack, trained, language, request):
+    attack = request.getfixturevalue(attack)
+    rows = language.texts(2, 24, seed=15)
+    leaf = copy.deepcopy(trained.model).eval()
+    logits = leaf(input_ids=rows).logits[:, :-1].flatten(0, 1)
+    truth = rows[:, 1:].unique()
+    F.cross_entropy(logits, rows[:, 1:].flatten(), label_smoothing=0.1).backward()
+    smoothed = seen(leaf.lm_head.weight.grad)
+    batch = PublicText(rows).rows(range(2), 24, generator())
+    plain = seen(gradient_of(trained, batch, ["head.weight"])["head.weight"])
+    loss = rates(attack.run(plain).types, truth)[2] - rates(attack.run(smoothed).types, truth)[2]
+    assert loss < 0.15
+
+
 def test_noise_alone_names_next_to_nothing(learned, by_sign):
     noise = seen(torch.randn(VOCAB, WIDTH, generator=generator(13)))
     assert len(by_sign.run(noise).types) <= 3

@@ -135,8 +135,13 @@ class RiskGate(L.Callback):
             raise ValueError(
                 f"RiskGate('{self.metric}') needs a LeakageMonitor among the Trainer's callbacks"
             )
-        self._monitor = next((m for m in monitors if self.metric in m.metric_names()), None)
-        if self._monitor is None:
+        logging = [m for m in monitors if self.metric in m.metric_names()]
+        if len(logging) > 1:
+            raise ValueError(
+                f"RiskGate watches '{self.metric}', which {len(logging)} LeakageMonitors of this "
+                "run log: give all attacks to one monitor"
+            )
+        if not logging:
             names = [n for m in monitors for n in m.metric_names()]
             close = difflib.get_close_matches(self.metric, names, n=1)
             hint = f" Did you mean '{close[0]}'?" if close else ""
@@ -156,12 +161,15 @@ class RiskGate(L.Callback):
                 "RiskGate(action='stop') could not stop this run: the Trainer's min_epochs or "
                 "min_steps makes Lightning train on. Drop them, or use action='raise'."
             )
+        self._monitor = logging[0]
         self._monitor.subscribe(self._decide)
 
     def _decide(self, trainer: L.Trainer) -> None:
         monitor = self._monitor
         assert monitor is not None
-        value = monitor.latest.get(self.metric, math.nan)
+        # One client alone is its own worst.
+        pooled = monitor.latest.get(self.metric.removesuffix("_worst_client"), math.nan)
+        value = monitor.latest.get(self.metric, pooled)
         if math.isnan(value):
             breach = self.strict
         else:

@@ -183,3 +183,29 @@ def test_the_decision_is_logged_and_breaches_survive_a_checkpoint(tmp_path):
     gate = RiskGate(F1, at_most=0.1, patience=1)
     with pytest.warns(UserWarning, match="stopped training at step 8"):
         fit([gate, monitor], tmp_path / "b", max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_a_metric_that_two_monitors_log_is_refused(tmp_path):
+    monitors = [LeakageMonitor(Probe()), LeakageMonitor(Probe(name="other"))]
+    with pytest.raises(ValueError, match="2 LeakageMonitors"):
+        fit([RiskGate("monitor/failures", at_most=0.0), *monitors], tmp_path)
+
+
+def test_one_client_alone_is_its_own_worst(tmp_path):
+    monitor = LeakageMonitor(Probe(k=20))
+    gate = RiskGate(f"{F1}_worst_client", at_most=0.1)
+    with pytest.warns(UserWarning, match="stopped training at step 0"):
+        fit([gate, monitor], tmp_path)
+    assert gate.fired.value == monitor.latest[F1]
+
+
+def test_a_callable_that_raises_ends_the_run_and_leaves_nothing(tmp_path):
+    def refuse(event):
+        raise KeyError(event.step)
+
+    monitor = LeakageMonitor(Probe(k=20), every_n_steps=1)
+    gate = RiskGate(F1, at_most=0.0, action=refuse)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="0"):
+            fit([gate, monitor], tmp_path)
+    assert not monitor._listeners

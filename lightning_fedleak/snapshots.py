@@ -116,7 +116,7 @@ class GradientTap:
         self._parameters = dict(parameters)
         self._tied = tied
         self._buffers: dict[int, Tensor] = {}
-        self._kept: set[int] = set()
+        self._kept: dict[int, float] = {}
         self._handles: list[RemovableHandle] = []
         self.armed = False
 
@@ -137,7 +137,7 @@ class GradientTap:
         if buffer is None:
             buffer = self._buffers[id(parameter)] = torch.empty_like(grad)
         buffer.copy_(grad)
-        self._kept.add(id(parameter))
+        self._kept[id(parameter)] = 1.0
 
     def arm(self) -> None:
         """Starts a look: forgets what was kept and lets the hooks copy."""
@@ -178,8 +178,9 @@ class GradientTap:
                     if key not in self._kept:
                         continue
                     seen[key] = self._buffers[key]
-                    if scale != 1.0:
-                        seen[key].div_(scale)
+                    if self._kept[key] != scale:
+                        seen[key].div_(scale / self._kept[key])
+                        self._kept[key] = scale
                 elif parameter.grad is not None:
                     seen[key] = _dense(parameter.grad)
                 else:
@@ -255,7 +256,7 @@ class HeadOwnPart:
         head: the output head, an ``nn.Linear``.
 
     Raises:
-        TypeError: the head is no plain ``nn.Linear``, whose forward is not known.
+        TypeError: the head is no plain ``nn.Linear``, or something else has replaced its forward.
     """
 
     def __init__(self, head: nn.Module) -> None:
@@ -264,6 +265,8 @@ class HeadOwnPart:
                 "the head's own part can be taken from a plain nn.Linear only, not from "
                 f"{type(head).__name__}"
             )
+        if "forward" in vars(head):
+            raise TypeError("the head's forward is replaced already; its own part cannot be taken")
         self._head: nn.Linear = head
         self._buffer: Tensor | None = None
         self._filled = False

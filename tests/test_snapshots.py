@@ -131,6 +131,19 @@ def test_kept_gradient_divides_out_the_loss_scale():
     torch.testing.assert_close(got, torch.ones(3, 2))
 
 
+def test_the_loss_scale_is_divided_out_once_however_often_it_is_viewed():
+    layer = nn.Linear(2, 3, bias=False)
+    tap = GradientTap({"w": layer.weight})
+    tap.keep_local()
+    for _ in range(2):
+        layer.weight.grad = None
+        tap.arm()
+        (layer(torch.ones(1, 2)).sum() * 1024).backward()
+        for _ in range(2):
+            got = tap.view(0, Stage.LOCAL, kept=True, scale=1024.0).tensors["w"]
+        torch.testing.assert_close(got, torch.ones(3, 2))
+
+
 def test_sparse_gradients_are_made_dense():
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1, 1, 3])).sum().backward()
@@ -181,6 +194,13 @@ def test_head_own_part_is_the_head_only_gradient_and_training_is_bit_identical()
 def test_head_own_part_refuses_heads_whose_forward_it_does_not_know():
     with pytest.raises(TypeError, match=r"plain nn\.Linear"):
         HeadOwnPart(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_head_own_part_refuses_a_forward_that_somebody_else_has_replaced():
+    head = nn.Linear(2, 2)
+    head.forward = lambda x: x
+    with pytest.raises(TypeError, match="replaced"):
+        HeadOwnPart(head)
 
 
 def test_observation_names_what_it_holds():

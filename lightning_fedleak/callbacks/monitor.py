@@ -167,7 +167,8 @@ class LeakageMonitor(L.Callback):
     @property
     def state_key(self) -> str:
         """Distinguishes several monitors of one run in a checkpoint."""
-        return f"LeakageMonitor[{','.join(a.name for a in self.attacks)}]"
+        stages, attacks = ",".join(self.stages), ",".join(a.name for a in self.attacks)
+        return f"LeakageMonitor[{stages}: {attacks}]"
 
     def metric_names(self) -> list[str]:
         """Names of the values that this monitor logs at each look."""
@@ -379,7 +380,12 @@ class LeakageMonitor(L.Callback):
             values.update(outcome.values(prefix, name))
             if outcome.unknown is not None:
                 self.failures += 1
-                self._warn_of_failure(name, look.step, outcome.unknown)
+                self._warn_once(
+                    name + outcome.unknown,
+                    f"'{name}' gave no result at step {look.step}: {outcome.unknown}. Its leakage "
+                    "there is unknown, not 0; training goes on. (Said once for each reason; "
+                    "monitor/failures counts them.)",
+                )
         for name in self.utility:
             value = trainer.callback_metrics.get(name)
             if value is not None:
@@ -397,19 +403,18 @@ class LeakageMonitor(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(finite, step=look.step)
         if trainer.is_global_zero:
-            self._write_lines(look, outcomes, trainer.world_size)
+            try:
+                self._write_lines(look, outcomes, trainer.world_size)
+            except OSError as error:
+                path = self._jsonl.path
+                self._warn_once(str(path), f"{path} cannot be written: {error.strerror}")
         for listener in self._listeners:
             listener(trainer)
 
-    def _warn_of_failure(self, attack: str, step: int, why: str) -> None:
-        if (attack + why) in self._warned:
-            return
-        self._warned.add(attack + why)
-        rank_zero_warn(
-            f"LeakageMonitor: '{attack}' gave no result at step {step}: {why}. Its leakage there "
-            "is unknown, not 0; training goes on. (Said once for each reason; monitor/failures "
-            "counts them.)"
-        )
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            rank_zero_warn(f"LeakageMonitor: {text}")
 
     def _write_lines(self, look: Look, outcomes: Mapping[Series, Outcome], world_size: int) -> None:
         configs = {a.name: a.config() for a in self.attacks}

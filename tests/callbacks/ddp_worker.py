@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
@@ -40,6 +41,32 @@ class WorseOnOne(Probe):
     def run(self, view: Any, query: Any = None) -> Any:
         self.k = 20 if view.gradients[-1].client == 1 else 5
         return super().run(view, query)
+
+
+class FailsThere(RuntimeError):
+    pass
+
+
+def unreadable_on(rank: int, *, at: int) -> Any:
+    """An adapter that one process's batch number ``at`` defeats."""
+    count = iter(range(10**6))
+
+    def adapter(batch: dict[str, Tensor]) -> TokenBatch:
+        if next(count) == at and dist.get_rank() == rank:
+            raise FailsThere
+        return TokenBatch(batch["input_ids"], batch["labels"], None, "causal")
+
+    return adapter
+
+
+def outside_on(rank: int) -> Any:
+    """An adapter that gives ids no model has, on one process."""
+
+    def adapter(batch: dict[str, Tensor]) -> TokenBatch:
+        labels = batch["labels"] + (10**6 if dist.get_rank() == rank else 0)
+        return TokenBatch(batch["input_ids"], labels, None, "causal")
+
+    return adapter
 
 
 def run(root: Path, callbacks: list[L.Callback], **settings: Any) -> L.Trainer:
@@ -138,6 +165,21 @@ def main(root: Path) -> None:
     monitor = LeakageMonitor(Probe(), max_overhead=0.2)
     run(root / "overhead", [monitor], max_epochs=4)
     out["overhead looks"] = (monitor.looks, monitor.last_step)
+
+    for client in ("rank", "world"):
+        for case, adapter in {
+            "unreadable": unreadable_on(1, at=2),
+            "outside": outside_on(1),
+        }.items():
+            monitor = LeakageMonitor(Probe(), every_n_steps=1, client=client, batch_adapter=adapter)
+            trainer = run(root / f"{case}-{client}", [monitor])
+            out[f"{case}/{client}"] = (trainer.global_step, monitor.looks, monitor.failures)
+
+    monitor = LeakageMonitor(Probe(), batch_adapter=unreadable_on(1, at=0))
+    try:
+        run(root / "first", [monitor])
+    except (BatchError, FailsThere) as error:
+        out["first"] = type(error).__name__
 
     gate = RiskGate("leakage/worse_on_one/f1", at_most=0.0)
     trainer = run(root / "gate", [gate, LeakageMonitor(WorseOnOne(), every_n_steps=1)])

@@ -71,6 +71,17 @@ def test_a_failure_on_one_client_is_unknown_on_all_and_nobody_waits(ranks):
         assert rank["failing"]["unknown"]
 
 
+@pytest.mark.parametrize("client", ["rank", "world"])
+def test_a_batch_that_one_client_cannot_read_is_unknown_on_all(ranks, client):
+    for rank in ranks:
+        assert rank[f"unreadable/{client}"] == [2, 2, 1]
+        assert rank[f"outside/{client}"] == [2, 2, 2]
+
+
+def test_a_first_batch_that_one_client_cannot_read_is_refused_on_all(ranks):
+    assert [rank["first"] for rank in ranks] == ["BatchError", "FailsThere"]
+
+
 def test_the_worst_client_is_logged_beside_the_pooled_value(ranks):
     for rank in ranks:
         assert rank["failing"]["worst"] > rank["failing"]["pooled"] > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,24 +130,28 @@ def add_layout(
         prefixes: ``"leakage"``, ``"leakage_local"``, ``"leakage_aggregate"`` as measured.
     """
     page: dict[str, list[Any]] = {
-        "utility": ["Multiline", [f"utility/{name}" for name in utility]],
+        "utility": ["Multiline", [_exactly(f"utility/{name}") for name in utility]],
     }
     for prefix in prefixes:
-        page[f"{prefix}: F1"] = ["Multiline", [f"{prefix}/{a}/f1" for a in attacks]]
+        page[f"{prefix}: F1"] = ["Multiline", [_exactly(f"{prefix}/{a}/f1") for a in attacks]]
         for attack in attacks:
             root = f"{prefix}/{attack}"
+            page[f"{root}: precision and recall"] = [
+                "Multiline",
+                [_exactly(f"{root}/precision"), _exactly(f"{root}/recall")],
+            ]
             page[f"{root}: F1 and its 95% interval"] = [
                 "Margin",
                 [f"{root}/f1", f"{root}/f1_low", f"{root}/f1_high"],
             ]
-            page[f"{root}: precision and recall"] = [
-                "Multiline",
-                [f"{root}/precision", f"{root}/recall"],
-            ]
-    page["privacy budget"] = ["Multiline", ["privacy/epsilon"]]
-    page["cost of monitoring (seconds a look)"] = ["Multiline", ["monitor/seconds"]]
+    page["cost of monitoring (seconds a look)"] = ["Multiline", [_exactly("monitor/seconds")]]
     for logger in tensorboards(loggers):
         logger.experiment.add_custom_scalars({"leakage and utility": page})
+
+
+def _exactly(tag: str) -> str:
+    """TensorBoard reads the tags of a chart of lines as regular expressions."""
+    return f"^{re.escape(tag)}$"
 
 
 def add_score_histograms(

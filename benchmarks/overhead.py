@@ -146,10 +146,8 @@ def time_steps(arguments: argparse.Namespace) -> None:
     clock = Clock(monitor, torch.device(arguments.device), warmup=2 * len(ARMS))
     fit(arguments, [clock, monitor], len(ARMS) * (arguments.steps + 2) + 1)
     plain = statistics.median(clock.times["off"])
-    print(
-        f"\n{platform.platform()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-    )
-    print(f"{datetime.date.today()}, {arguments.model or 'GPT-2 6 x 384, V = 50,257'}, batch ")
+    print(f"\n{platform.platform()}, {torch.get_num_threads()} threads, torch {torch.__version__},")
+    print(f"{datetime.date.today()}, {arguments.model or 'GPT-2 6 x 384, V = 50,257'}, batch")
     print(f"{arguments.shape}, {arguments.precision}, attacks {arguments.attacks}\n")
     print("| step | n | median (s) | ratio to off | 95% interval |")
     print("|---|---|---|---|---|")
@@ -167,7 +165,8 @@ def time_steps(arguments: argparse.Namespace) -> None:
 
 
 def peak_memory(arguments: argparse.Namespace) -> None:
-    same = ["--attacks", arguments.attacks, "--shape", arguments.shape]
+    same = ["--attacks", arguments.attacks, "--shape", arguments.shape, "--device", "cpu"]
+    same += ["--precision", arguments.precision, "--threads", str(arguments.threads)]
     same += ["--model", arguments.model] if arguments.model else []
     peaks = {}
     for arm in ("off", "look"):

@@ -1,8 +1,11 @@
 """Promise 1: with any monitor on, training is bit-identical."""
 
+import weakref
+
+import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from lightning_fedleak.attacks.calibration import PublicText
 from lightning_fedleak.attacks.flatchat import FlatChat
@@ -125,3 +128,33 @@ def test_a_compiled_model_is_watched_and_not_disturbed(tmp_path):
     assert_same(plain, watched)
     assert monitor.failures == 0
     assert len(probe.at("shared")) == len(probe.at("local")) == 3
+
+
+def test_between_looks_nothing_of_a_look_is_kept_alive(tmp_path):
+    alive = []
+
+    class Weak(Probe):
+        def run(self, view, query=None):
+            guess = super().run(view, query)
+            alive.extend(weakref.ref(x) for x in (view.gradients[-1], guess, guess.scores))
+            return guess
+
+    class After(L.Callback):
+        def on_train_batch_start(self, *args):
+            kept.append(sum(r() is not None for r in alive))
+
+    kept = []
+    stages = ("local", "shared", "aggregate")
+    monitor = LeakageMonitor(Weak(), every_n_steps=1, stages=stages, head_own_part=True)
+    fit([After(), monitor], tmp_path)
+    assert len(alive) == 8 * 6
+    assert kept == [0] * 8
+
+
+def test_a_head_that_is_watched_can_be_copied_by_an_averaging_callback(tmp_path):
+    def averaged(*callbacks):
+        return fit([*callbacks, WeightAveraging()], tmp_path)
+
+    monitor = LeakageMonitor(Probe(), every_n_steps=1, head_own_part=True)
+    assert_same(averaged(), averaged(monitor))
+    assert monitor.failures == 0

@@ -1,6 +1,8 @@
 """AlignedFlatChat on models that were really trained, on closed forms, and its promises."""
 
 import copy
+import gzip
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 from sklearn.cluster import KMeans
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.aligned import AlignedFlatChat
@@ -431,3 +434,29 @@ def test_refusals_say_what_to_do(build, words):
 def test_running_unprepared_says_so():
     with pytest.raises(RuntimeError, match="prepare"):
         AlignedFlatChat([[1, 2, 3]]).run(seen(torch.ones(4, 2)))
+
+
+@pytest.mark.assets
+def test_a_real_model_on_text_unlike_the_public_text(assets):
+    """stories15M, calibrated on WikiText-2, reading film reviews."""
+    folder = assets / "models/stories15M"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    anatomy = find_anatomy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+    def ids(lines):
+        return PublicText(
+            [[1, *tokenizer(t, add_special_tokens=False)["input_ids"][:49]] for t in lines]
+        )
+
+    with gzip.open(assets / "data/wikitext2/valid.raw.txt.gz", "rt") as lines:
+        public = ids([t for t in lines if len(t) > 200][:120])
+    with gzip.open(assets / "data/imdb/test.jsonl.gz", "rt") as lines:
+        reviews = ids([json.loads(next(lines))["text"] for _ in range(8)])
+    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=1200)
+    attack.prepare(anatomy)
+    batch = reviews.batch(8, 25, generator())
+    truth = batch.target_ids().unique()
+    view = seen(gradient_of(anatomy, batch, ["head.weight"])["head.weight"])
+    flat = FlatChat(oracle_n_types=len(truth)).run(view)
+    assert rates(attack.run(view).types, truth)[2] > 0.95
+    assert rates(flat.types, truth)[2] < 0.9

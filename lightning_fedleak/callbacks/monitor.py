@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as L
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.attacks.base import Attack, Guess, WordGuess
+from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
 from lightning_fedleak.callbacks.cadence import Cadence, EveryNSteps, MaxOverhead
 from lightning_fedleak.callbacks.checks import (
@@ -25,28 +22,14 @@ from lightning_fedleak.callbacks.checks import (
     plan_attack,
     resolve_client,
 )
-from lightning_fedleak.callbacks.look import (
-    HEAD_ONLY,
-    PREFIX,
-    Look,
-    Outcome,
-    Plan,
-    unknown,
-)
-from lightning_fedleak.callbacks.report import (
-    JsonLines,
-    RevealFile,
-    add_hparams,
-    add_layout,
-    add_score_histograms,
-)
+from lightning_fedleak.callbacks.look import HEAD_ONLY, Look, Outcome, Plan, unknown
+from lightning_fedleak.callbacks.report import JsonLines, Report, RevealFile, add_layout
 from lightning_fedleak.callbacks.scoring import WORD_METRICS
 from lightning_fedleak.callbacks.watch import Series, Watch, series_name
 from lightning_fedleak.snapshots import HeadOwnPart, Stage
 from lightning_fedleak.threats import Capability
 
 MAX_DEFERRALS = 20
-HISTOGRAM_EVERY_LOOKS = 10
 
 
 class LeakageMonitor(L.Callback):
@@ -158,9 +141,8 @@ class LeakageMonitor(L.Callback):
     def _reset(self) -> None:
         self._watch: Watch | None = None
         self._own_part: HeadOwnPart | None = None
-        self._reveal_file: RevealFile | None = None
+        self._report: Report | None = None
         self._batch_checked = False
-        self._warned: set[str] = set()
 
     # ---- names ------------------------------------------------------------------------------
 
@@ -235,10 +217,14 @@ class LeakageMonitor(L.Callback):
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder = folder if self.log_dir is None else self.log_dir
         self._jsonl = JsonLines(folder / "leakage.jsonl")
-        self._reveal_file = (
-            RevealFile(folder / f"revealed_words.rank{trainer.global_rank}.txt", self.tokenizer)
-            if self.reveal
-            else None
+        revealed = folder / f"revealed_words.rank{trainer.global_rank}.txt"
+        self._report = Report(
+            trainer,
+            self.attacks,
+            self._jsonl,
+            RevealFile(revealed, self.tokenizer) if self.reveal else None,
+            pooled=trainer.world_size > 1 and self.client == "rank",
+            local_steps=self.local_steps,
         )
         self._watch = Watch(
             trainer,
@@ -249,7 +235,7 @@ class LeakageMonitor(L.Callback):
             cadence=self.cadence,
             local_steps=self.local_steps,
             own_part=self._own_part,
-            witness=partial(self._show, trainer),
+            witness=self._report.show,
         )
         self._prepare_attacks(self._watch)
         if trainer.is_global_zero:
@@ -354,17 +340,6 @@ class LeakageMonitor(L.Callback):
             outcomes = dict.fromkeys(self._series(), unknown(why))
             self._publish(trainer, Look(trainer.global_step), outcomes, in_step=False)
 
-    def _show(
-        self, trainer: L.Trainer, look: Look, series: Series, guess: Guess, types: Tensor
-    ) -> None:
-        """What a single guess leaves behind besides numbers."""
-        if not isinstance(guess, WordGuess):
-            return
-        if self._reveal_file is not None:
-            self._reveal_file.append(look.step, "/".join(series), guess, types)
-        if trainer.is_global_zero and self.looks % HISTOGRAM_EVERY_LOOKS == 0:
-            add_score_histograms(trainer.loggers, "/".join(series), guess, types, look.step)
-
     # ---- results ----------------------------------------------------------------------------
 
     def _publish(
@@ -378,14 +353,7 @@ class LeakageMonitor(L.Callback):
         values: dict[str, float] = {}
         for (prefix, name), outcome in outcomes.items():
             values.update(outcome.values(prefix, name))
-            if outcome.unknown is not None:
-                self.failures += 1
-                self._warn_once(
-                    name + outcome.unknown,
-                    f"'{name}' gave no result at step {look.step}: {outcome.unknown}. Its leakage "
-                    "there is unknown, not 0; training goes on. (Said once for each reason; "
-                    "monitor/failures counts them.)",
-                )
+            self.failures += outcome.unknown is not None
         for name in self.utility:
             value = trainer.callback_metrics.get(name)
             if value is not None:
@@ -399,59 +367,17 @@ class LeakageMonitor(L.Callback):
             trainer.lightning_module.log(
                 name, number, on_step=True, on_epoch=False, logger=False, batch_size=1
             )
-        finite = {n: v for n, v in values.items() if math.isfinite(v)}
-        for logger in trainer.loggers:
-            logger.log_metrics(finite, step=look.step)
-        if trainer.is_global_zero:
-            try:
-                self._write_lines(look, outcomes, trainer.world_size)
-            except OSError as error:
-                path = self._jsonl.path
-                self._warn_once(str(path), f"{path} cannot be written: {error.strerror}")
+        assert self._report is not None
+        self._report.write(look, outcomes, values)
         for listener in self._listeners:
             listener(trainer)
-
-    def _warn_once(self, key: str, text: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            rank_zero_warn(f"LeakageMonitor: {text}")
-
-    def _write_lines(self, look: Look, outcomes: Mapping[Series, Outcome], world_size: int) -> None:
-        configs = {a.name: a.config() for a in self.attacks}
-        stages = {prefix: stage for stage, prefix in PREFIX.items()}
-        pooled = world_size > 1 and self.client == "rank"
-        for (prefix, name), outcome in outcomes.items():
-            extra = {f"{k}_worst_client": v for k, v in outcome.worst.items()}
-            extra["type_count_error"] = outcome.type_count_error
-            self._jsonl.append(
-                step=look.step,
-                stage=stages[prefix],
-                client="pooled" if pooled else 0,
-                round_=None if self.local_steps is None else look.step // self.local_steps,
-                attack=name,
-                config=configs.get(name, configs.get(name.removesuffix("_head_only"), {})),
-                n=outcome.n,
-                exposed=outcome.exposed,
-                rates=outcome.rates,
-                extra=extra,
-                unknown=outcome.unknown,
-            )
 
     # ---- ends and checkpoints ---------------------------------------------------------------
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves a row in TensorBoard's table of runs."""
-        if trainer.is_global_zero and self.latest:
-            settings = {f"fedleak/{a.name}": repr(a.config()) for a in self.attacks}
-            settings["fedleak/strategy"] = type(trainer.strategy).__name__
-            defenses = getattr(trainer.strategy, "defenses", ())
-            settings["fedleak/defenses"] = ", ".join(d.name for d in defenses) or "none"
-            results = {
-                f"hp/{n}": v
-                for n, v in self.latest.items()
-                if n.startswith("utility/") or n.endswith("/f1")
-            }
-            add_hparams(trainer.loggers, settings, results)
+        if self._report is not None:
+            self._report.write_summary(self.latest)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException

@@ -14,14 +14,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.attacks.base import Attack, Guess, WordGuess
+from lightning_fedleak.callbacks.look import HEAD_ONLY, PREFIX, Look, Outcome
+from lightning_fedleak.callbacks.watch import Series
 from lightning_fedleak.metrics import Rate
 
 SCHEMA_VERSION = 1
+HISTOGRAM_EVERY_LOOKS = 10
 
 
 class JsonLines:
@@ -108,6 +113,108 @@ class RevealFile:
         if self._tokenizer is None:
             return " ".join(str(i) for i in ids)
         return " ".join(repr(self._tokenizer.decode([i])) for i in ids)
+
+
+class Report:
+    """Writes what the looks of one fit found: to the loggers, ``leakage.jsonl``, the reveal file.
+
+    Args:
+        trainer: of this fit.
+        attacks: for their settings.
+        jsonl: one line for each look, stage and attack; written on rank 0.
+        reveal: recovered words; None writes none.
+        pooled: a result holds several clients.
+        local_steps: optimizer steps of a round; None without rounds.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        attacks: Sequence[Attack],
+        jsonl: JsonLines,
+        reveal: RevealFile | None,
+        *,
+        pooled: bool,
+        local_steps: int | None,
+    ) -> None:
+        self._trainer = trainer
+        self._attacks = attacks
+        self._jsonl = jsonl
+        self._reveal = reveal
+        self._pooled = pooled
+        self._local_steps = local_steps
+        self._looks = 0
+        self._warned: set[str] = set()
+
+    def show(self, look: Look, series: Series, guess: Guess, types: Tensor) -> None:
+        """Writes what a single guess leaves behind besides numbers."""
+        if not isinstance(guess, WordGuess):
+            return
+        name = "/".join(series)
+        if self._reveal is not None:
+            self._reveal.append(look.step, name, guess, types)
+        if self._trainer.is_global_zero and self._looks % HISTOGRAM_EVERY_LOOKS == 0:
+            add_score_histograms(self._trainer.loggers, name, guess, types, look.step)
+
+    def write(
+        self, look: Look, outcomes: Mapping[Series, Outcome], values: Mapping[str, float]
+    ) -> None:
+        """Writes one look; says once for each reason why a result is unknown."""
+        self._looks += 1
+        for (_, name), outcome in outcomes.items():
+            if outcome.unknown is not None:
+                self._warn_once(
+                    name + outcome.unknown,
+                    f"'{name}' gave no result at step {look.step}: {outcome.unknown}. Its leakage "
+                    "there is unknown, not 0; training goes on. (Said once for each reason; "
+                    "monitor/failures counts them.)",
+                )
+        finite = {n: v for n, v in values.items() if math.isfinite(v)}
+        for logger in self._trainer.loggers:
+            logger.log_metrics(finite, step=look.step)
+        if self._trainer.is_global_zero:
+            try:
+                self._write_lines(look, outcomes)
+            except OSError as error:
+                path = self._jsonl.path
+                self._warn_once(str(path), f"{path} cannot be written: {error.strerror}")
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            rank_zero_warn(f"LeakageMonitor: {text}")
+
+    def _write_lines(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
+        configs = {a.name: a.config() for a in self._attacks}
+        stages = {prefix: stage for stage, prefix in PREFIX.items()}
+        for (prefix, name), outcome in outcomes.items():
+            extra = {f"{k}_worst_client": v for k, v in outcome.worst.items()}
+            extra["type_count_error"] = outcome.type_count_error
+            self._jsonl.append(
+                step=look.step,
+                stage=stages[prefix],
+                client="pooled" if self._pooled else 0,
+                round_=None if self._local_steps is None else look.step // self._local_steps,
+                attack=name,
+                config=configs.get(name, configs.get(name.removesuffix(f"_{HEAD_ONLY}"), {})),
+                n=outcome.n,
+                exposed=outcome.exposed,
+                rates=outcome.rates,
+                extra=extra,
+                unknown=outcome.unknown,
+            )
+
+    def write_summary(self, latest: Mapping[str, float]) -> None:
+        """Leaves a row in TensorBoard's table of runs."""
+        if not self._trainer.is_global_zero or not latest:
+            return
+        strategy = self._trainer.strategy
+        settings = {f"fedleak/{a.name}": repr(a.config()) for a in self._attacks}
+        settings["fedleak/strategy"] = type(strategy).__name__
+        defenses = getattr(strategy, "defenses", ())
+        settings["fedleak/defenses"] = ", ".join(d.name for d in defenses) or "none"
+        chosen = (n for n in latest if n.startswith("utility/") or n.endswith("/f1"))
+        add_hparams(self._trainer.loggers, settings, {f"hp/{n}": latest[n] for n in chosen})
 
 
 def tensorboards(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:

@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--lr",
         type=_number(float, lambda x: 0 < x < float("inf"), "a positive number"),
-        default=5e-4,
+        default=1e-4,
         metavar="X",
         help="learning rate of AdamW",
     )

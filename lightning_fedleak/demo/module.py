@@ -51,7 +51,7 @@ class CausalLMFineTuning(L.LightningModule):
     def __init__(
         self,
         model: str | PreTrainedModel | None = None,
-        lr: float = 5e-4,
+        lr: float = 1e-4,
         weight_decay: float = 0.01,
         peft: Literal["lora", "bitfit"] | None = None,
     ) -> None:

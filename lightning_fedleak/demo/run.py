@@ -79,7 +79,7 @@ class Demo:
     length: int = 64
     every_n_steps: int = 5
     at_most: float = 0.5
-    lr: float = 5e-4
+    lr: float = 1e-4
     out: Path = Path("fedleak_runs")
     seed: int = 0
     reveal: bool = False

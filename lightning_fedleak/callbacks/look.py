@@ -173,9 +173,9 @@ def not_shared() -> Outcome:
     return Outcome(False, dict.fromkeys(WORD_METRICS, zero), {}, math.nan, 0, None)
 
 
-def any_failed(table: Tensor) -> bool:
-    """Whether any row of (clients, attacks, 1 + width) is a failure."""
-    return bool((table[:, :, 0] == FAILED).any())
+def any_failed(rows: Tensor) -> bool:
+    """Whether any of the clients' rows (clients, 1 + width) is a failure."""
+    return bool((rows[:, 0] == FAILED).any())
 
 
 def reason(error: Exception) -> str:

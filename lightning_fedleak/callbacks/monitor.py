@@ -23,9 +23,10 @@ from lightning_fedleak.callbacks.checks import (
     resolve_client,
 )
 from lightning_fedleak.callbacks.look import HEAD_ONLY, Look, Outcome, Plan, unknown
+from lightning_fedleak.callbacks.pooling import Series, series_name
 from lightning_fedleak.callbacks.report import JsonLines, Report, RevealFile, add_layout
 from lightning_fedleak.callbacks.scoring import WORD_METRICS
-from lightning_fedleak.callbacks.watch import Series, Watch, series_name
+from lightning_fedleak.callbacks.watch import Watch
 from lightning_fedleak.snapshots import HeadOwnPart, Stage
 from lightning_fedleak.threats import Capability
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, Guess, WordGuess
 from lightning_fedleak.callbacks.look import HEAD_ONLY, PREFIX, Look, Outcome
-from lightning_fedleak.callbacks.watch import Series
+from lightning_fedleak.callbacks.pooling import Series
 from lightning_fedleak.metrics import Rate
 
 SCHEMA_VERSION = 1

@@ -1,16 +1,14 @@
-"""The watch over one fit: takes snapshots at each stage, runs the attacks, scores the guesses."""
+"""The watch over one fit: takes snapshots at each stage and runs the attacks on them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
@@ -18,19 +16,8 @@ from lightning_fedleak.attacks.base import Attack, Guess
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.cadence import Cadence
 from lightning_fedleak.callbacks.checks import warn_of_untested
-from lightning_fedleak.callbacks.look import (
-    HEAD_ONLY,
-    PREFIX,
-    Look,
-    Outcome,
-    Plan,
-    any_failed,
-    combine,
-    not_shared,
-    reason,
-    row,
-)
-from lightning_fedleak.callbacks.scoring import Tally, WordTruth, tally
+from lightning_fedleak.callbacks.look import HEAD_ONLY, Look, Outcome, Plan, reason
+from lightning_fedleak.callbacks.pooling import Pool, Series, Witness
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     GradientTap,
@@ -41,16 +28,6 @@ from lightning_fedleak.snapshots import (
     UpdateTap,
 )
 from lightning_fedleak.strategies import DefendedStrategy, before_real_step
-
-Series = tuple[str, str]
-Witness = Callable[[Look, Series, Guess, Tensor], None]
-
-
-def series_name(stage: str, attack: str) -> Series:
-    """(prefix, attack) under which a result is logged."""
-    if stage == HEAD_ONLY:
-        return PREFIX["local"], f"{attack}_{HEAD_ONLY}"
-    return PREFIX[stage], attack
 
 
 def _reads_head_only(plan: Plan) -> bool:
@@ -107,7 +84,7 @@ class Watch:
         self._cadence = cadence
         self._local_steps = local_steps
         self._own_part = own_part
-        self._witness = witness
+        self._pool = Pool(trainer, anatomy, client, witness)
         self._device = trainer.strategy.root_device
         self._rank = trainer.global_rank if client == "rank" else 0
         self._removers: list[Callable[[], None]] = []
@@ -357,79 +334,18 @@ class Watch:
         return look, outcomes
 
     def _finish(self, look: Look) -> dict[Series, Outcome] | None:
-        """Scores every attack and pools over processes.
-
-        Every process takes part in the same exchanges, whatever failed on it.
-        """
+        """Scores every attack, pools over processes, and fixes the next look."""
         keys = [(str(s), plan) for s in self._stages for plan in self._plans]
         if self._own_part is not None:
             keys += [(HEAD_ONLY, plan) for plan in self._plans if _reads_head_only(plan)]
         with look.clock(self._device):
-            truth = self._truth(look)
-            results = [self._score(look, stage, plan, truth) for stage, plan in keys]
-        values = [*chain.from_iterable(row(r) for r in results), self._next_step(look)]
-        gathered = self._gather(torch.tensor(values, dtype=torch.float64))
-        self._cadence.next_step = int(gathered[0, -1])
-        table = gathered[:, :-1].reshape(gathered.shape[0], len(keys), -1)
-        if self._client == "world" and not any_failed(table):
-            table = table[:1]
-        outcomes: dict[Series, Outcome] = {}
-        for i, (stage, plan) in enumerate(keys):
-            outcome: Outcome | None = not_shared()
-            if plan.exposed:
-                mine = results[i]
-                outcome = combine(table[:, i], mine if isinstance(mine, str) else None)
-            if outcome is None:
-                return None
-            outcomes[series_name(stage, plan.attack.name)] = outcome
+            results = self._pool.score(look, keys)
+        outcomes, self._cadence.next_step = self._pool.outcomes(
+            keys, results, self._next_step(look)
+        )
         return outcomes
-
-    def _truth(self, look: Look) -> WordTruth | None:
-        """The true words, of all processes together where they are one client."""
-        strategy, size = self._trainer.strategy, self._anatomy.vocab_size
-        together = self._client == "world" and self._trainer.world_size > 1
-        mask = torch.zeros(2, size if together else 0, dtype=torch.int32, device=self._device)
-        tokens = torch.zeros((), dtype=torch.int64, device=self._device)
-        truth = None
-        try:
-            if look.truth_error is None:
-                truth = WordTruth.of(look.batches)
-                if together:
-                    mask += truth.mask(size).to(mask.device)
-                    tokens += truth.n_targets
-        except Exception as error:
-            look.truth_error = reason(error)
-        if not together:
-            return truth
-        mask = strategy.reduce(mask, reduce_op="sum")
-        tokens = strategy.reduce(tokens, reduce_op="sum")
-        return None if look.truth_error else WordTruth.of_mask(mask > 0, int(tokens))
-
-    def _score(
-        self, look: Look, stage: str, plan: Plan, truth: WordTruth | None
-    ) -> Tally | str | None:
-        if look.truth_error is not None:
-            return f"the batch could not be read: {look.truth_error}"
-        if truth is None or truth.n_targets == 0 or not look.stepped or not plan.exposed:
-            return None
-        guess = look.guesses.get((stage, plan.attack.name), "the attack was not run")
-        if isinstance(guess, str):
-            return guess
-        try:
-            result = tally(guess, truth, self._anatomy.vocab_size)
-            types = truth.types(getattr(guess, "surface", "output"))
-            self._witness(look, series_name(stage, plan.attack.name), guess, types)
-        except Exception as error:
-            return reason(error)
-        return result
 
     def _next_step(self, look: Look) -> int:
         step_seconds = self._step_seconds or look.step_seconds
         proposed = self._cadence.after_look(look.step, look.seconds, step_seconds)
         return max(proposed, look.step + (self._local_steps or 1))
-
-    def _gather(self, values: Tensor) -> Tensor:
-        """(processes, n) of every process's values."""
-        if self._trainer.world_size == 1:
-            return values.unsqueeze(0)
-        return self._trainer.strategy.all_gather(values.to(self._device)).cpu()

@@ -28,7 +28,7 @@ class FailsOnOne(Probe):
     default_name = "fails_on_one"
 
     def run(self, view: Any, query: Any = None) -> Any:
-        if view.gradients[-1].client == 1:
+        if dist.get_rank() == 1:
             raise RuntimeError("only here")
         return super().run(view, query)
 
@@ -161,6 +161,11 @@ def main(root: Path) -> None:
         "pooled": monitor.latest["leakage/worse_on_one/f1"],
         "worst": monitor.latest["leakage/worse_on_one/f1_worst_client"],
     }
+
+    monitor = LeakageMonitor([FailsOnOne(), Probe()], client="world")
+    run(root / "failing-world", [monitor])
+    lines = monitor._jsonl.path.read_text().splitlines() if rank == 0 else []
+    out["failing world"] = [json.loads(line)["n"] for line in lines]
 
     monitor = LeakageMonitor(Probe(), max_overhead=0.2)
     run(root / "overhead", [monitor], max_epochs=4)

@@ -58,6 +58,7 @@ def test_rank_clients_are_pooled_and_a_world_client_is_one(ranks):
     assert ranks[0]["line/plain"] == ["pooled", each]
     assert ranks[0]["line/world"] == [0, together]
     assert together < each
+    assert ranks[0]["failing world"] == [0, together]
 
 
 def test_with_a_defence_the_server_gets_the_mean_of_what_was_shared(ranks):

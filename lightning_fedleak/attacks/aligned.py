@@ -64,9 +64,10 @@ class AlignedFlatChat(Attack):
         tokenizer: for strings; its ``mask_token_id`` serves a masked language model.
         readout: ``"learned"`` or ``"sign"``.
         n_directions: clusters of hidden states that rows are projected on (learned).
-        calibration_tokens: public tokens that a learned readout is calibrated on at most. Half as
-            many cost about a percent of F1; the time is about that of training on them once, and
-            is reported in ``calibration_seconds``.
+        calibration_tokens: public tokens that a learned readout is calibrated on at most (on
+            SmolLM2-135M 2,000 reached an F1 of .97, 6,000 .978, 12,000 .982). The time is about
+            that of a forward and backward over them and as much again for the fit; it is reported
+            in ``calibration_seconds``.
         lengths: tokens in the calibrating texts, cut to these lengths in equal numbers.
         refresh_every: steps after which :meth:`refresh` aligns anew with a model that has moved;
             the classifier itself is kept.

@@ -42,7 +42,10 @@ class LeakageMonitor(L.Callback):
 
     A step that shares nothing (an AMP step that was skipped, a batch without a single target) is
     not looked at; the look moves to the next step, at most 20 times in a row, after which it
-    counts as a failure.
+    counts as a failure. So does a fit that ends before a look that was due could end.
+
+    The first step of each fit is looked at. Layers that are frozen or unfrozen on the way are
+    followed at the next look.
 
     Args:
         attacks: the attacks, each with a name of its own.

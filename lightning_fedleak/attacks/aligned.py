@@ -19,6 +19,7 @@ from lightning_fedleak.attacks.features import (
     RowSummary,
     Units,
     plausible,
+    rounding_error,
     row_features,
     significant,
 )
@@ -26,7 +27,7 @@ from lightning_fedleak.attacks.parts import GradientParts, gradient_parts, head_
 from lightning_fedleak.attacks.readout import best_count
 from lightning_fedleak.attacks.rehearsal import Rehearsed, rehearse
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.snapshots import Observation, UpdateSnapshot
 from lightning_fedleak.threats import Capability, ThreatModel
 
 LENGTHS = (25, 50, 100)
@@ -132,6 +133,7 @@ class AlignedFlatChat(Attack):
         self.seed = seed
         self.calibration_seconds = 0.0
         self._u: Tensor | None = None
+        self._rounding = 0.0
         self._rehearsed: Rehearsed | None = None
         self._aligned_at = 0
 
@@ -148,7 +150,7 @@ class AlignedFlatChat(Attack):
         """
         began = time.perf_counter()
         if self.readout == "sign":
-            self._u = self._direction(anatomy)
+            self._align(anatomy)
         else:
             generator = torch.Generator().manual_seed(self.seed)
             parts = self._parts(anatomy)
@@ -163,7 +165,7 @@ class AlignedFlatChat(Attack):
             return
         self._aligned_at = step
         if self.readout == "sign":
-            self._u = self._direction(anatomy)
+            self._align(anatomy)
             return
         if self._rehearsed is None:
             self.prepare(anatomy)
@@ -203,16 +205,19 @@ class AlignedFlatChat(Attack):
         if hasattr(gradient, "full_tensor"):
             gradient = gradient.full_tensor()
         if self.readout == "sign":
-            return self._by_sign(gradient)
+            last = view.gradients[-1]
+            rounding = 0.0
+            if isinstance(last, UpdateSnapshot):
+                rounding = self._rounding * last.local_steps**0.5 / last.learning_rate
+            return self._by_sign(gradient, rounding)
         return self._by_readout(gradient)
 
-    def _by_sign(self, gradient: Tensor) -> WordGuess:
+    def _by_sign(self, gradient: Tensor, rounding: float) -> WordGuess:
         if self._u is None:
             raise RuntimeError(self._unprepared())
         self._u = self._u.to(gradient.device)
         summary = RowSummary.of(gradient, self._u)
-        blur = torch.maximum(summary.noise(), (summary.common @ self._u).abs())
-        types = significant(summary.along, blur)
+        types = significant(summary.along, summary.doubt(self._u, rounding))
         return WordGuess(types=types, scores=-summary.along, n_types=float(len(types)))
 
     def _by_readout(self, gradient: Tensor) -> WordGuess:
@@ -244,6 +249,7 @@ class AlignedFlatChat(Attack):
         state = {"aligned_at": torch.tensor(self._aligned_at)}
         if self._u is not None:
             state["u"] = self._u
+            state["rounding"] = torch.tensor(self._rounding, dtype=torch.float64)
         if self._rehearsed is not None:
             state |= self._rehearsed.tensors()
         return state
@@ -264,6 +270,7 @@ class AlignedFlatChat(Attack):
         self._aligned_at = int(state["aligned_at"])
         if self.readout == "sign":
             self._u = state["u"]
+            self._rounding = float(state["rounding"])
         else:
             self._rehearsed = Rehearsed.from_tensors(state)
 
@@ -280,9 +287,12 @@ class AlignedFlatChat(Attack):
     def _unprepared(self) -> str:
         return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
 
-    def _direction(self, anatomy: Anatomy) -> Tensor:
+    def _align(self, anatomy: Anatomy) -> None:
         states = [hidden_states_of(anatomy, b) for b in self._batches(anatomy, _SIGN_TOKENS)]
-        return separating_direction(F.normalize(torch.cat(states).float(), dim=1))
+        self._u = separating_direction(F.normalize(torch.cat(states).float(), dim=1))
+        weight = anatomy.parameter(HEAD_WEIGHT)
+        if weight is not None:
+            self._rounding = rounding_error(weight.detach())
 
     def _parts(self, anatomy: Anatomy, inputs: bool = True) -> GradientParts:
         return GradientParts.joined(

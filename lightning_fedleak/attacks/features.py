@@ -72,10 +72,37 @@ class RowSummary:
         level: Tensor = low / (self.width**0.5 * max(spread, 0.1))
         return level
 
+    def doubt(self, u: Tensor, rounding: float = 0.0) -> Tensor:
+        """How far from zero a projection may be for reasons other than words, ().
+
+        Noise of a defence, read off the median row on the positive side, where rows are unused or
+        nearly so; what label smoothing took; rounding.
+
+        Args:
+            u: the direction of ``along``.
+            rounding: standard deviation of the rounding error of each coordinate.
+        """
+        unused = self.norms[self.along >= 0]
+        level = self.noise().clamp(min=rounding)
+        if len(unused):
+            level = torch.maximum(level, unused.median() / self.width**0.5)
+        return torch.maximum(level, (self.common @ u).abs())
+
     def denoised(self, noise: Tensor) -> Tensor:
         """Norms of the rows less what noise of that deviation adds to them, (V,)."""
         squares = self.norms.square()
         return torch.maximum(squares - self.width * noise * noise, 0.05 * squares).sqrt()
+
+
+def rounding_error(weight: Tensor) -> float:
+    """Standard deviation of the error that storing ``weight`` (V, d) makes, in its worst rows.
+
+    That of a uniform error of one unit in the last place, at the 90% quantile of the rows.
+    """
+    exponent = torch.frexp(weight.float()).exponent - 1
+    unit = torch.finfo(weight.dtype).eps * torch.exp2(exponent.float())
+    rows = (unit.square().mean(1) / 12).sqrt()
+    return float(rows.kthvalue(1 + (len(rows) - 1) * 9 // 10).values)
 
 
 def _pass_over(

@@ -17,7 +17,7 @@ from lightning_fedleak.attacks.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.calibration import PublicText, gradient_of, head_gradient
 from lightning_fedleak.attacks.expected import cluster_centres, separating_direction
-from lightning_fedleak.attacks.features import significant
+from lightning_fedleak.attacks.features import rounding_error, significant
 from lightning_fedleak.attacks.flatchat import FlatChat
 from lightning_fedleak.attacks.parts import gradient_parts, head_of
 from lightning_fedleak.attacks.readout import Readout, best_count
@@ -106,6 +106,10 @@ def seen(gradient, step=0):
     return Observation((GradientSnapshot(step, Stage.SHARED, {"head.weight": gradient}),))
 
 
+def state_of(u):
+    return {"u": u, "aligned_at": torch.tensor(0), "rounding": torch.tensor(0.0)}
+
+
 def rates(types, truth):
     right = torch.isin(types, truth).sum().item()
     precision, recall = right / max(1, len(types)), right / len(truth)
@@ -139,7 +143,7 @@ def test_one_token_in_closed_form():
     weight = torch.randn(40, 12, generator=g)
     gradient = head_gradient(hidden, torch.tensor([17]), weight)
     attack = AlignedFlatChat([[1, 2, 3]], readout="sign")
-    attack.load_state_dict({"u": F.normalize(hidden[0], dim=0), "aligned_at": torch.tensor(0)})
+    attack.load_state_dict(state_of(F.normalize(hidden[0], dim=0)))
     guess = attack.run(seen(gradient))
     assert guess.types.tolist() == [17]
     assert guess.n_types == 1
@@ -154,7 +158,7 @@ def test_no_unused_type_is_named_when_every_state_is_on_the_side_of_u():
     u = separating_direction(hidden)
     assert (hidden @ u).min() > 0
     attack = AlignedFlatChat([[1, 2, 3]], readout="sign")
-    attack.load_state_dict({"u": u, "aligned_at": torch.tensor(0)})
+    attack.load_state_dict(state_of(u))
     types = attack.run(seen(head_gradient(hidden, labels, weight))).types
     assert set(types.tolist()) <= set(labels.tolist())
 
@@ -166,10 +170,7 @@ def test_scale_does_not_matter(attack, private, request):
     gradient = view.gradient("head.weight")
     plain = attack.run(view)
     for factor in (1e-4, 37.0):
-        snapshot = UpdateSnapshot(
-            0, Stage.SHARED, {"head.weight": gradient * factor}, local_steps=4
-        )
-        scaled = attack.run(Observation((snapshot,)))
+        scaled = attack.run(seen(gradient * factor))
         overlap = torch.isin(scaled.types, plain.types).float().mean()
         assert overlap > 0.98
         assert abs(len(scaled.types) - len(plain.types)) <= 2
@@ -190,6 +191,21 @@ def test_noise_that_hides_the_words_from_flatchat_does_not_hide_them(attack, pri
 
 
 @pytest.mark.parametrize("attack", ["learned", "by_sign"])
+def test_rounding_of_a_shared_weight_change_names_nobody(attack, trained, private, request):
+    """(before - after) / lr in float32 loses the small rows to rounding."""
+    attack = request.getfixturevalue(attack)
+    view, truth = private[0]
+    before, rate = trained.model.lm_head.weight.detach(), 1e-4
+    after = before - rate * view.gradient("head.weight")
+    plain = rates(attack.run(view).types, truth)
+    change = {"head.weight": (before - after) / rate}
+    snapshot = UpdateSnapshot(0, Stage.SHARED, change, learning_rate=rate)
+    rounded = rates(attack.run(Observation((snapshot,))).types, truth)
+    assert rounded[0] > plain[0] - 0.1
+    assert rounded[2] > plain[2] - 0.1
+
+
+@pytest.mark.parametrize("attack", ["learned", "by_sign"])
 def test_label_smoothing_is_found_and_given_back(attack, trained, language, request):
     attack = request.getfixturevalue(attack)
     rows = language.texts(2, 24, seed=15)
@@ -202,6 +218,13 @@ def test_label_smoothing_is_found_and_given_back(attack, trained, language, requ
     plain = seen(gradient_of(trained, batch, ["head.weight"])["head.weight"])
     loss = rates(attack.run(plain).types, truth)[2] - rates(attack.run(smoothed).types, truth)[2]
     assert loss < 0.15
+
+
+def test_rounding_error_is_that_of_storing():
+    exact = torch.randn(300, 40, generator=generator(16), dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        error = (exact - exact.to(dtype)).square().mean(1).sqrt().quantile(0.9)
+        assert rounding_error(exact.to(dtype)) == pytest.approx(float(error), rel=0.2)
 
 
 def test_noise_alone_names_next_to_nothing(learned, by_sign):

@@ -117,6 +117,9 @@ def _number(
 
 
 def _demo(options: argparse.Namespace) -> int:
+    # Threads that spin while they wait starve each other where other programs use the cores too;
+    # OpenMP reads this when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from lightning_fedleak.demo.run import INTERRUPTED, Demo, UserError
 
     try:

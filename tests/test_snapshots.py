@@ -208,3 +208,27 @@ def test_observation_names_what_it_holds():
     with pytest.raises(KeyError, match=r"head\.weight.*head\.bias"):
         Observation((snapshot,)).gradient("head.weight")
     assert Observation((snapshot,)).gradient("head.bias").shape == (3,)
+
+
+def test_sharded_gradients_are_made_whole(tmp_path):
+    from torch import distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+        weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)]))
+        weight.grad = distribute_tensor(whole, mesh, [Shard(0)])
+        got = GradientTap({"head.weight": weight}).view(0, Stage.SHARED).tensors["head.weight"]
+        assert type(got) is torch.Tensor
+        assert torch.equal(got, whole)
+
+        tap = UpdateTap({"head.weight": weight})
+        tap.begin()
+        torch.optim.SGD([weight], lr=0.5).step()
+        update = tap.end(0, Stage.SHARED, learning_rate=0.5, local_steps=1)
+        torch.testing.assert_close(update.tensors["head.weight"], whole)
+    finally:
+        dist.destroy_process_group()

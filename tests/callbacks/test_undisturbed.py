@@ -43,6 +43,7 @@ def checkpointed():
 CASES = {
     "fp32 with dropout": ({}, None),
     "bf16-mixed": ({"precision": "bf16-mixed"}, None),
+    "bf16-true": ({"precision": "bf16-true"}, None),
     "accumulation": ({"accumulate_grad_batches": 2}, None),
     "clipping": ({"gradient_clip_val": 0.05}, None),
     "LoRA": ({}, lora),

@@ -12,6 +12,9 @@ batches are put together from them (the exact gradient: sentences do not see eac
 ``--surface tied`` attacks the matrix as shared, for a tied model the sum of head and embedding
 parts; ``--surface head`` the head's own part, which no server sees of a tied model.
 
+``--noise`` adds Gaussian noise to every coordinate, its standard deviation in units of what one
+token puts into a row (the mean norm of the hidden states over the number of tokens).
+
 Prints F1 with its 95% interval over batches (Student's t), precision, recall, MAER (mean absolute
 error ratio of the number of types) and the seconds of one attack.
 """
@@ -23,6 +26,7 @@ import copy
 import csv
 import gzip
 import io
+import itertools
 import json
 import os
 import platform
@@ -125,7 +129,9 @@ def smoothed_gradient(anatomy, batch, smoothing: float) -> torch.Tensor:
     return (total / n).detach()
 
 
-def composed_batches(anatomy, text: PublicText, shape, count: int, seed: int, pool: int):
+def composed_batches(
+    anatomy, text: PublicText, shape, count: int, seed: int, pool: int, noise: float = 0.0
+):
     """(gradient, types) of ``count`` batches from a pool of sentences, distinct within a batch."""
     size, length = shape
     generator = torch.Generator().manual_seed(seed)
@@ -136,7 +142,11 @@ def composed_batches(anatomy, text: PublicText, shape, count: int, seed: int, po
     weight, bias = head_of(anatomy)
     for _ in range(count):
         chosen = parts.of(torch.randperm(parts.n_sentences, generator=generator)[:size])
-        yield chosen.gradient(weight, bias), chosen.labels.unique(), {}
+        gradient = chosen.gradient(weight, bias)
+        if noise:
+            one_token = chosen.hidden.norm(dim=1).mean() / len(chosen.labels)
+            gradient += noise * one_token * torch.randn(gradient.shape, generator=generator)
+        yield gradient, chosen.labels.unique(), {}
 
 
 def trained_batches(anatomy, text: PublicText, shape, count: int, seed: int, args):
@@ -243,11 +253,14 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--label-smoothing", type=float, default=0.0)
+    parser.add_argument("--noise", type=float, nargs="+", default=[0.0], help="see above")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if any(args.noise) and (args.local_steps or args.label_smoothing):
+        parser.error("--noise goes with neither --local-steps nor --label-smoothing")
     names = args.attacks.split(",")
     if unknown := set(names) - set(ATTACKS):
         parser.error(f"unknown attacks {sorted(unknown)}; choose from {ATTACKS}")
@@ -266,7 +279,8 @@ def main() -> None:
     attacks, calibration = runners(names, anatomy, public, args)
 
     results = []
-    for shape in ([int(n) for n in s.split("x")] for s in args.shapes.split(",")):
+    shapes = [[int(n) for n in s.split("x")] for s in args.shapes.split(",")]
+    for shape, noise in itertools.product(shapes, args.noise):
         if args.local_steps:
             batches = trained_batches(anatomy, private, shape, args.batches, args.seed, args)
         elif args.label_smoothing:
@@ -277,7 +291,9 @@ def main() -> None:
                 for b in drawn
             )
         else:
-            batches = composed_batches(anatomy, private, shape, args.batches, args.seed, args.pool)
+            batches = composed_batches(
+                anatomy, private, shape, args.batches, args.seed, args.pool, noise
+            )
         scores = {name: [] for name in names}
         for gradient, truth, options in batches:
             kind = UpdateSnapshot if options else GradientSnapshot
@@ -291,7 +307,8 @@ def main() -> None:
                 )
         for name, rows in scores.items():
             columns = {k: [r[k] for r in rows] for k in rows[0]}
-            entry = {"shape": "x".join(map(str, shape)), "attack": name, "batches": len(rows)}
+            entry = {"shape": "x".join(map(str, shape)), "noise": noise, "attack": name}
+            entry["batches"] = len(rows)
             for key, values in columns.items():
                 entry[key], entry[f"{key}_half_width"] = summary(values)
             results.append(entry)
@@ -309,10 +326,10 @@ def main() -> None:
 
 def print_row(entry: dict, header: bool) -> None:
     if header:
-        print("| batch | types | attack | F1 | precision | recall | MAER | seconds |")
-        print("|---|---|---|---|---|---|---|---|")
+        print("| batch | noise | types | attack | F1 | precision | recall | MAER | seconds |")
+        print("|---|---|---|---|---|---|---|---|---|")
     print(
-        f"| {entry['shape']} | {entry['types']:.0f} | {entry['attack']} "
+        f"| {entry['shape']} | {entry['noise']:g} | {entry['types']:.0f} | {entry['attack']} "
         f"| {entry['f1']:.4f} ± {entry['f1_half_width']:.4f} | {entry['precision']:.4f} "
         f"| {entry['recall']:.4f} | {entry['maer']:.3f} | {entry['seconds']:.2f} |",
         flush=True,

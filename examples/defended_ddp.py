@@ -17,7 +17,9 @@ from lightning_fedleak.strategies import DefendedStrategy
 def main() -> None:
     """Trains 6 steps on two processes."""
     monitor = LeakageMonitor(
-        [AlignedFlatChat("sampled", readout="sign")], every_n_steps=3, stages=("local", "shared")
+        [AlignedFlatChat("sampled", calibration_tokens=4_000)],
+        every_n_steps=3,
+        stages=("local", "shared"),
     )
     trainer = L.Trainer(
         accelerator="cpu",

@@ -14,7 +14,9 @@ from lightning_fedleak.demo import CausalLMFineTuning, TextDataModule
 def main() -> None:
     """Fine-tunes 10 steps whole, then 10 steps with LoRA."""
     for peft in (None, "lora"):
-        monitor = LeakageMonitor([AlignedFlatChat("sampled", readout="sign")], every_n_steps=5)
+        monitor = LeakageMonitor(
+            [AlignedFlatChat("sampled", calibration_tokens=4_000)], every_n_steps=5
+        )
         trainer = L.Trainer(
             max_steps=10, callbacks=[monitor], default_root_dir="fedleak_runs", logger=False
         )

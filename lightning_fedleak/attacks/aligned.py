@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Query, Surfaces, WordGuess
@@ -26,12 +26,14 @@ from lightning_fedleak.attacks.features import (
 from lightning_fedleak.attacks.parts import GradientParts, gradient_parts, head_of
 from lightning_fedleak.attacks.readout import best_count
 from lightning_fedleak.attacks.rehearsal import Rehearsed, rehearse
+from lightning_fedleak.attacks.turning import turned
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot
 from lightning_fedleak.threats import Capability, ThreatModel
 
 LENGTHS = (25, 50, 100)
 _SIGN_TOKENS = 2048
+_ONE_SIDED = 0.95
 _RULED_OUT = -30.0
 
 
@@ -43,7 +45,12 @@ class AlignedFlatChat(Attack):
     states of public text are all positive, a row's projection is negative only if the type was
     used, and it is for every used type whose own predicted mass does not outweigh it. So
     ``readout="sign"`` names the rows with a negative projection (further from zero than noise on
-    the update explains, where a defence added some): the number of types is not asked for.
+    the update explains, where a defence added some): the number of types is not asked for. u comes
+    from public text and is then turned until the small rows of the update itself are positive
+    (:mod:`~lightning_fedleak.attacks.turning`), since the hidden states of other text, or of a
+    model that training has moved, may lie elsewhere. No direction helps a model whose hidden
+    states fill more than a half-space; ``prepare`` warns if fewer than 95% of the public ones are
+    positive on u, and ``"learned"`` is the readout to use then.
 
     What the sign misses are common words, predicted more often than they occur. ``"learned"``
     compares each row with the one that public text leads to expect of an unused type (predicted
@@ -150,7 +157,14 @@ class AlignedFlatChat(Attack):
         """
         began = time.perf_counter()
         if self.readout == "sign":
-            self._align(anatomy)
+            positive = self._align(anatomy)
+            if positive < _ONE_SIDED:
+                warnings.warn(
+                    f"attack '{self.name}': only {positive:.1%} of the hidden states of public "
+                    "text lie on one side of a direction, so that types which were not used may "
+                    "be named: use readout='learned' for this model",
+                    stacklevel=2,
+                )
         else:
             generator = torch.Generator().manual_seed(self.seed)
             parts = self._parts(anatomy)
@@ -217,7 +231,8 @@ class AlignedFlatChat(Attack):
             raise RuntimeError(self._unprepared())
         self._u = self._u.to(gradient.device)
         summary = RowSummary.of(gradient, self._u)
-        types = significant(summary.along, summary.doubt(self._u, rounding))
+        summary, u = turned(gradient, summary, self._u)
+        types = significant(summary.along, summary.doubt(u, rounding))
         return WordGuess(types=types, scores=-summary.along, n_types=float(len(types)))
 
     def _by_readout(self, gradient: Tensor) -> WordGuess:
@@ -226,7 +241,8 @@ class AlignedFlatChat(Attack):
         known = self._rehearsed = self._rehearsed.to(gradient.device)
         directions, expected = known.directions, known.expected
         summary = RowSummary.of(gradient, directions.u)
-        units = Units.of(summary, directions, expected, expected.reference)
+        summary, _ = turned(gradient, summary, directions.u, expected.reference)
+        units = Units.of(summary, expected, expected.reference)
         scores = torch.full_like(summary.along, _RULED_OUT)
         if units is None:
             return WordGuess(types=scores.argsort()[:0], scores=scores, n_types=0.0)
@@ -287,12 +303,15 @@ class AlignedFlatChat(Attack):
     def _unprepared(self) -> str:
         return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
 
-    def _align(self, anatomy: Anatomy) -> None:
-        states = [hidden_states_of(anatomy, b) for b in self._batches(anatomy, _SIGN_TOKENS)]
-        self._u = separating_direction(F.normalize(torch.cat(states).float(), dim=1))
+    def _align(self, anatomy: Anatomy) -> float:
+        """Finds ``u``; returns the share of public hidden states that are positive on it."""
+        batches = self._batches(anatomy, _SIGN_TOKENS)
+        states = torch.cat([hidden_states_of(anatomy, b) for b in batches]).float()
+        self._u = separating_direction(states)
         weight = anatomy.parameter(HEAD_WEIGHT)
         if weight is not None:
             self._rounding = rounding_error(weight.detach())
+        return float((states @ self._u > 0).float().mean())
 
     def _parts(self, anatomy: Anatomy, inputs: bool = True) -> GradientParts:
         return GradientParts.joined(
@@ -306,6 +325,8 @@ class AlignedFlatChat(Attack):
         """Public batches of each length, about ``tokens`` tokens in all, no text used twice."""
         generator = torch.Generator().manual_seed(self.seed)
         text = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+        if anatomy.kind == "causal":
+            text = text.opened_both_ways()
         longest = getattr(getattr(anatomy.model, "config", None), "max_position_embeddings", None)
         lengths = sorted({min(n, longest or n) for n in self.lengths})
         order = text.draw(len(text), generator).tolist()

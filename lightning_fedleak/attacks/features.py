@@ -118,6 +118,12 @@ def _pass_over(
     return torch.cat(along), torch.cat(norms)
 
 
+def projections(gradient: Tensor, u: Tensor, common: Tensor, rows_at_once: int = 4096) -> Tensor:
+    """(V,) of each row, less ``common``, on ``u``; in float32."""
+    parts = torch.split(gradient.detach(), rows_at_once)
+    return torch.cat([rows.float() @ u for rows in parts]) - common @ u
+
+
 def _common_row(gradient: Tensor, summary: RowSummary) -> Tensor | None:
     """What label smoothing adds to every row, (d,), or None.
 
@@ -161,6 +167,7 @@ class Units:
     Attributes:
         noise: () standard deviation of noise on each coordinate, at most.
         token: () norm of the row of a type used once.
+        cosine: () median cosine between ``u`` and the hidden states of used tokens.
         tokens: () used tokens seen in the rows that are negative along ``u``, net of predictions.
         clusters: (C,) factors on the clusters' expected rows that make up this gradient's.
         n_tokens: () estimate of the number of tokens in the batch.
@@ -168,42 +175,49 @@ class Units:
 
     noise: Tensor
     token: Tensor
+    cosine: Tensor
     tokens: Tensor
     clusters: Tensor
     n_tokens: Tensor
 
     @classmethod
-    def of(
-        cls, summary: RowSummary, directions: Directions, expected: ExpectedRows, at: Tensor
-    ) -> Units | None:
+    def of(cls, summary: RowSummary, expected: ExpectedRows, at: Tensor) -> Units | None:
         """Estimates them; None where no row is negative along ``u``.
 
         Args:
             summary: of the gradient, or of a subset of its rows that holds every used type.
-            directions: what it was projected on.
             expected: of public text.
             at: where in ``summary`` the reference types stand.
         """
         noise = (summary.at(at) if len(at) else summary).noise()
-        negative = summary.along < -4 * noise
-        norms = summary.denoised(noise)
-        found = norms[negative].sort().values
-        if len(found) == 0:
+        token = token_norm(summary, noise)
+        if token is None:
             return None
-        middle = torch.searchsorted(found.cumsum(0), found.sum() / 2).clamp(max=len(found) - 1)
-        token = found[middle]
-        for _ in range(4):
-            token = found[found > 0.3 * token].median()
-        scale = token * directions.scale / directions.norm
-        large = negative & (norms > 0.3 * token)
+        norms = summary.denoised(noise)
+        large = (summary.along < -4 * noise) & (norms > 0.3 * token)
+        cosine = (-summary.along[large] / norms[large]).median()
+        scale = token * cosine
         clusters = expected.weights(summary.along[at] / scale, noise / scale)
         return cls(
             noise=noise,
             token=token,
+            cosine=cosine,
             tokens=-summary.along[large].sum() / scale,
             clusters=clusters,
             n_tokens=(clusters * expected.share).sum(),
         )
+
+
+def token_norm(summary: RowSummary, noise: Tensor) -> Tensor | None:
+    """Norm of the row of a type used once, (); None where no row is negative beyond noise."""
+    found = summary.denoised(noise)[summary.along < -4 * noise].sort().values
+    if len(found) == 0:
+        return None
+    middle = torch.searchsorted(found.cumsum(0), found.sum() / 2).clamp(max=len(found) - 1)
+    token = found[middle]
+    for _ in range(4):
+        token = found[found > 0.3 * token].median()
+    return token
 
 
 def signed_log(values: Tensor, unit: float = 1e-3) -> Tensor:
@@ -238,7 +252,7 @@ def row_features(
     rows = (rows.float() - summary.common) / units.token
     noise = units.noise / units.token
     r = summary.denoised(units.noise) / units.token
-    s = summary.along / (units.token * directions.scale / directions.norm)
+    s = summary.along / (units.token * units.cosine)
     cosine = summary.along / (units.token * r + 1e-30)
     n = units.n_tokens.clamp(min=1.0)
     predicted = (expected.mass @ units.clusters).clamp(min=1e-12)

@@ -143,6 +143,17 @@ class PublicText:
             input_ids=input_ids, labels=labels, attention_mask=real.to(torch.int64), kind=kind
         )
 
+    def opened_both_ways(self) -> PublicText:
+        """With every second text less its first token, if all texts open with the same one.
+
+        That is a start token, which the text under attack may or may not have. Where a tied
+        embedding reads them, first tokens have large gradients, so that both ought to be seen.
+        """
+        if len({int(s[0]) for s in self.sentences}) > 1:
+            return self
+        shortened = [s[i % 2 :] if len(s) > 2 else s for i, s in enumerate(self.sentences)]
+        return PublicText(shortened, targets=self.targets)
+
     @classmethod
     def sampled_from(
         cls,

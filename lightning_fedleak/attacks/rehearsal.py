@@ -13,6 +13,7 @@ from lightning_fedleak.attacks.expected import Directions, ExpectedRows, cluster
 from lightning_fedleak.attacks.features import RowSummary, Units, plausible, row_features
 from lightning_fedleak.attacks.parts import GradientParts
 from lightning_fedleak.attacks.readout import Readout
+from lightning_fedleak.attacks.turning import turned
 
 _CLUSTERS = 32
 _FREQUENT = 4096
@@ -146,7 +147,9 @@ def _rehearsals(
         summary = RowSummary.of(gradient, directions.u)
         place = torch.full((len(weight),), -1, device=types.device)
         place[types] = torch.arange(len(types), device=types.device)
-        units = Units.of(summary, directions, expected, place[expected.reference])
+        at = place[expected.reference]
+        summary, _ = turned(gradient, summary, directions.u, at)
+        units = Units.of(summary, expected, at)
         if units is None:
             continue
         among = expected.rows(types)

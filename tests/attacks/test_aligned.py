@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -452,6 +453,28 @@ def test_readout_learns_probabilities():
 def test_refusals_say_what_to_do(build, words):
     with pytest.raises(ValueError, match=words):
         build()
+
+
+def test_hidden_states_on_both_sides_are_warned_of(trained, public, monkeypatch):
+    attack = AlignedFlatChat(public, readout="sign", name="mine")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attack.prepare(trained)
+
+    def opposite(anatomy, batch):
+        states = torch.randn(batch.n_targets, WIDTH, generator=generator(17))
+        return torch.cat([states, -states])
+
+    monkeypatch.setattr("lightning_fedleak.attacks.aligned.hidden_states_of", opposite)
+    with pytest.warns(UserWarning, match=r"'mine': only \d+\.\d% .* readout='learned'"):
+        attack.prepare(trained)
+
+
+def test_texts_that_share_their_opening_are_opened_both_ways():
+    text = PublicText([[1, 5, 6], [1, 6, 7], [1, 8], [1, 9]]).opened_both_ways()
+    assert [s.tolist() for s in text.sentences] == [[1, 5, 6], [6, 7], [1, 8], [1, 9]]
+    varied = PublicText([[1, 5, 6], [2, 6, 7]])
+    assert varied.opened_both_ways() is varied
 
 
 def test_running_unprepared_says_so():

@@ -1,0 +1,124 @@
+"""Turning towards a gradient's own hidden states: closed forms, and a model that was moved."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.aligned import AlignedFlatChat
+from lightning_fedleak.attacks.calibration import PublicText, gradient_of, head_gradient
+from lightning_fedleak.attacks.features import RowSummary
+from lightning_fedleak.attacks.turning import turned
+from lightning_fedleak.batches import read_batch
+from lightning_fedleak.demo import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+
+VOCAB, WIDTH, TOKENS = 1500, 24, 120
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def seen(gradient):
+    return Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
+
+
+@pytest.fixture
+def away():
+    """(gradient, hidden, labels, u): hidden states on both sides of u, all on one of another."""
+    g = generator(1)
+    u, other = F.normalize(torch.randn(2, WIDTH, generator=g), dim=1)
+    hidden = torch.randn(TOKENS, WIDTH, generator=g) + 5 * other - 1.5 * u
+    weight = 0.6 * torch.randn(VOCAB, WIDTH, generator=g)
+    labels = torch.randint(VOCAB, (TOKENS,), generator=g)
+    assert (hidden @ u < 0).float().mean() > 0.8
+    return head_gradient(hidden, labels, weight), hidden, labels, u
+
+
+def test_unused_rows_are_positive_afterwards(away):
+    gradient, hidden, labels, u = away
+    summary, own = turned(gradient, RowSummary.of(gradient, u), u)
+    assert (hidden @ own > 0).all()
+    torch.testing.assert_close(summary.along, gradient @ own)
+    unused = torch.ones(VOCAB, dtype=torch.bool)
+    unused[labels] = False
+    assert (summary.along[unused] > 0).all()
+    assert own.norm() == pytest.approx(1.0)
+
+
+def test_only_the_given_rows_are_looked_at(away):
+    gradient, _, labels, u = away
+    among = torch.arange(VOCAB)[~torch.isin(torch.arange(VOCAB), labels)][:300]
+    changed = gradient.clone()
+    changed[~torch.isin(torch.arange(VOCAB), among)] *= 1.0001
+    one = turned(gradient, RowSummary.of(gradient, u), u, among)[1]
+    two = turned(changed, RowSummary.of(changed, u), u, among)[1]
+    torch.testing.assert_close(one, two)
+
+
+def test_noise_that_hides_the_unused_rows_leaves_u_alone(away):
+    gradient, _, _, u = away
+    noised = gradient + 0.03 * gradient.norm(dim=1).max() * torch.randn(
+        gradient.shape, generator=generator(2)
+    )
+    summary = RowSummary.of(noised, u)
+    after, own = turned(noised, summary, u)
+    assert own is u
+    assert after is summary
+
+
+def test_too_few_rows_leave_u_alone():
+    g = generator(3)
+    hidden, weight = torch.randn(5, 8, generator=g), torch.randn(40, 8, generator=g)
+    gradient = head_gradient(hidden, torch.tensor([1, 2, 3, 4, 5]), weight)
+    u = F.normalize(hidden.mean(0), dim=0)
+    assert turned(gradient, RowSummary.of(gradient, u), u)[1] is u
+
+
+def test_rows_of_used_types_are_not_turned_to_the_positive_side(away):
+    """Small rows of the opposite sign, as label smoothing that was not found leaves them."""
+    gradient, hidden, labels, _ = away
+    u = F.normalize(F.normalize(hidden, dim=1).mean(0), dim=0)
+    unused = ~torch.isin(torch.arange(VOCAB), labels)
+    gradient[unused] = -1e-3 * torch.rand(int(unused.sum()), 1, generator=generator(4)) * u
+    none = torch.zeros(WIDTH)
+    summary = RowSummary(gradient @ u, gradient.norm(dim=1), none)
+    assert turned(gradient, summary, u)[1] is u
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    """Private batches with the gradient of the embedded model before and after 15 steps on them."""
+    module = CausalLMFineTuning(None)
+    start = find_anatomy(copy.deepcopy(module))
+    data = TextDataModule(batch_size=8, length=48)
+    data.setup()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    cases = []
+    for step, raw in zip(range(16), data.train_dataloader(), strict=False):
+        batch = read_batch(raw, "causal")
+        if step in (0, 15):
+            anatomy = find_anatomy(module)
+            gradient = gradient_of(anatomy, batch, ["head.weight"])["head.weight"]
+            cases.append((gradient, batch.target_ids().unique()))
+        optimizer.zero_grad()
+        module(**raw).backward()
+        optimizer.step()
+    return start, cases
+
+
+@pytest.mark.parametrize("readout", ["sign", "learned"])
+def test_text_and_model_that_calibration_has_not_seen(tuned, readout):
+    """Calibrated on the model's own text before training, without a start token and after it."""
+    start, cases = tuned
+    public = PublicText.sampled_from(start, n=64, length=48)
+    attack = AlignedFlatChat(public, readout=readout, lengths=(24, 48), calibration_tokens=2500)
+    attack.prepare(start)
+    for gradient, truth in cases:
+        types = attack.run(seen(gradient)).types
+        right = torch.isin(types, truth).sum().item()
+        assert right / len(types) > 0.94
+        assert right / len(truth) > 0.85

@@ -293,7 +293,7 @@ def _separable(
             return None, programs
         if solution.status != 0:
             raise UnusableObservation(
-                f"the linear program of type {t} was neither solved nor shown infeasible "
+                "the linear program of a type was neither solved nor shown infeasible "
                 f"({solution.message}); the gradient may be too noisy for this method"
             )
         r = solution.x

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -97,6 +100,17 @@ def test_full_rank_is_refused_unless_asked_for() -> None:
         reveal_labels(gradient)
     found = reveal_labels(gradient, allow_full_rank=True).types.tolist()
     assert found == labels.unique().tolist()
+
+
+def test_an_undecided_program_does_not_name_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient, labels = softmax_model(400, 32, 28, 7)
+    undecided = SimpleNamespace(status=4, message="numerical difficulties")
+    monkeypatch.setattr(
+        "lightning_fedleak.attacks.reveal_labels.linprog", lambda *_, **__: undecided
+    )
+    with pytest.raises(UnusableObservation, match="neither solved nor shown infeasible") as error:
+        reveal_labels(gradient)
+    assert not {str(t) for t in labels.tolist()} & set(re.findall(r"\d+", str(error.value)))
 
 
 def test_no_time_is_no_answer() -> None:

@@ -152,6 +152,11 @@ class TextDataModule(L.LightningDataModule):
             )
         source = EMBEDDED_MESSAGES if self.text is None else self.text
         texts = read_texts(source, self.column)
+        if len(texts) < 2:
+            raise SourceError(
+                f"'{source}' holds one text only, and training and validation need one each. A "
+                "plain text file has one text a line."
+            )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
         n_val = max(1, round(len(texts) * self.val_fraction))
         train = TokenRows.of([texts[i] for i in order[n_val:]], self.tokenizer, self.length)

@@ -75,7 +75,7 @@ def test_order_and_split_follow_from_the_seed_alone(text: str) -> None:
     assert first[0] != first[1]
 
 
-def test_refuses_what_cannot_work(text: str) -> None:
+def test_refuses_what_cannot_work(text: str, tmp_path: Path) -> None:
     for wrong in ({"batch_size": 0}, {"length": 1}, {"val_fraction": 1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             TextDataModule(text, tiny_tokenizer(), **wrong)
@@ -83,6 +83,10 @@ def test_refuses_what_cannot_work(text: str) -> None:
         TextDataModule(text, tiny_tokenizer(), length=65).setup()
     with pytest.raises(SourceError, match=r"at least 50 \(batch_size\)"):
         TextDataModule(text, tiny_tokenizer(), batch_size=50).setup()
+    single = tmp_path / "one.txt"
+    single.write_text("hi\n")
+    with pytest.raises(SourceError, match="holds one text only"):
+        TextDataModule(str(single), tiny_tokenizer(), batch_size=1).setup()
     with pytest.raises(SourceError, match="no tokenizer could be loaded from"):
         TextDataModule(text, "./nowhere").setup()
 

@@ -10,4 +10,4 @@ EMBEDDED_MESSAGES = FOLDER / "private_messages.jsonl"
 
 
 class SourceError(ValueError):
-    """A model, tokenizer or text cannot be used; says what was looked for and what to give."""
+    """A model, text or folder cannot be used; says what was looked for and what to give."""

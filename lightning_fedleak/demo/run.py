@@ -94,7 +94,7 @@ class Demo:
             0, or 130 after an interrupt.
 
         Raises:
-            SourceError: model or text cannot be used.
+            SourceError: model or text cannot be used, or ``out`` cannot be written to.
             AnatomyError: the model's output head was not found.
             ThreatModelError: the attacks cannot run on this model.
         """
@@ -103,6 +103,13 @@ class Demo:
         with _quiet():
             data = self._data()
             data.setup()
+            try:
+                folder.mkdir(parents=True)
+            except OSError as error:
+                raise SourceError(
+                    f"'{self.out}' cannot be written to ({error.strerror}): name another folder "
+                    "for the logs with --out."
+                ) from error
             self._introduce(console, data)
             public = self._public_text(console)
             watched = self._fit(console, public, folder / "watched", gated=False)

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from lightning_fedleak.demo import run as run_module
+from lightning_fedleak.demo.assets import SourceError
 from lightning_fedleak.demo.module import CausalLMFineTuning
 from lightning_fedleak.demo.run import INTERRUPTED, Demo
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
@@ -89,6 +90,15 @@ def test_live_table_on_a_terminal(model: str, text: str, tmp_path: Path) -> None
     assert "aligned_flatchat" in printed
     assert "█" in printed
     assert "3/3" in printed
+
+
+def test_an_output_folder_that_cannot_be_made_is_said_before_training(
+    model: str, text: str, tmp_path: Path
+) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    with pytest.raises(SourceError, match=r"cannot be written to.*--out"):
+        Demo(model=model, text=text, batch_size=4, out=taken).run()
 
 
 def test_ctrl_c_ends_with_what_was_measured(

@@ -86,16 +86,24 @@ def _pick_column(rows: list[Mapping[str, Any]], column: str | None, source: str)
     if not rows:
         return []
     names = list(dict.fromkeys(name for row in rows for name in row))
+    shown = _shown(names)
     if column is None:
         strings = [n for n in names if all(isinstance(row.get(n), str) for row in rows)]
         column = "text" if "text" in names else strings[0] if len(strings) == 1 else None
         if column is None:
             raise SourceError(
-                f"which column of '{source}' holds the text? It has {names}; name one with column=."
+                f"which column of '{source}' holds the text? It has {shown}; name one with column=."
             )
     if column not in names:
-        raise SourceError(f"'{source}' has no column '{column}'; it has {names}.")
+        raise SourceError(f"'{source}' has no column '{column}'; it has {shown}.")
     return [value for row in rows if isinstance(value := row.get(column), str)]
+
+
+def _shown(names: list[str]) -> str:
+    """Column names for a message, unless they look like a line of private text."""
+    if all(name is not None and name.isidentifier() and len(name) <= 32 for name in names):
+        return str(names)
+    return f"{len(names)} columns, whose names (the first line of a .csv file) read like content"
 
 
 def _read_hub(source: str, column: str | None) -> list[str]:

@@ -45,6 +45,16 @@ def test_json_lines_keep_any_text(tmp_path_factory: pytest.TempPathFactory, give
     assert read_texts(path) == [t.strip() for t in given]
 
 
+def test_a_table_without_a_header_is_not_quoted(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("Dear Dr Smith my test,Anna Miller\nsecond,row\n")
+    for column in (None, "text"):
+        with pytest.raises(SourceError, match="first line") as error:
+            read_texts(path, column)
+        assert "Smith" not in str(error.value)
+        assert "Anna" not in str(error.value)
+
+
 def test_column_is_named_or_the_only_one_of_strings(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"body": "hello", "n": 1}\n{"body": "there", "n": 2}\n')

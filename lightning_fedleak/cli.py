@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -117,6 +118,12 @@ def _number(
 
 
 def _demo(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("tensorboard") is None:
+        print(
+            "fedleak: 'demo' writes TensorBoard logs: pip install 'lightning-fedleak[demo]'",
+            file=sys.stderr,
+        )
+        return 1
     # Threads that spin while they wait starve each other where other programs use the cores too;
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -145,5 +152,11 @@ def _fit(arguments: Sequence[str] | None) -> int:
             file=sys.stderr,
         )
         return 1
-    fit(arguments)
+    from lightning_fedleak.demo.assets import SourceError
+
+    try:
+        fit(arguments)
+    except SourceError as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return 1
     return 0

@@ -60,6 +60,26 @@ def test_unusable_text_and_model_are_said_in_one_line(
     assert f"could be loaded from '{tmp_path}'" in capsys.readouterr().err
 
 
+def test_fit_says_in_one_line_what_it_cannot_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["fedleak"])
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    arguments = ["fit", f"--data.text={empty}", "--trainer.logger=false", "--trainer.max_steps=1"]
+    assert main(arguments) == 1
+    assert f"fedleak: '{empty}' holds no text." in capsys.readouterr().err
+
+
+def test_demo_without_tensorboard_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["demo"]) == 1
+    assert "pip install 'lightning-fedleak[demo]'" in capsys.readouterr().err
+
+
 def test_an_interrupt_while_loading_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,12 +106,12 @@ class GradientNoise(Defense):
             self._seeded = False
 
     def _key(self, context: DefenseContext, release: int, index: int) -> bytes:
-        """256 bits, different for every (base, client, release, parameter)."""
+        """256 bits, different for every (base, client, release, parameter, name of the defence)."""
         base = context.entropy
         if self._seeded:
             base = hashlib.sha256(f"seed {self.seed}".encode()).digest()
         fields = (context.client, release, index)
-        message = b"".join(value.to_bytes(8, "big") for value in fields)
+        message = b"".join(value.to_bytes(8, "big") for value in fields) + self.name.encode()
         return hashlib.sha256(b"lightning-fedleak gradient noise 1\0" + base + message).digest()
 
 

@@ -117,6 +117,13 @@ def test_noise_differs_by_client_release_parameter_and_base() -> None:
             assert float(torch.isin(first, second).double().mean()) < 0.02
 
 
+def test_two_instances_of_one_run_draw_apart() -> None:
+    first, second = GradientNoise(None, 1.0), GradientNoise(None, 1.0)
+    second.name = "more_noise"
+    a, b = (noise_of(defense, context()) for defense in (first, second))
+    assert abs(float((a * b).mean())) < 5 / math.sqrt(a.numel())
+
+
 def test_the_cpu_stream_is_not_cut_to_32_bits() -> None:
     shape, device = torch.Size([8]), torch.device("cpu")
     keys = [i.to_bytes(16, "big") + bytes(16) for i in (5, 5 + 2**32, 5 + 2**64, 5 + 2**100)]

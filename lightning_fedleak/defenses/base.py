@@ -82,6 +82,15 @@ class Defense(ABC):
             DefenseError: the guarantee cannot hold for this model or setting.
         """
 
+    def before_release(self) -> None:  # noqa: B027
+        """Checks that the guarantee still holds, in every optimizer step before anything leaves.
+
+        Must not wait for the device.
+
+        Raises:
+            DefenseError: it does not. Training stops.
+        """
+
     def on_gradients(  # noqa: B027
         self, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:

@@ -26,8 +26,9 @@ class Freeze(Defense):
         part: what to freeze.
 
     Raises:
-        DefenseError: an unknown part; and, at setup, a model without that part, a tied matrix of
-            which one role alone was named, or a model with nothing left to train.
+        DefenseError: an unknown part; at setup, a model without that part, a tied matrix of
+            which one role alone was named, or a model with nothing left to train; in a step, a
+            part that something else has unfrozen meanwhile.
     """
 
     name = "freeze"
@@ -42,6 +43,7 @@ class Freeze(Defense):
             raise DefenseError(f"Freeze: part={part!r} is unknown; it must be one of {listed}")
         self.part = part
         self._frozen: list[nn.Parameter] = []
+        self._kept_frozen: dict[str, nn.Parameter] = {}
 
     def before_setup(self, context: DefenseContext) -> None:
         """Freezes before optimizer and DDP see the parameters."""
@@ -59,12 +61,24 @@ class Freeze(Defense):
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
                 self._frozen.append(parameter)
+        self._kept_frozen = {n: p for n, p in context.root.named_parameters() if id(p) in frozen}
+
+    def before_release(self) -> None:
+        """Refuses a step in which something has unfrozen the part: a schedule, say."""
+        unfrozen = [name for name, p in self._kept_frozen.items() if p.requires_grad]
+        if unfrozen:
+            raise DefenseError(
+                f"Freeze({self.part!r}): something has unfrozen {', '.join(unfrozen)} since "
+                "training began, so the update was not released. Drop the defence, or whatever "
+                "unfreezes layers (a callback like BackboneFinetuning?)."
+            )
 
     def teardown(self) -> None:
         """Makes trainable again what it froze."""
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._frozen = []
+        self._kept_frozen = {}
 
     def _choose(self, anatomy: Anatomy) -> dict[int, nn.Parameter]:
         """Parameters of the part, by identity."""

@@ -112,6 +112,8 @@ class Release:
             defense.load_state_dict(states.get(defense.name, {}))
 
     def _release(self, optimizer: Optimizer) -> None:
+        for defense in self.defenses:
+            defense.before_release()
         if self.separates_stages:
             self._tap(Stage.LOCAL, optimizer)
             if self.gradient_defenses:

@@ -124,3 +124,22 @@ def test_a_fit_leaves_the_frozen_weights_and_moves_the_others() -> None:
         assert unmoved == {"model.lm_head.weight", "model.model.embed_tokens.weight"}
         assert all(p.requires_grad for p in model.parameters())
     assert run.global_step == 4
+
+
+class Unfreezing(L.Callback):
+    """Makes everything trainable at the second step, as a gradual unfreezing schedule does."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if batch_idx == 1:
+            pl_module.requires_grad_(True)
+
+
+def test_what_is_unfrozen_on_the_way_is_not_released() -> None:
+    model = Decaying(tiny_llama(tied=False))
+    head = model.model.lm_head.weight.detach().clone()
+    strategy = DefendedStrategy(defenses=[Freeze("head")])
+    run = trainer(strategy, max_steps=3, callbacks=[Unfreezing()])
+    with pytest.raises(DefenseError, match=r"unfrozen.*lm_head\.weight.*was not released"):
+        run.fit(model, random_token_loader())
+    assert run.global_step == 1
+    assert torch.equal(model.model.lm_head.weight, head)

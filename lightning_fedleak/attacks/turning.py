@@ -37,6 +37,8 @@ def turned(
     Returns:
         the summary along the new direction, and the direction.
     """
+    if among is not None and len(among) < _FEWEST:
+        return summary, u
     noise = (summary if among is None else summary.at(among)).noise()
     token = token_norm(summary, noise)
     if token is None:

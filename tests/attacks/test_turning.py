@@ -70,6 +70,13 @@ def test_noise_that_hides_the_unused_rows_leaves_u_alone(away):
     assert after is summary
 
 
+def test_no_row_to_choose_from_leaves_u_alone(away):
+    """Public text of a small vocabulary uses every type."""
+    gradient, _, _, u = away
+    none = torch.zeros(0, dtype=torch.int64)
+    assert turned(gradient, RowSummary.of(gradient, u), u, none)[1] is u
+
+
 def test_too_few_rows_leave_u_alone():
     g = generator(3)
     hidden, weight = torch.randn(5, 8, generator=g), torch.randn(40, 8, generator=g)

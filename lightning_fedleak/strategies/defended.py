@@ -42,8 +42,9 @@ class DefendedStrategy(Strategy):
       Lightning's own gradient clipping; *shared* is what the defences make of it; *aggregate*,
       what the optimizer gets, is the same.
     - ``client="rank"``, DDP, with at least one defence that acts on gradients. Every process is a
-      client. The model is not wrapped in ``DistributedDataParallel``: there is no reducer, so no
-      undefended gradient can leave the process. *local* is this process's own gradient (Lightning's
+      client. The model is not wrapped in ``DistributedDataParallel``: there is no reducer that
+      could send an undefended gradient. What a module sends itself (``all_gather`` in a loss,
+      metrics logged with ``sync_dist=True``) no defence acts on. *local* is this process's own gradient (Lightning's
       clipping acts on it), *shared* the defended one, *aggregate* the mean of all shared ones. A
       gradient of None counts as zero. Buffers (BatchNorm's running statistics) are still sent from
       rank 0 to the others, as DDP does, and no defence acts on them: switch that off with

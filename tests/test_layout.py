@@ -24,7 +24,7 @@ ALLOWED = {
     "defenses": GROUND,
     "strategies": {"defenses", "snapshots", "anatomy"},
 }
-WITHOUT_LIGHTNING = ("anatomy", "threats", "batches", "attacks", "metrics")
+WITHOUT_LIGHTNING = ("anatomy", "threats", "batches", "snapshots", "attacks", "metrics", "defenses")
 FILES = sorted(ROOT.rglob("*.py"))
 
 

@@ -44,11 +44,11 @@ class DefendedStrategy(Strategy):
     - ``client="rank"``, DDP, with at least one defence that acts on gradients. Every process is a
       client. The model is not wrapped in ``DistributedDataParallel``: there is no reducer that
       could send an undefended gradient. What a module sends itself (``all_gather`` in a loss,
-      metrics logged with ``sync_dist=True``) no defence acts on. *local* is this process's own gradient (Lightning's
-      clipping acts on it), *shared* the defended one, *aggregate* the mean of all shared ones. A
-      gradient of None counts as zero. Buffers (BatchNorm's running statistics) are still sent from
-      rank 0 to the others, as DDP does, and no defence acts on them: switch that off with
-      ``DDPStrategy(broadcast_buffers=False)``.
+      metrics logged with ``sync_dist=True``) no defence acts on. *local* is this process's own
+      gradient (Lightning's clipping acts on it), *shared* the defended one, *aggregate* the mean
+      of all shared ones. A gradient of None counts as zero. Buffers (BatchNorm's running
+      statistics) are still sent from rank 0 to the others, as DDP does, and no defence acts on
+      them: switch that off with ``DDPStrategy(broadcast_buffers=False)``.
     - ``client="rank"``, DDP, no defence that acts on gradients. DDP is left alone. It reduces
       inside backward, so a tap sees *aggregate* only; the local gradient, which is also what is
       shared, is seen by ``param.register_post_accumulate_grad_hook``.

@@ -106,19 +106,20 @@ def rounding_error(weight: Tensor) -> float:
 
 
 def _pass_over(
-    gradient: Tensor, u: Tensor, common: Tensor, rows_at_once: int = 4096
+    gradient: Tensor, u: Tensor, common: Tensor, rows_at_once: int = 512
 ) -> tuple[Tensor, Tensor]:
     along, norms = [], []
-    for rows in torch.split(gradient.detach(), rows_at_once):
+    smoothed = bool(common.any())
+    for rows in torch.split(gradient.detach(), rows_at_once):  # twice read, once from memory
         rows = rows.float()
-        if bool(common.any()):
+        if smoothed:
             rows = rows - common
         along.append(rows @ u)
         norms.append(torch.linalg.vector_norm(rows, dim=1))
     return torch.cat(along), torch.cat(norms)
 
 
-def projections(gradient: Tensor, u: Tensor, common: Tensor, rows_at_once: int = 4096) -> Tensor:
+def projections(gradient: Tensor, u: Tensor, common: Tensor, rows_at_once: int = 512) -> Tensor:
     """(V,) of each row, less ``common``, on ``u``; in float32."""
     parts = torch.split(gradient.detach(), rows_at_once)
     return torch.cat([rows.float() @ u for rows in parts]) - common @ u
@@ -152,12 +153,13 @@ def significant(along: Tensor, noise: Tensor, rate: float = 0.05) -> Tensor:
         noise: () standard deviation of noise on each coordinate.
         rate: share of the rows named that noise alone may account for.
     """
-    ordered = along.double().sort()
+    negative = (along < 0).nonzero()[:, 0]  # the others are no evidence at any rate below a half
+    ordered = along[negative].double().sort()
     chance = torch.special.ndtr(ordered.values / noise.double().clamp(min=1e-300))
-    k = torch.arange(1, len(along) + 1, device=along.device)
+    k = torch.arange(1, len(negative) + 1, device=along.device)
     passing = (chance * len(along) <= rate * k).nonzero()[:, 0]
     count = 0 if len(passing) == 0 else int(passing[-1]) + 1
-    return ordered.indices[:count]
+    return negative[ordered.indices[:count]]
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from lightning_fedleak.attacks.expected import separating_direction
 from lightning_fedleak.attacks.features import RowSummary, projections, token_norm
 
-_ROWS = 1024
+_ROWS = 512
 _FEWEST = 64
-_STEPS = 100
+_STEPS = 40
 _UNUSED = 0.1
 
 

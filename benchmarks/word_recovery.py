@@ -15,6 +15,9 @@ parts; ``--surface head`` the head's own part, which no server sees of a tied mo
 ``--noise`` adds Gaussian noise to every coordinate, its standard deviation in units of what one
 token puts into a row (the mean norm of the hidden states over the number of tokens).
 
+``blind-oracle`` is what no gradient is needed for: the types that are most frequent in the public
+text, as many as there really were. An attack that does no better has read nothing.
+
 Prints F1 with its 95% interval over batches (Student's t), precision, recall, MAER (mean absolute
 error ratio of the number of types) and the seconds of one attack.
 """
@@ -42,6 +45,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.attacks.aligned import AlignedFlatChat
+from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.attacks.calibration import PublicText
 from lightning_fedleak.attacks.flatchat import TypeCountRegressor, flatchat
 from lightning_fedleak.attacks.forwards import micro_batches, token_logits
@@ -49,6 +53,7 @@ from lightning_fedleak.attacks.parts import gradient_parts, head_of
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
 ATTACKS = (
+    "blind-oracle",
     "flatchat-gmm-oracle",
     "flatchat-gmm",
     "flatchat-abs-oracle",
@@ -193,6 +198,16 @@ def runners(names, anatomy, public: PublicText, args):
         regressor = type_count_regressor(anatomy, public, args.regression_batches, args.seed)
         seconds["flatchat"] = time.perf_counter() - began
     for name in names:
+        if name == "blind-oracle":
+            tokens = torch.cat(public.sentences)
+            ranked = tokens[: args.blind_tokens].bincount(minlength=anatomy.vocab_size)
+            ranked = ranked.argsort(descending=True, stable=True)
+
+            def blind(view, truth, ranked=ranked):
+                return WordGuess(ranked[:truth], n_types=float(truth))
+
+            made[name] = blind
+            continue
         if name.startswith("flatchat"):
             scorer, oracle = name.split("-")[1], name.endswith("oracle")
 
@@ -248,6 +263,7 @@ def main() -> None:
     parser.add_argument("--calibration-tokens", type=int, default=12_000)
     parser.add_argument("--regression-batches", type=int, default=5, help="for each of 18 shapes")
     parser.add_argument("--pool", type=int, default=250, help="private sentences for each shape")
+    parser.add_argument("--blind-tokens", type=int, default=200_000, help="public tokens counted")
     parser.add_argument("--bos", type=int, help="id put before every text")
     parser.add_argument("--local-steps", type=int, default=0)
     parser.add_argument("--lr", type=float, default=5e-4)

@@ -93,7 +93,7 @@ def test_gate_word_leakage(fitted) -> None:
     trainer = fitted("word_leakage", "gate_word_leakage")
     still_has_the_users_own(trainer)
     gate = callback(trainer, RiskGate)
-    assert (gate.metric, gate.at_most, gate.action) == ("leakage/aligned_flatchat/f1", 0.3, "stop")
+    assert (gate.metric, gate.at_most, gate.action) == ("leakage/aligned_flatchat/f1", 0.5, "stop")
 
 
 def test_gate_without_a_monitor_is_refused(fitted) -> None:

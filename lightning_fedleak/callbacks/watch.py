@@ -15,7 +15,7 @@ from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Guess
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.cadence import Cadence
-from lightning_fedleak.callbacks.checks import warn_of_untested
+from lightning_fedleak.callbacks.checks import warn_of_adaptive_updates, warn_of_untested
 from lightning_fedleak.callbacks.look import HEAD_ONLY, Look, Outcome, Plan, reason
 from lightning_fedleak.callbacks.pooling import Pool, Series, Witness
 from lightning_fedleak.snapshots import (
@@ -130,6 +130,7 @@ class Watch:
             self._tap.keep_local()
         if self._local_steps is not None:
             self._update_tap = UpdateTap(parameters, tied=self._anatomy.tied)
+            warn_of_adaptive_updates(self.exposed)
         warn_of_untested(plans, self._anatomy)
 
     @property

@@ -529,3 +529,14 @@ def test_no_warning_of_ours_in_an_ordinary_run(tmp_path):
         warnings.simplefilter("always")
         fit([LeakageMonitor(Probe(), every_n_steps=1)], tmp_path)
     assert not [w for w in caught if "Leakage" in str(w.message)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_updates_of_an_adaptive_optimizer_are_said_to_be_understated(tmp_path, optimizer):
+    module = CausalLMModule(tiny_gpt2().train(), optimizer=optimizer)
+    monitor = LeakageMonitor(Probe(), every_n_steps=4, local_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit([monitor], tmp_path, module=module)
+    said = [w for w in caught if "do not mean 'safe'" in str(w.message)]
+    assert len(said) == (optimizer == "adamw")

@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", default="/tmp/fedleak-overhead")
+    parser.add_argument("--out", default="fedleak_runs/overhead")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--peak", choices=("off", "look"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

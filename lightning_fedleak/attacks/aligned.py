@@ -231,7 +231,7 @@ class AlignedFlatChat(Attack):
             raise RuntimeError(self._unprepared())
         self._u = self._u.to(gradient.device)
         summary = RowSummary.of(gradient, self._u)
-        summary, u = turned(gradient, summary, self._u)
+        summary, u = turned(gradient, summary, self._u, long_rows_only=True)
         types = significant(summary.along, summary.doubt(u, rounding))
         return WordGuess(types=types, scores=-summary.along, n_types=float(len(types)))
 

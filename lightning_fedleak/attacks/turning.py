@@ -14,10 +14,16 @@ _ROWS = 512
 _FEWEST = 64
 _STEPS = 40
 _UNUSED = 0.1
+_SHORT = 0.02
 
 
 def turned(
-    gradient: Tensor, summary: RowSummary, u: Tensor, among: Tensor | None = None
+    gradient: Tensor,
+    summary: RowSummary,
+    u: Tensor,
+    among: Tensor | None = None,
+    *,
+    long_rows_only: bool = False,
 ) -> tuple[RowSummary, Tensor]:
     """A direction on which the hidden states of this very gradient are positive.
 
@@ -33,6 +39,8 @@ def turned(
         u: (d,) of public text; kept where too few rows can be read, or where the large rows would
             come out positive, which those of used types are not.
         among: the rows to choose from; all by default.
+        long_rows_only: rows shorter than a fiftieth of one used token's are not projected anew:
+            nothing of a used type is left in them, and they get their length, as unused rows.
 
     Returns:
         the summary along the new direction, and the direction.
@@ -51,8 +59,20 @@ def turned(
     places = places[summary.norms[places].topk(min(_ROWS, len(places))).indices]
     rows = F.normalize(gradient.detach()[places].float() - summary.common, dim=1)
     own = separating_direction(rows, steps=_STEPS)
-    along = projections(gradient, own, summary.common)
+    along = _along(gradient, own, summary, token) if long_rows_only else None
+    if along is None:
+        along = projections(gradient, own, summary.common)
     large = summary.norms > 0.3 * token
     if not bool((along[large].sign() * summary.norms[large]).sum() < 0):
         return summary, u
     return replace(summary, along=along), own
+
+
+def _along(gradient: Tensor, u: Tensor, summary: RowSummary, token: Tensor) -> Tensor | None:
+    """Projections of the long rows; None where they are too many to be worth picking out."""
+    long = (summary.norms > _SHORT * token).nonzero()[:, 0]
+    if len(long) > len(summary.norms) // 5:
+        return None
+    along = summary.norms.clone()
+    along[long] = projections(gradient.detach()[long], u, summary.common)
+    return along

@@ -164,8 +164,8 @@ def warn_of_adaptive_updates(plans: Sequence[Plan]) -> None:
         rank_zero_warn(
             f"LeakageMonitor(local_steps=...): the update of {', '.join(sorted(adaptive))} is no "
             "sum of gradients, and these attacks read little from it (measured: F1 .94 to .98 "
-            "after SGD, below .25 after Adam). Values near 0 do not mean 'safe': an adversary that calibrates "
-            "on such updates was not tried."
+            "after SGD, below .25 after Adam). Values near 0 do not mean 'safe': an adversary "
+            "that calibrates on such updates was not tried."
         )
 
 

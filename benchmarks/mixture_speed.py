@@ -1,6 +1,7 @@
 """Mixture fit against scikit-learn's, and FlatChat against one read of the gradient.
 
-Every ratio is of medians over runs that alternate in the same process:
+Every ratio is of medians of processor time, over runs that alternate in the same process on one
+thread:
 
     OMP_NUM_THREADS=1 python benchmarks/mixture_speed.py
 
@@ -34,14 +35,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def medians(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Seconds of each, the runs taking turns; one warm-up."""
+    """Processor seconds of each, the runs taking turns; one warm-up."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
-            started = time.perf_counter()
+            started = time.thread_time()
             run()
             if repeat:
-                taken[name].append(time.perf_counter() - started)
+                taken[name].append(time.thread_time() - started)
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 

@@ -13,8 +13,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from lightning_fedleak.attacks import (
         AlignedFlatChat,
+        AttentionMembership,
         BagOfWords,
         BiasSign,
+        FCMembership,
         FlatChat,
         PublicText,
         RevealLabels,
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "attacks": (
         "AlignedFlatChat",
+        "AttentionMembership",
         "BagOfWords",
         "BiasSign",
+        "FCMembership",
         "FlatChat",
         "PublicText",
         "RevealLabels",
@@ -39,9 +43,11 @@ _HOMES = {
 
 __all__ = [
     "AlignedFlatChat",
+    "AttentionMembership",
     "BagOfWords",
     "BiasSign",
     "DefendedStrategy",
+    "FCMembership",
     "FlatChat",
     "Freeze",
     "GradientNoise",

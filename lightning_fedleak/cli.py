@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["fit"]:
         return _fit(None if argv is None else arguments)
-    return _demo(_parser().parse_args(arguments))
+    options = _parser().parse_args(arguments)
+    run = {"demo": _demo, "game": _game}[options.command]
+    del options.command
+    return run(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         "leave a client give away.",
     )
     parser.add_argument("--version", action="version", version=version("lightning-fedleak"))
-    commands = parser.add_subparsers(required=True, metavar="{demo,fit}")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="{demo,game,fit}")
     demo = commands.add_parser(
         "demo",
         help="fine-tune a small model on private messages and watch them leak",
@@ -50,22 +54,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SOURCE",
         help="private text: a .jsonl, .csv or text file, or a dataset as name:config:split:column",
     )
-    at_least_one = _number(int, lambda n: n >= 1, "a whole number of at least 1")
     demo.add_argument(
-        "--steps", type=at_least_one, default=100, metavar="N", help="steps of the first run"
+        "--steps", type=_at_least(1), default=100, metavar="N", help="steps of the first run"
     )
     demo.add_argument(
-        "--batch-size", type=at_least_one, default=8, metavar="N", help="texts a batch"
+        "--batch-size", type=_at_least(1), default=8, metavar="N", help="texts a batch"
     )
     demo.add_argument(
         "--length",
-        type=_number(int, lambda n: n >= 2, "a whole number of at least 2"),
+        type=_at_least(2),
         default=64,
         metavar="N",
         help="tokens a text, at most",
     )
     demo.add_argument(
-        "--every-n-steps", type=at_least_one, default=5, metavar="N", help="steps between two looks"
+        "--every-n-steps", type=_at_least(1), default=5, metavar="N", help="steps between two looks"
     )
     demo.add_argument(
         "--at-most",
@@ -84,22 +87,131 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--out", type=Path, default=Path("fedleak_runs"), metavar="DIR", help="folder of the logs"
     )
-    demo.add_argument(
-        "--seed",
-        type=_number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295"),
-        default=0,
-        metavar="N",
-        help="of split, order, dropout and calibration",
-    )
+    _add_seed(demo, "of split, order, dropout and calibration")
     demo.add_argument(
         "--reveal",
         action="store_true",
         help="also write the recovered words to a local file that only you can read",
     )
+    _add_game(commands)
     commands.add_parser(
         "fit", help="fine-tune any causal language model on any text, configured by LightningCLI"
     )
     return parser
+
+
+def _add_game(commands: Any) -> None:
+    game = commands.add_parser(
+        "game",
+        help="ask, as a dishonest server, whether a text is in a client's batch",
+        description="Plays the security game of active membership inference (Vu et al. 2024): a "
+        "client's batch is drawn from a text, and a server that has added layers of its own to the "
+        "model guesses from their gradient whether a target is in it. Model and text are on board; "
+        "bring your own with --model and --text.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    game.add_argument(
+        "--model", metavar="NAME", help="language model: a folder or a name on the hub"
+    )
+    game.add_argument(
+        "--text",
+        metavar="SOURCE",
+        help="the client's text: a .jsonl, .csv or text file, or a dataset as "
+        "name:config:split:column",
+    )
+    game.add_argument(
+        "--public",
+        metavar="SOURCE",
+        help="text that the server owns and calibrates on, as --text, or 'sampled' for text by the "
+        "model itself; by default a quarter of --text (at most 200) is set aside for it",
+    )
+    game.add_argument(
+        "--attack",
+        nargs="+",
+        choices=("fc", "fc-full", "attention", "trained", "trained-full"),
+        default=["fc", "fc-full", "attention"],
+        help="adversaries; all play the same games",
+    )
+    game.add_argument(
+        "--layer",
+        nargs="+",
+        type=_at_least(0),
+        metavar="N",
+        help="block whose output they read, 0 for the embeddings; by default the middle one",
+    )
+    game.add_argument("--batch", type=_at_least(1), default=40, metavar="N", help="sentences in D")
+    game.add_argument(
+        "--tokens", type=_at_least(2), default=32, metavar="N", help="tokens a sentence, at most"
+    )
+    game.add_argument(
+        "--pool",
+        type=_at_least(2),
+        default=1000,
+        metavar="N",
+        help="texts that games are drawn from, at most: a random choice of --text",
+    )
+    game.add_argument("--games", type=_at_least(1), default=240, metavar="N", help="games")
+    game.add_argument(
+        "--position",
+        type=_position,
+        default="random",
+        metavar="random|last|N",
+        help="which token of the target the attacks on tokens ask for",
+    )
+    game.add_argument(
+        "--protocol",
+        choices=("game", "authors"),
+        default="game",
+        help="the game of the paper's Fig. 2, or what the authors' published code does",
+    )
+    game.add_argument(
+        "--gradients",
+        choices=("closed_form", "autograd"),
+        default="closed_form",
+        help="by the attack's formula, or by backward through layers that are really inserted",
+    )
+    game.add_argument(
+        "--forwards",
+        choices=("pooled", "fresh"),
+        default="pooled",
+        help="the client computes each sentence once, in some batch, or every batch anew",
+    )
+    game.add_argument(
+        "--targets-per-batch",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="games that share one batch; faster, but no longer independent",
+    )
+    game.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="of the model"
+    )
+    game.add_argument(
+        "--bos", type=_at_least(0), metavar="ID", help="token id put before every text"
+    )
+    _add_seed(game, "of data, bits, targets and calibration")
+    game.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+
+
+def _add_seed(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--seed",
+        type=_number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295"),
+        default=0,
+        metavar="N",
+        help=what,
+    )
+
+
+def _position(text: str) -> str | int:
+    if text in ("random", "last"):
+        return text
+    wanted = "'random', 'last' or a whole number of at least 0"
+    return int(_number(int, lambda n: n >= 0, wanted)(text))
+
+
+def _at_least(least: int) -> Callable[[str], float]:
+    return _number(int, lambda n: n >= least, f"a whole number of at least {least}")
 
 
 def _number(
@@ -137,6 +249,20 @@ def _demo(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("fedleak: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _game(options: argparse.Namespace) -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from lightning_fedleak.game_cli import GameCommand, UserError
+
+    try:
+        return GameCommand(**vars(options)).run()
+    except UserError as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("fedleak: interrupted", file=sys.stderr)
+        return 130
 
 
 def _fit(arguments: Sequence[str] | None) -> int:

@@ -39,6 +39,8 @@ class GradientSnapshot:
             only until the step goes on: an attack that keeps one must copy it.
         tied: whether head and embedding are one matrix.
         client: rank of the client, 0 in a single process.
+        noise_std: standard deviation of the noise that a defence is known to have added to each
+            number; 0 where none was.
     """
 
     step: int
@@ -46,6 +48,7 @@ class GradientSnapshot:
     tensors: Mapping[str, Tensor]
     tied: bool = False
     client: int = 0
+    noise_std: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,23 @@ class UpdateSnapshot(GradientSnapshot):
 
 @dataclass(frozen=True)
 class ActivationSnapshot:
-    """Hidden states sent across a split, by layer name, each (B, L, d)."""
+    """Hidden states sent across a split.
+
+    Attributes:
+        step: optimizer step, counted from 0, in which they were sent.
+        stage: where they were seen.
+        tensors: by layer name, each (B, L, d), detached.
+        client: rank of the client.
+        attention_mask: (B, L), 0 where padded, or None; sent along, since the top model needs it.
+        position_ids: (B, L), or None for the model's own.
+    """
 
     step: int
     stage: Stage
     tensors: Mapping[str, Tensor]
     client: int = 0
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -242,7 +256,15 @@ class UpdateTap:
         for parameter in {id(p): p for p in self._parameters.values()}.values():
             self._before[id(parameter)].sub_(_dense(parameter.detach())).div_(learning_rate)
         tensors = {role: self._before[id(p)] for role, p in self._parameters.items()}
-        return UpdateSnapshot(step, stage, tensors, self._tied, client, local_steps, learning_rate)
+        return UpdateSnapshot(
+            step,
+            stage,
+            tensors,
+            self._tied,
+            client,
+            local_steps=local_steps,
+            learning_rate=learning_rate,
+        )
 
 
 class HeadOwnPart:

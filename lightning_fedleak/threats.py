@@ -29,6 +29,17 @@ class Capability(Enum):
     KNOWS_TARGET_TEXT = "holds the candidate texts whose membership it asks about"
 
 
+HONEST_BUT_CURIOUS = frozenset({Capability.KNOWS_MODEL, Capability.KNOWS_PUBLIC_TEXT})
+"""A server that keeps to the protocol and looks at what it is sent (besides what it sees there)."""
+
+DISHONEST_SERVER = HONEST_BUT_CURIOUS | {
+    Capability.CHOOSES_WEIGHTS,
+    Capability.CHOOSES_ARCHITECTURE,
+    Capability.KNOWS_TARGET_TEXT,
+}
+"""A server that puts layers of its own into the model to ask for texts that it holds."""
+
+
 @dataclass(frozen=True)
 class ThreatModel:
     """What an attack's adversary needs.

@@ -7,7 +7,7 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 
-from lightning_fedleak.attacks import AlignedFlatChat, FlatChat
+from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import Freeze, GradientNoise
 from lightning_fedleak.demo.fit import fit
@@ -73,6 +73,8 @@ def test_every_fragment_is_tested() -> None:
     assert names == {
         "word_leakage",
         "gate_word_leakage",
+        "membership",
+        "gate_membership",
         "noise_gradients",
         "freeze_head_and_embeddings",
     }
@@ -94,6 +96,24 @@ def test_gate_word_leakage(fitted) -> None:
     still_has_the_users_own(trainer)
     gate = callback(trainer, RiskGate)
     assert (gate.metric, gate.at_most, gate.action) == ("leakage/aligned_flatchat/f1", 0.5, "stop")
+
+
+def test_membership(fitted) -> None:
+    trainer = fitted("membership", "word_leakage")
+    still_has_the_users_own(trainer)
+    games, words = (c for c in trainer.callbacks if isinstance(c, LeakageMonitor))
+    assert [type(a) for a in games.attacks] == [FCMembership]
+    assert games.failures == words.failures == 0
+    for metric in ("auc", "accuracy", "advantage"):
+        assert float(trainer.callback_metrics[f"leakage/fc_membership/{metric}"]) == 1
+    assert "leakage/flatchat/f1" in trainer.callback_metrics
+
+
+def test_gate_membership(fitted) -> None:
+    trainer = fitted("membership", "gate_membership")
+    gate = callback(trainer, RiskGate)
+    assert (gate.metric, gate.at_most, gate.bound) == ("leakage/fc_membership/auc", 0.6, "lower")
+    assert gate.verdict is not None
 
 
 def test_gate_without_a_monitor_is_refused(fitted) -> None:

@@ -46,6 +46,12 @@ def test_lora_closes_this_surface(run) -> None:
     assert "lora: F1 0.000, exposed 0" in printed
 
 
+def test_membership_is_told_unless_noise_drowns_it(run) -> None:
+    printed = run("membership.py")
+    assert value(printed, "no defence: AUC") == value(printed, "sigma 0.01: AUC") == 1
+    assert value(printed, "sigma 2: AUC") < 0.75
+
+
 @pytest.mark.ddp
 def test_defended_ddp(tmp_path: Path) -> None:
     done = subprocess.run(

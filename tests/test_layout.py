@@ -21,10 +21,22 @@ ALLOWED = {
     "snapshots": {"anatomy", "threats", "batches"},
     "attacks": GROUND,
     "metrics": GROUND | {"attacks"},
+    "games": GROUND | {"attacks", "metrics"},
     "defenses": GROUND,
     "strategies": {"defenses", "snapshots", "anatomy"},
+    "split": GROUND | {"attacks"},
 }
-WITHOUT_LIGHTNING = ("anatomy", "threats", "batches", "snapshots", "attacks", "metrics", "defenses")
+WITHOUT_LIGHTNING = (
+    "anatomy",
+    "threats",
+    "batches",
+    "snapshots",
+    "attacks",
+    "metrics",
+    "defenses",
+    "games",
+    "split",
+)
 FILES = sorted(ROOT.rglob("*.py"))
 
 

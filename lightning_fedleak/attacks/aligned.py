@@ -26,7 +26,7 @@ from lightning_fedleak.attacks.features import (
 from lightning_fedleak.attacks.parts import GradientParts, gradient_parts, head_of
 from lightning_fedleak.attacks.readout import best_count
 from lightning_fedleak.attacks.rehearsal import Rehearsed, rehearse
-from lightning_fedleak.attacks.turning import turned
+from lightning_fedleak.attacks.turning import turned, turned_on_long_rows
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot
 from lightning_fedleak.threats import Capability, ThreatModel
@@ -230,8 +230,7 @@ class AlignedFlatChat(Attack):
         if self._u is None:
             raise RuntimeError(self._unprepared())
         self._u = self._u.to(gradient.device)
-        summary = RowSummary.of(gradient, self._u)
-        summary, u = turned(gradient, summary, self._u, long_rows_only=True)
+        summary, u = turned_on_long_rows(gradient, self._u)
         types = significant(summary.along, summary.doubt(u, rounding))
         return WordGuess(types=types, scores=-summary.along, n_types=float(len(types)))
 

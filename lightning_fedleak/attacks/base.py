@@ -56,10 +56,17 @@ class WordGuess(Guess):
 
 @dataclass(frozen=True)
 class Query:
-    """Targets that a game hands to an attack (candidate texts of a membership game)."""
+    """Targets that a game hands to an attack (candidate texts of a membership game).
+
+    Attributes:
+        input_ids: (G, L) one target sentence a row.
+        attention_mask: (G, L), 0 where padded, or None.
+        positions: (G,) which token of each sentence is asked for; None leaves it to the attack.
+    """
 
     input_ids: Tensor
     attention_mask: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class Attack(ABC):

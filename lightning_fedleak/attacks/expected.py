@@ -72,7 +72,7 @@ def separating_direction(states: Tensor, steps: int = 200, rate: float = 0.05) -
 
     Args:
         states: (N, d); only their directions matter.
-        steps: moves.
+        steps: directions tried, at least 1.
         rate: length of a move, before normalisation.
 
     Returns:
@@ -81,14 +81,15 @@ def separating_direction(states: Tensor, steps: int = 200, rate: float = 0.05) -
     unit = F.normalize(states.float(), dim=1)
     u = F.normalize(unit.mean(0), dim=0)
     k = max(1, len(unit) // 50)
-    best, best_margin = u, (unit @ u).topk(k, largest=False).values.mean()
+    move = unit.new_full((k,), rate / k)
+    tried, lowest = [], []
     for _ in range(steps):
-        lowest = (unit @ u).topk(k, largest=False)
-        margin = lowest.values.mean()
-        best = torch.where(margin > best_margin, u, best)
-        best_margin = torch.maximum(margin, best_margin)
-        u = F.normalize(u + rate * unit[lowest.indices].mean(0), dim=0)
-    return best
+        values, rows = (unit @ u).topk(k, largest=False, sorted=False)
+        tried.append(u)
+        lowest.append(values)
+        u = torch.addmv(u, unit.index_select(0, rows).T, move)
+        u /= torch.linalg.vector_norm(u)
+    return tried[int(torch.stack(lowest).mean(1).argmax())]
 
 
 def cluster_centres(unit: Tensor, k: int, generator: torch.Generator, rounds: int = 12) -> Tensor:

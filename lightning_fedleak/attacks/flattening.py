@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -15,7 +16,7 @@ Scorer = Literal["gmm", "abs"]
 
 TAILS = (0.01, 0.03, 0.1, 0.003, 0.25)
 REGULARIZATION = 1e-6
-_ELEMENTS_AT_ONCE = 1 << 22
+_ROWS_AT_ONCE = 512
 _ROWS_CHECKED = 33
 _ROUNDING_UNITS = 16.0
 
@@ -41,8 +42,9 @@ def flatten(gradient: Tensor) -> Tensor:
         return gathered
     if gradient.dtype.itemsize >= 4:
         return gradient.sum(dim=1)
-    rows = max(1, _ELEMENTS_AT_ONCE // max(1, gradient.shape[1]))
-    return torch.cat([part.float().sum(dim=1) for part in torch.split(gradient, rows)])
+    room = gradient.new_empty(_ROWS_AT_ONCE, gradient.shape[1], dtype=torch.float32)
+    parts = torch.split(gradient, _ROWS_AT_ONCE)
+    return torch.cat([room[: len(part)].copy_(part).sum(dim=1) for part in parts])
 
 
 def flattened(gradient: Tensor) -> Tensor:
@@ -63,7 +65,8 @@ def flattened(gradient: Tensor) -> Tensor:
     """
     sums = flatten(gradient)
     s = sums.cpu().double()
-    if not bool(s.isfinite().all()):
+    low, high = torch.aminmax(s)
+    if not math.isfinite(low) or not math.isfinite(high):
         n_bad = int((~s.isfinite()).sum())
         raise UnusableObservation(
             f"the head's gradient has NaN or infinity in {n_bad} of {len(s)} rows: nothing can be "
@@ -81,7 +84,7 @@ def flattened(gradient: Tensor) -> Tensor:
             "zero, as behind a LayerNorm that is not trained yet. FlatChat's ones direction reads "
             "nothing there; AlignedFlatChat chooses one that does"
         )
-    if bool((s == s[0]).all()):
+    if bool(low == high):
         raise UnusableObservation("all rows of the head's gradient have the same sum")
     return s.div_(norm)
 
@@ -157,6 +160,10 @@ def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
     if scorer == "abs":
         return x.abs()
     if scorer == "gmm":
-        distances: Tensor = (x[:, None] - mixture.means).square() / mixture.variances
-        return distances[:, 0] - distances[:, 1]
+        to_negative, to_positive = (
+            (x - mean).square_().div_(variance)
+            for mean, variance in zip(mixture.means, mixture.variances, strict=True)
+        )
+        difference: Tensor = to_negative - to_positive
+        return difference
     raise ValueError(f"scorer must be 'gmm' or 'abs', got {scorer!r}")

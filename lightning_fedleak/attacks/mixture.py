@@ -4,28 +4,31 @@ In one dimension the data enters EM only through ``n``, ``sum x`` and ``sum x**2
 responsibilities. Values are therefore collected once into bins that keep those three sums, and EM
 runs on the bins: with one responsibility per bin it is a variational EM whose objective is a lower
 bound on the log-likelihood, tight as the bins get narrow. The values themselves are read only for
-the start and for a few exact EM steps at the end.
+the start, for the bins, and for the log-likelihood at the end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
+_Array = NDArray[np.float64]
 _Parameters = tuple[float, float, float, float, float]
 _Step = Callable[[_Parameters], "tuple[_Parameters, float] | None"]
 
 _LOG_2PI = math.log(2 * math.pi)
 _START_VALUES = 8192
 _VARIANCE_FLOOR = 1e-20
-_LOGARITHMS = (0, 3, 4)
 _REBINNINGS = 12
 _FINEST = 0.3
+_FACTORS = 512
+_LONGEST_JUMP = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,38 +76,42 @@ def tail_start(values: Tensor, tail: float = 0.01) -> Mixture:
         values: (n,) finite values, not all alike.
         tail: share of the values that starts in the wide component, between 0 and 1.
     """
-    return _tail_start(_checked(values), tail)
+    x = _checked(values)
+    return _tail_start(x, tail, float(x.var()) * _VARIANCE_FLOOR)
 
 
-def _tail_start(x: Tensor, tail: float) -> Mixture:
+def _tail_start(x: _Array, tail: float, floor: float) -> Mixture:
     if not 0 < tail < 1:
         raise ValueError(f"tail must lie between 0 and 1, got {tail}")
-    total_variance = float(x.var(correction=0))
-    if x.numel() > 2 * _START_VALUES:  # a start needs no more
-        thinned = x[:: x.numel() // _START_VALUES]
-        if not bool((thinned == thinned[0]).all()):
+    if len(x) > 2 * _START_VALUES:  # a start needs no more
+        thinned = x[:: len(x) // _START_VALUES]
+        if thinned.min() < thinned.max():
             x = thinned
-    distance = (x - x.median()).abs()
-    n_far = min(max(round(tail * x.numel()), 1), x.numel() - 1)
-    threshold = distance.kthvalue(x.numel() - n_far).values
+    middle = (len(x) - 1) // 2
+    distance = np.abs(x - np.partition(x, middle)[middle])
+    n_near = len(x) - min(max(round(tail * len(x)), 1), len(x) - 1)
+    threshold = np.partition(distance, n_near - 1)[n_near - 1]
     far = distance > threshold
     if not far.any():  # more than the share ``tail`` are tied for the largest distance
         far = distance == threshold
     parts = [x[~far], x[far]]
-    weights = torch.tensor([p.numel() / x.numel() for p in parts], dtype=torch.float64)
-    means = torch.stack([p.mean() for p in parts])
-    variances = torch.stack([(p - means[0]).square().mean() for p in parts])
-    return Mixture(weights, means, variances.clamp_min(total_variance * _VARIANCE_FLOOR))
+    means = [float(p.mean()) for p in parts]
+    variances = [max(float(np.square(p - means[0]).mean()), floor) for p in parts]
+    return Mixture(_tensor([len(p) / len(x) for p in parts]), _tensor(means), _tensor(variances))
+
+
+def _tensor(numbers: list[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def fit_two_gaussians(
     values: Tensor,
     *,
     start: Mixture | float = 0.01,
-    bins: int = 2048,
+    resolution: int = 128,
     tolerance: float = 1e-7,
     max_iterations: int = 3000,
-    polish: int = 1,
+    polish: int = 0,
     regularization: float = 0.0,
 ) -> Mixture:
     """Fits ``w0 N(m0, v0) + w1 N(m1, v1)`` by maximum likelihood.
@@ -112,10 +119,10 @@ def fit_two_gaussians(
     EM, accelerated by squared extrapolation (SQUAREM, Varadhan and Roland 2008) that is taken only
     where it does not lower the objective, on bins that are narrow at the centre and grow
     logarithmically into the tails (and anew on finer ones where the narrow component has shrunk to
-    their scale); then ``polish`` plain EM steps on the values. The likelihood
-    of a mixture has several optima: what is reached is the one EM leads to from ``start``, the
-    same as any exact EM from that start. Variances are kept above 1e-20 of the total variance
-    (values that are mostly one and the same number would shrink a component to that point).
+    their scale); then ``polish`` plain EM steps on the values. The likelihood of a mixture has
+    several optima: what is reached is the one EM leads to from ``start``, the same as any exact EM
+    from that start. Variances are kept above 1e-20 of the total variance (values that are mostly
+    one and the same number would shrink a component to that point).
 
     Runs in float64 on the CPU whatever the device of ``values``: one copy of n numbers, no
     synchronisation per step, and the same result everywhere.
@@ -124,7 +131,8 @@ def fit_two_gaussians(
         values: (n,) finite values, n >= 2, not all alike.
         start: where EM starts, or the share of the values that ``tail_start`` puts in the wide
             component.
-        bins: number of bins.
+        resolution: bins in one standard deviation of the narrow component at the start, next to
+            its mean; and in each doubling of the distance further out. A power of two.
         tolerance: EM on the bins ends when a step moves neither the log odds of the weights, nor
             a mean in its own standard deviation, nor a log variance by more than this.
         max_iterations: EM steps on the bins at most.
@@ -136,94 +144,133 @@ def fit_two_gaussians(
     Raises:
         ValueError: too few values, non-finite ones, or all alike.
     """
-    values = _checked(values)
+    if resolution < 1 or resolution & (resolution - 1):
+        raise ValueError(f"resolution must be a power of two, got {resolution}")
+    x = _checked(values)
+    scaled = x - x.mean()
+    floor = float(scaled @ scaled) / len(x) * _VARIANCE_FLOOR
     if not isinstance(start, Mixture):
-        start = _tail_start(values, start)
-    total_variance = float(values.var(correction=0))
+        start = _tail_start(x, start, floor)
     mixture, iterations, converged = start, 0, False
     for _ in range(_REBINNINGS):
         # Centre and unit of the narrow component keep x and x**2 of the bulk near one.
         centre = float(mixture.means[0])
-        unit = math.sqrt(max(float(mixture.variances[0]), total_variance * _VARIANCE_FLOOR))
-        x = (values - centre) / unit
-        floor, added = total_variance * _VARIANCE_FLOOR / unit**2, regularization / unit**2
+        unit = math.sqrt(max(float(mixture.variances[0]), floor))
+        np.subtract(x, centre, out=scaled)
+        scaled *= 1 / unit
+        limits = floor / unit**2, regularization / unit**2
         theta = _pack(mixture, centre, unit)
-        step = _em_step(*_binned(x, bins), floor, added)
+        step = _em_step(*_binned(scaled, resolution), *limits)
         theta, steps, converged = _accelerate(step, theta, tolerance, max_iterations - iterations)
         iterations += steps
         mixture = _unpack(theta, centre, unit, math.nan, iterations, converged)
         if not converged or float(mixture.variances[0]) >= (_FINEST * unit) ** 2:
             break
-    exact = _em_step(torch.stack([torch.ones_like(x), x, x * x]), None, floor, added)
-    log_likelihood = math.nan
-    for polished in range(polish + 1):
+    if polish:
+        exact = _em_step(np.stack([np.ones_like(scaled), scaled, scaled * scaled]), None, *limits)
+    for _ in range(polish):
         moved = exact(theta)
         if moved is None:
             converged = False
             break
-        log_likelihood = moved[1]
-        if polished < polish:
-            theta = moved[0]
-            iterations += 1
-    return _unpack(theta, centre, unit, log_likelihood - math.log(unit), iterations, converged)
+        theta = moved[0]
+        iterations += 1
+    log_likelihood = _log_likelihood(scaled, theta) - math.log(unit)
+    return _unpack(theta, centre, unit, log_likelihood, iterations, converged)
 
 
-def _checked(values: Tensor) -> Tensor:
+def _checked(values: Tensor) -> _Array:
     if values.ndim != 1 or values.numel() < 2:
         raise ValueError(f"values must be (n,) with n >= 2, got shape {tuple(values.shape)}")
-    x = values.detach().cpu().double()
-    if not bool(x.isfinite().all()):
+    x: _Array = values.detach().cpu().double().contiguous().numpy()
+    low, high = x.min(), x.max()
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError("values hold NaN or infinity; a mixture has no fit to them")
-    if bool((x == x[0]).all()):
+    if low == high:
         raise ValueError("all values are alike; two Gaussians cannot be told apart in them")
     return x
 
 
-def _binned(x: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """Features (3, b) = 1, mean x, mean x**2 of each non-empty bin, and the counts (b,)."""
-    folded = x.float()
-    folded = folded.sign() * folded.abs().log1p()
-    low, high = folded.min(), folded.max()
-    index = ((folded - low) * (bins / (high - low))).long().clamp_(0, bins - 1)
-    count = torch.bincount(index, minlength=bins).double()
-    first = torch.bincount(index, weights=x, minlength=bins)
-    second = torch.bincount(index, weights=x * x, minlength=bins)
-    filled = count > 0
-    count = count[filled]
-    return torch.stack(
-        [torch.ones_like(count), first[filled] / count, second[filled] / count]
-    ), count
+def _binned(x: _Array, resolution: int) -> tuple[_Array, _Array]:
+    """Features (3, b) = 1, mean x, mean x**2 of each non-empty bin, and the counts (b,).
+
+    A bin is what ``1 + |x|`` keeps of its binary digits: the exponent and the leading ones of the
+    fraction; negative values get the complement.
+    """
+    folded = np.abs(x)
+    folded += 1
+    index = folded.view(np.int64)
+    index -= np.float64(1).view(np.int64)
+    index >>= 53 - resolution.bit_length()
+    room = x.view(np.int64) >> 63  # all ones where x is negative
+    index ^= room
+    index -= index.min()
+    occupied = np.bincount(index)
+    filled = occupied.nonzero()[0]
+    count = occupied[filled].astype(np.float64)
+    first = np.bincount(index, x)[filled] / count
+    squares = np.multiply(x, x, out=room.view(np.float64))
+    second = np.bincount(index, squares)[filled] / count
+    return np.stack([np.ones_like(count), first, second]), count
 
 
-def _em_step(features: Tensor, count: Tensor | None, floor: float, added: float) -> _Step:
+def _log_odds(theta: _Parameters) -> _Array:
+    """Coefficients of 1, x and x**2 in the posterior log odds of the two components."""
+    log_odds, m0, m1, log_v0, log_v1 = theta
+    v0, v1 = math.exp(log_v0), math.exp(log_v1)
+    constant = log_odds - 0.5 * (log_v1 - log_v0 + m1 * m1 / v1 - m0 * m0 / v0)
+    return np.array([constant, m1 / v1 - m0 / v0, 0.5 / v0 - 0.5 / v1])
+
+
+def _mean_log_wide(theta: _Parameters, mean: float, mean_square: float) -> float:
+    """Mean of log(w1 N1(x)). log(w0 N0 + w1 N1) is that less log of the posterior of 1."""
+    log_odds, _, m1, _, log_v1 = theta
+    log_w1 = -math.log1p(math.exp(-log_odds)) if log_odds > -700 else log_odds
+    distance = mean_square - 2 * m1 * mean + m1 * m1
+    return log_w1 - 0.5 * (_LOG_2PI + log_v1 + distance * math.exp(-log_v1))
+
+
+def _log_likelihood(x: _Array, theta: _Parameters) -> float:
+    """Mean log density of (n,) values."""
+    constant, linear, square = _log_odds(theta).tolist()
+    odds = square * x
+    odds += linear
+    odds *= x
+    odds += constant
+    # -log(posterior of 1) = max(-odds, 0) + log(1 + exp(-|odds|)): factors from 1 to 2, of which
+    # many can be multiplied before one logarithm is taken.
+    surprise = -float(np.minimum(odds, 0).sum())
+    np.abs(odds, out=odds)
+    np.negative(odds, out=odds)
+    np.exp(odds, out=odds)
+    odds += 1
+    whole = len(x) // _FACTORS * _FACTORS
+    products = np.multiply.reduce(odds[:whole].reshape(_FACTORS, -1), axis=0)
+    surprise += float(np.log(products).sum() + np.log(odds[whole:]).sum())
+    wide = _mean_log_wide(theta, float(x.mean()), float(x @ x) / len(x))
+    return wide + surprise / len(x)
+
+
+def _em_step(features: _Array, count: _Array | None, floor: float, added: float) -> _Step:
     """EM on (3, b) features with counts (None: all one).
 
     The posterior log odds of the two components are a quadratic in x, so that a step is one
-    product for the odds, one sigmoid, and one product for the moments.
+    product for the odds, one exponential, and one product for the moments of each component.
     """
     weighted = features if count is None else features * count
-    total, total_1, total_2 = weighted.sum(dim=1).tolist()
+    total, total_1, total_2 = weighted.sum(axis=1).tolist()
 
     def step(theta: _Parameters) -> tuple[_Parameters, float] | None:
-        log_odds, m0, m1, log_v0, log_v1 = theta
-        v0, v1 = math.exp(log_v0), math.exp(log_v1)
-        constant = log_odds - 0.5 * (log_v1 - log_v0 + m1 * m1 / v1 - m0 * m0 / v0)
-        quadratic = torch.tensor(
-            [constant, m1 / v1 - m0 / v0, 0.5 / v0 - 0.5 / v1], dtype=torch.float64
-        )
-        odds = quadratic @ features
-        posterior = torch.sigmoid(odds)
-        # log(w0 N0 + w1 N1) = log(w1 N1) - log(posterior of 1): no cancellation in the tails.
-        certainty = logsigmoid(odds)
-        wide_distance = total_2 - 2 * m1 * total_1 + m1 * m1 * total
-        log_w1 = -math.log1p(math.exp(-log_odds)) if log_odds > -700 else log_odds
-        objective = (
-            log_w1
-            - 0.5 * (_LOG_2PI + log_v1 + wide_distance / (v1 * total))
-            - float(certainty.sum() if count is None else certainty @ count) / total
-        )
-        n1, first_1, second_1 = (weighted @ posterior).tolist()
-        n0, first_0, second_0 = (weighted @ (1 - posterior)).tolist()
+        odds = _log_odds(theta) @ features
+        smaller = np.exp(-np.abs(odds))
+        both = 1 + smaller
+        certainty = np.minimum(odds, 0) - np.log(both)
+        certain = float(certainty.sum() if count is None else certainty @ count)
+        objective = _mean_log_wide(theta, total_1 / total, total_2 / total) - certain / total
+        likelier, other = 1 / both, smaller / both
+        wide = odds >= 0
+        n1, first_1, second_1 = (weighted @ np.where(wide, likelier, other)).tolist()
+        n0, first_0, second_0 = (weighted @ np.where(wide, other, likelier)).tolist()
         if not (n0 > 1e-9 and n1 > 1e-9 and math.isfinite(objective)):
             return None
         m0, m1 = first_0 / n0, first_1 / n1
@@ -260,22 +307,31 @@ def _accelerate(
                 for p, c, b in zip(theta, change, bend, strict=True)
             ]
             theta = twice
-            if max(abs(jump[i]) for i in _LOGARITHMS) < 300:
-                landed = step((jump[0], jump[1], jump[2], jump[3], jump[4]))
-                steps += 1
-                if landed is not None and landed[1] >= reached:
-                    theta = landed[0]
+            landed = step(_towards(twice, jump))
+            steps += 1
+            if landed is not None and landed[1] >= reached:
+                theta = landed[0]
         else:
             theta = twice
     return theta, steps, False
 
 
-def _moved(before: _Parameters, after: _Parameters) -> float:
+def _towards(theta: _Parameters, jump: Sequence[float]) -> _Parameters:
+    """``jump``, or the point on the way there that is as far from ``theta`` as may be.
+
+    Further out another optimum may be nearer than the one EM leads to.
+    """
+    share = min(1.0, _LONGEST_JUMP / max(_moved(theta, jump), 1e-300))
+    a, b, c, d, e = (t + share * (j - t) for t, j in zip(theta, jump, strict=True))
+    return a, b, c, d, e
+
+
+def _moved(before: _Parameters, after: Sequence[float]) -> float:
     """The largest move: log odds, means in standard deviations, log variances."""
     return max(
         abs(after[0] - before[0]),
-        abs(after[1] - before[1]) * math.exp(-0.5 * after[3]),
-        abs(after[2] - before[2]) * math.exp(-0.5 * after[4]),
+        abs(after[1] - before[1]) * math.exp(-0.5 * before[3]),
+        abs(after[2] - before[2]) * math.exp(-0.5 * before[4]),
         abs(after[3] - before[3]),
         abs(after[4] - before[4]),
     )
@@ -305,9 +361,9 @@ def _unpack(
     converged: bool,
 ) -> Mixture:
     log_odds, m0, m1, log_v0, log_v1 = theta
-    weights = torch.tensor([-log_odds, log_odds], dtype=torch.float64).sigmoid()
-    means = torch.tensor([m0, m1], dtype=torch.float64) * unit + centre
-    variances = torch.tensor([log_v0, log_v1], dtype=torch.float64).exp() * unit**2
+    weights = _tensor([-log_odds, log_odds]).sigmoid()
+    means = _tensor([m0, m1]) * unit + centre
+    variances = _tensor([log_v0, log_v1]).exp() * unit**2
     order = [0, 1] if log_v0 <= log_v1 else [1, 0]
     return Mixture(
         weights[order], means[order], variances[order], log_likelihood, iterations, converged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 
 
@@ -62,3 +63,44 @@ class MaxOverhead(Cadence):
         if step_seconds <= 0:
             return step + 1
         return step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
+
+
+def cadence_of(every_n_steps: int | None, max_overhead: float | None) -> Cadence:
+    """What the user asked for; every 50 steps by default.
+
+    Raises:
+        ValueError: both, or a number out of range.
+    """
+    if every_n_steps is not None and max_overhead is not None:
+        raise ValueError(
+            "give every_n_steps or max_overhead, not both: one fixes how often to look, the "
+            "other lets the cost decide"
+        )
+    if max_overhead is not None:
+        return MaxOverhead(max_overhead)
+    return EveryNSteps(50 if every_n_steps is None else every_n_steps)
+
+
+class StepClock:
+    """What an optimizer step without a look costs, as a running mean.
+
+    Attributes:
+        seconds: of a step; 0 until one is known.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: tuple[int, float] | None = None
+
+    def starts(self, step: int) -> None:
+        """A batch of optimizer step ``step`` starts, and none before it was looked at."""
+        now = time.perf_counter()
+        if self._since is not None and step > self._since[0]:
+            passed = (now - self._since[1]) / (step - self._since[0])
+            self.seconds = passed if self.seconds == 0 else 0.8 * self.seconds + 0.2 * passed
+            self._since = None
+        self._since = self._since or (step, now)
+
+    def interrupted(self) -> None:
+        """A look has come between."""
+        self._since = None

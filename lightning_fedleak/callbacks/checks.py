@@ -18,10 +18,16 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.callbacks.look import Plan
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.threats import Capability, require
+from lightning_fedleak.threats import (
+    DISHONEST_SERVER,
+    HONEST_BUT_CURIOUS,
+    Capability,
+    require,
+)
 
 SURFACE_CAPABILITIES = {
     HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
@@ -56,6 +62,59 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
             f"several attacks are named {', '.join(double)}: their results would overwrite each "
             "other in the logs. Give each a name: FlatChat(name='flatchat_abs')."
         )
+
+
+def assumed_of(
+    attacks: Sequence[Attack], given: Collection[Capability] | None
+) -> frozenset[Capability]:
+    """What the adversary has besides what it sees; by default what the attacks are about."""
+    if given is not None:
+        return frozenset(given)
+    games = any(isinstance(a, MembershipAttack) for a in attacks)
+    return DISHONEST_SERVER if games else HONEST_BUT_CURIOUS
+
+
+def check_rounds(
+    local_steps: int | None,
+    attacks: Sequence[Attack],
+    stages: Sequence[Stage],
+    *,
+    head_own_part: bool,
+) -> None:
+    """Refuses rounds of local steps beside what reads single gradients.
+
+    Raises:
+        ValueError: says what to leave out.
+    """
+    if local_steps is None:
+        return
+    if local_steps < 1 or tuple(stages) != (Stage.SHARED,) or head_own_part:
+        raise ValueError(
+            "local_steps must be a positive number with stages=('shared',) and without "
+            f"head_own_part; got local_steps={local_steps}, "
+            f"stages={tuple(str(s) for s in stages)}, head_own_part={head_own_part}"
+        )
+    games = [a.name for a in attacks if isinstance(a, MembershipAttack)]
+    if games:
+        raise ValueError(
+            f"local_steps attacks a weight change, and '{games[0]}' reads the gradient of one "
+            "step: give membership attacks a LeakageMonitor of their own, without local_steps"
+        )
+
+
+def check_canaries(attacks: Sequence[Attack], stages: Sequence[Stage]) -> None:
+    """Refuses canaries of the user's that nothing would be asked about.
+
+    Raises:
+        ValueError: no membership attack, or what leaves the client is not measured.
+    """
+    if not any(isinstance(a, MembershipAttack) for a in attacks):
+        raise ValueError(
+            "canaries= are texts that membership attacks are asked for, and none is listed: add "
+            "FCMembership(layer=6), say"
+        )
+    if Stage.SHARED not in stages:
+        raise ValueError("canaries= are measured on what leaves the client: add 'shared' to stages")
 
 
 def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
@@ -104,6 +163,9 @@ def plan_attack(
 ) -> Plan:
     """Checks an attack against this model and run.
 
+    What a :class:`MembershipAttack` reads is always exposed: the server has added it itself, in
+    front of which no layer of the client's needs to be trained.
+
     Args:
         attack: the attack.
         anatomy: the model's parts.
@@ -124,11 +186,13 @@ def plan_attack(
         held -= set(SURFACE_CAPABILITIES.values())
     require(attack.name, attack.threat_model, held)
     surfaces = attack.needs(anatomy)
+    if isinstance(attack, MembershipAttack):
+        return Plan(attack, (), True, None)
     roles = surfaces.gradients
     if not roles or surfaces.layers:
         raise ValueError(
             f"attack '{attack.name}' asks for activations or for nothing; LeakageMonitor shows "
-            "attacks the gradients of parameters only"
+            "attacks the gradients of parameters, and plays membership games"
         )
     owners: list[Optimizer] = []
     exposed = True
@@ -143,6 +207,35 @@ def plan_attack(
             "optimizers. Give these parameters to one optimizer, or leave this attack out."
         )
     return Plan(attack, roles, exposed, owners[0] if owners else None)
+
+
+def check_games(
+    attacks: Sequence[Attack], strategy: Strategy, stages: Sequence[Stage], client: str
+) -> None:
+    """Refuses membership games where the client's part of them cannot be told.
+
+    Raises:
+        ValueError: says which setting to change.
+    """
+    names = [a.name for a in attacks if isinstance(a, MembershipAttack)]
+    if not names:
+        return
+    who = f"LeakageMonitor: '{names[0]}' plays membership games, which"
+    if isinstance(strategy, ModelParallelStrategy):
+        raise ValueError(f"{who} need whole layers; {type(strategy).__name__} shards them.")
+    if getattr(strategy, "world_size", 1) == 1:
+        return
+    if client == "world":
+        raise ValueError(
+            f"{who} ask one process's batch; with client='world' the batch is spread over "
+            "several. Use client='rank', or run one process."
+        )
+    if Stage.AGGREGATE in stages:
+        raise ValueError(
+            f"{who} ask one client's batch; what is left of it in the mean over clients is not "
+            "computed. Leave 'aggregate' out of stages=, or give these attacks a monitor of their "
+            "own."
+        )
 
 
 def _owner(parameter: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> Optimizer | None:

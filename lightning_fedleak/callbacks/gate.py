@@ -12,7 +12,9 @@ from typing import Any, Literal
 import lightning.pytorch as L
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_fedleak.callbacks.evidence import Evidence, Verdict
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
+from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR
 
 
 class LeakageLimitExceeded(RuntimeError):
@@ -27,9 +29,10 @@ class GateEvent:
         metric: the watched name.
         step: optimizer step that was looked at.
         value: what was measured; NaN where it is unknown.
-        low, high: 95% interval of the value where there is one, else NaN.
+        low, high: 95% interval of the value where there is one, else NaN; with ``bound="value"``.
         at_most: the threshold.
         checkpoint: where the run was saved; None where it was not.
+        verdict: what all looks together show; None with ``bound="value"``.
     """
 
     metric: str
@@ -39,6 +42,7 @@ class GateEvent:
     high: float
     at_most: float
     checkpoint: Path | None
+    verdict: Verdict | None = None
 
     def __str__(self) -> str:
         """What happened, in the words that users see."""
@@ -50,16 +54,27 @@ class GateEvent:
         else:
             interval = "" if math.isnan(self.low) else f" (95% {self.low:.3f} to {self.high:.3f})"
             found = f"{self.metric} = {self.value:.3f}{interval}"
-        saved, go_on = "", ""
+        if self.verdict is not None:
+            found += " at this look"
+        saved, go_on, shown = "", "", ""
+        if self.verdict is not None and self.verdict.fires:
+            shown = f"\n  evidence: {self.verdict.explain(self.at_most)}"
         if self.checkpoint is not None:
             saved = f"\n  saved:    {self.checkpoint}"
             go_on = " To go on from here: trainer.fit(..., ckpt_path='<the file saved>')."
         return (
-            f"at step {self.step}\n  measured: {found}\n  allowed:  at most {self.at_most:g}{saved}"
-            "\n  what now: the update of this step gives away more than you allow. Use larger "
+            f"at step {self.step}\n  measured: {found}\n  allowed:  at most {self.at_most:g}"
+            f"{shown}{saved}\n  what now: {self._finding()}. Use larger "
             "batches, add a defence with Trainer(strategy=DefendedStrategy('auto', "
             f"defenses=[...])), or raise at_most.{go_on}"
         )
+
+    def _finding(self) -> str:
+        if self.verdict is None or not self.verdict.fires:
+            return "the update of this step gives away more than you allow"
+        if self.verdict.above:
+            return "the updates of this run give away more than you allow"
+        return "the updates of this run may give away more than you allow"
 
 
 Action = Literal["stop", "raise", "warn"] | Callable[[GateEvent], Any]
@@ -71,18 +86,50 @@ class RiskGate(L.Callback):
     Looks at every result of the monitor, at the level of steps. All processes of a run decide
     alike. Before it stops or raises it saves a checkpoint.
 
+    What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
+    later on any noisy metric; the other two spend one probability of error, ``alpha``, on all
+    looks of a run together, however many
+    (see :class:`~lightning_fedleak.callbacks.evidence.Evidence`):
+
+    - ``"value"``: the newest value in the logs is above ``at_most``. No probability is promised.
+    - ``"lower"``: the looks so far *show* that the mean is above. A system that is really below at
+      every look is ever acted on with probability at most ``alpha``.
+    - ``"upper"``: fail-closed. After ``warmup`` looks the run goes on only where the looks so far
+      show that the mean is below. A system that is really above at every look goes on with
+      probability at most ``alpha``; a safe one may be stopped, the likelier the closer it is to
+      the threshold.
+
+    ``"lower"`` and ``"upper"`` read the value of each look by itself, also where the logs pool it
+    over looks, and need a metric with a known range: precision, recall, F1, accuracy, AUC,
+    advantage, or one of them with ``_worst_client``. That one is the largest of what was measured
+    on the clients, whose mean lies above the worst client's own mean, the more so the more clients
+    and the fewer games: ``"upper"`` keeps its promise about each client then, ``"lower"`` would
+    not, and is refused with several clients.
+
+    An *unknown* value counts, unless ``strict=False``, as a breach towards ``patience`` for
+    ``"value"`` and ``"lower"`` (for ``"lower"`` it is no evidence, so that these stops come on top
+    of ``alpha``), and as the largest possible value for ``"upper"``.
+
     Args:
         metric: a name in the logs, ``"leakage/<attack>/<metric>"``.
         at_most: the largest value that is allowed.
         action: ``"stop"`` ends training in order, ``"raise"`` raises
             :class:`LeakageLimitExceeded`, ``"warn"`` warns once and goes on; a callable gets the
             :class:`GateEvent` each time the gate fires, and training goes on.
-        patience: breaches in a row that are let pass before the gate fires.
+        patience: breaches in a row that are let pass before the gate fires; with ``"lower"``
+            unknown values in a row.
         strict: an unknown value counts as a breach. Otherwise it counts as nothing.
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
+        bound: ``"value"``, ``"lower"`` or ``"upper"``.
+        alpha: probability of a wrong decision over the whole run, for the latter two.
+        warmup: looks that ``"upper"`` lets pass before it judges. Default: twice as many as a run
+            needs whose value stays half-way between ``at_most`` and that of an attack that knows
+            nothing (20 looks for an F1 of at most 0.5, 40 for 0.3, 140 for 0.1, 64 for an AUC of
+            at most 0.6, at the default ``alpha``), so that a comfortably safe run passes.
 
     Attributes:
         fired: what the gate found when it first fired in the newest fit; None so far.
+        verdict: what the looks so far show; None with ``bound="value"`` and before the first.
 
     Raises:
         ValueError: arguments that cannot be meant.
@@ -97,6 +144,9 @@ class RiskGate(L.Callback):
         patience: int = 0,
         strict: bool = True,
         name: str | None = None,
+        bound: Literal["value", "lower", "upper"] = "value",
+        alpha: float = 0.05,
+        warmup: int | None = None,
     ) -> None:
         if isinstance(at_most, bool) or not math.isfinite(at_most):
             raise ValueError(f"at_most must be a finite number, got {at_most!r}")
@@ -106,14 +156,20 @@ class RiskGate(L.Callback):
             )
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(f"patience must be 0 or a positive integer, got {patience!r}")
+        _check_bound(bound, alpha, warmup, patience, strict)
         self.metric = metric
         self.at_most = float(at_most)
         self.action = action
         self.patience = patience
         self.strict = strict
         self.name = name or metric.removeprefix("leakage/")
+        self.bound = bound
+        self.alpha = alpha
+        self.warmup = warmup
         self.fired: GateEvent | None = None
+        self.verdict: Verdict | None = None
         self._breaches = 0
+        self._evidence: Evidence | None = None
         self._monitor: LeakageMonitor | None = None
 
     @property
@@ -161,31 +217,98 @@ class RiskGate(L.Callback):
                 "RiskGate(action='stop') could not stop this run: the Trainer's min_epochs or "
                 "min_steps makes Lightning train on. Drop them, or use action='raise'."
             )
+        if (
+            self.bound == "lower"
+            and trainer.world_size > 1
+            and self.metric.endswith("_worst_client")
+        ):
+            raise ValueError(
+                f"RiskGate(bound='lower') cannot watch '{self.metric}' with "
+                f"{trainer.world_size} processes: the largest of several clients' values lies "
+                "above every client's mean, so that a run that is really below would be stopped. "
+                "Watch the pooled value, or use bound='upper'."
+            )
         self._monitor = logging[0]
+        self._check_looks(self._monitor, trainer.world_size)
+        self._evidence, self.verdict = self._new_evidence(), None
+        self._breaches = 0
         self._monitor.subscribe(self._decide)
+
+    def _check_looks(self, monitor: LeakageMonitor, clients: int) -> None:
+        """Refuses a rate that is never known, or not before the gate would act on that."""
+        metric = self.metric.rpartition("/")[-1]
+        if not metric.startswith("tpr_at_fpr_"):
+            return
+        worst = metric.endswith("_worst_client") and clients > 1
+        fpr = float(metric.removeprefix("tpr_at_fpr_").removesuffix("_worst_client"))
+        others = monitor.targets * (1 if worst else clients)
+        looks = math.ceil(NEGATIVES_PER_FPR / fpr / others - 1e-9)
+        pooled = 1 if worst or self.bound != "value" else monitor.games.window
+        found = (
+            f"RiskGate watches '{self.metric}': a rate at {fpr:g} false positives is known only "
+            f"from {NEGATIVES_PER_FPR / fpr:.0f} texts that are not in the batch, and a look has "
+            f"{others} of them"
+        )
+        if looks > pooled:
+            raise ValueError(
+                f"{found}; with bound='{self.bound}' this value is of {pooled} "
+                f"look{'s' * (pooled > 1)}, and never known. Watch the AUC or the advantage, or "
+                "give the monitor more targets= or (for a value pooled over looks, with "
+                "bound='value') a longer window=."
+            )
+        if self.strict and looks > self.patience + 1:
+            raise ValueError(
+                f"{found}, so that it is unknown at the first {looks - 1} looks, which a strict "
+                "gate treats as breaches. Watch the AUC or the advantage, give the monitor more "
+                "targets=, or pass strict=False: then the gate does nothing until it is known."
+            )
+
+    def _new_evidence(self) -> Evidence | None:
+        if self.bound == "value":
+            return None
+        metric = self.metric.rpartition("/")[-1]
+        try:
+            return Evidence(self.bound, self.at_most, self.alpha, self.warmup, metric)
+        except ValueError as refusal:
+            raise ValueError(f"RiskGate watches '{self.metric}': {refusal}") from None
 
     def _decide(self, trainer: L.Trainer) -> None:
         monitor = self._monitor
         assert monitor is not None
         # One client alone is its own worst.
-        pooled = monitor.latest.get(self.metric.removesuffix("_worst_client"), math.nan)
-        value = monitor.latest.get(self.metric, pooled)
-        if math.isnan(value):
-            breach = self.strict
-        else:
-            breach = value > self.at_most
-            if not breach:
-                self._breaches = 0
-        if breach:
-            self._breaches += 1
-        fires = trainer.strategy.reduce_boolean_decision(
-            breach and self._breaches > self.patience, all=False
-        )
+        names = (self.metric, self.metric.removesuffix("_worst_client"))
+        values = monitor.latest if self._evidence is None else monitor.look_values
+        pending = any(name in monitor.pending for name in names)
+        value = values.get(names[0], values.get(names[1], math.nan))
+        fires = False if pending else self._judge(value)
+        fires = trainer.strategy.reduce_boolean_decision(fires, all=False)
         step = monitor.last_step
         for logger in trainer.loggers:
-            logger.log_metrics({f"gate/{self.name}": float(fires)}, step=step)
+            logger.log_metrics({f"gate/{self.name}": float(fires)} | self._progress(), step=step)
         if fires:
             self._fire(trainer, monitor, value)
+
+    def _judge(self, value: float) -> bool:
+        """Whether to act on one more look."""
+        unknown = math.isnan(value)
+        breach = self.strict if unknown else value > self.at_most
+        shown = False
+        if self._evidence is not None:
+            if not unknown or self.strict:
+                self._evidence.update(value)
+            self.verdict = self._evidence.verdict()
+            shown = self.verdict.fires
+            breach = unknown and self.strict and self.bound == "lower"
+        if breach:
+            self._breaches += 1
+        elif not unknown:
+            self._breaches = 0
+        return shown or (breach and self._breaches > self.patience)
+
+    def _progress(self) -> dict[str, float]:
+        if self._evidence is None:
+            return {}
+        return {f"gate/{self.name}_evidence": self._evidence.progress}
 
     def _fire(self, trainer: L.Trainer, monitor: LeakageMonitor, value: float) -> None:
         checkpoint = None
@@ -194,14 +317,20 @@ class RiskGate(L.Callback):
             checkpoint = (
                 folder / f"gate-{self.name.replace('/', '-')}-step={monitor.last_step}.ckpt"
             )
+        low, high = math.nan, math.nan
+        if self._evidence is None:
+            low, high = (
+                monitor.latest.get(f"{self.metric}_{end}", math.nan) for end in ("low", "high")
+            )
         event = GateEvent(
             self.metric,
             monitor.last_step,
             value,
-            monitor.latest.get(f"{self.metric}_low", math.nan),
-            monitor.latest.get(f"{self.metric}_high", math.nan),
+            low,
+            high,
             self.at_most,
             checkpoint,
+            self.verdict,
         )
         first, self.fired = self.fired is None, self.fired or event
         if checkpoint is not None:
@@ -218,13 +347,41 @@ class RiskGate(L.Callback):
             self.action(event)
 
     def state_dict(self) -> dict[str, Any]:
-        """The breaches counted so far."""
-        return {"breaches": self._breaches}
+        """The breaches counted so far, and the evidence."""
+        state: dict[str, Any] = {"breaches": self._breaches}
+        if self._evidence is not None:
+            state["evidence"] = self._evidence.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave."""
+        """Takes back what :meth:`state_dict` gave, but no evidence on another question."""
         self._breaches = state_dict["breaches"]
+        saved = state_dict.get("evidence")
+        if saved is None and self._evidence is None:
+            return
+        if saved is None or self._evidence is None or not self._evidence.load_state_dict(saved):
+            rank_zero_warn(
+                f"RiskGate '{self.name}': the checkpoint's evidence is for another metric, "
+                "threshold or bound, and is not used; what this gate asks for starts anew"
+            )
 
 
 def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
     return list(trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def _check_bound(bound: str, alpha: float, warmup: int | None, patience: int, strict: bool) -> None:
+    if bound not in ("value", "lower", "upper"):
+        raise ValueError(f"bound must be 'value', 'lower' or 'upper', got {bound!r}")
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha must lie between 0 and 1, got {alpha!r}")
+    if warmup is not None:
+        if bound != "upper":
+            raise ValueError(f"warmup is for bound='upper' alone; bound is '{bound}'")
+        if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
+            raise ValueError(f"warmup must be a positive integer, got {warmup!r}")
+    if bound == "upper" and (patience or not strict):
+        raise ValueError(
+            "bound='upper' is fail-closed: it takes no patience (warmup is what it lets pass), and "
+            "unknown values count as worst, so that strict=False cannot be meant"
+        )

@@ -8,29 +8,37 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as L
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
-from lightning_fedleak.callbacks.cadence import Cadence, EveryNSteps, MaxOverhead
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.batches import BatchAdapter
+from lightning_fedleak.callbacks.cadence import cadence_of
 from lightning_fedleak.callbacks.checks import (
+    assumed_of,
     check_attacks,
+    check_canaries,
+    check_games,
+    check_rounds,
     known_stages,
     plan_attack,
     resolve_client,
 )
-from lightning_fedleak.callbacks.look import HEAD_ONLY, Look, Outcome, Plan, unknown
-from lightning_fedleak.callbacks.pooling import Series, series_name
+from lightning_fedleak.callbacks.ledger import MAX_WAITS, Ledger, Series
+from lightning_fedleak.callbacks.live_games import LiveGames
+from lightning_fedleak.callbacks.look import Look, Plan
+from lightning_fedleak.callbacks.outcome import Outcome
+from lightning_fedleak.callbacks.reading import BatchReader
 from lightning_fedleak.callbacks.report import JsonLines, Report, RevealFile, add_layout
-from lightning_fedleak.callbacks.scoring import WORD_METRICS
+from lightning_fedleak.callbacks.sources import SCALE, GameSettings
 from lightning_fedleak.callbacks.watch import Watch
-from lightning_fedleak.snapshots import HeadOwnPart, Stage
+from lightning_fedleak.canaries import CanarySet
+from lightning_fedleak.snapshots import HeadOwnPart
 from lightning_fedleak.threats import Capability
-
-MAX_DEFERRALS = 20
 
 
 class LeakageMonitor(L.Callback):
@@ -46,6 +54,18 @@ class LeakageMonitor(L.Callback):
 
     The first step of each fit is looked at. Layers that are frozen or unfrozen on the way are
     followed at the next look.
+
+    **Membership games.** A :class:`~lightning_fedleak.attacks.membership.MembershipAttack` assumes
+    a server that puts trainable layers of its own into the model, behind the layer it reads, and
+    sets dropout to 0. None is put in: at a look the server is asked about sentences of the batch
+    and about others, what its layers' gradient would be follows from the step
+    (:class:`~lightning_fedleak.callbacks.live_games.LiveGames`) and passes through the defences.
+    ``exposed`` is always 1: no layer of the client's own has to be trained for that, and freezing
+    any does not help. Texts are asked for as the model reads them: of a masked language model with
+    its masked tokens, which a real server would have to guess. Tokens that the loss does not reach
+    are not asked for. Rates are of the last ``window`` looks; accuracy, F1 and advantage are of the
+    attack's own decisions, and the threshold of a TPR is fitted on other games than those scored.
+    Those of one look alone are in ``look_values`` and in ``leakage.jsonl``.
 
     Args:
         attacks: the attacks, each with a name of its own.
@@ -65,14 +85,35 @@ class LeakageMonitor(L.Callback):
             (FedAvg). One client only.
         head_own_part: attack the head's own part of a tied matrix as well, logged as
             ``leakage_local/<attack>_head_only``: the worst case, which no adversary sees.
-        assume: capabilities of the adversary besides seeing what is shared. Default: it knows
-            the model and has public text.
+        assume: capabilities of the adversary besides seeing what is shared. Default:
+            :data:`~lightning_fedleak.threats.HONEST_BUT_CURIOUS` (it knows the model and has
+            public text); where a :class:`MembershipAttack` is listed
+            :data:`~lightning_fedleak.threats.DISHONEST_SERVER`, which also puts layers of its own
+            into the model and holds the texts it asks for.
         tokenizer: decodes what ``reveal`` writes; without one it writes token ids.
         log_dir: where ``leakage.jsonl`` goes; default the logger's folder.
         anatomy: overrides for :func:`find_anatomy` (``model``, ``embedding``, ``head``, ...).
+        targets: of membership games: sentences asked for at a look, at most so many that are in
+            the batch and as many that are not.
+        held_out: of membership games: texts that are in no batch, a
+            :class:`~lightning_fedleak.attacks.public_text.PublicText`. Default: sentences of the
+            batches read shortly before a look; the first look, before which there was none,
+            then has no result of these games yet, and the next step is looked at too.
+        window: looks over which the games of membership attacks are pooled. At 16 targets a rate
+            at 1% false positives is known after 63 looks.
+        canary_scale: how strongly a dishonest server lets its own layers feed the model. It matters
+            under clipping or noise only, where the default is the worst case: a canary takes the
+            whole norm that it is clipped to. The Trainer's own ``gradient_clip_val`` does not act
+            on it, only defences do: with noise and that clipping together leakage is overstated.
+        canaries: texts of the user's own, in the training data by coin flips
+            (:func:`~lightning_fedleak.canaries.with_canaries`). At a look at which some are in
+            the batch, membership attacks are also asked for these and for as many that were left
+            out of the data; logged as ``audit/<attack>``.
 
     Attributes:
         latest: the newest value by log name; NaN is unknown. Empty before the first look.
+        look_values: the values of the newest look alone, by log name.
+        pending: log names that have no value at the newest look, and will have one later.
         looks: looks finished.
         failures: results that are unknown.
         last_step: optimizer step of the newest values.
@@ -93,23 +134,19 @@ class LeakageMonitor(L.Callback):
         client: Literal["rank", "world"] | None = None,
         local_steps: int | None = None,
         head_own_part: bool = False,
-        assume: Collection[Capability] = (Capability.KNOWS_MODEL, Capability.KNOWS_PUBLIC_TEXT),
+        assume: Collection[Capability] | None = None,
         tokenizer: Any | None = None,
         log_dir: str | Path | None = None,
         anatomy: Mapping[str, Any] | None = None,
+        targets: int = 16,
+        held_out: PublicText | None = None,
+        window: int = 100,
+        canary_scale: float = SCALE,
+        canaries: CanarySet | None = None,
     ) -> None:
         self.attacks = [attacks] if isinstance(attacks, Attack) else list(attacks)
         check_attacks(self.attacks)
-        if every_n_steps is not None and max_overhead is not None:
-            raise ValueError(
-                "give every_n_steps or max_overhead, not both: one fixes how often to look, the "
-                "other lets the cost decide"
-            )
-        self.cadence: Cadence = (
-            MaxOverhead(max_overhead)
-            if max_overhead is not None
-            else EveryNSteps(50 if every_n_steps is None else every_n_steps)
-        )
+        self.cadence = cadence_of(every_n_steps, max_overhead)
         self.stages = known_stages(stages)
         self.batch_adapter = batch_adapter
         self.reveal = reveal
@@ -117,21 +154,21 @@ class LeakageMonitor(L.Callback):
         if client not in (None, "rank", "world"):
             raise ValueError(f"client must be 'rank' or 'world', got {client!r}")
         self._client_given = client
-        plain = self.stages == (Stage.SHARED,) and not head_own_part
-        if local_steps is not None and (local_steps < 1 or not plain):
-            raise ValueError(
-                "local_steps must be a positive number with stages=('shared',) and without "
-                f"head_own_part; got local_steps={local_steps}, "
-                f"stages={tuple(str(s) for s in self.stages)}, head_own_part={head_own_part}"
-            )
+        check_rounds(local_steps, self.attacks, self.stages, head_own_part=head_own_part)
         self.local_steps = local_steps
         self.head_own_part = head_own_part
-        self.assume = frozenset(assume)
+        self.assume = assumed_of(self.attacks, assume)
         self.tokenizer = tokenizer
         self.log_dir = None if log_dir is None else Path(log_dir)
         self._anatomy_overrides = dict(anatomy or {})
+        self.games = GameSettings(targets, held_out, window, canary_scale, canaries)
+        if canaries is not None:
+            check_canaries(self.attacks, self.stages)
+        self._ledger = Ledger(self.attacks, self.stages, self.games, head_own_part=head_own_part)
 
         self.latest: dict[str, float] = {}
+        self.look_values: dict[str, float] = {}
+        self.pending: frozenset[str] = frozenset()
         self.looks = 0
         self.failures = 0
         self.last_step = -1
@@ -146,7 +183,6 @@ class LeakageMonitor(L.Callback):
         self._watch: Watch | None = None
         self._own_part: HeadOwnPart | None = None
         self._report: Report | None = None
-        self._batch_checked = False
 
     # ---- names ------------------------------------------------------------------------------
 
@@ -158,17 +194,12 @@ class LeakageMonitor(L.Callback):
 
     def metric_names(self) -> list[str]:
         """Names of the values that this monitor logs at each look."""
-        names = ["monitor/failures", "monitor/seconds"]
-        for prefix, attack in self._series():
-            names.append(f"{prefix}/{attack}/exposed")
-            for metric in WORD_METRICS:
-                root = f"{prefix}/{attack}/{metric}"
-                names += [root, f"{root}_low", f"{root}_high", f"{root}_worst_client"]
-        return names
+        return ["monitor/failures", "monitor/seconds", *self._ledger.names()]
 
-    def _series(self) -> list[Series]:
-        stages = [*map(str, self.stages), *([HEAD_ONLY] if self.head_own_part else [])]
-        return [series_name(stage, attack.name) for stage in stages for attack in self.attacks]
+    @property
+    def targets(self) -> int:
+        """Texts of each kind that membership games ask for at a look, at most."""
+        return self.games.targets
 
     def subscribe(self, listener: Callable[[L.Trainer], None]) -> None:
         """Calls ``listener(trainer)`` on every process after each look, until the fit ends."""
@@ -182,13 +213,16 @@ class LeakageMonitor(L.Callback):
             return
         self.cadence.next_step = self._deferrals = 0
         for other in _monitors(trainer):
-            both = {"/".join(n) for n in self._series()} & {"/".join(n) for n in other._series()}
+            mine, others = self._ledger.kinds, other._ledger.kinds
+            both = {"/".join(series) for series in mine.keys() & others.keys()}
             if other is not self and both:
                 raise ValueError(
                     f"another LeakageMonitor of this run logs {', '.join(sorted(both))} too; give "
                     "the attacks of one of them other names"
                 )
         self.client = resolve_client(self._client_given, trainer.strategy)
+        check_games(self.attacks, trainer.strategy, self.stages, self.client)
+        self._ledger.clear()
         if self.local_steps is not None and trainer.world_size > 1 and self.client == "rank":
             raise ValueError(
                 "local_steps describes one client that trains on its own; DDP averages at every "
@@ -209,7 +243,7 @@ class LeakageMonitor(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
         anatomy = self._find_anatomy(pl_module)
-        self._kind = anatomy.kind
+        self._reader = BatchReader(anatomy.kind, self.batch_adapter)
         ddp_rank = isinstance(trainer.strategy, DDPStrategy) and self.client == "rank"
 
         def plan() -> list[Plan]:
@@ -230,6 +264,8 @@ class LeakageMonitor(L.Callback):
             pooled=trainer.world_size > 1 and self.client == "rank",
             local_steps=self.local_steps,
         )
+        client = trainer.global_rank if self.client == "rank" else 0
+        games = LiveGames(trainer, anatomy, self.games, client)
         self._watch = Watch(
             trainer,
             anatomy,
@@ -239,13 +275,14 @@ class LeakageMonitor(L.Callback):
             cadence=self.cadence,
             local_steps=self.local_steps,
             own_part=self._own_part,
+            games=games,
+            kinds=self._ledger.kinds,
             witness=self._report.show,
         )
         self._prepare_attacks(self._watch)
+        games.check()
         if trainer.is_global_zero:
-            prefixes = list(dict.fromkeys(p for p, _ in self._series()))
-            names = [a.name for a in self.attacks]
-            add_layout(trainer.loggers, self.utility, names, prefixes)
+            add_layout(trainer.loggers, self.utility, self.attacks, self._ledger.prefixes)
 
     def _prepare_attacks(self, watch: Watch) -> None:
         self._prepared = watch.prepared
@@ -272,31 +309,9 @@ class LeakageMonitor(L.Callback):
     ) -> None:
         """Starts a look where one is due, and takes the truth before any defence does."""
         assert self._watch is not None
-        if not self._batch_checked:
-            self._check_first(trainer, batch)
+        self._reader.check_first(trainer, batch)
         self._watch.step_starts(trainer.global_step)
-        self._watch.add_batch(lambda: self._read(batch))
-
-    def _check_first(self, trainer: L.Trainer, batch: Any) -> None:
-        """Refuses a batch that cannot be read, on all processes at once."""
-        error: Exception | None = None
-        try:
-            self._read(batch)
-        except Exception as refusal:
-            error = refusal
-        if trainer.strategy.reduce_boolean_decision(error is not None, all=False):
-            raise error or BatchError("another process could not read its first batch")
-        self._batch_checked = True
-
-    def _read(self, batch: Any) -> TokenBatch:
-        if batch is None:
-            raise BatchError(
-                "the batch is not known before training_step. A step that takes dataloader_iter "
-                "cannot be watched: write training_step(self, batch, batch_idx)."
-            )
-        if self.batch_adapter is not None:
-            return self.batch_adapter(batch)
-        return read_batch(batch, self._kind)
+        self._watch.add_batch(trainer.global_step, lambda: self._reader.read(batch))
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
@@ -328,11 +343,11 @@ class LeakageMonitor(L.Callback):
             )
         if outcomes is None:
             self._deferrals += 1
-            if self._deferrals <= MAX_DEFERRALS:
+            if self._deferrals <= MAX_WAITS:
                 self.cadence.next_step = trainer.global_step
                 return
             why = f"nothing was shared in {self._deferrals} steps in a row"
-            outcomes = {series: unknown(why) for series in self._series()}
+            outcomes = self._ledger.all_unknown(why)
         self._deferrals = 0
         self._publish(trainer, look, outcomes)
 
@@ -341,8 +356,11 @@ class LeakageMonitor(L.Callback):
         due = self._deferrals > 0 or self.cadence.due(trainer.global_step - 1)
         if due and self.looks == self._looks_before:
             why = "training ended before anything that was shared could be looked at"
-            outcomes = dict.fromkeys(self._series(), unknown(why))
-            self._publish(trainer, Look(trainer.global_step), outcomes, in_step=False)
+            self._publish(trainer, Look(trainer.global_step), self._ledger.all_unknown(why))
+            return
+        never = self._ledger.never(self.looks - self._looks_before)
+        if never:
+            self._publish(trainer, Look(trainer.global_step), never)
 
     # ---- results ----------------------------------------------------------------------------
 
@@ -351,15 +369,18 @@ class LeakageMonitor(L.Callback):
         trainer: L.Trainer,
         look: Look,
         outcomes: Mapping[Series, Outcome],
-        *,
-        in_step: bool = True,
     ) -> None:
+        outcomes = self._ledger.wait(outcomes)
+        self.pending = self._ledger.pending()
         values: dict[str, float] = {}
+        now: dict[str, float] = {}
         for (prefix, name), outcome in outcomes.items():
-            values.update(outcome.values(prefix, name))
+            values |= outcome.values(prefix, name)
+            now |= outcome.values_now(prefix, name)
             self.failures += outcome.unknown is not None
+        known = trainer.callback_metrics
         for name in self.utility:
-            value = trainer.callback_metrics.get(name)
+            value = known.get(name)
             if value is not None:
                 values[f"utility/{name}"] = float(value)
         values["monitor/failures"] = float(self.failures)
@@ -367,10 +388,10 @@ class LeakageMonitor(L.Callback):
         self.looks += 1
         self.last_step = look.step
         self.latest = values
-        for name, number in values.items() if in_step else ():
-            trainer.lightning_module.log(
-                name, number, on_step=True, on_epoch=False, logger=False, batch_size=1
-            )
+        self.look_values = values | now
+        # As LearningRateMonitor does: self.log would take a quarter of a millisecond for each name.
+        numbers = torch.tensor(list(values.values()), device=trainer.strategy.root_device)
+        known.update(zip(values, numbers.unbind(), strict=True))
         assert self._report is not None
         self._report.write(look, outcomes, values)
         for listener in self._listeners:
@@ -410,6 +431,8 @@ class LeakageMonitor(L.Callback):
             "next_step": self.cadence.next_step,
             "last_step": self.last_step,
             "latest": dict(self.latest),
+            "ledger": self._ledger.state_dict(),
+            "canaries": canaries.state_dict() if (canaries := self.games.canaries) else None,
             "attacks": {
                 a.name: {
                     "config": repr(sorted(a.config().items())),
@@ -429,6 +452,10 @@ class LeakageMonitor(L.Callback):
         soon = self.cadence.after_look(self.last_step, 0.0, 0.0)
         self.cadence.next_step = min(state_dict["next_step"], soon)
         self.latest = dict(state_dict["latest"])
+        self._ledger.load_state_dict(state_dict.get("ledger", {}))
+        committed = state_dict.get("canaries")
+        if self.games.canaries is not None and committed is not None:
+            self.games.canaries.load_state_dict(committed)
         self._restored = {
             name: saved for name, saved in state_dict["attacks"].items() if saved["tensors"]
         }

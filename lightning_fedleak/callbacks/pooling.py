@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, chain
 
 import lightning.pytorch as L
 import torch
@@ -11,31 +11,22 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Guess
-from lightning_fedleak.callbacks.look import (
-    HEAD_ONLY,
-    PREFIX,
-    Look,
+from lightning_fedleak.callbacks.kinds import Kind, Played
+from lightning_fedleak.callbacks.ledger import Series, series_name
+from lightning_fedleak.callbacks.look import Look, Plan, reason
+from lightning_fedleak.callbacks.outcome import (
     Outcome,
-    Plan,
-    any_failed,
-    combine,
+    Result,
+    Waiting,
     not_shared,
-    reason,
-    row,
+    pending,
+    unknown,
 )
-from lightning_fedleak.callbacks.scoring import Tally, WordTruth, tally
+from lightning_fedleak.callbacks.scoring import WordTruth, tally
 
-Series = tuple[str, str]
 Witness = Callable[[Look, Series, Guess, Tensor], None]
-Result = Tally | str | None
-"""A tally, why there is none, or None where nothing was shared."""
 
-
-def series_name(stage: str, attack: str) -> Series:
-    """(prefix, attack) under which a result is logged."""
-    if stage == HEAD_ONLY:
-        return PREFIX["local"], f"{attack}_{HEAD_ONLY}"
-    return PREFIX[stage], attack
+FOUND, FAILED, NOTHING, WAITING = 0.0, 1.0, 2.0, 3.0
 
 
 class Pool:
@@ -47,21 +38,47 @@ class Pool:
         trainer: of this fit.
         anatomy: the model's parts.
         client: ``"rank"`` or ``"world"``.
-        witness: shown each guess with the true types of its surface.
+        kinds: what the results of each series are.
+        witness: shown each guess of words with the true types of its surface.
     """
 
-    def __init__(self, trainer: L.Trainer, anatomy: Anatomy, client: str, witness: Witness) -> None:
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        anatomy: Anatomy,
+        client: str,
+        kinds: Mapping[Series, Kind],
+        witness: Witness,
+    ) -> None:
         self._strategy = trainer.strategy
         self._many = trainer.world_size > 1
         self._one_client = client == "world"
         self._vocab_size = anatomy.vocab_size
+        self._kinds = kinds
         self._witness = witness
         self._device = trainer.strategy.root_device
 
     def score(self, look: Look, keys: Sequence[tuple[str, Plan]]) -> list[Result]:
         """This process's result of every (stage, attack)."""
-        truth = self._truth(look)
-        return [self._score(look, stage, plan, truth) for stage, plan in keys]
+        words = any(plan.canary is None for _, plan in keys)
+        truth = self._truth(look) if words else None
+        return [
+            self._score(look, stage, plan, truth)
+            if plan.canary is None
+            else self._played(look, stage, plan)
+            for stage, plan in keys
+        ]
+
+    def _played(self, look: Look, stage: str, plan: Plan) -> Result:
+        """The games of one canary."""
+        if look.truth_error is not None:
+            return _unread(look)
+        if not look.stepped:
+            return None
+        said = look.guesses.get((stage, plan.attack.name), "the games were not played")
+        if isinstance(said, Played):
+            return said.pack(self._kinds[series_name(stage, plan.attack.name)].width)
+        return said if isinstance(said, str | Waiting) else "the attack guessed no membership"
 
     def _truth(self, look: Look) -> WordTruth | None:
         """The true words, of all processes together where they are one client."""
@@ -86,19 +103,21 @@ class Pool:
 
     def _score(self, look: Look, stage: str, plan: Plan, truth: WordTruth | None) -> Result:
         if look.truth_error is not None:
-            return f"the batch could not be read: {look.truth_error}"
+            return _unread(look)
         if truth is None or truth.n_targets == 0 or not look.stepped or not plan.exposed:
             return None
         guess = look.guesses.get((stage, plan.attack.name), "the attack was not run")
-        if isinstance(guess, str):
+        if isinstance(guess, str | Waiting):
             return guess
+        if isinstance(guess, Played):
+            return "the attack guessed no words"
         try:
             result = tally(guess, truth, self._vocab_size)
             types = truth.types(getattr(guess, "surface", "output"))
             self._witness(look, series_name(stage, plan.attack.name), guess, types)
         except Exception as error:
             return reason(error)
-        return result
+        return result.pack()
 
     def outcomes(
         self, keys: Sequence[tuple[str, Plan]], results: Sequence[Result], next_step: int
@@ -109,21 +128,62 @@ class Pool:
             The outcomes, None where nothing was shared; and the next step to look at as rank 0
             proposes it.
         """
-        values = [*chain.from_iterable(row(r) for r in results), next_step]
-        gathered = torch.tensor(values, dtype=torch.float64).unsqueeze(0)
+        series = [series_name(stage, plan.attack.name) for stage, plan in keys]
+        widths = [1 + self._kinds[name].width for name in series]
+        rows = (_row(r, width) for r, width in zip(results, widths, strict=True))
+        gathered = torch.tensor([*chain.from_iterable(rows), next_step], dtype=torch.float64)[None]
         if self._many:
             gathered = self._strategy.all_gather(gathered[0].to(self._device)).cpu()
-        table = gathered[:, :-1].reshape(gathered.shape[0], len(keys), -1)
         agreed = int(gathered[0, -1])
+        ends = list(accumulate(widths))
+        tables = [gathered[:, end - width : end] for end, width in zip(ends, widths, strict=True)]
+        exposed = [plan.exposed for _, plan in keys]
+        if any(
+            e and bool((t[:, 0] == NOTHING).all()) for e, t in zip(exposed, tables, strict=True)
+        ):
+            return None, agreed
         outcomes: dict[Series, Outcome] = {}
-        for i, ((stage, plan), mine) in enumerate(zip(keys, results, strict=True)):
-            rows = table[:, i]
-            if self._one_client and not any_failed(rows):
-                rows = rows[:1]
-            outcome: Outcome | None = not_shared()
-            if plan.exposed:
-                outcome = combine(rows, mine if isinstance(mine, str) else None)
-            if outcome is None:
-                return None, agreed
-            outcomes[series_name(stage, plan.attack.name)] = outcome
+        for name, shared, table, mine in zip(series, exposed, tables, results, strict=True):
+            kind = self._kinds[name]
+            if self._one_client and not bool((table[:, 0] == FAILED).any()):
+                table = table[:1]
+            outcomes[name] = not_shared(kind.metrics)
+            if shared:
+                outcomes[name] = _combined(kind, table, mine)
         return outcomes, agreed
+
+
+def _unread(look: Look) -> str:
+    return f"the batch could not be read: {look.truth_error}"
+
+
+def _row(result: Result, width: int) -> list[float]:
+    """A client's result as so many numbers, for the exchange between processes."""
+    if result is None:
+        known = [NOTHING]
+    elif isinstance(result, str):
+        known = [FAILED]
+    elif isinstance(result, Waiting):
+        known = [WAITING]
+    else:
+        known = [FOUND, *result]
+    return known + [0.0] * (width - len(known))
+
+
+def _combined(kind: Kind, rows: Tensor, mine: Result) -> Outcome:
+    """Pools the clients' rows (clients, width), not all of which are NOTHING.
+
+    Unknown where any client's attack failed: what leaks there is not known to be less. Pending
+    where every client waits that has anything at all.
+    """
+    found = {i: r[1:] for i, r in enumerate(rows.tolist()) if r[0] == FOUND}
+    failed = [i for i, r in enumerate(rows.tolist()) if r[0] == FAILED]
+    if failed:
+        why = mine if isinstance(mine, str) else f"the attack failed on client {failed[0]}"
+        return unknown(kind.metrics, why)
+    if not found:
+        return pending(mine.why if isinstance(mine, Waiting) else "another client waits")
+    try:
+        return kind.outcome(found)
+    except Exception as error:
+        return unknown(kind.metrics, reason(error))

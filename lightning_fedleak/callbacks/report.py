@@ -21,8 +21,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, Guess, WordGuess
-from lightning_fedleak.callbacks.look import HEAD_ONLY, PREFIX, Look, Outcome
-from lightning_fedleak.callbacks.pooling import Series
+from lightning_fedleak.callbacks.kinds import charts_of, headline_of
+from lightning_fedleak.callbacks.ledger import HEAD_ONLY, STAGE_OF, Series
+from lightning_fedleak.callbacks.look import Look
+from lightning_fedleak.callbacks.outcome import Outcome
 from lightning_fedleak.metrics import Rate
 
 SCHEMA_VERSION = 1
@@ -186,13 +188,15 @@ class Report:
 
     def _write_lines(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         configs = {a.name: a.config() for a in self._attacks}
-        stages = {prefix: stage for stage, prefix in PREFIX.items()}
         for (prefix, name), outcome in outcomes.items():
+            if outcome.pending is not None:
+                continue
             extra = {f"{k}_worst_client": v for k, v in outcome.worst.items()}
-            extra["type_count_error"] = outcome.type_count_error
+            extra |= {f"{k}_of_this_look": v for k, v in (outcome.now or {}).items()}
+            extra |= outcome.extra
             self._jsonl.append(
                 step=look.step,
-                stage=stages[prefix],
+                stage=STAGE_OF[prefix],
                 client="pooled" if self._pooled else 0,
                 round_=None if self._local_steps is None else look.step // self._local_steps,
                 attack=name,
@@ -213,7 +217,8 @@ class Report:
         settings["fedleak/strategy"] = type(strategy).__name__
         defenses = getattr(strategy, "defenses", ())
         settings["fedleak/defenses"] = ", ".join(d.name for d in defenses) or "none"
-        chosen = (n for n in latest if n.startswith("utility/") or n.endswith("/f1"))
+        ends = tuple(f"/{headline_of(a)}" for a in self._attacks)
+        chosen = (n for n in latest if n.startswith("utility/") or n.endswith(ends))
         add_hparams(self._trainer.loggers, settings, {f"hp/{n}": latest[n] for n in chosen})
 
 
@@ -225,7 +230,7 @@ def tensorboards(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
 def add_layout(
     loggers: Sequence[Logger],
     utility: Sequence[str],
-    attacks: Sequence[str],
+    attacks: Sequence[Attack],
     prefixes: Sequence[str],
 ) -> None:
     """Puts utility, leakage and the monitor's own cost on one page of TensorBoard.
@@ -233,32 +238,32 @@ def add_layout(
     Args:
         loggers: the run's loggers; only TensorBoard's are used.
         utility: names of the user's metrics.
-        attacks: names of the attacks.
+        attacks: the monitor's.
         prefixes: ``"leakage"``, ``"leakage_local"``, ``"leakage_aggregate"`` as measured.
     """
     page: dict[str, list[Any]] = {
-        "utility": ["Multiline", [_exactly(f"utility/{name}") for name in utility]],
+        "utility": _lines([f"utility/{name}" for name in utility]),
     }
     for prefix in prefixes:
-        page[f"{prefix}: F1"] = ["Multiline", [_exactly(f"{prefix}/{a}/f1") for a in attacks]]
+        for headline in dict.fromkeys(headline_of(a) for a in attacks):
+            names = [f"{prefix}/{a.name}" for a in attacks if headline_of(a) == headline]
+            page[f"{prefix}: {headline.upper()}"] = _lines([f"{n}/{headline}" for n in names])
         for attack in attacks:
-            root = f"{prefix}/{attack}"
-            page[f"{root}: precision and recall"] = [
-                "Multiline",
-                [_exactly(f"{root}/precision"), _exactly(f"{root}/recall")],
-            ]
-            page[f"{root}: F1 and its 95% interval"] = [
+            root, headline = f"{prefix}/{attack.name}", headline_of(attack)
+            for title, metrics in charts_of(attack).items():
+                page[f"{root}: {title}"] = _lines([f"{root}/{metric}" for metric in metrics])
+            page[f"{root}: {headline.upper()} and its 95% interval"] = [
                 "Margin",
-                [f"{root}/f1", f"{root}/f1_low", f"{root}/f1_high"],
+                [f"{root}/{headline}{end}" for end in ("", "_low", "_high")],
             ]
-    page["cost of monitoring (seconds a look)"] = ["Multiline", [_exactly("monitor/seconds")]]
+    page["cost of monitoring (seconds a look)"] = _lines(["monitor/seconds"])
     for logger in tensorboards(loggers):
         logger.experiment.add_custom_scalars({"leakage and utility": page})
 
 
-def _exactly(tag: str) -> str:
-    """TensorBoard reads the tags of a chart of lines as regular expressions."""
-    return f"^{re.escape(tag)}$"
+def _lines(tags: Sequence[str]) -> list[Any]:
+    """A chart of lines, whose tags TensorBoard reads as regular expressions."""
+    return ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]]
 
 
 def add_score_histograms(

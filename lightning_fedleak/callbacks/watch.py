@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import lightning.pytorch as L
@@ -14,10 +14,14 @@ from torch.optim import Optimizer
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Guess
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.callbacks.cadence import Cadence
+from lightning_fedleak.callbacks.cadence import Cadence, StepClock
 from lightning_fedleak.callbacks.checks import warn_of_adaptive_updates, warn_of_untested
-from lightning_fedleak.callbacks.look import HEAD_ONLY, Look, Outcome, Plan, reason
-from lightning_fedleak.callbacks.pooling import Pool, Series, Witness
+from lightning_fedleak.callbacks.kinds import Kind
+from lightning_fedleak.callbacks.ledger import AUDIT, HEAD_ONLY, PREFIX, Series
+from lightning_fedleak.callbacks.live_games import LiveGames
+from lightning_fedleak.callbacks.look import Look, Plan, reason
+from lightning_fedleak.callbacks.outcome import Outcome, Waiting
+from lightning_fedleak.callbacks.pooling import Pool, Witness
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     GradientTap,
@@ -60,7 +64,9 @@ class Watch:
         cadence: when to look.
         local_steps: attack the weight change of so many steps; None for single gradients.
         own_part: the head's own part of a tied matrix, already installed; None without.
-        witness: shown each guess with the true types of its surface.
+        games: the membership games of attacks on layers of the server's own.
+        kinds: what the results of each series are.
+        witness: shown each guess of words with the true types of its surface.
     """
 
     def __init__(
@@ -74,6 +80,8 @@ class Watch:
         cadence: Cadence,
         local_steps: int | None,
         own_part: HeadOwnPart | None,
+        games: LiveGames,
+        kinds: Mapping[Series, Kind],
         witness: Witness,
     ) -> None:
         self._trainer = trainer
@@ -84,14 +92,15 @@ class Watch:
         self._cadence = cadence
         self._local_steps = local_steps
         self._own_part = own_part
-        self._pool = Pool(trainer, anatomy, client, witness)
+        self._games = games
+        self._audits = any(prefix == PREFIX[AUDIT] for prefix, _ in kinds)
+        self._pool = Pool(trainer, anatomy, client, kinds, witness)
         self._device = trainer.strategy.root_device
         self._rank = trainer.global_rank if client == "rank" else 0
         self._removers: list[Callable[[], None]] = []
         self._keeps_local = False
-        self._timed: tuple[int, float] | None = None
-        self._step_seconds = 0.0
-        self._tried = self._midway = False
+        self._clock = StepClock()
+        self._tried = self._midway = self._hurried = False
         self.look: Look | None = None
         self.prepared: set[str] = set()
 
@@ -108,6 +117,7 @@ class Watch:
         if isinstance(strategy, DefendedStrategy):
             separated = strategy.separates_stages
             self._removers.append(strategy.add_tap(self._on_strategy_stage))
+            self._removers.append(strategy.add_canaries(self._games.on_defense))
         else:
             for optimizer in trainer.optimizers:
                 remove = before_real_step(optimizer, partial(self._on_real_step, optimizer))
@@ -132,6 +142,7 @@ class Watch:
             self._update_tap = UpdateTap(parameters, tied=self._anatomy.tied)
             warn_of_adaptive_updates(self.exposed)
         warn_of_untested(plans, self._anatomy)
+        self._games.follow([a for p in self.exposed if (a := p.canary) is not None])
 
     @property
     def exposed(self) -> list[Plan]:
@@ -141,6 +152,8 @@ class Watch:
     def prepare(self, attack: Attack) -> None:
         """Calibrates an attack, once in a fit."""
         if attack.name not in self.prepared:
+            if (set_precision := getattr(attack, "set_precision", None)) is not None:
+                set_precision(str(self._trainer.precision))
             attack.prepare(self._anatomy)
             self.prepared.add(attack.name)
 
@@ -150,6 +163,7 @@ class Watch:
             remove()
         self._removers.clear()
         self._tap.close()
+        self._games.close()
         self.look = None
 
     # ---- a step -----------------------------------------------------------------------------
@@ -161,13 +175,7 @@ class Watch:
         """
         if self.look is not None:
             return
-        now = time.perf_counter()
-        if self._timed is not None and step > self._timed[0]:
-            passed = (now - self._timed[1]) / (step - self._timed[0])
-            old = self._step_seconds
-            self._step_seconds = passed if old == 0 else 0.8 * old + 0.2 * passed
-            self._timed = None
-        self._timed = self._timed or (step, now)
+        self._clock.starts(step)
         if self._midway or not self._cadence.due(step):
             return
         self.look = look = Look(step)
@@ -176,6 +184,7 @@ class Watch:
             for plan in self.exposed:
                 self._refresh(plan.attack, look)
             self._tap.arm()
+            self._games.arm()
             if self._own_part is not None:
                 self._own_part.arm()
             if self._update_tap is not None:
@@ -186,12 +195,19 @@ class Watch:
             self.prepare(attack)
             attack.refresh(self._anatomy, look.step)
         except Exception as error:
-            for stage in (*map(str, self._stages), HEAD_ONLY):
+            for stage in (*map(str, self._stages), HEAD_ONLY, AUDIT):
                 look.guesses[(stage, attack.name)] = reason(error)
 
-    def add_batch(self, read: Callable[[], TokenBatch]) -> None:
-        """Takes the truth of one micro-batch, by reference."""
+    def add_batch(self, step: int, read: Callable[[], TokenBatch]) -> None:
+        """Takes the truth of one micro-batch, by reference.
+
+        Shortly before a look also a batch that is not looked at is read: as text that the batch
+        of the look will not hold.
+        """
         if self.look is None:
+            if self._games.wants_batch(self._cadence.next_step - step):
+                with suppress(Exception):
+                    self._games.remember(read())
             return
         try:
             self.look.batch = read()
@@ -242,8 +258,10 @@ class Watch:
             return
         if look.step_seconds == 0:
             look.step_seconds = look.elapsed()
-        mine = [p for p in self.exposed if p.optimizer is None or p.optimizer is optimizer]
+        mine = [p for p in self.exposed if p.canary is None and p.optimizer in (None, optimizer)]
         wanted = [str(s) for s in stages if s in self._stages]
+        with look.clock(self._device):
+            self._games.play(look, stages, wanted, self._scale(True))
         if wanted:
             first = Stage(wanted[0])
             self._run(
@@ -328,25 +346,33 @@ class Watch:
                 return None
             self._attack_update(look, self._local_steps, self._update_tap)
         outcomes = self._finish(look)
-        self.look = self._timed = None
+        self.look = None
+        self._clock.interrupted()
         self._tap.disarm()
+        self._games.disarm(look.batches)
         if self._own_part is not None:
             self._own_part.disarm()
         return look, outcomes
 
     def _finish(self, look: Look) -> dict[Series, Outcome] | None:
-        """Scores every attack, pools over processes, and fixes the next look."""
+        """Scores every attack, pools over processes, and fixes the next look.
+
+        That is the next step where, for the first time, a result is still waited for.
+        """
         keys = [(str(s), plan) for s in self._stages for plan in self._plans]
         if self._own_part is not None:
             keys += [(HEAD_ONLY, plan) for plan in self._plans if _reads_head_only(plan)]
+        if self._audits:
+            keys += [(AUDIT, plan) for plan in self._plans if plan.canary is not None]
         with look.clock(self._device):
             results = self._pool.score(look, keys)
-        outcomes, self._cadence.next_step = self._pool.outcomes(
-            keys, results, self._next_step(look)
-        )
+        soon = not self._hurried and any(isinstance(r, Waiting) for r in results)
+        self._hurried |= soon
+        next_step = look.step + 1 if soon else self._next_step(look)
+        outcomes, self._cadence.next_step = self._pool.outcomes(keys, results, next_step)
         return outcomes
 
     def _next_step(self, look: Look) -> int:
-        step_seconds = self._step_seconds or look.step_seconds
+        step_seconds = self._clock.seconds or look.step_seconds
         proposed = self._cadence.after_look(look.step, look.seconds, step_seconds)
         return max(proposed, look.step + (self._local_steps or 1))

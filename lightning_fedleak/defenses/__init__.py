@@ -1,7 +1,15 @@
 """Defences: what changes an update before it leaves the client."""
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.canary import CanaryGradient
 from lightning_fedleak.defenses.freeze import Freeze
 from lightning_fedleak.defenses.gradient_noise import GradientNoise
 
-__all__ = ["Defense", "DefenseContext", "DefenseError", "Freeze", "GradientNoise"]
+__all__ = [
+    "CanaryGradient",
+    "Defense",
+    "DefenseContext",
+    "DefenseError",
+    "Freeze",
+    "GradientNoise",
+]

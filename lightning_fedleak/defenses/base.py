@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak.defenses.canary import CanaryGradient
+
 State = Mapping[str, Tensor | int | float | str]
 
 
@@ -75,6 +77,20 @@ class Defense(ABC):
         """Whether the class rewrites gradients, that is, overrides ``on_gradients``."""
         return type(self).on_gradients is not Defense.on_gradients
 
+    @property
+    def acts_on_canaries(self) -> bool:
+        """Whether ``on_canary`` says what this defence does to a canary.
+
+        False where the class rewrites gradients and ``on_canary`` was written for another
+        ``on_gradients``, or not at all: what a canary then shows is unknown.
+        """
+        for kind in type(self).__mro__:
+            if "on_canary" in vars(kind):
+                return kind is not Defense or not self.acts_on_gradients
+            if "on_gradients" in vars(kind):
+                return False
+        return False
+
     def before_setup(self, context: DefenseContext) -> None:  # noqa: B027
         """Prepares the model: where the user built it, not wrapped, no optimizer exists.
 
@@ -109,6 +125,32 @@ class Defense(ABC):
             DefenseError: the update cannot be released. Training stops, nothing leaves the client
                 (the other ranks wait for it until their launcher ends them).
         """
+
+    def on_canary(
+        self,
+        canary: CanaryGradient,
+        parameters: Sequence[nn.Parameter],
+        context: DefenseContext,
+    ) -> CanaryGradient:
+        """What would leave the client of layers that a dishonest server had added to the model.
+
+        The layers do not exist. In the run that is imagined their gradient is a part of the update
+        like every other: it counts in a norm that is clipped, each game by itself, and gets noise
+        of the same law. Called right before ``on_gradients``, only where a monitor looks, and must
+        leave ``p.grad`` and the noise of ``on_gradients`` exactly as they would have been.
+
+        The default hands a canary on unchanged, which is right for a defence that does not act on
+        gradients. One that does and does not override this makes every canary *unknown*.
+
+        Args:
+            canary: as the defence before left it.
+            parameters: as in ``on_gradients``; ``p.grad`` is what this defence is about to get.
+            context: where and when.
+
+        Raises:
+            DefenseError: what would leave cannot be told.
+        """
+        return canary
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Plain numbers and tensors for the checkpoint, alike on every rank; never a secret."""

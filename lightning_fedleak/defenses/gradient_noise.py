@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
+from lightning_fedleak.defenses.canary import CanaryGradient
 
 
 class GradientNoise(Defense):
@@ -63,6 +64,7 @@ class GradientNoise(Defense):
         self.seed = seed
         self.releases = 0
         self._seeded = seed is not None
+        self._canaries = 0
 
     @property
     def standard_deviation(self) -> float:
@@ -78,6 +80,7 @@ class GradientNoise(Defense):
         norm = _finite_norm(parameters, context.root)
         scale = 1.0 if self.clip is None or norm <= self.clip else self.clip / norm
         release, self.releases = self.releases, self.releases + 1
+        self._canaries = 0
         for index, parameter in enumerate(parameters):
             if parameter.grad is None:
                 if not self.sigma:
@@ -94,6 +97,31 @@ class GradientNoise(Defense):
             if wide is not gradient:
                 gradient.copy_(wide)
 
+    def on_canary(
+        self,
+        canary: CanaryGradient,
+        parameters: Sequence[nn.Parameter],
+        context: DefenseContext,
+    ) -> CanaryGradient:
+        """Clips each game's numbers in one norm with the client's update, and noises them.
+
+        The noise is drawn from a stream of its own: that of the update stays what it is.
+
+        Raises:
+            DefenseError: a gradient is sparse, NaN or infinite.
+        """
+        norm = _finite_norm(parameters, context.root)
+        if self.clip is not None:
+            joint = torch.hypot(canary.released.norm(dim=1), canary.samples.new_tensor(norm))
+            canary = canary.scaled(self.clip / joint.clamp(min=self.clip))
+        if self.sigma:
+            number, self._canaries = self._canaries, self._canaries + 1
+            key = self._key(context, self.releases, number, stream="canary")
+            shape, device = canary.samples.shape[1:], canary.samples.device
+            noise = _standard_normal(key, shape, device, canary.samples.dtype)
+            canary = canary.noised(noise * self.standard_deviation, self.standard_deviation)
+        return canary
+
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """The number of releases so far."""
         return {"releases": self.releases}
@@ -105,14 +133,17 @@ class GradientNoise(Defense):
         else:
             self._seeded = False
 
-    def _key(self, context: DefenseContext, release: int, index: int) -> bytes:
-        """256 bits, different for every (base, client, release, parameter, name of the defence)."""
+    def _key(
+        self, context: DefenseContext, release: int, index: int, stream: str = "gradient"
+    ) -> bytes:
+        """256 bits, different for every (stream, base, client, release, index, defence's name)."""
         base = context.entropy
         if self._seeded:
             base = hashlib.sha256(f"seed {self.seed}".encode()).digest()
         fields = (context.client, release, index)
         message = b"".join(value.to_bytes(8, "big") for value in fields) + self.name.encode()
-        return hashlib.sha256(b"lightning-fedleak gradient noise 1\0" + base + message).digest()
+        domain = f"lightning-fedleak {stream} noise 1\0".encode()
+        return hashlib.sha256(domain + base + message).digest()
 
 
 def _finite_norm(parameters: Sequence[nn.Parameter], root: nn.Module) -> float:

@@ -8,14 +8,25 @@ from lightning_fedleak.metrics.functional import (
     type_count_error,
     word_counts,
 )
+from lightning_fedleak.metrics.membership import MembershipInference, membership_rates
+from lightning_fedleak.metrics.sequential import MeanTest
+from lightning_fedleak.metrics.text_reconstruction import (
+    TextReconstruction,
+    reconstruction_rates,
+)
 from lightning_fedleak.metrics.word_recovery import WordRecovery
 
 __all__ = [
     "Counts",
+    "MeanTest",
+    "MembershipInference",
     "Rate",
+    "TextReconstruction",
     "WordRecovery",
+    "membership_rates",
     "precision_recall_f1",
     "proportion",
+    "reconstruction_rates",
     "type_count_error",
     "word_counts",
 ]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from scipy.stats import beta
+from scipy.special import betaincinv
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import WordGuess
@@ -105,8 +105,8 @@ def proportion(successes: int, trials: int, confidence: float = 0.95) -> Rate:
         return UNKNOWN
     alpha = (1 - confidence) / 2
     failures = trials - successes
-    low = float(beta.ppf(alpha, successes, failures + 1)) if successes else 0.0
-    high = float(beta.ppf(1 - alpha, successes + 1, failures)) if failures else 1.0
+    low = float(betaincinv(successes, failures + 1, alpha)) if successes else 0.0
+    high = float(betaincinv(successes + 1, failures, 1 - alpha)) if failures else 1.0
     return Rate(successes / trials, low, high)
 
 

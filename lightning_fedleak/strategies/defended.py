@@ -21,7 +21,7 @@ from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
 from lightning_fedleak.defenses import Defense, DefenseError
-from lightning_fedleak.strategies.release import Client, Release, Tap
+from lightning_fedleak.strategies.release import CanaryHook, Client, Release, Tap
 from lightning_fedleak.strategies.seam import DDPSeam, Seam
 
 _LATE = ("auto", "single_device")
@@ -125,6 +125,18 @@ class DefendedStrategy(Strategy):
             Takes the tap out again; may be called twice.
         """
         return self._fedleak.add_tap(fn)
+
+    def add_canaries(self, fn: CanaryHook) -> Callable[[], None]:
+        """Calls ``fn(defense, parameters, context)`` right before each defence acts on gradients.
+
+        Between the taps of local and shared, for every optimizer step. ``p.grad`` is what the
+        defence is about to get and must not be written to; ``defense.on_canary`` with the same
+        arguments says what the defence would do to layers that are not there. Ends with the fit.
+
+        Returns:
+            Takes ``fn`` out again; may be called twice.
+        """
+        return self._fedleak.add_canaries(fn)
 
     def _become(self, inner: Strategy) -> None:
         """Turns this object into a defended one of the inner strategy's class."""

@@ -19,6 +19,7 @@ from lightning_fedleak.strategies.step import before_real_step
 
 Client = Literal["rank", "world"]
 Tap = Callable[[Stage, Optimizer], None]
+CanaryHook = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None]
 
 CHECKPOINT_KEY = "lightning_fedleak_defenses"
 """Where a checkpoint keeps the defences' states, by defence name."""
@@ -57,6 +58,7 @@ class Release:
         self._context: DefenseContext | None = None
         self._step: Callable[[], int] | None = None
         self._taps: dict[int, Tap] = {}
+        self._canaries: dict[int, CanaryHook] = {}
         self._next_tap = 0
         self._removers: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
 
@@ -67,6 +69,16 @@ class Release:
 
         def remove() -> None:
             self._taps.pop(number, None)
+
+        return remove
+
+    def add_canaries(self, fn: CanaryHook) -> Callable[[], None]:
+        """Registers ``fn``; returns what takes it out again."""
+        number, self._next_tap = self._next_tap, self._next_tap + 1
+        self._canaries[number] = fn
+
+        def remove() -> None:
+            self._canaries.pop(number, None)
 
         return remove
 
@@ -92,6 +104,7 @@ class Release:
             remove()
         self._removers.clear()
         self._taps.clear()
+        self._canaries.clear()
         self._context = self._step = None
         for defense in self.defenses:
             defense.teardown()
@@ -134,6 +147,8 @@ class Release:
             )
         context = dataclasses.replace(self._context, step=self._step())
         for defense in self.gradient_defenses:
+            for fn in tuple(self._canaries.values()):
+                fn(defense, parameters, context)
             defense.on_gradients(parameters, context)
 
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:

@@ -104,7 +104,7 @@ def test_row_sums_are_accumulated_widely(dtype: torch.dtype) -> None:
 
 
 def test_half_precision_is_summed_in_parts(monkeypatch) -> None:
-    monkeypatch.setattr("lightning_fedleak.attacks.flattening._ELEMENTS_AT_ONCE", 100)
+    monkeypatch.setattr("lightning_fedleak.attacks.flattening._ROWS_AT_ONCE", 4)
     rows = randn(37, 24, seed=5).to(torch.bfloat16)
     torch.testing.assert_close(flatten(rows).double(), rows.double().sum(1), rtol=1e-5, atol=1e-5)
 

@@ -149,7 +149,7 @@ def test_more_em_does_not_raise_the_likelihood() -> None:
 
 def test_coarse_bins_start_the_polish_nearby() -> None:
     x = SAMPLES["two gaussians"]
-    fine, coarse = fit_two_gaussians(x), fit_two_gaussians(x, bins=64, polish=30)
+    fine, coarse = fit_two_gaussians(x), fit_two_gaussians(x, resolution=2, polish=30)
     assert coarse.log_likelihood == pytest.approx(fine.log_likelihood, rel=1e-8)
 
 

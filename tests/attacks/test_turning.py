@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.calibration import PublicText, gradient_of, head_gradient
-from lightning_fedleak.attacks.features import RowSummary
-from lightning_fedleak.attacks.turning import turned
+from lightning_fedleak.attacks.features import RowSummary, kth_smallest
+from lightning_fedleak.attacks.turning import turned, turned_on_long_rows
 from lightning_fedleak.batches import read_batch
 from lightning_fedleak.demo import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
@@ -94,6 +94,73 @@ def test_rows_of_used_types_are_not_turned_to_the_positive_side(away):
     none = torch.zeros(WIDTH)
     summary = RowSummary(gradient @ u, gradient.norm(dim=1), none)
     assert turned(gradient, summary, u)[1] is u
+
+
+@pytest.fixture
+def one_sided():
+    """(gradient, labels, u): many types, predicted by Zipf's law; u is not the best direction."""
+    g = generator(5)
+    vocab = 6000
+    mean = F.normalize(torch.randn(WIDTH, generator=g), dim=0)
+    away = torch.randn(TOKENS, WIDTH, generator=g) * 0.25
+    hidden = mean + away - torch.outer(away @ mean, mean)
+    weight = torch.outer(-(torch.randperm(vocab, generator=g) + 3.0).log(), mean)
+    weight += 0.2 * torch.randn(vocab, WIDTH, generator=g)
+    labels = torch.multinomial((hidden @ weight.T).softmax(1), 1, generator=g)[:, 0]
+    u = F.normalize(mean + 0.12 * torch.randn(WIDTH, generator=g), dim=0)
+    return head_gradient(hidden, labels, weight), labels, u
+
+
+def test_long_rows_alone_give_what_all_rows_give(one_sided):
+    gradient, labels, u = one_sided
+    after, own = turned_on_long_rows(gradient, u)
+    all_rows, expected = turned(gradient, RowSummary.of(gradient, u), u)
+    assert expected is not u
+    torch.testing.assert_close(own, expected)
+    norms = gradient.norm(dim=1)
+    projected = after.along != norms
+    assert 0 < projected.float().mean() < 0.2
+    torch.testing.assert_close(after.along[projected], all_rows.along[projected])
+    torch.testing.assert_close(after.norms, norms)
+    assert projected[labels].all()
+    assert set((after.along < 0).nonzero()[:, 0].tolist()) <= set(labels.tolist())
+
+
+@pytest.mark.parametrize("change", ["noised", "smoothed"])
+def test_rows_that_are_not_long_are_read_where_they_may_be_negative(one_sided, change):
+    """Noise, and label smoothing's common row."""
+    gradient, labels, u = one_sided
+    if change == "noised":
+        gradient = gradient + 0.02 * torch.randn(gradient.shape, generator=generator(6))
+    else:
+        gradient = gradient - (gradient @ u).quantile(0.7) * u
+    after, own = turned_on_long_rows(gradient, u)
+    summary, expected = turned(gradient, RowSummary.of(gradient, u), u)
+    torch.testing.assert_close(own, expected)
+    torch.testing.assert_close(after.common, summary.common)
+    assert (change == "smoothed") == bool(after.common.any())
+    torch.testing.assert_close(after.norms, summary.norms)
+    long = after.norms > 0.1 * after.norms[labels].median()
+    torch.testing.assert_close(after.along[long], summary.along[long])
+    if change == "noised":
+        torch.testing.assert_close(after.along, summary.along)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_are_read_in_float32(one_sided, dtype):
+    gradient, _, u = one_sided
+    gradient = gradient.to(dtype)
+    summary = RowSummary.of(gradient, u)
+    torch.testing.assert_close(summary.norms, gradient.float().norm(dim=1))
+    torch.testing.assert_close(summary.along, gradient.float() @ u)
+    assert turned_on_long_rows(gradient, u)[0].along.dtype == torch.float32
+
+
+def test_kth_smallest_is_that_of_the_sorted_values():
+    values = torch.randn(1000, generator=generator(7)).round(decimals=1)
+    ordered = sorted(values.tolist())
+    for k in (1, 2, 100, 500, 999, 1000):
+        assert float(kth_smallest(values, k)) == ordered[k - 1]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.membership import MembershipGuess
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import GradientNoise
@@ -41,6 +43,27 @@ class WorseOnOne(Probe):
     def run(self, view: Any, query: Any = None) -> Any:
         self.k = 20 if view.gradients[-1].client == 1 else 5
         return super().run(view, query)
+
+
+class GamesFailOnOne(FCMembership):
+    default_name = "games_fail_on_one"
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        if dist.get_rank() == 1 and view.gradients[-1].step == 2:
+            raise RuntimeError("only here")
+        return super().run(view, query)
+
+
+class BlindOnOne(FCMembership):
+    """Tells nothing apart on client 1."""
+
+    default_name = "blind_on_one"
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        guess = super().run(view, query)
+        if view.gradients[-1].client == 1:
+            return MembershipGuess(torch.zeros_like(guess.scores), guess.members)
+        return guess
 
 
 class FailsThere(RuntimeError):
@@ -138,6 +161,32 @@ def main(root: Path) -> None:
         out[f"values/{case}"] = values
         line = json.loads((Path(monitor._jsonl.path)).read_text().splitlines()[0])
         out[f"line/{case}"] = (line["client"], line["n"])
+
+    for case, strategy in {
+        "plain": lambda: "ddp",
+        "defended": lambda: DefendedStrategy("ddp", defenses=[GradientNoise(1.0, 0.01, seed=0)]),
+    }.items():
+        before = footprint(run(root / f"no-games-{case}", [], strategy=strategy(), n=32))
+        attacks = [GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()]
+        monitor = LeakageMonitor(attacks, every_n_steps=1)
+        after = footprint(run(root / f"games-{case}", [monitor], strategy=strategy(), n=32))
+        games = monitor.state_dict()["ledger"]["kinds"]["leakage/blind_on_one"]["games"]
+        out[f"games/{case}"] = {
+            "same": same(before, after),
+            "looks": monitor.looks,
+            "failures": monitor.failures,
+            "values": {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")},
+            "games": games.tolist(),
+            "clients": sorted(set(games[:, 1].tolist())),
+        }
+    for case, settings in {
+        "world": {"client": "world"},
+        "aggregate": {"stages": ("shared", "aggregate")},
+    }.items():
+        try:
+            run(root / case, [LeakageMonitor(FCMembership(layer=1), **settings)])
+        except ValueError as error:
+            out[f"refused/{case}"] = str(error)
 
     probe = Probe()
     defended = DefendedStrategy("ddp", defenses=[GradientNoise(clip=1.0, sigma=0.0, seed=0)])

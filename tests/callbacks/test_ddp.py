@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sklearn.metrics import roc_auc_score
 
 from tests.callbacks.ddp_worker import first_rows
 from tests.helpers.lightning_modules import random_token_loader
@@ -97,3 +98,37 @@ def test_the_gate_stops_everywhere_at_once_and_saves(ranks):
     for rank in ranks:
         assert rank["gate"] == [1, 0]
         assert rank["gate saved"]
+
+
+@pytest.mark.parametrize("case", ["plain", "defended"])
+def test_each_client_plays_its_own_games_and_training_is_the_same(ranks, case):
+    first, second = (rank[f"games/{case}"] for rank in ranks)
+    assert first["same"]
+    assert second["same"]
+    assert (first["looks"], first["failures"]) == (4, 1)
+    assert first["clients"] == [0, 1]
+    for part in ("looks", "failures", "values", "games", "clients"):
+        assert first[part] == second[part]
+
+
+def test_games_are_pooled_over_clients_and_the_worst_client_is_logged(ranks):
+    found = ranks[0]["games/plain"]
+    look, client, score, member, _ = zip(*found["games"], strict=True)
+    assert len(look) == 3 * 2 * 8
+    for at in range(3):
+        for c in (0, 1):
+            bits = [m for a, k, m in zip(look, client, member, strict=True) if (a, k) == (at, c)]
+            assert sorted(bits) == [0] * 4 + [1] * 4
+    assert any(s for s, c in zip(score, client, strict=True) if c == 0)
+    assert not any(s for s, c in zip(score, client, strict=True) if c == 1)
+    values = found["values"]
+    pooled = roc_auc_score(member, score)
+    assert float(values["leakage/blind_on_one/auc"]) == pytest.approx(pooled)
+    assert pooled < 1
+    assert float(values["leakage/blind_on_one/auc_worst_client"]) == 1
+    assert float(values["leakage/games_fail_on_one/auc"]) == 1
+
+
+@pytest.mark.parametrize("case", ["world", "aggregate"])
+def test_games_that_would_need_other_clients_batches_are_refused(ranks, case):
+    assert all("membership games" in rank[f"refused/{case}"] for rank in ranks)

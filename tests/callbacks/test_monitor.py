@@ -7,6 +7,7 @@ import warnings
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
@@ -475,6 +476,20 @@ def test_without_any_logger_the_values_are_still_there(tmp_path):
         monitor.latest["leakage/probe/f1"]
     )
     assert (tmp_path / "leakage.jsonl").exists()
+
+
+def test_lightnings_own_callbacks_can_watch_what_is_logged(tmp_path):
+    monitor = LeakageMonitor(Probe(k=40), every_n_steps=1)
+    saver = ModelCheckpoint(tmp_path, monitor="leakage/probe/f1", mode="min", every_n_train_steps=1)
+    stopper = EarlyStopping("leakage/probe/f1", mode="min", stopping_threshold=0.99)
+    root = tmp_path / "run"
+    trainer = fit([monitor, stopper, saver], root, max_epochs=3, enable_checkpointing=True)
+    each = {line["step"]: line["metrics"]["f1"]["value"] for line in lines(monitor)}
+    least = min(each, key=each.get)
+    assert len(set(each.values())) > 1
+    assert float(saver.best_model_score) == pytest.approx(each[least])
+    assert f"step={least + 1}.ckpt" in saver.best_model_path
+    assert trainer.current_epoch == 1
 
 
 def test_names_in_advance_are_the_names_logged(tmp_path):

@@ -7,9 +7,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
+from lightning_fedleak.attacks.attention_membership import AttentionMembership
 from lightning_fedleak.attacks.calibration import PublicText
+from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.attacks.flatchat import FlatChat
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
@@ -23,6 +27,19 @@ def watchers(**settings):
         [flatchat, Probe()], every_n_steps=1, stages=("local", "shared", "aggregate"), **settings
     )
     return [RiskGate("leakage/flatchat/f1", at_most=2.0), monitor], monitor
+
+
+def games(**settings):
+    """Membership games at every layer of the tiny model, beside a word attack."""
+    attacks = [
+        FCMembership(layer=0, name="fc_0"),
+        FCMembership(layer=1, name="fc_1"),
+        FCMembership(layer=2, granularity="full", name="fc_2"),
+        AttentionMembership(1, PublicText(PUBLIC * 6), batch=8, calibration_tokens=600),
+        Probe(),
+    ]
+    monitor = LeakageMonitor(attacks, every_n_steps=1, stages=("local", "shared"), **settings)
+    return [RiskGate("leakage/fc_1/auc", at_most=1.0), monitor], monitor
 
 
 def lora():
@@ -62,6 +79,45 @@ def test_training_is_bit_identical_with_monitor_and_gate(case, tmp_path):
     assert monitor.failures == 0
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_membership_games_do_not_disturb_either(case, tmp_path):
+    settings, make = CASES[case]
+    plain = fit([], tmp_path / "plain", module=make and make(), **settings)
+    callbacks, monitor = games()
+    watched = fit(callbacks, tmp_path / "watched", module=make and make(), **settings)
+    assert_same(plain, watched)
+    assert monitor.looks == watched.global_step
+    assert monitor.failures == 0
+    for name in ("fc_1", "fc_2"):
+        assert monitor.latest[f"leakage/{name}/auc"] > 0.9
+    assert monitor.latest["leakage/attention_membership/auc"] > 0.6
+
+
+def test_games_on_a_reentrant_checkpoint_do_not_disturb(tmp_path):
+    def reentrant():
+        model = tiny_gpt2().train()
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        return CausalLMModule(model, optimizer="adamw")
+
+    plain = fit([], tmp_path / "plain", module=reentrant())
+    callbacks, monitor = games()
+    assert_same(plain, fit(callbacks, tmp_path / "watched", module=reentrant()))
+    assert monitor.latest["leakage/fc_1/auc"] == 1
+
+
+def test_games_on_frozen_lower_layers_do_not_disturb(tmp_path):
+    def frozen():
+        model = tiny_gpt2(tied=False).train()
+        model.transformer.requires_grad_(False)
+        return CausalLMModule(model, optimizer="adamw")
+
+    plain = fit([], tmp_path / "plain", module=frozen())
+    callbacks, monitor = games()
+    assert_same(plain, fit(callbacks, tmp_path / "watched", module=frozen()))
+    assert monitor.latest["leakage/fc_1/auc"] == 1
+    assert monitor.failures == 0
+
+
 def test_the_heads_own_part_does_not_disturb_either(tmp_path):
     plain = fit([], tmp_path / "plain")
     callbacks, monitor = watchers(head_own_part=True)
@@ -74,6 +130,16 @@ def test_local_steps_do_not_disturb(tmp_path):
     monitor = LeakageMonitor(Probe(), every_n_steps=2, local_steps=2)
     assert_same(plain, fit([monitor], tmp_path / "watched"))
     assert monitor.looks == 4
+
+
+def test_games_of_a_defended_run_do_not_disturb_nor_replay_its_noise(tmp_path):
+    def strategy():
+        return DefendedStrategy("auto", defenses=[GradientNoise(clip=1.0, sigma=0.01, seed=4)])
+
+    plain = fit([], tmp_path / "plain", strategy=strategy())
+    callbacks, monitor = games()
+    assert_same(plain, fit(callbacks, tmp_path / "watched", strategy=strategy()))
+    assert monitor.failures == 0
 
 
 def resumed(callbacks_of, root):
@@ -96,6 +162,25 @@ def test_resume_is_bit_identical_and_goes_on_counting(tmp_path):
     assert_same(plain, resumed(watching, tmp_path / "watched"))
     first, second = monitors
     assert (first.looks, second.looks, second.last_step) == (8, 16, 15)
+
+
+def test_games_resume_bit_identically_and_go_on_with_their_window(tmp_path):
+    plain = resumed(list, tmp_path / "plain")
+    monitors = []
+
+    def watching():
+        callbacks, monitor = games()
+        monitors.append(monitor)
+        return callbacks
+
+    assert_same(plain, resumed(watching, tmp_path / "watched"))
+    first, second = monitors
+    saved = first.state_dict()["ledger"]["kinds"]["leakage/fc_1"]["games"]
+    final = second.state_dict()["ledger"]["kinds"]["leakage/fc_1"]["games"]
+    assert len(saved) == 7 * 8
+    assert torch.equal(final[: len(saved)], saved)
+    assert len(final) > len(saved)
+    assert final[:, 0].unique().tolist() == list(range(len(final) // 8))
 
 
 def test_lora_gradients_can_be_watched_by_name(tmp_path):
@@ -129,6 +214,20 @@ def test_a_compiled_model_is_watched_and_not_disturbed(tmp_path):
     assert_same(plain, watched)
     assert monitor.failures == 0
     assert len(probe.at("shared")) == len(probe.at("local")) == 3
+
+
+def test_games_on_a_compiled_model_do_not_disturb(tmp_path):
+    def compiled():
+        # Dynamo would run one model by the code it made for another without hooks.
+        torch._dynamo.reset()
+        module = CausalLMModule(tiny_gpt2(dropout=0.0, layers=1).train(), optimizer="adamw")
+        module.model = torch.compile(module.model, backend="aot_eager")
+        return module
+
+    plain = fit([], tmp_path / "plain", module=compiled(), n=8)
+    monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=1)
+    assert_same(plain, fit([monitor], tmp_path / "watched", module=compiled(), n=8))
+    assert (monitor.latest["leakage/fc_membership/auc"], monitor.failures) == (1, 0)
 
 
 def test_between_looks_nothing_of_a_look_is_kept_alive(tmp_path):

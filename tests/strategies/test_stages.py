@@ -296,3 +296,27 @@ def test_the_optimizers_own_state_is_untouched_by_defences() -> None:
     ours = run.optimizers[0].state_dict()
     assert keys["param_groups"] == ours["param_groups"]
     assert plain.state_dict().keys() == model.state_dict().keys()
+
+
+def test_canaries_are_asked_before_each_defence_acts_on_what_it_is_about_to_get() -> None:
+    halves, thirds = Scale(0.5, "halves"), Scale(1 / 3, "thirds")
+    strategy = DefendedStrategy("auto", [Freeze("head"), halves, thirds])
+    recorder, asked = Recorder(), []
+
+    def canaries(defense, parameters, context) -> None:
+        asked.append((defense.name, context.step, [p.grad.clone() for p in parameters]))
+
+    strategy.add_tap(recorder)
+    remove = strategy.add_canaries(canaries)
+    remove()
+    remove()
+    remaining = strategy.add_canaries(canaries)
+    fit(strategy, lambda: ToyLM("sgd"))
+    assert [name for name, *_ in asked] == ["halves", "thirds"] * 6
+    assert [step for _, step, _ in asked] == [s for s in range(6) for _ in range(2)]
+    for step, local in enumerate(recorder.at(Stage.LOCAL)):
+        for (_, _, seen), factor in zip(asked[2 * step : 2 * step + 2], (1, 0.5), strict=True):
+            assert same([factor * g for g in local[: len(seen)]], seen)
+    asked.clear()
+    remaining()
+    assert not asked

@@ -1,0 +1,102 @@
+"""Layers of hidden states by number, as in Hugging Face's ``hidden_states``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy.blocks import find_blocks, is_encoder_decoder, side_of
+from lightning_fedleak.anatomy.layers import Named
+from lightning_fedleak.anatomy.parts import Anatomy
+from lightning_fedleak.anatomy.wrappers import unwrap, without_peft
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer's hidden states pass.
+
+    Attributes:
+        name: path of the block in ``anatomy.root``, and for layer 0 ``.input`` behind it.
+        module: the block, without a torch.compile wrapper.
+        side: whether they are the block's input (layer 0) or its output.
+    """
+
+    name: str
+    module: nn.Module
+    side: Literal["input", "output"]
+
+
+def text_blocks(anatomy: Anatomy) -> tuple[Named, ...]:
+    """Name in ``anatomy.root`` and module of the blocks that read ``input_ids``, in order.
+
+    Those of ``anatomy``; of an encoder-decoder the encoder's, where ``anatomy`` holds the
+    decoder's.
+    """
+    core = without_peft(anatomy.model)
+    encoder = side_of(core, "encoder") if is_encoder_decoder(core) else None
+    if encoder is None:
+        return tuple(zip(anatomy.block_names, anatomy.blocks, strict=True))
+    ends = (anatomy.embedding, anatomy.head)
+    return tuple(find_blocks(anatomy.root, encoder, None, False, ends))
+
+
+def place_of(anatomy: Anatomy, layer: int) -> Place:
+    """Where the hidden states of ``layer`` pass: 0 the input of block 1, k the output of block k.
+
+    Raises:
+        ValueError: the model has no blocks, or no such layer.
+    """
+    blocks = text_blocks(anatomy)
+    if not blocks:
+        raise ValueError(
+            "the model has no transformer blocks that could be found, so that it has no layers to "
+            "read; name them with anatomy={'blocks': 'path.to.blocks'}"
+        )
+    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= len(blocks):
+        raise ValueError(
+            f"layer={layer!r} is out of range: the model has {len(blocks)} blocks, so 0 to "
+            f"{len(blocks)}"
+        )
+    name, module = blocks[max(0, layer - 1)]
+    if layer == 0:
+        return Place(f"{name}.input", unwrap(module), "input")
+    return Place(name, unwrap(module), "output")
+
+
+def states_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hidden states among a block's arguments: the first, or ``hidden_states``."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+def states_out(output: Any) -> Any:
+    """Hidden states in what a block returns: itself, or the first of a tuple."""
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def with_states_in(
+    args: tuple[Any, ...], kwargs: dict[str, Any], states: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments with other hidden states."""
+    if args:
+        return (states, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": states}
+
+
+def with_states_out(output: Any, states: Tensor) -> Any:
+    """What a block returned, with other hidden states."""
+    if isinstance(output, tuple | list):
+        return type(output)([states, *output[1:]])
+    return states
+
+
+__all__ = [
+    "Place",
+    "place_of",
+    "states_in",
+    "states_out",
+    "text_blocks",
+    "with_states_in",
+    "with_states_out",
+]

@@ -1,0 +1,361 @@
+"""Descent to a text: what EmbeddingDescent and TokenRelaxation have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.bottom import BottomModel
+from lightning_fedleak.attacks.inversion import NOTHING, InversionAttack, TextGuess
+from lightning_fedleak.attacks.row_adam import RowAdam
+from lightning_fedleak.attacks.sent import Deadline, Sent, rounding
+from lightning_fedleak.attacks.token_table import TokenTable
+
+Weighting = Literal["per_position", "paper"]
+Stop = Literal["settled", "cosine"]
+WEIGHTINGS: tuple[Weighting, ...] = ("per_position", "paper")
+STOPS: tuple[Stop, ...] = ("settled", "cosine")
+
+CHECK_EVERY = 25
+PATIENCE = 8
+"""Checks over which no token changes, after which a text is settled."""
+
+
+@dataclass(frozen=True)
+class DescentGuess(TextGuess):
+    """The texts that a descent ends in.
+
+    Attributes:
+        steps: (B,) gradient steps taken for each text.
+        errors: (B, L) distance of the hidden states of ``tokens`` from those sent, over the norm
+            of those sent; 0 at padded positions, NaN where nothing was guessed.
+    """
+
+    steps: Tensor | None = None
+    errors: Tensor | None = None
+
+
+class DescentAttack(InversionAttack):
+    """An inversion attack by gradient steps through its own copy of the bottom model.
+
+    Every text is a problem of its own, and stops on its own.
+
+    Args:
+        layer: the split.
+        steps: most gradient steps for one text.
+        lr: Adam's learning rate.
+        stop: ``"settled"``: the hidden states of the tokens found so far are those sent but for
+            rounding, or no token changed in 200 steps (looked at every 25). ``"cosine"``, the
+            paper's: the cosine of all hidden states of a text, as one vector, with those sent has
+            reached ``cosine``.
+        cosine: the paper's .98.
+        weighting: what is made small. ``"paper"``: the squared distance of all hidden states of a
+            text from those sent (Eq. 3), which positions of large norm dominate, such as the first
+            of most models (18 against 3.5 in stories15M). ``"per_position"``: the sum over
+            positions of the distance, not squared, over the norm of what was sent there.
+        at_once: tokens that go through the bottom with gradient in one run (at least one text),
+            which bounds the memory.
+        autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
+        refresh_every: optimizer steps after which the copy of the bottom model is renewed.
+        budget_seconds: for one observation, dealt out evenly over its texts.
+        name: in the logs.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        *,
+        steps: int,
+        lr: float,
+        stop: Stop,
+        cosine: float,
+        weighting: Weighting,
+        at_once: int,
+        autocast: torch.dtype | None,
+        refresh_every: int,
+        budget_seconds: float | None,
+        name: str | None,
+    ) -> None:
+        super().__init__(layer, budget_seconds, name)
+        for which, value, known in (("stop", stop, STOPS), ("weighting", weighting, WEIGHTINGS)):
+            if value not in known:
+                raise ValueError(f"{which} must be one of {', '.join(known)}, got {value!r}")
+        for which, number in (
+            ("steps", steps),
+            ("at_once", at_once),
+            ("refresh_every", refresh_every),
+        ):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{which} must be a whole number, at least 1, got {number!r}")
+        if not lr > 0:
+            raise ValueError(f"lr must be positive, got {lr!r}")
+        if not -1 < cosine <= 1:
+            raise ValueError(f"cosine must lie in (-1, 1], got {cosine!r}")
+        self.steps = steps
+        self.lr = lr
+        self.stop: Stop = stop
+        self.cosine = cosine
+        self.weighting: Weighting = weighting
+        self.at_once = at_once
+        self.autocast = autocast
+        self.refresh_every = refresh_every
+        self._bottom: BottomModel | None = None
+        self._table: TokenTable | None = None
+
+    def config(self) -> dict[str, object]:
+        """Settings that name the attack in reports."""
+        names = ("layer", "steps", "lr", "stop", "weighting", "budget_seconds")
+        return {name: getattr(self, name) for name in names}
+
+    # ---- the adversary's copy -------------------------------------------------------------
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        """Takes the copy of the bottom model.
+
+        Raises:
+            ValueError: the model has no such layer, or its bottom cannot be run alone.
+        """
+        super().prepare(anatomy)
+        # Weights copied in inference mode could never take part in autograd.
+        with torch.inference_mode(False), torch.no_grad():
+            self._bottom = BottomModel(anatomy, self.layer, autocast=self.autocast)
+            self._table = TokenTable.of(self._bottom.word_embeddings())
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Renews the copy, if it is old enough, with the weights that are there at ``step``."""
+        if self.bottom.age(step) < self.refresh_every:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self.bottom.refresh(anatomy, step)
+            words = self.bottom.word_embeddings()
+            if not torch.equal(words.to(self.table.embeddings.dtype), self.table.embeddings):
+                self._table = TokenTable.of(words)
+
+    @property
+    def bottom(self) -> BottomModel:
+        """The adversary's copy.
+
+        Raises:
+            RuntimeError: before :meth:`prepare`.
+        """
+        if self._bottom is None:
+            raise RuntimeError(f"{type(self).__name__} has no bottom model yet: call prepare()")
+        return self._bottom
+
+    @property
+    def table(self) -> TokenTable:
+        """The vocabulary of the adversary's copy.
+
+        Raises:
+            RuntimeError: before :meth:`prepare`.
+        """
+        if self._table is None:
+            raise RuntimeError(f"{type(self).__name__} has no bottom model yet: call prepare()")
+        return self._table
+
+    # ---- what is descended on -------------------------------------------------------------
+
+    @abstractmethod
+    def start(self, sent: Sent) -> Tensor:
+        """(B, L, n) variables to start from."""
+
+    @abstractmethod
+    def words(self, variables: Tensor) -> Tensor:
+        """(B, L, e) word embeddings of variables, differentiable."""
+
+    @abstractmethod
+    def decoded(self, variables: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, L) token ids of variables, and by how much each is ahead of the next best."""
+
+    @property
+    @abstractmethod
+    def step_size(self) -> float:
+        """``lr`` in units of the variables."""
+
+    def tokens_at_once(self) -> int:
+        """Tokens in one run."""
+        return self.at_once
+
+    def solve(self, sent: Sent, deadline: Deadline) -> DescentGuess:
+        """The texts of a few hidden states, within a session of the bottom."""
+        run = Descent(self, sent, deadline)
+        run.descend(self.steps)
+        return run.guess()
+
+    def reconstruct(
+        self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> DescentGuess:
+        """The texts of hidden states (B, L, d).
+
+        Raises:
+            ValueError: the hidden states are not as wide as the layer's, or mask or positions of
+                another shape than they.
+        """
+        bottom = self.bottom
+        if hidden.dim() != 3 or hidden.shape[-1] != bottom.width:
+            raise ValueError(
+                f"layer {self.layer} gives hidden states (B, L, {bottom.width}), but these are "
+                f"{tuple(hidden.shape)}"
+            )
+        for which, given in (("attention_mask", attention_mask), ("position_ids", position_ids)):
+            if given is not None and given.shape != hidden.shape[:2]:
+                raise ValueError(
+                    f"{which} is {tuple(given.shape)}, but the hidden states are "
+                    f"{tuple(hidden.shape[:2])} and more"
+                )
+        deadline = Deadline(self.budget_seconds)
+        rows = max(1, self.tokens_at_once() // hidden.shape[1])
+        with torch.inference_mode(False), torch.no_grad(), bottom.session():
+            # Cloned, since autograd takes no tensors that were made in inference mode.
+            own = [
+                None if t is None else t.to(bottom.device).clone()
+                for t in (attention_mask, position_ids)
+            ]
+            sent = Sent.of(hidden.to(bottom.device).clone(), *own)
+            parts: list[DescentGuess] = []
+            for a in range(0, len(sent), rows):
+                left = -(-(len(sent) - a) // rows)
+                part = sent[a : a + rows]
+                late = bool(parts) and deadline.passed
+                parts.append(_left_open(part) if late else self.solve(part, deadline.share(left)))
+            return _joined(parts, hidden.device)
+
+
+class Descent:
+    """One descent on a few texts.
+
+    Attributes:
+        variables: (B, L, n) as they are now.
+        tokens: (B, L) that they stand for, as of the last :meth:`descend`.
+        errors: (B, L) relative errors of these.
+        confidence: (B, L).
+        steps: (B,) taken for each text.
+        done: (B,) texts that are not gone on with.
+        finished: False once the deadline has passed.
+        verified: candidates so far.
+    """
+
+    def __init__(self, attack: DescentAttack, sent: Sent, deadline: Deadline) -> None:
+        self.attack = attack
+        self.sent = sent
+        self.deadline = deadline
+        device, n = sent.real.device, len(sent)
+        self.variables = attack.start(sent).clone()
+        self.steps = torch.zeros(n, dtype=torch.int64, device=device)
+        self.tokens = torch.full(sent.real.shape, NOTHING, device=device)
+        self.errors = torch.full_like(sent.hidden[..., 0], torch.nan)
+        self.confidence = torch.zeros_like(sent.hidden[..., 0])
+        self.done = torch.zeros(n, dtype=torch.bool, device=device)
+        self.finished = True
+        self.verified = 0
+
+    def descend(self, steps: int) -> None:
+        """Up to ``steps`` gradient steps for each text that is not done; then its tokens."""
+        rows = (~self.done).nonzero().flatten()
+        if len(rows) == 0:
+            return
+        active, sent = rows, self.sent[rows]
+        adam = RowAdam(self.variables[rows], self.attack.step_size)
+        last, same = self.tokens[rows], torch.zeros_like(rows)
+        for step in range(1, steps + 1):
+            if self.deadline.passed:
+                self.finished = False
+                break
+            gradient, stopped = self._gradient(adam.values, sent)
+            adam.step(gradient)
+            self.steps[active] += 1
+            if self.attack.stop == "settled" and step % CHECK_EVERY == 0:
+                tokens, _ = self.attack.decoded(adam.values)
+                unchanged = ((tokens == last) | ~sent.real).all(1)
+                same = torch.where(unchanged, same + 1, 0)
+                stopped = (same >= PATIENCE) | self._exact(tokens, sent)
+                last = tokens
+            if bool(stopped.any()):
+                self.variables[active] = adam.values
+                kept = (~stopped).nonzero().flatten()
+                if len(kept) == 0:
+                    break
+                active, sent, last, same = active[kept], sent[kept], last[kept], same[kept]
+                adam.keep(kept)
+        self.variables[active] = adam.values
+        tokens, ahead = self.attack.decoded(self.variables[rows])
+        self.take(rows, tokens, self._errors(tokens, self.sent[rows]), ahead)
+
+    def _gradient(self, variables: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
+        """Of the distance with respect to the variables; and which texts their cosine stops."""
+        attack = self.attack
+        with torch.enable_grad():
+            leaf = variables.detach().requires_grad_()
+            words = attack.words(leaf)
+            hidden = attack.bottom.hidden_from(words, sent.attention_mask, sent.position_ids)
+            if attack.weighting == "paper":
+                distance = sent.squared_errors(hidden).sum()
+            else:
+                distance = sent.relative_errors(hidden).sum()
+            (gradient,) = torch.autograd.grad(distance, leaf)
+        if attack.stop == "cosine":
+            return gradient, sent.cosines(hidden.detach()) >= attack.cosine
+        return gradient, torch.zeros(len(sent), dtype=torch.bool, device=gradient.device)
+
+    def _errors(self, tokens: Tensor, sent: Sent) -> Tensor:
+        hidden = self.attack.bottom.hidden(tokens, sent.attention_mask, sent.position_ids)
+        self.verified += int(sent.real.sum())
+        return sent.relative_errors(hidden)
+
+    def _exact(self, tokens: Tensor, sent: Sent) -> Tensor:
+        bottom = self.attack.bottom
+        same = self._errors(tokens, sent) <= rounding(bottom.autocast or bottom.dtype)
+        return same.all(1)
+
+    def take(self, rows: Tensor, tokens: Tensor, errors: Tensor, confidence: Tensor) -> None:
+        """Sets what is found of the texts ``rows``."""
+        self.tokens[rows], self.errors[rows] = tokens, errors.to(self.errors.dtype)
+        self.confidence[rows] = confidence.to(self.confidence.dtype)
+
+    def guess(self) -> DescentGuess:
+        """What is found."""
+        real = self.sent.real
+        return DescentGuess(
+            self.tokens.masked_fill(~real, NOTHING),
+            confidence=self.confidence * real,
+            finished=self.finished,
+            candidates=self.verified,
+            steps=self.steps,
+            errors=self.errors.masked_fill(~real, 0.0),
+        )
+
+
+def _left_open(sent: Sent) -> DescentGuess:
+    nothing = torch.full(sent.real.shape, NOTHING, device=sent.real.device)
+    unknown = torch.full_like(sent.hidden[..., 0], torch.nan)
+    return DescentGuess(
+        nothing,
+        confidence=torch.zeros_like(unknown),
+        finished=False,
+        steps=torch.zeros_like(nothing[:, 0]),
+        errors=unknown.masked_fill(~sent.real, 0.0),
+    )
+
+
+def _joined(parts: list[DescentGuess], device: torch.device) -> DescentGuess:
+    columns: dict[str, Tensor] = {}
+    for field in fields(DescentGuess):
+        if isinstance(getattr(parts[0], field.name), Tensor):
+            columns[field.name] = torch.cat([getattr(p, field.name) for p in parts]).to(device)
+    return replace(
+        parts[0],
+        finished=all(p.finished for p in parts),
+        candidates=sum(p.candidates for p in parts),
+        **columns,
+    )
+
+
+__all__ = ["STOPS", "WEIGHTINGS", "Descent", "DescentAttack", "DescentGuess", "Stop", "Weighting"]

@@ -1,0 +1,191 @@
+"""EmbeddingDescent: word embeddings by gradient descent, then the likest tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.descent import (
+    Descent,
+    DescentAttack,
+    DescentGuess,
+    Stop,
+    Weighting,
+)
+from lightning_fedleak.attacks.sent import Deadline, Sent
+from lightning_fedleak.attacks.sweeps import high_errors, sweep
+from lightning_fedleak.attacks.token_table import LIKENESSES, Likeness
+
+
+class EmbeddingDescent(DescentAttack):
+    """Zheng's attack: the word embeddings whose hidden states are those sent (Eq. 3), by Adam.
+
+    The model adds its position embeddings itself. Then each position's token is the one whose
+    embedding is most like the one found (Eq. 4).
+
+    The paper's attack is ``weighting="paper", stop="cosine", likeness="cosine"`` with
+    ``init_token`` the id of 'hello'. What is done otherwise by default finds more tokens in fewer
+    steps (measured in ``docs/inversion.md``): each position is weighed by itself, and the descent
+    starts at the mean of all word embeddings and ends at the likest token after whitening, so that
+    what the hidden states do not tell stays at the mean and does not decide.
+
+    Args:
+        layer: the split.
+        steps: most gradient steps for one text.
+        lr: Adam's, in standard deviations of the vocabulary's word embeddings.
+        stop: ``"settled"`` or the paper's ``"cosine"``, see
+            :class:`~lightning_fedleak.attacks.descent.DescentAttack`.
+        cosine: the paper's .98.
+        init_token: id of the token whose embedding all positions start from; None for the mean of
+            the vocabulary.
+        weighting: ``"per_position"`` or ``"paper"``, see there.
+        likeness: of embeddings and tokens, ``"whitened"`` or ``"cosine"``, see
+            :class:`~lightning_fedleak.attacks.token_table.TokenTable`.
+        sweeps: times, evenly spread over the steps, that the tokens found so far are put right by
+            verified changes (:func:`~lightning_fedleak.attacks.sweeps.sweep`). For encoders; 0 is
+            the paper's attack.
+        candidates: tokens that a sweep tries at a position: a third each the likest by either
+            likeness, and those likest to the token that is there.
+        always_try: ids that a sweep tries at every position beside these. Give the tokenizer's
+            special tokens: hidden states hardly tell BERT's ``[CLS]`` from other tokens.
+        at_once: tokens that go through the bottom with gradient in one run; bounds the memory.
+        autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
+        refresh_every: optimizer steps after which the copy of the bottom model is renewed.
+        budget_seconds: for one observation, dealt out evenly over its texts.
+        name: in the logs.
+
+    Raises:
+        ValueError: a setting out of range; at :meth:`prepare`, token ids that the model lacks.
+    """
+
+    default_name = "embedding_descent"
+
+    def __init__(
+        self,
+        layer: int,
+        steps: int = 1000,
+        lr: float = 0.1,
+        stop: Stop = "settled",
+        *,
+        cosine: float = 0.98,
+        init_token: int | None = None,
+        weighting: Weighting = "per_position",
+        likeness: Likeness = "whitened",
+        sweeps: int = 0,
+        candidates: int = 18,
+        always_try: Sequence[int] = (),
+        at_once: int = 1 << 11,
+        autocast: torch.dtype | None = None,
+        refresh_every: int = 1,
+        budget_seconds: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            layer,
+            steps=steps,
+            lr=lr,
+            stop=stop,
+            cosine=cosine,
+            weighting=weighting,
+            at_once=at_once,
+            autocast=autocast,
+            refresh_every=refresh_every,
+            budget_seconds=budget_seconds,
+            name=name,
+        )
+        if likeness not in LIKENESSES:
+            raise ValueError(f"likeness must be one of {', '.join(LIKENESSES)}, got {likeness!r}")
+        if not 0 <= sweeps <= steps:
+            raise ValueError(f"sweeps must lie between 0 and the {steps} steps, got {sweeps!r}")
+        if candidates < 1:
+            raise ValueError(f"candidates must be at least 1, got {candidates!r}")
+        self.init_token = init_token
+        self.likeness: Likeness = likeness
+        self.sweeps = sweeps
+        self.candidates = candidates
+        self.always_try = tuple(always_try)
+
+    def config(self) -> dict[str, object]:
+        """Settings that name the attack in reports."""
+        return super().config() | {"likeness": self.likeness, "sweeps": self.sweeps}
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        """Takes the copy of the bottom model, and checks the token ids.
+
+        Raises:
+            ValueError: as in the base class, or a token id outside the vocabulary.
+        """
+        super().prepare(anatomy)
+        ids = {"always_try": self.always_try}
+        if self.init_token is not None:
+            ids["init_token"] = (self.init_token,)
+        for which, tokens in ids.items():
+            for token in tokens:
+                if not 0 <= token < self.bottom.vocab_size:
+                    raise ValueError(
+                        f"{which} holds the id {token}, but the vocabulary ends at "
+                        f"{self.bottom.vocab_size - 1}"
+                    )
+
+    @property
+    def step_size(self) -> float:
+        """In numbers of a word embedding."""
+        return self.lr * self.table.scale
+
+    def start(self, sent: Sent) -> Tensor:
+        """(B, L, e) word embeddings."""
+        table = self.table
+        point = table.mean if self.init_token is None else table.embeddings[self.init_token]
+        return point.expand(*sent.real.shape, -1)
+
+    def words(self, variables: Tensor) -> Tensor:
+        """The variables are the word embeddings."""
+        return variables
+
+    def decoded(self, variables: Tensor) -> tuple[Tensor, Tensor]:
+        """The likest tokens, and by how much likeness they are ahead."""
+        ids, likeness = self.table.nearest(variables, 2, self.likeness)
+        return ids[..., 0], likeness[..., 0] - likeness[..., -1]
+
+    def solve(self, sent: Sent, deadline: Deadline) -> DescentGuess:
+        """Descends; with sweeps in phases, and a sweep after each."""
+        run = Descent(self, sent, deadline)
+        phases = max(1, self.sweeps)
+        for phase in range(phases):
+            run.descend(self.steps // phases + (phase < self.steps % phases))
+            if self.sweeps and not bool(run.done.all()):
+                self._sweep(run, last=phase == phases - 1)
+        return run.guess()
+
+    def _sweep(self, run: Descent, last: bool) -> None:
+        """Puts right what is not, and sets what is right to its exact embedding."""
+        rows = (~run.done).nonzero().flatten()
+        sent, variables = run.sent[rows], run.variables[rows]
+        third = -(-self.candidates // 3)
+        found = [self.table.nearest(variables, third, likeness)[0] for likeness in LIKENESSES]
+        now = self.table.embeddings[run.tokens[rows]]
+        found.append(self.table.nearest(now, third + 1, "cosine")[0][..., 1:])
+        always = torch.tensor(self.always_try, dtype=torch.int64, device=rows.device)
+        candidates = torch.cat([*found, always.expand(*found[0].shape[:2], -1)], -1)
+        swept = sweep(
+            self.bottom,
+            sent,
+            run.tokens[rows],
+            candidates,
+            deadline=run.deadline,
+            at_once=2 * self.at_once,
+        )
+        run.verified += swept.candidates
+        run.finished &= swept.finished
+        run.take(rows, swept.tokens, swept.errors, swept.confidence)
+        run.done[rows] = swept.exact
+        if not last:
+            right = sent.real & ~high_errors(swept.errors * sent.norms, sent.real)
+            words = self.table.embeddings[swept.tokens]
+            run.variables[rows] = torch.where(right[..., None], words, variables)
+
+
+__all__ = ["EmbeddingDescent"]

@@ -1,0 +1,335 @@
+"""Hidden states at a layer, as the server's copy of the model computes them: nothing left behind.
+
+The run goes through the whole model's own ``forward`` and is cut off right behind the layer, so
+that masks, positions, PEFT and sharding are the model's own business, and no work is done above.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.anatomy.text_layers import Place, place_of, states_in, states_out
+from lightning_fedleak.anatomy.wrappers import walk, without_peft
+
+TOKENS_AT_ONCE = 1 << 13
+
+_KEPT = (
+    "torch.distributed",
+    "torch.nn.utils",
+    "torch.ao",
+    "transformers",
+    "accelerate",
+    "peft",
+)
+
+
+def hidden_states(
+    anatomy: Anatomy,
+    layer: int,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    position_ids: Tensor | None = None,
+    at_once: int = TOKENS_AT_ONCE,
+) -> Tensor:
+    """Hidden states of texts at ``layer``, in eval mode and without gradient.
+
+    As in Hugging Face's ``hidden_states``: 0 is the input of the first block (the output of the
+    embeddings), k the output of block k, counted from 1. One difference: the last entry is here
+    the last block's own output, while GPT-2's, Llama's and T5's ``hidden_states[-1]`` has been
+    through the final norm.
+
+    Positions are the model's own affair: given ids and mask it does what it does in a training
+    step that gives it the same. RoBERTa counts from the padding; GPT-2, Llama and BERT count from
+    the first column whatever the mask, so that a text padded on the left is shifted (and its hidden
+    states differ under learned positions). ``generate`` counts from the first real token instead;
+    for that give ``position_ids=(mask.cumsum(1) - 1).clamp(min=0)``.
+
+    Hidden states at padded positions are whatever the model computes there; they mean nothing.
+
+    Left as they were, also after an exception: training flags, global random state, the cache of
+    cast weights of an autocast region that the call is made in, what FSDP2 had sharded, and hooks.
+    No forward, forward-pre or backward hook runs during the call, of one module or global, but
+    those that the model needs to compute at all: those whose functions come from
+    ``torch.distributed`` (FSDP2, tensor parallel), ``torch.nn.utils`` (``weight_norm``, pruning),
+    ``torch.ao``, ``transformers``, ``accelerate`` and ``peft``. A hook of the user's own that
+    changes what the model computes is therefore left out. Compiled models and blocks run eagerly.
+    Under FSDP2 and tensor parallel every rank must make the call, with texts of the same shape.
+
+    Args:
+        anatomy: of the model; of an encoder-decoder the *encoder's* blocks are meant, which read
+            ``input_ids``.
+        layer: 0 to the number of blocks.
+        input_ids: (B, L) token ids, moved to the model's device.
+        attention_mask: (B, L), 0 where padded, or None where nothing is.
+        position_ids: (B, L), for a model whose ``forward`` takes them.
+        at_once: tokens in one run at most (at least one row), which bounds the memory.
+
+    Returns:
+        (B, L, d) in the dtype and on the device of the layer, detached. Prompt tuning's virtual
+        tokens are left out.
+
+    Raises:
+        ValueError: the model has no such layer, there is no text or an empty one, shapes do not
+            match, or a text is longer than the model's context.
+        TypeError: the model is wrapped by FSDP1, whose forward cannot be cut off.
+    """
+    place = place_of(anatomy, layer)
+    check_text(anatomy, input_ids, attention_mask, position_ids)
+    if at_once < 1:
+        raise ValueError(f"at_once must be a positive number of tokens, got {at_once}")
+    if any("_fsdp_wrapped_module" in m._modules for m in anatomy.root.modules()):
+        raise TypeError(
+            "the model is wrapped by FullyShardedDataParallel (FSDP1), whose forward cannot be "
+            "cut off behind a layer; use FSDP2 (ModelParallelStrategy)"
+        )
+    device = anatomy.device
+    rows = max(1, at_once // input_ids.shape[1])
+    texts: list[dict[str, Tensor]] = []
+    for a in range(0, len(input_ids), rows):
+        text = {"input_ids": input_ids[a : a + rows].to(device)}
+        if attention_mask is not None:
+            text["attention_mask"] = attention_mask[a : a + rows].to(device)
+        if position_ids is not None:
+            text["position_ids"] = position_ids[a : a + rows].to(device)
+        texts.append(text)
+    with anatomy.undisturbed() as model, torch.no_grad(), ExitStack() as stack:
+        stack.enter_context(needed_hooks_only(anatomy.root))
+        stack.enter_context(compiled_run_eagerly(anatomy.root))
+        stack.enter_context(casts_not_cached())
+        stack.enter_context(_sharded_again(anatomy.root))
+        options = {"use_cache": False} if takes(model, "use_cache") else {}
+        run = cut_at(model, place)
+        states = [copy_context().run(run, **text, **options) for text in texts]
+    length = input_ids.shape[1]
+    return torch.cat([states_of_text(s, length, anatomy, layer) for s in states]).detach()
+
+
+@contextmanager
+def needed_hooks_only(root: nn.Module) -> Iterator[None]:
+    """Within it, of the hooks on modules only those run that the model needs to compute at all.
+
+    Which these are says :func:`hidden_states`. They run to the end even where the forward is cut
+    off by an exception, so that FSDP2 gives back what it gathered. Hooks registered meanwhile stay.
+    """
+    holders: list[dict[str, Any]] = [m.__dict__ for m in root.modules()]
+    holders.append({n.removeprefix("_global"): v for n, v in vars(torch_module).items()})
+    stores = [
+        holder[name]
+        for holder in holders
+        for name in (
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_backward_hooks",
+            "_backward_pre_hooks",
+        )
+        if holder[name]
+    ]
+    always = [
+        (h["_forward_hooks_always_called"], h["_forward_hooks"])
+        for h in holders
+        if h["_forward_hooks"]
+    ]
+    before = [(store, OrderedDict(store)) for store in stores]
+    called = [(flags, dict(flags)) for flags, _ in always]
+    try:
+        for store in stores:
+            for key in [k for k, hook in store.items() if not _needed(hook)]:
+                del store[key]
+        for flags, store in always:
+            flags.update(dict.fromkeys(store, True))
+        yield
+    finally:
+        for store, old in before:
+            new = {k: hook for k, hook in store.items() if k not in old}
+            store.clear()
+            store.update({**old, **new})
+        for (flags, store), (_, old_flags) in zip(always, called, strict=True):
+            for key in [k for k in store if k in flags and k not in old_flags]:
+                del flags[key]
+            flags.update(old_flags)
+
+
+def _needed(hook: Callable[..., Any]) -> bool:
+    while hasattr(hook, "func"):
+        hook = hook.func
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return any(home == name or home.startswith(f"{name}.") for name in _KEPT)
+
+
+class _Reached(Exception):
+    """Not an error: carries the hidden states out of the forward."""
+
+    def __init__(self, states: Any) -> None:
+        super().__init__()
+        self.states = states
+
+
+def cut_at(model: nn.Module, place: Place) -> Callable[..., Any]:
+    """``model`` as a function that stops at ``place`` and returns the hidden states there."""
+    block = place.module
+
+    def leave_before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Reached(states_in(args, kwargs))
+
+    def leave_behind(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        raise _Reached(states_out(output))
+
+    def run(**inputs: Any) -> Any:
+        handle = (
+            block.register_forward_pre_hook(leave_before, with_kwargs=True)
+            if place.side == "input"
+            else block.register_forward_hook(leave_behind)
+        )
+        try:
+            model(**inputs)
+        except _Reached as reached:
+            return reached.states
+        finally:
+            handle.remove()
+        raise ValueError(
+            f"{type(model).__name__} never called its block ({type(block).__name__}); name the "
+            "blocks that it calls with anatomy={'blocks': 'path.to.blocks'}"
+        )
+
+    return run
+
+
+def states_of_text(states: Any, length: int, anatomy: Anatomy, layer: int) -> Tensor:
+    """What a layer gave, less virtual tokens; refuses what is no (B, L, d)."""
+    virtual = virtual_tokens(anatomy)
+    found: object = type(states).__name__
+    if isinstance(states, Tensor):
+        found = list(states.shape)
+        if states.dim() == 3 and states.shape[1] in (length, length + virtual):
+            return states[:, -length:]
+    raise ValueError(
+        f"hidden states at layer {layer} should have {length} positions, as the text, and 3 "
+        f"dimensions; the model gives {found} there"
+    )
+
+
+def check_text(
+    anatomy: Anatomy, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None
+) -> None:
+    shape = tuple(input_ids.shape)
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must be (B, L), got {shape}")
+    if 0 in shape:
+        raise ValueError(f"input_ids holds no text: its shape is {shape}")
+    for name, given in (("attention_mask", mask), ("position_ids", positions)):
+        if given is not None and tuple(given.shape) != shape:
+            raise ValueError(f"{name} is {tuple(given.shape)}, but input_ids is {shape}")
+    if mask is not None and not bool((mask != 0).any(1).all()):
+        empty = int((mask == 0).all(1).nonzero()[0])
+        raise ValueError(f"text {empty} is empty: its attention_mask is 0 everywhere")
+    if positions is not None and not takes(anatomy.model, "position_ids"):
+        raise ValueError(
+            f"{type(without_peft(anatomy.model)).__name__}.forward takes no position_ids"
+        )
+    context = context_length(anatomy)
+    if context is not None and shape[1] > context:
+        raise ValueError(
+            f"the texts are {shape[1]} tokens long, but the model's context holds {context}; "
+            "truncate them"
+        )
+
+
+def context_length(anatomy: Anatomy) -> int | None:
+    """Tokens of text that the model takes at most; None where it does not say, as with T5.
+
+    RoBERTa's first positions are spent on padding, and prompt tuning's on its virtual tokens.
+    """
+    core = without_peft(anatomy.model)
+    most = getattr(getattr(core, "config", None), "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1:
+        return None
+    for name, module in walk(core):
+        table = name.rsplit(".", 1)[-1] == "position_embeddings"
+        if table and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            most = min(most, module.num_embeddings - module.padding_idx - 1)
+    return int(most) - virtual_tokens(anatomy)
+
+
+def virtual_tokens(anatomy: Anatomy) -> int:
+    """Tokens that prompt tuning and its like put before the text."""
+    configs = getattr(anatomy.model, "peft_config", None)
+    if not isinstance(configs, dict):
+        return 0
+    config = configs.get(getattr(anatomy.model, "active_adapter", None))
+    return int(getattr(config, "num_virtual_tokens", None) or 0)
+
+
+def takes(model: nn.Module, argument: str) -> bool:
+    """Whether the model's ``forward`` has an argument of that name."""
+    return argument in inspect.signature(without_peft(model).forward).parameters
+
+
+@contextmanager
+def compiled_run_eagerly(root: nn.Module) -> Iterator[None]:
+    """Within it compiled modules of ``root`` run as they were before."""
+    compiled = any(
+        "_orig_mod" in m._modules or m._compiled_call_impl is not None for m in root.modules()
+    )
+    if not compiled:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def _sharded_again(root: nn.Module) -> Iterator[None]:
+    """After it what FSDP2 had sharded is sharded: its outermost module stays whole otherwise.
+
+    A ``zero_grad`` or an optimizer would then act on the whole parameters in place of the shards.
+    """
+    groups = [m for m in root.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]
+    sharded = [m for m in groups if all(hasattr(p, "full_tensor") for p in _own(m, groups))]
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()  # type: ignore[operator]
+
+
+def _own(module: nn.Module, groups: list[nn.Module]) -> list[nn.Parameter]:
+    """Parameters of ``module`` that are in no other of ``groups`` inside it."""
+    inside = {id(m) for m in module.modules() if m is not module}
+    others = {id(p) for m in groups if id(m) in inside for p in m.parameters()}
+    return [p for p in module.parameters() if id(p) not in others]
+
+
+@contextmanager
+def casts_not_cached() -> Iterator[None]:
+    """Older torch would keep weights cast without gradient for the training step's use."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+__all__ = [
+    "casts_not_cached",
+    "check_text",
+    "compiled_run_eagerly",
+    "context_length",
+    "cut_at",
+    "hidden_states",
+    "needed_hooks_only",
+    "states_of_text",
+    "takes",
+    "virtual_tokens",
+]

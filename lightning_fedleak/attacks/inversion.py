@@ -1,0 +1,126 @@
+"""Input reconstruction from the activations at a split layer: what the attacks have in common.
+
+In split learning (vertical federated learning) the client keeps the model's bottom and sends the
+hidden states of the split layer; the server owns the whole model (Zheng, "Input Reconstruction
+Attack against Vertical Federated Large Language Models", Sect. 3.2). These attacks read the input
+text off the hidden states with the bottom model alone.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.anatomy.text_layers import place_of
+from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces, UnusableObservation
+from lightning_fedleak.snapshots import ActivationSnapshot, Observation
+from lightning_fedleak.threats import Capability, ThreatModel
+
+NOTHING = -1
+"""Token id where nothing was guessed."""
+
+
+@dataclass(frozen=True)
+class TextGuess(Guess):
+    """The texts that an attack says were sent.
+
+    Attributes:
+        tokens: (B, L) token ids; :data:`NOTHING` at padded positions, and at those that the time
+            budget left open.
+        confidence: (B, L) how sure the attack is of each, on a scale of its own, or None.
+        finished: False where the time budget ran out: the tokens are the best found by then.
+        candidates: candidates that were verified against the observation, over all positions.
+    """
+
+    tokens: Tensor
+    confidence: Tensor | None = None
+    finished: bool = True
+    candidates: int = 0
+
+
+class InversionAttack(Attack):
+    """A server that reconstructs the client's text from the hidden states at the split layer.
+
+    Args:
+        layer: the split, as in Hugging Face's ``hidden_states``: what is sent is the output of
+            block ``layer`` (counted from 1); 0 is the output of the embeddings.
+        budget_seconds: wall time that one observation may take; None for no bound. What is found
+            by then is returned, and the guess says that it is not finished.
+        name: in the logs.
+
+    Raises:
+        ValueError: a negative layer, or a budget that is not positive.
+    """
+
+    threat_model = ThreatModel.of(
+        "the server of a split model, which owns the bottom model too",
+        Capability.SEES_ACTIVATIONS,
+        Capability.KNOWS_BOTTOM_MODEL,
+    )
+
+    def __init__(
+        self, layer: int, budget_seconds: float | None = None, name: str | None = None
+    ) -> None:
+        super().__init__(name)
+        if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+            raise ValueError(
+                f"layer must be 0 (the embeddings' output) or the number of a block, got {layer!r}"
+            )
+        if budget_seconds is not None and not budget_seconds > 0:
+            raise ValueError(f"budget_seconds must be positive or None, got {budget_seconds!r}")
+        self.layer = layer
+        self.budget_seconds = budget_seconds
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """The hidden states at the split.
+
+        Raises:
+            ValueError: the model has no such layer.
+        """
+        return Surfaces(layers=(place_of(anatomy, self.layer).name,))
+
+    @abstractmethod
+    def reconstruct(
+        self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> TextGuess:
+        """The text of hidden states that were sent.
+
+        Args:
+            hidden: (B, L, d) as they left the client, finite.
+            attention_mask: (B, L), 0 where padded, or None; the server needs it for its own part of
+                the model, and so is sent it.
+            position_ids: (B, L) or None for the model's own.
+        """
+
+    def run(self, view: Observation, query: Query | None = None) -> TextGuess:
+        """Reconstructs the newest activations of ``view`` at this attack's layer.
+
+        Raises:
+            UnusableObservation: they are not finite.
+            KeyError: ``view`` holds no activations.
+        """
+        if not view.activations:
+            raise KeyError("no activations in this observation")
+        snapshot = view.activations[-1]
+        hidden = self._at_layer(snapshot)
+        if not bool(torch.isfinite(hidden).all()):
+            raise UnusableObservation("the activations are not finite")
+        return self.reconstruct(hidden, snapshot.attention_mask, snapshot.position_ids)
+
+    def _at_layer(self, snapshot: ActivationSnapshot) -> Tensor:
+        if len(snapshot.tensors) == 1:
+            return next(iter(snapshot.tensors.values()))
+        return snapshot.tensors[self._layer_name]
+
+    _layer_name: str = ""
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        """Remembers the layer's name; subclasses take their copy of the bottom model here."""
+        self._layer_name = place_of(anatomy, self.layer).name
+
+
+__all__ = ["NOTHING", "InversionAttack", "TextGuess"]

@@ -1,0 +1,52 @@
+"""What membership games show about epsilon, and what epsilon allows in them.
+
+A mechanism that is (epsilon, delta)-DP allows no test with ``TPR > e^epsilon FPR + delta``, nor
+one with ``TNR > e^epsilon FNR + delta``. Games that show such a test refute the claim, and every
+smaller epsilon with it. A bound says nothing about leaks that this attack does not find: 0 is not
+"safe".
+
+Two kinds of games are evidence, and they are not exchangeable:
+
+- *many runs* (:func:`audit_scores`): n games, each of a run of the mechanism of its own, with its
+  own noise and its own coin. What is audited is what was run: one step, if each game is one step.
+- *one run* (:func:`audit_one_run`): m canaries, each included by a fair coin of its own, all
+  scored after a single run.
+
+The game's relation must be the accountant's, see :mod:`lightning_fedleak.auditing.bound`.
+"""
+
+from lightning_fedleak.auditing.bound import EpsilonBound, Relation
+from lightning_fedleak.auditing.many_runs import audit_scores, epsilon_from_counts
+from lightning_fedleak.auditing.mechanisms import (
+    dp_advantage,
+    dp_auc,
+    dp_tpr,
+    gaussian_advantage,
+    gaussian_auc,
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_tpr,
+    randomised_response_auc,
+    randomised_response_delta,
+)
+from lightning_fedleak.auditing.one_run import audit_one_run, one_run_epsilon, one_run_p_value
+
+__all__ = [
+    "EpsilonBound",
+    "Relation",
+    "audit_one_run",
+    "audit_scores",
+    "dp_advantage",
+    "dp_auc",
+    "dp_tpr",
+    "epsilon_from_counts",
+    "gaussian_advantage",
+    "gaussian_auc",
+    "gaussian_delta",
+    "gaussian_epsilon",
+    "gaussian_tpr",
+    "one_run_epsilon",
+    "one_run_p_value",
+    "randomised_response_auc",
+    "randomised_response_delta",
+]

@@ -1,0 +1,258 @@
+"""A lower bound on epsilon from independent games, by two-sided tests of the claim."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import betaincinv, ndtri
+from torch import Tensor
+
+from lightning_fedleak.auditing.bound import (
+    EpsilonBound,
+    Floats,
+    Relation,
+    check,
+    columns,
+    must_halve,
+)
+from lightning_fedleak.auditing.mechanisms import gaussian_epsilon
+
+Ints = NDArray[np.int64]
+Claim = Literal["dp", "gaussian"]
+
+COARSE, FINE = 2.0, 1.05
+
+
+def epsilon_from_counts(
+    tp: int,
+    positives: int,
+    fp: int,
+    negatives: int,
+    *,
+    delta: float = 0.0,
+    confidence: float = 0.95,
+    relation: Relation = "add_remove",
+    accountant: Relation | None = None,
+    claim: Claim = "dp",
+) -> float:
+    """Lower bound on epsilon from the counts of independent games, the test fixed beforehand.
+
+    Clopper-Pearson bounds FNR and FPR from above, each with an error of ``(1 - confidence) / 2``;
+    both directions of the definition follow from these two.
+
+    Args:
+        tp: games with b = 1 in which b' = 1.
+        positives: games with b = 1.
+        fp: games with b = 0 in which b' = 1.
+        negatives: games with b = 0.
+        delta: at which epsilon is asked for.
+        confidence: of the bound.
+        relation: of the game.
+        accountant: of the epsilon; default that of the game.
+        claim: as for :func:`audit_scores`.
+
+    Raises:
+        ValueError: impossible counts, delta or confidence, or no bridge between the relations.
+    """
+    if not (0 <= tp <= positives and 0 <= fp <= negatives):
+        raise ValueError(
+            f"need 0 <= tp <= positives and 0 <= fp <= negatives, got {tp} of {positives} and "
+            f"{fp} of {negatives}"
+        )
+    test = _test(delta, confidence, relation, accountant, claim)
+    error = (1 - confidence) / 2
+    fnr = _above(np.array([positives - tp]), positives, error)
+    fpr = _above(np.array([fp]), negatives, error)
+    return test.epsilon(fnr, fpr)
+
+
+def audit_scores(
+    scores: Tensor,
+    members: Tensor,
+    *,
+    delta: float = 0.0,
+    confidence: float = 0.95,
+    threshold: Literal["union", "split"] | float = "union",
+    relation: Relation = "add_remove",
+    accountant: Relation | None = None,
+    claim: Claim = "dp",
+    seed: int = 0,
+) -> EpsilonBound:
+    """Lower bound on epsilon from the scores of independent games.
+
+    A threshold chosen on the games it is judged by would overstate epsilon. Hence:
+
+    - ``"union"``: thresholds at the 1st, 2nd, 4th, 8th, ... largest score of the non-members and
+      smallest of the members, ranks that are fixed before any score is seen; the error is divided
+      by the number of rates that are bounded (Bonferroni). A non-member's rank bounds the FPR of
+      the threshold at its score whatever the law of the scores is, and given that threshold the
+      members' count is binomial; likewise with members and non-members exchanged. Tightest for
+      scores that rarely tie.
+    - ``"split"``: a random half of the games chooses the threshold, the other half is judged.
+    - a number: chosen beforehand, from other runs. b' = 1 is ``score > threshold``.
+
+    The claim that is refuted is either ``"dp"``, (epsilon, delta)-DP and nothing else, or
+    ``"gaussian"``: that no test does better than against a Gaussian mechanism of some sigma, whose
+    epsilon at delta is then given (Nasr et al. 2023, arXiv 2302.07956). The latter is far tighter
+    at a small delta, and right where the accountant claims just that: a step of DP-SGD with the
+    target's inclusion given. It is *not* a bound on the epsilon of a mechanism of another kind.
+
+    Args:
+        scores: (n,) higher is more likely a member.
+        members: (n,) bool.
+        delta: at which epsilon is asked for.
+        confidence: of the bound.
+        threshold: ``"union"``, ``"split"`` or a number.
+        relation: of the game.
+        accountant: of the epsilon; default that of the game.
+        claim: ``"dp"`` or ``"gaussian"``.
+        seed: of the split.
+
+    Raises:
+        ValueError: lengths differ, members or non-members are missing, an unknown threshold or
+            claim, or as :func:`epsilon_from_counts`.
+    """
+    test = _test(delta, confidence, relation, accountant, claim)
+    score, member = columns(scores, members)
+    held, others = np.sort(score[member]), np.sort(score[~member])
+    if not held.size or not others.size:
+        raise ValueError(
+            f"an audit needs games with the target and without it; got {held.size} and "
+            f"{others.size}"
+        )
+    error = 1 - confidence
+    if threshold == "union":
+        method = "union over thresholds"
+        fnr, fpr = _at_ranks(held, others, error)
+    elif threshold == "split":
+        method = "threshold chosen by one half, judged by the other"
+        fnr, fpr = _at_chosen(held, others, test, error, np.random.default_rng(seed))
+    elif isinstance(threshold, (int, float)) and not math.isnan(threshold):
+        method = "threshold fixed beforehand"
+        fnr, fpr = _at_cuts(np.array([float(threshold)]), held, others, error / 2)
+    else:
+        raise ValueError(f"threshold must be 'union', 'split' or a number, got {threshold!r}")
+    none = np.zeros(1, dtype=np.int64)
+    best_fnr, best_fpr = (_above(none, n, error / 2) for n in (held.size, others.size))
+    return EpsilonBound(
+        epsilon=math.nan if np.isnan(score).any() else test.epsilon(fnr, fpr),
+        delta=delta,
+        confidence=confidence,
+        relation=accountant or relation,
+        games=score.size,
+        limit=test.epsilon(best_fnr, best_fpr),
+        method=method + (", as a Gaussian mechanism" if claim == "gaussian" else ""),
+    )
+
+
+@dataclass(frozen=True)
+class _Test:
+    """Turns upper bounds of FNR and FPR into what they refute.
+
+    Attributes:
+        delta: at which epsilon is asked for.
+        halved: a replace-one game is to bound an add/remove epsilon.
+        gaussian: the claim is that of a Gaussian mechanism.
+    """
+
+    delta: float
+    halved: bool
+    gaussian: bool
+
+    def strength(self, fnr: Floats, fpr: Floats) -> Floats:
+        """(K,) mu for a Gaussian mechanism, else e^epsilon of the better direction."""
+        if self.gaussian:
+            mu: Floats = -ndtri(fnr) - ndtri(fpr)
+            return mu / 2 if self.halved else mu
+        return np.maximum(self._factor(1 - fnr, fpr), self._factor(1 - fpr, fnr))
+
+    def _factor(self, p: Floats, q: Floats) -> Floats:
+        """X of ``p = x q + delta``; halved, of ``p = x^2 q + (1 + x) delta``."""
+        rest = np.maximum(p - self.delta, 0.0)
+        if not self.halved:
+            return rest / q
+        factor: Floats = 2 * rest / (self.delta + np.sqrt(self.delta**2 + 4 * q * rest))
+        return factor
+
+    def epsilon(self, fnr: Floats, fpr: Floats) -> float:
+        """The largest epsilon that any of the bounds refutes; 0 where none does."""
+        best = float(self.strength(fnr, fpr).max())
+        if not self.gaussian:
+            return math.log(max(1.0, best))
+        return gaussian_epsilon(self.delta, 1 / best) if best > 0 else 0.0
+
+
+def _test(
+    delta: float,
+    confidence: float,
+    relation: Relation,
+    accountant: Relation | None,
+    claim: Claim,
+) -> _Test:
+    check(delta, confidence)
+    if claim not in ("dp", "gaussian"):
+        raise ValueError(f"claim must be 'dp' or 'gaussian', got {claim!r}")
+    if claim == "gaussian" and delta == 0:
+        raise ValueError("a Gaussian mechanism has no epsilon at delta 0: give delta=...")
+    return _Test(delta, must_halve(relation, accountant), claim == "gaussian")
+
+
+# ---- rates ----------------------------------------------------------------------------------
+
+
+def _at_ranks(held: Floats, others: Floats, error: float) -> tuple[Floats, Floats]:
+    """(K,) upper bounds of FNR and FPR, all right with probability ``1 - error``."""
+    top, bottom = _ranks(others.size, COARSE), _ranks(held.size, COARSE)
+    each = error / (2 * (top.size + bottom.size))
+    high, low = others[-top], held[bottom - 1]
+    missed = np.searchsorted(held, high, "right")
+    alarms = others.size - np.searchsorted(others, low, "left")
+    fnr = _above(np.r_[missed, bottom - 1], held.size, each)
+    fpr = _above(np.r_[top - 1, alarms], others.size, each)
+    return fnr, fpr
+
+
+def _at_chosen(
+    held: Floats, others: Floats, test: _Test, error: float, rng: np.random.Generator
+) -> tuple[Floats, Floats]:
+    """(1,) upper bounds of FNR and FPR at a threshold that other games chose."""
+    halves = [np.array_split(rng.permutation(scores), 2) for scores in (held, others)]
+    (choose_held, judge_held), (choose_others, judge_others) = (
+        [np.sort(half) for half in pair] for pair in halves
+    )
+    if not judge_held.size or not judge_others.size:
+        return np.ones(1), np.ones(1)
+    high = choose_others[-_ranks(choose_others.size, FINE)]
+    low = np.nextafter(choose_held[_ranks(choose_held.size, FINE) - 1], -np.inf)
+    cuts = np.r_[high, low]
+    chosen = test.strength(*_at_cuts(cuts, choose_held, choose_others, error / 2))
+    cut = cuts[int(np.argmax(chosen))]
+    return _at_cuts(np.array([cut]), judge_held, judge_others, error / 2)
+
+
+def _at_cuts(cuts: Floats, held: Floats, others: Floats, error: float) -> tuple[Floats, Floats]:
+    """(K,) upper bounds of FNR and FPR of ``score > cut``, each wrong with probability ``error``.
+
+    ``held`` and ``others`` are sorted.
+    """
+    missed = np.searchsorted(held, cuts, "right")
+    alarms = others.size - np.searchsorted(others, cuts, "right")
+    return _above(missed, held.size, error), _above(alarms, others.size, error)
+
+
+def _ranks(n: int, ratio: float) -> Ints:
+    """1, and so on by about ``ratio``, up to n."""
+    steps = np.arange(int(math.log(n) / math.log(ratio) + 1e-9) + 1)
+    return np.unique((ratio**steps + 1e-9).astype(np.int64))
+
+
+def _above(count: Ints, n: int, error: float) -> Floats:
+    """Clopper-Pearson's upper bound of a rate."""
+    bound: Floats = np.ones(count.shape)
+    some = count < n
+    bound[some] = betaincinv(count[some] + 1, n - count[some], 1 - error)
+    return bound

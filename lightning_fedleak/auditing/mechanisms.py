@@ -1,0 +1,118 @@
+"""What is known in closed form: the attacker's best against two mechanisms, and against any DP.
+
+A mechanism is run on one of two inputs, and a test that sees its output says which. FPR and TPR
+are the test's chances of saying "member" under the one and under the other. All rates below are
+those of the best test there is.
+
+*sigma* is the noise multiplier: noise of standard deviation ``sigma * sensitivity``, where the
+sensitivity is how far the two inputs' results lie apart, the clip norm if one record is added or
+removed, twice that if one is replaced (then halve sigma).
+"""
+
+from __future__ import annotations
+
+import math
+
+from scipy.special import expit, log_ndtr, ndtr, ndtri
+
+PRECISION = 200
+
+
+def gaussian_delta(epsilon: float, sigma: float) -> float:
+    """The smallest delta at which the Gaussian mechanism is (epsilon, delta)-DP.
+
+    ``Phi(1 / (2 sigma) - epsilon sigma) - e^epsilon Phi(-1 / (2 sigma) - epsilon sigma)``
+    (Balle & Wang 2018, Theorem 8).
+
+    Args:
+        epsilon: may be negative.
+        sigma: noise multiplier.
+
+    Raises:
+        ValueError: sigma is not positive.
+    """
+    _positive(sigma=sigma)
+    log_first = float(log_ndtr(1 / (2 * sigma) - epsilon * sigma))
+    log_second = epsilon + float(log_ndtr(-1 / (2 * sigma) - epsilon * sigma))
+    return math.exp(log_first) * -math.expm1(min(0.0, log_second - log_first))
+
+
+def gaussian_epsilon(delta: float, sigma: float) -> float:
+    """The smallest epsilon >= 0 at which the Gaussian mechanism is (epsilon, delta)-DP.
+
+    Raises:
+        ValueError: delta outside (0, 1), or sigma is not positive.
+    """
+    _positive(sigma=sigma)
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must lie between 0 and 1, got {delta}")
+    low, high = 0.0, 1.0
+    if gaussian_delta(low, sigma) <= delta:
+        return 0.0
+    while gaussian_delta(high, sigma) > delta:
+        low, high = high, 2 * high
+    for _ in range(PRECISION):
+        middle = (low + high) / 2
+        low, high = (middle, high) if gaussian_delta(middle, sigma) > delta else (low, middle)
+    return high
+
+
+def gaussian_tpr(fpr: float, sigma: float) -> float:
+    """TPR at an FPR: ``Phi(1 / sigma + Phi^-1(fpr))`` (Dong, Roth & Su 2022, Eq. 6)."""
+    _positive(sigma=sigma)
+    return float(ndtr(1 / sigma + ndtri(fpr)))
+
+
+def gaussian_auc(sigma: float) -> float:
+    """``Phi(1 / (sigma sqrt 2))``."""
+    _positive(sigma=sigma)
+    return float(ndtr(1 / (sigma * math.sqrt(2))))
+
+
+def gaussian_advantage(sigma: float) -> float:
+    """Largest TPR - FPR, ``2 Phi(1 / (2 sigma)) - 1``."""
+    _positive(sigma=sigma)
+    return 2 * float(ndtr(1 / (2 * sigma))) - 1
+
+
+def randomised_response_delta(epsilon: float, epsilon_0: float) -> float:
+    """Smallest delta of randomised response: the bit is told with chance ``sigmoid(epsilon_0)``.
+
+    ``max(0, p - e^epsilon (1 - p))``, 0 from ``epsilon_0`` on.
+
+    Args:
+        epsilon: at which delta is asked for.
+        epsilon_0: of the mechanism.
+    """
+    return float(max(0.0, expit(epsilon_0) - math.exp(epsilon) * expit(-epsilon_0)))
+
+
+def randomised_response_auc(epsilon_0: float) -> float:
+    """``sigmoid(epsilon_0)``; the accuracy of a fair coin's guess is the same."""
+    return float(expit(epsilon_0))
+
+
+def dp_tpr(fpr: float, epsilon: float, delta: float = 0.0) -> float:
+    """The largest TPR that (epsilon, delta)-DP allows at an FPR (Kairouz, Oh & Viswanath 2015)."""
+    direct = math.exp(epsilon) * fpr + delta
+    mirrored = 1 - math.exp(-epsilon) * (1 - delta - fpr)
+    return max(0.0, min(1.0, direct, mirrored))
+
+
+def dp_advantage(epsilon: float, delta: float = 0.0) -> float:
+    """The largest TPR - FPR that (epsilon, delta)-DP allows."""
+    return (math.expm1(epsilon) + 2 * delta) / (math.exp(epsilon) + 1)
+
+
+def dp_auc(epsilon: float, delta: float = 0.0) -> float:
+    """The largest AUC that (epsilon, delta)-DP allows: the area under :func:`dp_tpr`."""
+    corner = (1 - delta) / (1 + math.exp(epsilon))
+    rising = corner * (delta + 1 - corner) / 2
+    flat = (1 - delta - corner) * (2 - corner) / 2
+    return rising + flat + delta
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value!r}")

@@ -1,0 +1,185 @@
+"""A lower bound on epsilon from one run with many canaries (Steinke, Nasr & Jagielski 2023)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.special import bdtr, bdtrc, expit
+from torch import Tensor
+
+from lightning_fedleak.auditing.bound import EpsilonBound, Relation, check, columns, must_halve
+
+BISECTIONS = 36
+FEWEST = 16
+FAIR = 1e-9
+
+
+def one_run_p_value(
+    canaries: int, guesses: int, right: int, epsilon: float, delta: float = 0.0
+) -> float:
+    """Bound on the chance of so many right guesses under (epsilon, delta)-DP.
+
+    arXiv 2305.08846v1, Corollary 5.4 and Appendix D: with r guesses and the rest abstentions, and W
+    binomial, of r trials with chance ``sigmoid(epsilon)``, it is
+    ``P[W >= v] + 2 m delta max_i P[v - i <= W < v] / i``.
+
+    Args:
+        canaries: m, each included by a fair coin of its own.
+        guesses: r, canaries on which the auditor did not abstain. Which they are, and how many,
+            may hang on the scores, but not on the coins.
+        right: v of them.
+        epsilon: of the claim, for adding or removing one canary.
+        delta: of the claim.
+
+    Raises:
+        ValueError: impossible counts, or a negative epsilon or delta.
+    """
+    if not 0 <= right <= guesses <= canaries:
+        raise ValueError(
+            f"need 0 <= right <= guesses <= canaries, got {right}, {guesses} and {canaries}"
+        )
+    if not (epsilon >= 0 and delta >= 0):
+        raise ValueError(f"epsilon and delta cannot be negative, got {epsilon} and {delta}")
+    if right == 0:
+        return 1.0
+    chance = float(expit(epsilon))
+    value = float(bdtrc(right - 1, guesses, chance))
+    if delta:
+        i = np.arange(1, right + 1)
+        lower = np.append(bdtr(right - 1 - i[:-1], guesses, chance), 0.0)
+        window = bdtr(right - 1, guesses, chance) - lower
+        value += 2 * canaries * delta * max(0.0, float((window / i).max()))
+    return min(1.0, value)
+
+
+def one_run_epsilon(
+    canaries: int,
+    guesses: int,
+    right: int,
+    *,
+    delta: float = 0.0,
+    confidence: float = 0.95,
+    relation: Relation = "add_remove",
+    accountant: Relation | None = None,
+) -> float:
+    """Lower bound on epsilon from one run; ``guesses`` was settled without sight of the coins.
+
+    Args:
+        canaries: m, each included by a fair coin of its own.
+        guesses: on how many of them the auditor did not abstain.
+        right: guesses that were right.
+        delta: at which epsilon is asked for.
+        confidence: of the bound.
+        relation: what a coin decides: whether the canary is there, or which of two is.
+        accountant: of the epsilon; default that of the game.
+
+    Raises:
+        ValueError: impossible counts, delta or confidence, or no bridge between the relations.
+    """
+    check(delta, confidence)
+    halve = must_halve(relation, accountant)
+
+    def refuted(epsilon: float) -> bool:
+        claim = epsilon, delta
+        if halve:
+            claim = 2 * epsilon, min(1.0, (1 + math.exp(epsilon)) * delta)
+        return one_run_p_value(canaries, guesses, right, *claim) <= 1 - confidence
+
+    if not refuted(0.0):
+        return 0.0
+    low, high = 0.0, 0.5
+    while refuted(high):
+        low, high = high, high + 0.5
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if refuted(middle) else (low, middle)
+    return low
+
+
+def audit_one_run(
+    scores: Tensor,
+    members: Tensor,
+    *,
+    delta: float = 0.0,
+    confidence: float = 0.95,
+    guesses: int | Sequence[tuple[int, int]] | None = None,
+    relation: Relation = "add_remove",
+    accountant: Relation | None = None,
+    seed: int = 0,
+) -> EpsilonBound:
+    """Lower bound on epsilon from the scores of m canaries after a single run.
+
+    The canaries with the largest scores are guessed to be in, those with the smallest to be out,
+    and the auditor abstains on those between. For mechanisms other than randomised response a gap
+    to the true epsilon remains that more canaries do not close.
+
+    Args:
+        scores: (m,) higher is more likely included.
+        members: (m,) bool, how the coins fell.
+        delta: at which epsilon is asked for.
+        confidence: of the bound.
+        guesses: how many, half of them at either end; or pairs (in, out) of how many at each.
+            Several pairs share the error (Bonferroni). Default: all canaries, a fourth of them, a
+            sixteenth, and so on down to 16.
+        relation: what a coin decides: whether the canary is there, or which of two is.
+        accountant: of the epsilon; default that of the game.
+        seed: of the order of equal scores.
+
+    Raises:
+        ValueError: lengths differ, more guesses than canaries, no guesses, members that fair coins
+            would not have given, or as :func:`one_run_epsilon`.
+    """
+    check(delta, confidence)
+    score, member = columns(scores, members)
+    m, inside = score.size, int(member.sum())
+    if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < FAIR:
+        raise ValueError(
+            f"{inside} of {m} canaries are in, which fair coins would not give: one-run audits "
+            "need each canary included by an independent fair coin"
+        )
+    pairs = _pairs(guesses, m)
+    shuffled = np.random.default_rng(seed).permutation(m)
+    order = shuffled[np.argsort(score[shuffled], kind="stable")]
+
+    def shown(total: int, right: int) -> float:
+        return one_run_epsilon(
+            m,
+            total,
+            right,
+            delta=delta,
+            confidence=1 - (1 - confidence) / len(pairs),
+            relation=relation,
+            accountant=accountant,
+        )
+
+    epsilon = limit = 0.0
+    for n_in, n_out in pairs:
+        right = int(member[order[m - n_in :]].sum()) + int((~member[order[:n_out]]).sum())
+        epsilon = max(epsilon, shown(n_in + n_out, right))
+        limit = max(limit, shown(n_in + n_out, n_in + n_out))
+    return EpsilonBound(
+        epsilon=math.nan if np.isnan(score).any() else epsilon,
+        delta=delta,
+        confidence=confidence,
+        relation=accountant or relation,
+        games=m,
+        limit=limit,
+        method=f"one run, {len(pairs)} number{'s' * (len(pairs) > 1)} of guesses tried",
+    )
+
+
+def _pairs(guesses: int | Sequence[tuple[int, int]] | None, m: int) -> list[tuple[int, int]]:
+    if guesses is None or isinstance(guesses, int):
+        totals = [m >> i for i in range(0, m.bit_length(), 2) if i == 0 or m >> i >= FEWEST]
+        totals = totals if guesses is None else [guesses]
+        pairs = [(n - n // 2, n // 2) for n in totals]
+    else:
+        pairs = [(n_in, n_out) for n_in, n_out in guesses]
+    if not pairs:
+        raise ValueError("guesses=[] makes no guess: give a number, pairs (in, out), or None")
+    for n_in, n_out in pairs:
+        if n_in < 0 or n_out < 0 or not 1 <= n_in + n_out <= m:
+            raise ValueError(f"cannot make {n_in} + {n_out} guesses about {m} canaries")
+    return pairs

@@ -1,0 +1,128 @@
+"""The results that a monitor gives: under which names, of which kind, and which are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.membership import MembershipAttack
+from lightning_fedleak.callbacks.kinds import Kind, kind_of
+from lightning_fedleak.callbacks.outcome import Outcome, unknown
+from lightning_fedleak.callbacks.sources import GameSettings
+
+HEAD_ONLY = "head_only"
+AUDIT = "audit"
+PREFIX = {
+    "local": "leakage_local",
+    "shared": "leakage",
+    "aggregate": "leakage_aggregate",
+    AUDIT: "audit",
+}
+STAGE_OF = {prefix: stage for stage, prefix in PREFIX.items()} | {"audit": "shared"}
+MAX_WAITS = 20
+
+Series = tuple[str, str]
+"""(prefix, name) under which one attack's results at one stage are logged."""
+
+
+def series_name(stage: str, attack: str) -> Series:
+    """(prefix, attack) under which a result is logged."""
+    if stage == HEAD_ONLY:
+        return PREFIX["local"], f"{attack}_{HEAD_ONLY}"
+    return PREFIX[stage], attack
+
+
+class Ledger:
+    """Every series of one monitor, over all its fits.
+
+    Args:
+        attacks: the monitor's.
+        stages: that it measures.
+        head_own_part: whether it measures that too, of attacks on words.
+        games: of its membership games.
+    """
+
+    def __init__(
+        self,
+        attacks: Sequence[Attack],
+        stages: Sequence[str],
+        games: GameSettings,
+        *,
+        head_own_part: bool,
+    ) -> None:
+        members = [a for a in attacks if isinstance(a, MembershipAttack)]
+        measured = [(str(stage), attack) for stage in stages for attack in attacks]
+        if head_own_part:
+            measured += [(HEAD_ONLY, attack) for attack in attacks if attack not in members]
+        if games.canaries is not None:
+            measured += [(AUDIT, attack) for attack in members]
+        self.kinds: dict[Series, Kind] = {
+            series_name(stage, a.name): kind_of(a, targets=games.targets, window=games.window)
+            for stage, a in measured
+        }
+        self._waits: dict[Series, int] = {}
+
+    @property
+    def prefixes(self) -> list[str]:
+        """The first parts of the log names."""
+        return list(dict.fromkeys(prefix for prefix, _ in self.kinds))
+
+    def names(self, series: Iterable[Series] | None = None) -> list[str]:
+        """Log names of the values of some series; of all without an argument."""
+        ends = ("", "_low", "_high", "_worst_client")
+        found = []
+        for one in self.kinds if series is None else series:
+            root = "/".join(one)
+            found.append(f"{root}/exposed")
+            found += [f"{root}/{m}{end}" for m in self.kinds[one].metrics for end in ends]
+        return found
+
+    def clear(self) -> None:
+        """A new fit: earlier looks were at another run."""
+        self._waits.clear()
+        for kind in self.kinds.values():
+            kind.clear()
+
+    def all_unknown(self, why: str) -> dict[Series, Outcome]:
+        """No series has a result."""
+        return {series: unknown(kind.metrics, why) for series, kind in self.kinds.items()}
+
+    def wait(self, outcomes: Mapping[Series, Outcome]) -> dict[Series, Outcome]:
+        """Counts who waits; in place of what has been pending for too long, *unknown*."""
+        self._waits = {s: self._waits.get(s, 0) + 1 for s, o in outcomes.items() if o.pending}
+        why = f"for more than {MAX_WAITS} looks"
+        return {
+            s: unknown(self.kinds[s].metrics, f"{o.pending}, {why}") if self._late(s) else o
+            for s, o in outcomes.items()
+        }
+
+    def _late(self, series: Series) -> bool:
+        return self._waits.get(series, 0) > MAX_WAITS
+
+    def pending(self) -> frozenset[str]:
+        """Log names of the series that wait."""
+        return frozenset(self.names(s for s in self._waits if not self._late(s)))
+
+    def never(self, looks: int) -> dict[Series, Outcome]:
+        """*Unknown* for the series that waited at all of so many looks, when a fit ends."""
+        why = "training ended before there was a first result"
+        return {
+            series: unknown(self.kinds[series].metrics, why)
+            for series, waits in self._waits.items()
+            if waits == looks and not self._late(series)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and tensors, by the names of the series."""
+        return {
+            "waits": {"/".join(series): n for series, n in self._waits.items()},
+            "kinds": {"/".join(series): kind.state_dict() for series, kind in self.kinds.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave."""
+        waits, kinds = state.get("waits", {}), state.get("kinds", {})
+        for series, kind in self.kinds.items():
+            kind.load_state_dict(kinds.get("/".join(series), {}))
+        self._waits = {s: waits[n] for s in self.kinds if (n := "/".join(s)) in waits}

@@ -1,0 +1,218 @@
+"""Which texts a live membership game asks for: some of the step's batch, as many that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_fedleak.attacks.base import Query
+from lightning_fedleak.batches import TokenBatch
+
+SPARE = 4
+"""Texts drawn for each that is asked for, since some may be too short, or in the batch."""
+
+
+class NoTargets(ValueError):
+    """The batch holds no sentence that could be asked for."""
+
+
+@dataclass(frozen=True, repr=False)
+class Rows:
+    """Sentences of one or more batches, one under the other.
+
+    Attributes:
+        ids: (N, L) int64; where there is no token whatever the batch holds there.
+        real: (N, L) bool.
+        masked: the batches came with attention masks.
+    """
+
+    ids: Tensor
+    real: Tensor
+    masked: bool
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def of(cls, batches: Sequence[TokenBatch]) -> Rows:
+        """The rows of ``batches`` as they stand there, filled up on the right to one length.
+
+        A row that is padded on the left keeps that padding: where a model counts positions from
+        the first column, the padding is a part of what it reads.
+        """
+        length = max(b.input_ids.shape[1] for b in batches)
+        ids, real = [], []
+        for batch in batches:
+            mask = batch.attention_mask
+            more = (0, length - batch.input_ids.shape[1])
+            ids.append(functional.pad(batch.input_ids.long(), more))
+            kept = torch.ones_like(batch.input_ids) if mask is None else mask
+            real.append(functional.pad(kept != 0, more))
+        masked = any(b.attention_mask is not None for b in batches)
+        return cls(torch.cat(ids), torch.cat(real), masked)
+
+    @classmethod
+    def of_texts(cls, texts: Sequence[Tensor], like: Rows) -> Rows:
+        """Texts (1-D token ids), cut to the length of ``like``."""
+        device, length = like.ids.device, like.ids.shape[1]
+        cut = [t[:length].to(device)[None] for t in texts]
+        rows = cls.of([TokenBatch(t, None, None, "causal") for t in cut])
+        return cls(rows.ids, rows.real, like.masked)
+
+    def joined(self, other: Rows) -> Rows:
+        """These rows, then those of ``other``."""
+        length = max(self.ids.shape[1], other.ids.shape[1])
+
+        def join(*parts: Tensor) -> Tensor:
+            device = self.ids.device
+            wide = [functional.pad(p, (0, length - p.shape[1])).to(device) for p in parts]
+            return torch.cat(wide)
+
+        masked = self.masked or other.masked
+        return Rows(join(self.ids, other.ids), join(self.real, other.real), masked)
+
+    def __getitem__(self, index: Tensor) -> Rows:
+        index = index.to(self.ids.device)
+        return Rows(self.ids[index], self.real[index], self.masked)
+
+    def trimmed(self) -> Rows:
+        """Without the columns on the right in which no row has a token."""
+        used = int(self.real.any(0).nonzero().max()) + 1
+        return Rows(self.ids[:, :used], self.real[:, :used], self.masked)
+
+    def texts(self) -> Tensor:
+        """(N, L) the tokens of each row moved to the left, -1 behind them."""
+        order = torch.argsort((~self.real).to(torch.int8), dim=1, stable=True)
+        return self.ids.masked_fill(~self.real, -1).gather(1, order)
+
+    def tuples(self) -> list[tuple[int, ...]]:
+        """The tokens of each row, on the host."""
+        rows = zip(self.ids.tolist(), self.real.tolist(), strict=True)
+        return [tuple(i for i, r in zip(ids, real, strict=True) if r) for ids, real in rows]
+
+    def query(self, positions: Tensor) -> Query:
+        """As an attack gets them: where there is no token the id is 0, whoever padded."""
+        return Query(self.ids.masked_fill(~self.real, 0), self.real.long(), positions)
+
+
+@dataclass(frozen=True, repr=False)
+class Targets:
+    """What the games of one look ask for.
+
+    Attributes:
+        rows: (G, L) the target sentences.
+        positions: (G,) the token of each that is asked for.
+        members: (G,) bool on the CPU, the secret bits, in a random order.
+        places: (G,) which row of the batch each member is, -1 for the others.
+    """
+
+    rows: Rows
+    positions: Tensor
+    members: Tensor
+    places: Tensor
+
+    def query(self) -> Query:
+        """What the attack gets."""
+        return self.rows.query(self.positions)
+
+    def reached(self, marked: Tensor) -> Targets:
+        """The members that are marked, (G / 2,) bool in their order, and as many others."""
+        kept = torch.zeros_like(self.members)
+        kept[self.members.nonzero()[:, 0][marked.cpu()]] = True
+        kept[(~self.members).nonzero()[: int(marked.sum()), 0]] = True
+        return self._at(kept.nonzero()[:, 0])
+
+    def _at(self, index: Tensor) -> Targets:
+        positions = self.positions[index.to(self.positions.device)]
+        return Targets(self.rows[index], positions, self.members[index], self.places[index])
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How targets are drawn.
+
+    The token asked for is, in a causal model, the last one that predicts another (behind the last
+    one the loss looks away, so that nothing of it would be in a gradient), in other models a
+    random one.
+
+    Attributes:
+        most: sentences of the batch, at most, and as many others.
+        causal: tokens see what comes before them only.
+    """
+
+    most: int
+    causal: bool
+
+    def targets(
+        self,
+        inside: Rows,
+        outside: Rows,
+        generator: torch.Generator,
+        *,
+        among: Sequence[int] | None = None,
+    ) -> Targets | None:
+        """Sentences of the batch, and as many that are not in it, each distinct one once.
+
+        Args:
+            inside: the step's batch.
+            outside: other sentences; those that the batch holds too are left out.
+            generator: on the CPU; the draw depends on nothing else.
+            among: rows of ``inside`` that may be asked for; default all.
+
+        Returns:
+            None where ``outside`` holds nothing to ask for.
+
+        Raises:
+            NoTargets: no sentence of the batch is long enough to be asked for.
+        """
+        both = inside.joined(outside)
+        _, of = torch.unique(both.texts(), dim=0, return_inverse=True)
+        text = of.tolist()
+        long_enough = (both.real.sum(1) >= (2 if self.causal else 1)).tolist()
+        n = len(inside)
+        held = set(text[:n])
+        asked = range(n) if among is None else among
+        members = {text[i]: i for i in asked if long_enough[i]}
+        others = {text[i]: i for i in range(n, len(both)) if long_enough[i] and text[i] not in held}
+        if not members:
+            needed = "two tokens" if self.causal else "a token"
+            raise NoTargets(f"no sentence of the batch has {needed}, so that none can be asked for")
+        count = min(self.most, len(members), len(others))
+        if count == 0:
+            return None
+        places = _some(list(members.values()), count, generator)
+        chosen = torch.cat([places, _some(list(others.values()), count, generator)])
+        rows = both[chosen].trimmed()
+        positions = _token(rows.real, generator, causal=self.causal)
+        places = torch.cat([places, torch.full((count,), -1)])
+        targets = Targets(rows, positions, places >= 0, places)
+        # An order that says nothing of the bits, since an attack sees it.
+        return targets._at(torch.randperm(2 * count, generator=generator))
+
+    def some(self, texts: Sequence[Tensor], generator: torch.Generator, *, like: Rows) -> Rows:
+        """A random choice of texts, more than are asked for, cut to the length of ``like``."""
+        drawn = torch.randperm(len(texts), generator=generator)[: SPARE * self.most]
+        return Rows.of_texts([texts[i] for i in drawn.tolist()], like)
+
+
+def _some(values: list[int], count: int, generator: torch.Generator) -> Tensor:
+    return torch.tensor(values)[torch.randperm(len(values), generator=generator)[:count]]
+
+
+def _token(real: Tensor, generator: torch.Generator, *, causal: bool) -> Tensor:
+    """(G,) a column of each row that holds a token."""
+    order = torch.argsort((~real).to(torch.int8), dim=1, stable=True)
+    n = real.sum(1)
+    if causal:
+        nth = n - 2
+    else:
+        share = torch.rand(len(real), generator=generator, dtype=torch.float64)
+        nth = (share.to(n.device) * n).long()
+    return order.gather(1, nth[:, None])[:, 0]
+
+
+__all__ = ["Deal", "NoTargets", "Rows", "Targets"]

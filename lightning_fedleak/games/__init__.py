@@ -1,0 +1,8 @@
+"""The security game Exp^AMI: how well does an adversary tell whether a text is in the batch?"""
+
+from lightning_fedleak.games.config import GameConfig
+from lightning_fedleak.games.play import play
+from lightning_fedleak.games.pool import GameError, SentencePool
+from lightning_fedleak.games.result import GameResult
+
+__all__ = ["GameConfig", "GameError", "GameResult", "SentencePool", "play"]

@@ -1,0 +1,114 @@
+"""Gradients of crafted layers that are really inserted into the client's model, by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.insertion import Placement, insert
+from lightning_fedleak.attacks.membership import MembershipAttack
+from lightning_fedleak.games.losses import Loss
+
+
+class _Blank(nn.Module):
+    """Crafted layers that add nothing, to see the gradient that arrives at their output."""
+
+    def __init__(self, whole_sentence: bool) -> None:
+        super().__init__()
+        self.whole_sentence = whole_sentence
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Zeros, (B, L, 1), or (B, 1, 1) for whole sentences."""
+        inputs = 1 if self.whole_sentence else hidden.shape[1]
+        return hidden.new_zeros((len(hidden), inputs, 1), requires_grad=True)
+
+
+def autograd_gradient(
+    anatomy: Anatomy,
+    attack: MembershipAttack,
+    target: Tensor,
+    ids: Tensor,
+    mask: Tensor | None,
+    placement: Placement,
+    loss: Loss,
+) -> tuple[Tensor, Tensor]:
+    """Backward through ``attack.craft(target)`` inside the model, in eval mode.
+
+    Args:
+        anatomy: of the model, which is left as it was.
+        attack: the adversary.
+        target: (D,).
+        ids: (B, L).
+        mask: (B, L) or None.
+        placement: see :func:`~lightning_fedleak.attacks.insertion.insert`.
+        loss: the client's.
+
+    Returns:
+        The gradient of the rungs, (K,), and that of the crafted layers' output, the same for all
+        rungs, (B, L), or (B, 1) for whole sentences.
+    """
+    crafted = attack.craft(target)
+    bias = crafted.get_parameter("bias")
+    with _output_of(crafted) as outputs, insert(anatomy, attack.layer, crafted, placement):
+        value = _value(anatomy, ids, mask, loss)
+        gradient, upstream = torch.autograd.grad(value, [bias, outputs[-1]])
+    return gradient, upstream[..., 0]
+
+
+def loss_upstream(
+    anatomy: Anatomy,
+    attack: MembershipAttack,
+    ids: Tensor,
+    mask: Tensor | None,
+    placement: Placement,
+    loss: Loss,
+) -> Tensor:
+    """Gradient of the client's loss at the crafted output, (B, L), or (B, 1) for whole sentences.
+
+    Taken where the crafted layers add nothing yet: the same as with them, to first order in what
+    they add.
+    """
+    blank = _Blank(attack.granularity == "full")
+    with _output_of(blank) as outputs, insert(anatomy, attack.layer, blank, placement):
+        value = _value(anatomy, ids, mask, loss)
+        (upstream,) = torch.autograd.grad(value, [outputs[-1]])
+    return upstream[..., 0]
+
+
+@contextmanager
+def _output_of(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Collects what a module returns."""
+    seen: list[Tensor] = []
+    handle = module.register_forward_hook(lambda _, args, output: seen.append(output))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _value(anatomy: Anatomy, ids: Tensor, mask: Tensor | None, loss: Loss) -> Tensor:
+    device = anatomy.device
+    with anatomy.undisturbed() as model, torch.enable_grad():
+        return loss(model, ids.to(device), None if mask is None else mask.to(device))
+
+
+def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Generator) -> Tensor:
+    """Random numbers of the size of a mean loss's gradients, none of them zero.
+
+    Args:
+        hidden: (B, L, d) of the batch.
+        whole_sentence: one number for each sentence, (B, 1), in place of (B, L).
+        generator: on the CPU.
+    """
+    shape = (hidden.shape[0], 1 if whole_sentence else hidden.shape[1])
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    smallest = torch.finfo(torch.float32).tiny ** 0.5
+    drawn = torch.where(drawn.abs() < smallest, smallest, drawn) / drawn.numel()
+    return drawn.to(torch.promote_types(hidden.dtype, torch.float32)).to(hidden.device)
+
+
+__all__ = ["autograd_gradient", "generic_upstream", "loss_upstream"]

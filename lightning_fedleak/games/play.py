@@ -1,0 +1,304 @@
+"""The security game Exp^AMI (Vu et al. 2024, Fig. 2), played many times on a real model and text.
+
+All adversaries of one call play the same games: same data, same bits, same targets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.base import Query
+from lightning_fedleak.attacks.hidden import context_length, hidden_states
+from lightning_fedleak.attacks.membership import MembershipAttack
+from lightning_fedleak.games.config import GameConfig
+from lightning_fedleak.games.deals import AUTHORS_POSITION, Deal, authors_deals, game_deals
+from lightning_fedleak.games.inserted import autograd_gradient, generic_upstream, loss_upstream
+from lightning_fedleak.games.losses import Loss, default_loss
+from lightning_fedleak.games.pool import GameError, SentencePool, padded
+from lightning_fedleak.games.result import GameResult
+from lightning_fedleak.games.states import (
+    PooledStates,
+    client_states,
+    collides,
+    reads_ahead,
+    tells_positions_apart,
+)
+
+_BESIDE = 5
+"""Sentences that the server embeds beside its targets where it pads."""
+
+
+def play(
+    anatomy: Anatomy,
+    attacks: Sequence[MembershipAttack],
+    pool: SentencePool,
+    config: GameConfig | None = None,
+    *,
+    planted: Tensor | None = None,
+    loss: Loss | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> list[GameResult]:
+    """Plays all games and lets every adversary guess in each.
+
+    A_init is ``attack.prepare`` and runs once. In each game the client computes the hidden states
+    of its whole batch; the server computes those of its target by itself
+    (``config.recompute``), crafts (A_attack), and guesses from the gradient of its crafted layers
+    alone (A_guess).
+
+    Args:
+        anatomy: of the model; the model is left as it was.
+        attacks: the adversaries.
+        pool: what data and targets are drawn from.
+        config: how; default :class:`GameConfig`.
+        planted: ids of the sentence that the authors' protocol plants.
+        loss: the client's; default :func:`~lightning_fedleak.games.losses.default_loss`. Used with
+            ``gradients="autograd"`` and with ``upstream="loss"``.
+        progress: called with the number of games played since the last call.
+
+    Returns:
+        One result for each attack, in order.
+
+    Raises:
+        GameError: the settings, the text and the model do not go together, or an attack refuses
+            the model (a layer out of range, say) or its public text.
+        UnusableObservation: a gradient was not finite.
+    """
+    config = config or GameConfig()
+    if planted is not None:
+        planted = planted[: pool.tokens]
+    table = _Table(anatomy, attacks, pool, config, planted, loss or default_loss(anatomy))
+    spare = 1 if anatomy.kind == "causal" else 0
+    for number, deal in enumerate(_deals(pool, config, planted, spare)):
+        table.play(number, deal)
+        if progress is not None:
+            progress(len(deal.bits))
+    return table.results()
+
+
+def _deals(
+    pool: SentencePool, config: GameConfig, planted: Tensor | None, spare: int
+) -> Iterator[Deal]:
+    if config.protocol == "authors":
+        if planted is None:
+            raise GameError("the authors' protocol needs planted=, the ids of its fixed sentence")
+        place = config.position if isinstance(config.position, int) else AUTHORS_POSITION
+        return authors_deals(pool.rows, planted, config.batch, config.games, place)
+    return game_deals(
+        pool,
+        config.batch,
+        config.games,
+        config.position,
+        torch.Generator().manual_seed(config.seed),
+        config.targets_per_batch,
+        spare,
+    )
+
+
+@dataclass(frozen=True)
+class _Client:
+    """One batch as the client has it: ids and mask (B, L), hidden states (B, L, d) by layer."""
+
+    ids: Tensor
+    mask: Tensor | None
+    hidden: dict[int, Tensor]
+
+
+class _Table:
+    """Where the games are played: one challenger, all adversaries, and what each of them said."""
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        attacks: Sequence[MembershipAttack],
+        pool: SentencePool,
+        config: GameConfig,
+        planted: Tensor | None,
+        loss: Loss,
+    ) -> None:
+        if not attacks:
+            raise GameError("no attack to play the game with")
+        self.context = context_length(anatomy)
+        if self.context is not None and pool.tokens > self.context:
+            raise GameError(
+                f"targets of up to {pool.tokens} tokens do not fit into the model's context of "
+                f"{self.context}: make the pool with tokens={self.context} or fewer"
+            )
+        for attack in attacks:
+            try:
+                attack.prepare(anatomy)
+            except ValueError as error:
+                raise GameError(f"attack '{attack.name}': {error}") from error
+        self.anatomy, self.attacks, self.pool = anatomy, attacks, pool
+        self.config, self.loss = config, loss
+        self.layers = sorted({a.layer for a in attacks})
+        self.ahead = {k: k > 0 and reads_ahead(anatomy, k) for k in self.layers}
+        self.positional = tells_positions_apart(anatomy)
+        self.client = torch.Generator().manual_seed(config.seed + 1)
+        self.server = torch.Generator().manual_seed(config.seed + 2)
+        self.pooled = self._pool_states(planted) if config.forwards == "pooled" else None
+        self.truth: dict[str, list[Tensor]] = {"bits": [], "batches": [], "positions": []}
+        self.said: list[dict[str, list[Tensor]]] = [
+            {"guesses": [], "scores": [], "collides": []} for _ in attacks
+        ]
+        self.seconds = [0.0] * len(attacks)
+        self.dtype = ""
+
+    def _pool_states(self, planted: Tensor | None) -> PooledStates:
+        authors = self.config.protocol == "authors"
+        rows = [*self.pool.rows, *([planted] if authors and planted is not None else [])]
+        return PooledStates(
+            self.anatomy,
+            self.layers,
+            rows,
+            self.config.batch,
+            self.pool.pad_id,
+            self.client,
+            self.pool.tokens if authors else None,
+        )
+
+    def play(self, number: int, deal: Deal) -> None:
+        """All games of one deal."""
+        client = self._client(number, deal)
+        query, embedded = self._server(deal)
+        upstreams: dict[tuple[int, str], Tensor] = {}
+        for attack, said, a in zip(self.attacks, self.said, range(len(self.said)), strict=True):
+            kind = (attack.layer, attack.granularity)
+            if self.config.gradients == "closed_form" and kind not in upstreams:
+                upstreams[kind] = self._upstream(attack, client)
+            began = time.perf_counter()
+            targets = attack.embed(embedded[attack.layer], query)
+            gradient = self._gradient(attack, targets, client, upstreams.get(kind))
+            guess = attack.guess(gradient)
+            self.seconds[a] += time.perf_counter() - began
+            self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
+            said["guesses"].append(guess.members.detach().cpu())
+            said["scores"].append(guess.scores.detach().double().cpu())
+            said["collides"].append(self._collides(attack, deal))
+        self.truth["bits"].append(deal.bits)
+        self.truth["positions"].append(deal.positions)
+        self.truth["batches"].append(torch.full_like(deal.positions, number))
+
+    def results(self) -> list[GameResult]:
+        """What was said, attack by attack."""
+        truth = {name: torch.cat(values) for name, values in self.truth.items()}
+        found = []
+        for attack, said, seconds in zip(self.attacks, self.said, self.seconds, strict=True):
+            columns = {name: torch.cat(values) for name, values in said.items()}
+            if self.config.protocol == "authors":
+                columns["guesses"] = columns["scores"] > columns["scores"].mean()
+            found.append(
+                GameResult(
+                    attack=attack.name,
+                    layer=attack.layer,
+                    granularity=attack.granularity,
+                    **truth,
+                    **columns,
+                    protocol=self.config.protocol,
+                    gradients=self.config.gradients,
+                    dtype=self.dtype,
+                    config={
+                        **asdict(self.config),
+                        **{f"attack.{k}": v for k, v in attack.config().items()},
+                    },
+                    seconds=seconds,
+                )
+            )
+        return found
+
+    def _client(self, number: int, deal: Deal) -> _Client:
+        mask: Tensor | None
+        if self.config.protocol == "authors":
+            ids, mask = padded(deal.data, self.pool.pad_id, self.pool.tokens)[0], None
+        else:
+            ids, mask = padded(deal.data, self.pool.pad_id)
+            mask = mask.to(self.anatomy.device)
+        if self.config.gradients == "autograd":
+            return _Client(ids, mask, {})
+        if self.pooled is not None:
+            return _Client(ids, mask, self.pooled.of(deal.data))
+        drop = self.config.seed + number if self.config.dropout else None
+        hidden = client_states(self.anatomy, self.layers, ids, mask, dropout_seed=drop)
+        return _Client(ids, mask, hidden)
+
+    def _server(self, deal: Deal) -> tuple[Query, dict[int, Tensor]]:
+        """The targets, and their hidden states (G, L, d) by layer, by the server's own forwards."""
+        device = self.anatomy.device
+        positions = deal.positions.to(device)
+        if self.config.protocol == "authors":
+            # Padding is read, so that the server pads as it knows the client to do.
+            ids = padded(deal.targets, self.pool.pad_id, self.pool.tokens)[0].to(device)
+            found = {k: hidden_states(self.anatomy, k, ids) for k in self.layers}
+            return Query(ids, None, positions), found
+        ids, mask = (t.to(device) for t in padded(deal.targets, self.pool.pad_id))
+        query = Query(ids, mask, positions)
+        if self.config.recompute == "alone":
+            alone = {
+                k: [hidden_states(self.anatomy, k, t[None])[0] for t in deal.targets]
+                for k in self.layers
+            }
+            return query, {
+                k: nn.utils.rnn.pad_sequence(rows, batch_first=True) for k, rows in alone.items()
+            }
+        others = torch.randint(len(self.pool), (_BESIDE,), generator=self.server).tolist()
+        rows = [*(self.pool.rows[i] for i in others), *deal.targets]
+        length = min(self.pool.tokens + 3, self.context or self.pool.tokens + 3)
+        batch = padded(rows, self.pool.pad_id, length)
+        return query, {
+            k: hidden_states(self.anatomy, k, *batch)[_BESIDE:, : ids.shape[1]] for k in self.layers
+        }
+
+    def _upstream(self, attack: MembershipAttack, client: _Client) -> Tensor:
+        if self.config.upstream == "generic":
+            return generic_upstream(
+                client.hidden[attack.layer], attack.granularity == "full", self.client
+            )
+        return loss_upstream(
+            self.anatomy, attack, client.ids, client.mask, self.config.placement, self.loss
+        )
+
+    def _gradient(
+        self,
+        attack: MembershipAttack,
+        targets: Tensor,
+        client: _Client,
+        upstream: Tensor | None,
+    ) -> Tensor:
+        """(G, K) of the crafted layers, as the client's batch gives it."""
+        if upstream is not None:
+            hidden = client.hidden[attack.layer]
+            return attack.gradient(targets, hidden, client.mask, upstream).sum(0)
+        return torch.stack(
+            [
+                autograd_gradient(
+                    self.anatomy,
+                    attack,
+                    target,
+                    client.ids,
+                    client.mask,
+                    self.config.placement,
+                    self.loss,
+                )[0]
+                for target in targets
+            ]
+        )
+
+    def _collides(self, attack: MembershipAttack, deal: Deal) -> Tensor:
+        return collides(
+            deal.targets,
+            deal.positions,
+            deal.places,
+            deal.data,
+            layer=attack.layer,
+            sentence=attack.read_together,
+            ahead=self.ahead[attack.layer],
+            positional=self.positional,
+        )
+
+
+__all__ = ["play"]

@@ -1,0 +1,128 @@
+"""What one adversary did in all games."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fedleak.games.config import Gradients, Protocol
+from lightning_fedleak.metrics.functional import Rate
+from lightning_fedleak.metrics.membership import membership_rates
+
+_COLUMNS = ("bits", "guesses", "scores", "collides", "batches", "positions")
+
+
+@dataclass(frozen=True, repr=False)
+class GameResult:
+    """What one adversary did in all games.
+
+    Attributes:
+        attack: its name; ``layer`` and ``granularity`` where it read.
+        bits: (n,) bool, the secret b.
+        guesses: (n,) bool, the adversary's b'.
+        scores: (n,) float64, higher is more likely a member.
+        collides: (n,) bool, whether the target's hidden state occurs in D outside the target, so
+            that the assumption of Lemma 1 fails: no attack that reads this state alone can tell
+            then. One that reads its whole sentence may.
+        batches: (n,) int, which D a game was played on.
+        positions: (n,) int, the target token (for an attack on whole sentences not used).
+        protocol: ``"game"`` or ``"authors"``, see :class:`GameConfig`.
+        gradients: ``"autograd"`` or ``"closed_form"``.
+        dtype: of the hidden states.
+        config: settings of game and attack, plain values.
+        seconds: of the adversary's own work in all games (A_attack, gradient, A_guess).
+    """
+
+    attack: str
+    layer: int
+    granularity: str
+    bits: Tensor
+    guesses: Tensor
+    scores: Tensor
+    collides: Tensor
+    batches: Tensor
+    positions: Tensor
+    protocol: Protocol
+    gradients: Gradients
+    dtype: str
+    config: Mapping[str, object] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def without_collisions(self) -> GameResult:
+        """The games alone in which the assumption of Lemma 1 holds."""
+        return self.only(~self.collides)
+
+    def only(self, kept: Tensor) -> GameResult:
+        """The games where ``kept``, (n,) bool, is true; ``seconds`` stays that of all."""
+        return replace(self, **{name: getattr(self, name)[kept] for name in _COLUMNS})
+
+    def summary(self, confidence: float = 0.95, *, fitted: bool = False) -> dict[str, Rate]:
+        """Accuracy, F1, AUC, advantage and TPR at small FPRs, each with its interval.
+
+        Over batches; see :func:`lightning_fedleak.metrics.membership.membership_rates`.
+
+        Args:
+            confidence: of the intervals.
+            fitted: accuracy, F1 and advantage not by the adversary's own guesses, but by a
+                threshold on its scores that is fitted on other games than those it is applied to:
+                what the scores are worth to who has seen the outcome of such games.
+        """
+        guesses = None if fitted else self.guesses
+        return membership_rates(
+            self.scores, self.bits, self.batches, guesses, confidence=confidence
+        )
+
+    def to_dict(self, games: bool = False) -> dict[str, Any]:
+        """Plain values for JSON: settings, counts, rates with intervals; no text.
+
+        Args:
+            games: also every game's bit, guess, score and flag.
+        """
+        whole, fitted = self.summary(), self.summary(fitted=True)
+        clean = self.without_collisions().summary()
+        plain: dict[str, Any] = {
+            "attack": self.attack,
+            "layer": self.layer,
+            "granularity": self.granularity,
+            "protocol": self.protocol,
+            "gradients": self.gradients,
+            "dtype": self.dtype,
+            "games": len(self),
+            "members": int(self.bits.sum()),
+            "collisions": int(self.collides.sum()),
+            "clusters": len(set(self.batches.tolist())),
+            "right": int((self.guesses == self.bits).sum()),
+            "seconds": self.seconds,
+            "config": dict(self.config),
+            "rates": {name: _plain(rate) for name, rate in whole.items()},
+            "rates_fitted": {name: _plain(rate) for name, rate in fitted.items()},
+            "rates_without_collisions": {name: _plain(rate) for name, rate in clean.items()},
+        }
+        if games:
+            for name in _COLUMNS:
+                values = getattr(self, name).tolist()
+                plain[name] = [v if math.isfinite(v) else str(v) for v in values]
+        return plain
+
+    def __repr__(self) -> str:
+        right = int((self.guesses == self.bits).sum())
+        return (
+            f"GameResult({self.attack!r}, layer={self.layer}, protocol={self.protocol!r}, "
+            f"gradients={self.gradients!r}, {right} of {len(self)} right)"
+        )
+
+
+def _plain(rate: Rate) -> dict[str, float | None]:
+    """A rate for JSON, which has no NaN: null where it is unknown."""
+    ends = {"value": rate.value, "low": rate.low, "high": rate.high}
+    return {name: end if math.isfinite(end) else None for name, end in ends.items()}
+
+
+__all__ = ["GameResult"]

@@ -1,0 +1,236 @@
+"""Hidden states of the client's batch, and what a layer of a model can tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
+from lightning_fedleak.anatomy.text_layers import place_of, states_in, states_out
+from lightning_fedleak.attacks.hidden import hidden_states
+from lightning_fedleak.games.pool import padded
+
+_RUN = 4
+"""Tokens up to the one that is looked at, and behind it, where a model is tried for looking ahead.
+"""
+
+
+class _DeepEnough(Exception):
+    """Ends a forward behind the deepest layer that was asked for."""
+
+
+def client_states(
+    anatomy: Anatomy,
+    layers: Sequence[int],
+    ids: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout_seed: int | None = None,
+) -> dict[int, Tensor]:
+    """Hidden states at several layers by one forward of the client's whole batch.
+
+    Not the function that the server embeds its targets with
+    (:func:`lightning_fedleak.attacks.hidden.hidden_states`): in a game both sides compute for
+    themselves.
+
+    Args:
+        anatomy: of the model.
+        layers: 0 for the blocks' input, k for the output of block k.
+        ids: (B, L).
+        mask: (B, L), or None where the client gives none.
+        dropout_seed: None for a forward without dropout, which a dishonest server demands; a seed
+            for a forward in train mode with the model's own dropout.
+
+    Returns:
+        (B, L, d) by layer, detached.
+    """
+    places = {layer: place_of(anatomy, layer) for layer in set(layers)}
+    deepest = max(layers)
+    seen: dict[int, Tensor] = {}
+
+    def keep(layer: int, states: Tensor) -> None:
+        seen[layer] = states.detach()
+        if layer == deepest:
+            raise _DeepEnough
+
+    def keep_input(layer: int) -> Callable[..., None]:
+        return lambda _, args, kwargs: keep(layer, states_in(args, kwargs))
+
+    def keep_output(layer: int) -> Callable[..., None]:
+        return lambda _, args, output: keep(layer, states_out(output))
+
+    device = anatomy.device
+    inputs = {"input_ids": ids.to(device)}
+    if mask is not None:
+        inputs["attention_mask"] = mask.to(device)
+    with ExitStack() as stack:
+        model = stack.enter_context(anatomy.undisturbed())
+        stack.enter_context(torch.no_grad())
+        if dropout_seed is not None:
+            torch.manual_seed(dropout_seed)
+            for module in model.modules():
+                module.training = True
+        for layer, place in places.items():
+            handle = (
+                place.module.register_forward_pre_hook(keep_input(layer), with_kwargs=True)
+                if place.side == "input"
+                else place.module.register_forward_hook(keep_output(layer))
+            )
+            stack.callback(handle.remove)
+        with suppress(_DeepEnough):
+            model(**inputs)
+    return seen
+
+
+class PooledStates:
+    """Hidden states of sentences, each computed once, in a batch with others of the pool.
+
+    Sentences of a batch do not see each other, so that a batch put together from these differs
+    from one forward of its own by rounding alone. Sentences are computed ``batch`` at a time, in
+    random groups that have nothing to do with the games, padded as each group needs; a group is
+    computed when the first of its sentences is asked for.
+
+    Args:
+        anatomy: of the model.
+        layers: as in :func:`client_states`.
+        rows: ids of all sentences that will be asked for, all different.
+        batch: sentences in a group.
+        pad_id: written behind the end of a row.
+        generator: of the grouping.
+        length: None to pad a group to its longest sentence and mask the rest; a number of columns
+            to pad to without a mask, so that padding is read (as the authors' code does).
+    """
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        layers: Sequence[int],
+        rows: Sequence[Tensor],
+        batch: int,
+        pad_id: int,
+        generator: torch.Generator,
+        length: int | None = None,
+    ) -> None:
+        self.anatomy, self.layers = anatomy, list(layers)
+        self.pad_id, self.length = pad_id, length
+        order = torch.randperm(len(rows), generator=generator).tolist()
+        self.groups = [[rows[i] for i in order[a : a + batch]] for a in range(0, len(order), batch)]
+        self.group_of = {_key(row): g for g, group in enumerate(self.groups) for row in group}
+        self.states: dict[tuple[int, ...], dict[int, Tensor]] = {}
+
+    def of(self, data: Sequence[Tensor]) -> dict[int, Tensor]:
+        """(B, L, d) by layer for the batch ``data``, zero behind the end of a row."""
+        found = [self._row(row) for row in data]
+        return {
+            layer: nn.utils.rnn.pad_sequence([states[layer] for states in found], batch_first=True)
+            for layer in self.layers
+        }
+
+    def _row(self, row: Tensor) -> dict[int, Tensor]:
+        key = _key(row)
+        if key not in self.states:
+            group = self.groups[self.group_of[key]]
+            ids, mask = padded(group, self.pad_id, self.length)
+            seen = client_states(
+                self.anatomy, self.layers, ids, mask if self.length is None else None
+            )
+            for i, member in enumerate(group):
+                kept = self.length or len(member)
+                self.states[_key(member)] = {k: v[i, :kept].clone() for k, v in seen.items()}
+        return self.states[key]
+
+
+def _key(row: Tensor) -> tuple[int, ...]:
+    return tuple(row.tolist())
+
+
+def tells_positions_apart(anatomy: Anatomy) -> bool:
+    """Whether one word at two positions has two hidden states at layer 0 (not so under rotary)."""
+    states = hidden_states(anatomy, 0, _some_ids(anatomy, 1).expand(1, 2))
+    return _differ(states[0, 0], states[0, 1])
+
+
+def reads_ahead(anatomy: Anatomy, layer: int) -> bool:
+    """Whether a token's hidden state at ``layer`` depends on the tokens after it."""
+    same, one, other = _some_ids(anatomy, 3 * _RUN).reshape(3, _RUN)
+    texts = torch.stack([torch.cat([same, one]), torch.cat([same, other])])
+    states = hidden_states(anatomy, layer, texts)
+    return _differ(states[0, _RUN - 1], states[1, _RUN - 1])
+
+
+def _differ(first: Tensor, second: Tensor) -> bool:
+    """By more than rounding."""
+    difference = (first.double() - second.double()).norm() / first.double().norm()
+    return float(difference) > max(2 * torch.finfo(first.dtype).eps, 1e-5)
+
+
+def _some_ids(anatomy: Anatomy, n: int) -> Tensor:
+    """(n,) different ids from the middle of the vocabulary on, where no special tokens are."""
+    weight = anatomy.parameter(EMBEDDING_WEIGHT)
+    size = 2 * n if weight is None else len(weight)
+    return (size // 2 + torch.arange(n)) % size
+
+
+def collides(
+    targets: Sequence[Tensor],
+    positions: Tensor,
+    places: Tensor,
+    data: Sequence[Tensor],
+    *,
+    layer: int,
+    sentence: int | None,
+    ahead: bool,
+    positional: bool,
+) -> Tensor:
+    """Where the assumption of Lemma 1 fails: the target's hidden state occurs in D outside T.
+
+    At layer 0 a hidden state knows its word (and position) alone; in a causal model it knows the
+    words up to its own (and, under rotary positions, not how often a sentence's first word has been
+    repeated: attention over equal values gives that value); elsewhere the entire text, which is in
+    D once. A whole sentence of states knows at least the words that are read of it.
+
+    Args:
+        targets: (G,) rows of ids.
+        positions: (G,) target tokens.
+        places: (G,) where each target is in ``data``, -1 where it is not.
+        data: rows of ids of D, all different.
+        layer: where the attack reads.
+        sentence: how many tokens of a sentence it reads as one input; None where it asks for one
+            token.
+        ahead: see :func:`reads_ahead`.
+        positional: see :func:`tells_positions_apart`.
+
+    Returns:
+        (G,) bool.
+    """
+    found = torch.zeros(len(targets), dtype=torch.bool)
+    if layer > 0 and ahead:
+        return found
+    ids = nn.utils.rnn.pad_sequence(list(data), batch_first=True, padding_value=-1)
+    longest = max(ids.shape[1], *(len(t) for t in targets))
+    ids = nn.functional.pad(ids, (0, longest - ids.shape[1]), value=-1)
+    for g, (target, position, place) in enumerate(
+        zip(targets, positions.tolist(), places.tolist(), strict=True)
+    ):
+        if sentence is not None:
+            read = nn.functional.pad(target, (0, longest - len(target)), value=-1)[:sentence]
+            same = (ids[:, :sentence] == read).all(1)
+        elif layer > 0:
+            read = target[: position + 1]
+            if not positional and bool((read == read[0]).all()):
+                read = read[:1]
+            same = (ids[:, : len(read)] == read).all(1)
+        elif positional:
+            same = ids[:, position] == target[position]
+        else:
+            same = (ids == target[position]).any(1)
+        if place >= 0:
+            same[place] = False
+        found[g] = bool(same.any())
+    return found
+
+
+__all__ = ["PooledStates", "client_states", "collides", "reads_ahead", "tells_positions_apart"]

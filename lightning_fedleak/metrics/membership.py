@@ -1,0 +1,322 @@
+"""Accuracy, AUC, advantage and TPR at a small FPR of a membership attack, with intervals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.special import bdtr
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+from lightning_fedleak.metrics.clustered import (
+    Bools,
+    Floats,
+    Ints,
+    advantage,
+    auc,
+    effective,
+    share,
+    within,
+)
+from lightning_fedleak.metrics.functional import UNKNOWN, Rate
+
+FPRS = (0.01, 0.001)
+RATES = ("accuracy", "f1", "auc", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FPRS))
+"""Names of the rates, in the order in which they are reported."""
+
+COLUMNS = ("scores", "members", "clusters", "decisions")
+NEGATIVES_PER_FPR = 10
+NOT_GIVEN = -1
+FOLDS = 10
+
+
+def membership_rates(
+    scores: Tensor,
+    members: Tensor,
+    clusters: Tensor | None = None,
+    decisions: Tensor | None = None,
+    *,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> dict[str, Rate]:
+    """How well membership was guessed over n games, each rate with its interval.
+
+    ``accuracy``: share of games guessed right. ``f1``: of the members; it depends on how many of
+    the games had b = 1. ``advantage``: TPR + TNR - 1, in [-1, 1]; that is ``2 Pr[b' = b] - 1`` of
+    a fair coin, also where the games at hand are unbalanced. ``auc``: ties count half.
+    ``tpr_at_fpr_0.01`` and ``tpr_at_fpr_0.001``.
+
+    *Thresholds* are fitted on other games than those scored: the clusters are dealt into at most
+    10 folds, and each fold is judged by a threshold from the others, the one with the largest
+    TPR + TNR for accuracy, F1 and advantage, and the negatives' quantile for a TPR. With
+    ``decisions`` the adversary's own ones give accuracy, F1 and advantage.
+
+    *Intervals* of accuracy, F1 and advantage are Clopper-Pearson's on the effective number of
+    games (Korn & Graubard 1998: the number of games over the design effect of the clusters, with
+    Student's correction for few clusters), and plain Clopper-Pearson where each game is a cluster
+    of its own. That of the AUC is ``expit(logit(auc) +- t s)``: s from a bootstrap that draws
+    clusters, Student's t on as many degrees of freedom as the kurtosis of the clusters' shares in
+    the error leaves; 95% intervals covered in 92 to 98% of simulated cases. That of a TPR joins
+    two errors by their squares (Zou & Donner 2008): Clopper-Pearson's of the members, and how far
+    the TPR moves when the threshold moves over what the non-members leave open (order statistics).
+
+    *Near the ends* the clusters do not show how their games hang together: where fewer than five
+    clusters hold anything wrong, no lower end lies above what a perfect score would get if the
+    games of a cluster stood and fell together, ``(alpha / 2) ** (1 / k)`` for k clusters (and so
+    for upper ends, mirrored). For the AUC, k is the number of disjoint pairs of a cluster with a
+    member and one with a non-member. For perfect scores no bound that allows for any dependence
+    within a cluster can be higher. So a perfect AUC of ten steps reads [.48, 1], one of a hundred
+    [.93, 1], and one of a thousand games that are clusters of their own [.993, 1].
+
+    If there is one cluster only, its games count as independent: the interval then speaks of that
+    step alone.
+
+    Args:
+        scores: (n,) higher is more likely a member; infinities are ordinary scores.
+        members: (n,) bool, the secret bit b.
+        clusters: (n,) int, step or client of each game; default each game is its own.
+        decisions: (n,) bool, the adversary's b'.
+        confidence: of the intervals, between 0 and 1.
+        resamples: of the bootstrap.
+        seed: of the bootstrap and of the folds; no global random numbers are used.
+
+    Returns:
+        Rates by the names in ``RATES``. *Unknown* (NaN) are: everything if a score is NaN; what
+        needs members or non-members that are not there; a TPR at FPR f with fewer than 10 / f
+        non-members.
+
+    Raises:
+        ValueError: lengths differ, or a confidence outside (0, 1).
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+    if isinstance(resamples, bool) or resamples < 100:
+        raise ValueError(f"resamples must be at least 100, got {resamples!r}")
+    score, member, code, decision = _columns(scores, members, clusters, decisions)
+    unknown = dict.fromkeys(RATES, UNKNOWN)
+    if score.size == 0 or np.isnan(score).any():
+        return unknown
+    alpha = 1 - confidence
+    rng = np.random.default_rng(seed)
+    folds = rng.permutation(int(code.max()) + 1)[code] % FOLDS
+    rates: dict[str, Rate] = {}
+    if decision is None:
+        decision = _fitted_decisions(score, member, folds)
+    if decision is not None:
+        rates |= _decision_rates(decision, member, code, alpha)
+    if member.any() and not member.all():
+        rates["auc"] = auc(score, member, code, alpha, resamples, rng)
+        for fpr in FPRS:
+            rates[f"tpr_at_fpr_{fpr:g}"] = _tpr(score, member, code, folds, fpr, alpha)
+    return unknown | rates
+
+
+class MembershipInference(Metric):
+    """:func:`membership_rates` over all games seen, on all processes.
+
+    Scores are kept (float64), since neither an AUC nor a threshold can be had from sums.
+
+    Args:
+        confidence: of the intervals.
+        resamples: of the bootstrap.
+        seed: of the bootstrap and of the folds.
+        kwargs: passed to :class:`torchmetrics.Metric`.
+
+    ``compute()`` gives each of ``RATES``, each also with ``_low`` and ``_high``: scalars on the
+    CPU, NaN where unknown.
+    """
+
+    is_differentiable = False
+    higher_is_better = None
+    full_state_update = False
+
+    scores: list[Tensor]
+    members: list[Tensor]
+    clusters: list[Tensor]
+    decisions: list[Tensor]
+
+    def __init__(
+        self, *, confidence: float = 0.95, resamples: int = 1000, seed: int = 0, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.confidence = confidence
+        self.resamples = resamples
+        self.seed = seed
+        # The type in which a process that saw no game takes part in the exchange.
+        self.set_dtype(torch.float64)
+        for column in COLUMNS:
+            self.add_state(column, [], dist_reduce_fx="cat")
+
+    def update(
+        self,
+        scores: Tensor,
+        members: Tensor,
+        clusters: Tensor | int,
+        decisions: Tensor | None = None,
+    ) -> None:
+        """Adds games.
+
+        Args:
+            scores: (n,) higher is more likely a member.
+            members: (n,) bool.
+            clusters: (n,) int, or one for all: the step that the games belong to. Games that
+                share a number are one cluster, whichever process saw them.
+            decisions: (n,) bool, the adversary's own. Give them always or never.
+
+        Raises:
+            ValueError: lengths differ.
+        """
+        n = scores.numel()
+        if not isinstance(clusters, Tensor):
+            clusters = torch.full((n,), clusters)
+        if decisions is None:
+            decisions = torch.full((n,), NOT_GIVEN)
+        games = (scores, members, clusters, decisions)
+        for name, column in zip(COLUMNS, games, strict=True):
+            _check_length(name, column.numel(), n)
+        for name, column in zip(COLUMNS, games, strict=True):
+            column = column.detach().reshape(-1).to(self.device, torch.float64)
+            getattr(self, name).append(column)
+
+    def compute(self) -> dict[str, Tensor]:
+        """The rates over all games.
+
+        Raises:
+            ValueError: some updates came with decisions and others without.
+        """
+        scores, members, clusters, decisions = (self._column(name) for name in COLUMNS)
+        given = decisions != NOT_GIVEN
+        if bool(given.any()) and not bool(given.all()):
+            raise ValueError(
+                "some games came with the adversary's decisions and others without: give "
+                "decisions to every update, or to none"
+            )
+        rates = membership_rates(
+            scores,
+            members == 1,
+            clusters,
+            decisions == 1 if bool(given.any()) else None,
+            confidence=self.confidence,
+            resamples=self.resamples,
+            seed=self.seed,
+        )
+        values: dict[str, float] = {}
+        for name, rate in rates.items():
+            values[name] = rate.value
+            values[f"{name}_low"] = rate.low
+            values[f"{name}_high"] = rate.high
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+    def _column(self, name: str) -> Tensor:
+        held: list[Tensor] | Tensor = getattr(self, name)
+        return dim_zero_cat(held) if len(held) else torch.zeros(0, dtype=torch.float64)
+
+
+# ---- input ----------------------------------------------------------------------------------
+
+
+def _columns(
+    scores: Tensor, members: Tensor, clusters: Tensor | None, decisions: Tensor | None
+) -> tuple[Floats, Bools, Ints, Bools | None]:
+    """As numpy; clusters are numbered from 0 in the order of their ids."""
+    score = scores.detach().reshape(-1).double().cpu().numpy()
+    member = members.detach().reshape(-1).bool().cpu().numpy()
+    _check_length("members", member.size, score.size)
+    code = np.arange(score.size, dtype=np.int64)
+    if clusters is not None:
+        _check_length("clusters", clusters.numel(), score.size)
+        _, found = np.unique(clusters.detach().reshape(-1).cpu().numpy(), return_inverse=True)
+        if found.size and found.max() > 0:
+            code = found.astype(np.int64)
+    if decisions is None:
+        return score, member, code, None
+    _check_length("decisions", decisions.numel(), score.size)
+    return score, member, code, decisions.detach().reshape(-1).bool().cpu().numpy()
+
+
+def _check_length(name: str, length: int, n: int) -> None:
+    if length != n:
+        raise ValueError(f"{name} holds {length} games, scores {n}: give one value for each game")
+
+
+# ---- accuracy, F1, advantage ----------------------------------------------------------------
+
+
+def _decision_rates(decided: Bools, member: Bools, code: Ints, alpha: float) -> dict[str, Rate]:
+    """From decisions b'."""
+    right = decided == member
+    everyone = np.ones_like(member)
+    rates = {"accuracy": share(right, everyone, code, alpha)}
+    union = decided | member
+    if union.any():
+        jaccard = share(decided & member, union, code, alpha)
+        ends = (jaccard.value, jaccard.low, jaccard.high)
+        rates["f1"] = Rate(*(2 * j / (1 + j) for j in ends))
+    if member.any() and not member.all():
+        rates["advantage"] = advantage(right, member, code, alpha)
+    return rates
+
+
+# ---- thresholds -----------------------------------------------------------------------------
+
+
+def _fitted_decisions(score: Floats, member: Bools, folds: Ints) -> Bools | None:
+    """Decisions by a threshold from the other folds; None where that needs more games."""
+    decided = np.zeros_like(member)
+    for fold in np.unique(folds):
+        other = folds != fold
+        if not member[other].any() or member[other].all():
+            return None
+        decided[~other] = score[~other] > _best_threshold(score[other], member[other])
+    return decided
+
+
+def _best_threshold(score: Floats, member: Bools) -> float:
+    """The cut, half-way between two scores, with the largest TPR + TNR under ``score > cut``."""
+    values, group = np.unique(score, return_inverse=True)
+    caught = np.bincount(group, member / member.sum(), values.size)
+    alarms = np.bincount(group, ~member / (~member).sum(), values.size)
+    gain = np.cumsum(alarms - caught)
+    best = int(np.argmax(gain))
+    if best == values.size - 1:
+        return float(values[best])
+    low, high = float(values[best]), float(values[best + 1])
+    middle = low / 2 + high / 2
+    return middle if np.isfinite(middle) and middle < high else low
+
+
+def _tpr(score: Floats, member: Bools, code: Ints, folds: Ints, fpr: float, alpha: float) -> Rate:
+    """TPR at an FPR; thresholds come from non-members alone."""
+    negatives = score[~member]
+    if negatives.size * fpr < NEGATIVES_PER_FPR - 1e-9:
+        return UNKNOWN
+    caught = np.zeros_like(member)
+    for fold in np.unique(folds):
+        inside = folds == fold
+        other = np.sort(score[~inside & ~member])[::-1]
+        if other.size == 0:
+            return UNKNOWN
+        caught[inside] = score[inside] > other[int(other.size * fpr + 1e-9)]
+    value = float(caught[member].mean())
+
+    ordered = np.sort(negatives)[::-1]
+    alarms = score[~member] > ordered[int(negatives.size * fpr + 1e-9)]
+    rate = float(alarms.mean())
+    known = effective(rate, (alarms - rate) / alarms.size, code[~member], alarms.size, alpha)
+    scale, inside = negatives.size / max(known, 1), score[member]
+    chances = bdtr(np.arange(int(3 * known * fpr) + 50), int(known), fpr)
+    strict, loose = (int(k) for k in np.searchsorted(chances, [alpha / 2, 1 - alpha / 2]))
+    strict, loose = int(strict * scale), math.ceil((loose + 1) * scale)
+    least = float((inside > ordered[strict - 1]).mean()) if strict > 0 else 0.0
+    most = float((inside >= ordered[loose - 1]).mean()) if loose <= ordered.size else 1.0
+    own = share(caught, member, code, alpha)
+    return within(
+        value,
+        max(0.0, value - float(np.hypot(value - own.low, max(0.0, value - least)))),
+        min(1.0, value + float(np.hypot(own.high - value, max(0.0, most - value)))),
+    )

@@ -1,0 +1,182 @@
+"""Evidence on a mean that may be looked at after every value: tests by betting.
+
+A gambler who doubts that the values of a process in [0, 1] have a mean of at most m bets on each
+of them before it comes: capital is multiplied by ``1 + lambda (x - m)``. If the doubt is wrong no
+bet is favourable, and the capital ever reaches ``1 / alpha`` with probability at most ``alpha``
+(Ville's inequality), however many values are looked at and whatever hangs on what was seen. The
+capital is the evidence, an *e-process* (Waudby-Smith & Ramdas 2023, "Estimating means of bounded
+random variables by betting").
+
+"Mean" is the conditional one: what is expected of the next value, given all before. Values need
+be neither independent nor of one law.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+BETS: Floats = np.array([0.95, 0.7, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015])
+"""What each of eight gamblers stakes, as a share of the stake that could lose everything."""
+
+LOG_SHARE: Floats = np.log(np.array([0.5] + [0.5 / 7] * 7))
+"""How the first capital is dealt: half on the boldest, best where values vary little."""
+
+SLACK = 1e-6
+
+
+def start(shape: tuple[int, ...] = (), *, restarts: bool = False) -> Floats:
+    """(8, *shape) log capital of each gambler before the first value."""
+    return np.full((BETS.size, *shape), -math.inf if restarts else 0.0)
+
+
+def bet(
+    capital: Floats, looks: int, value: Floats | float, threshold: float, *, restarts: bool = False
+) -> Floats:
+    """Log capital after one more value.
+
+    Each gambler stakes a constant share ("diversified Kelly" there). With ``restarts`` not all
+    capital is staked from the beginning: ``1 / (j (j + 1))`` of it joins at value j, so that a
+    mean that rises late is found about as fast as one that is high from the start, instead of
+    after all that was lost before has been won back.
+
+    Args:
+        capital: (8, ...) log capital so far, from :func:`start`.
+        looks: values seen before this one.
+        value: (...) in [0, 1].
+        threshold: m in (0, 1).
+        restarts: as given to :func:`start`.
+    """
+    if restarts:
+        j = looks + 1
+        capital = np.logaddexp(capital, -math.log(j) - math.log(j + 1))
+    stakes = (BETS / threshold).reshape(-1, *[1] * (capital.ndim - 1))
+    grown: Floats = capital + np.log1p(stakes * (np.asarray(value) - threshold))
+    return grown
+
+
+def log_evidence(capital: Floats, looks: int, *, restarts: bool = False) -> Floats:
+    """(...) log of the e-process: all gamblers' capital and what has not been staked yet."""
+    share = LOG_SHARE.reshape(-1, *[1] * (capital.ndim - 1))
+    total: Floats = np.logaddexp.reduce(capital + share, axis=0)
+    return np.logaddexp(total, -math.log(looks + 1)) if restarts else total
+
+
+class MeanTest:
+    """Evidence that the mean of bounded values lies above, or below, a threshold.
+
+    ``side="above"`` tests "every value has a conditional mean of at most ``threshold``", and
+    ``"below"`` "... of at least ``threshold``". The e-process starts at 1; if what it tests is
+    true, it ever reaches 1 / alpha with probability at most alpha.
+
+    Args:
+        threshold: strictly inside ``span``.
+        side: what the evidence is for.
+        restarts: find a change as well, see :func:`bet`.
+        span: lowest and highest possible value.
+
+    Attributes:
+        looks: values seen.
+        mean: their mean; NaN before the first.
+        highest: the largest log evidence so far.
+
+    Raises:
+        ValueError: a threshold outside the span.
+    """
+
+    def __init__(
+        self,
+        threshold: float,
+        side: Literal["above", "below"] = "above",
+        *,
+        restarts: bool = False,
+        span: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        if side not in ("above", "below"):
+            raise ValueError(f"side must be 'above' or 'below', got {side!r}")
+        if not span[0] < threshold < span[1]:
+            raise ValueError(
+                f"a mean can be tested against a threshold strictly between {span[0]:g} and "
+                f"{span[1]:g}, the ends of what is possible; got {threshold!r}"
+            )
+        self.side = side
+        self.restarts = restarts
+        self.span = span
+        self._threshold = self._scaled(threshold)
+        self._capital = start(restarts=restarts)
+        self._total = 0.0
+        self.looks = 0
+        self.highest = 0.0
+
+    def _scaled(self, value: float) -> float:
+        """In [0, 1], where 1 speaks for the side that is tested for."""
+        low, high = self.span
+        x = (value - low) / (high - low)
+        if not -SLACK <= x <= 1 + SLACK:
+            raise ValueError(f"{value!r} lies outside the span, {low:g} to {high:g}")
+        x = min(max(x, 0.0), 1.0)
+        return x if self.side == "above" else 1 - x
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values; NaN before the first."""
+        return self._total / self.looks if self.looks else math.nan
+
+    @property
+    def log_evidence(self) -> float:
+        """Log of the e-process now."""
+        return float(log_evidence(self._capital, self.looks, restarts=self.restarts))
+
+    def update(self, value: float) -> None:
+        """Takes one more value.
+
+        Raises:
+            ValueError: the value is NaN or outside the span.
+        """
+        x = self._scaled(value)
+        capital = bet(self._capital, self.looks, x, self._threshold, restarts=self.restarts)
+        self._capital = capital
+        self._total += value
+        self.looks += 1
+        self.highest = max(self.highest, self.log_evidence)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers to go on from."""
+        return {
+            "capital": self._capital.tolist(),
+            "total": self._total,
+            "looks": self.looks,
+            "highest": self.highest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave; the arguments must be the same."""
+        self._capital = np.array(state["capital"], dtype=np.float64)
+        self._total = state["total"]
+        self.looks = state["looks"]
+        self.highest = state["highest"]
+
+
+def looks_to_show(
+    value: float,
+    threshold: float,
+    alpha: float,
+    side: Literal["above", "below"] = "below",
+    span: tuple[float, float] = (0.0, 1.0),
+) -> int:
+    """Values, all equal to ``value``, after which the evidence reaches ``1 / alpha``.
+
+    Raises:
+        ValueError: such values never show it.
+    """
+    if not (value < threshold if side == "below" else value > threshold):
+        raise ValueError(f"values of {value:g} do not show a mean {side} {threshold:g}")
+    test = MeanTest(threshold, side, span=span)
+    while test.log_evidence < -math.log(alpha):
+        test.update(value)
+    return test.looks

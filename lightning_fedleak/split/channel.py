@@ -1,0 +1,206 @@
+"""The line between client and server: named tensors over a gloo process group of its own.
+
+Nothing is pickled: a message is a header of whole numbers and the tensors' bytes. A waiting side is
+told at once when the other's process ends, and after a timeout when it says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed.rendezvous import rendezvous
+
+NAMES = (
+    "hidden",
+    "attention_mask",
+    "position_ids",
+    "labels",
+    "logits",
+    "loss",
+    "gradient",
+    "text",
+    "terms",
+)
+_DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+_MOST_DIMS = 4
+_FIELDS = 3 + _MOST_DIMS
+_HEADER = 2 + len(NAMES) * _FIELDS
+_CLIENT, _SERVER = 0, 1
+
+
+class PeerError(RuntimeError):
+    """The other side of a split model has failed, gone, or not answered in time."""
+
+
+class Kind(IntEnum):
+    """What a message asks for or answers."""
+
+    HELLO = 0
+    INFER = 1
+    TRAIN = 2
+    BEGIN = 3
+    NEXT = 4
+    END = 5
+    BACK = 6
+    REPLY = 7
+    ERROR = 8
+    CLOSE = 9
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message.
+
+    Attributes:
+        kind: what it is for.
+        tensors: by one of :data:`NAMES`, on the CPU.
+    """
+
+    kind: Kind
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Channel:
+    """One end of the line. Made by :func:`connect`.
+
+    Args:
+        group: of two processes.
+        rank: of this end.
+        timeout: seconds that the other side may take for anything.
+    """
+
+    def __init__(self, group: ProcessGroup, rank: int, timeout: float) -> None:
+        self._group: ProcessGroup | None = group
+        self._peer = 1 - rank
+        self._other = "server" if rank == _CLIENT else "client"
+        self.timeout = timeout
+
+    def send(self, kind: Kind, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Sends a message; returns when the other side has taken it.
+
+        Raises:
+            PeerError: it did not.
+        """
+        given = {n: t.detach().cpu().contiguous() for n, t in (tensors or {}).items()}
+        header = torch.zeros(_HEADER, dtype=torch.int64)
+        header[0], header[1] = int(kind), len(given)
+        for i, (name, tensor) in enumerate(given.items()):
+            row = [NAMES.index(name), _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+            at = 2 + i * _FIELDS
+            header[at : at + len(row)] = torch.tensor(row)
+        self._move(header, self.timeout, out=True)
+        for tensor in given.values():
+            if tensor.numel():
+                self._move(tensor, self.timeout, out=True)
+
+    def receive(self, timeout: float | None = None) -> Message:
+        """Waits for a message.
+
+        Args:
+            timeout: seconds until it must begin; by default the channel's.
+
+        Raises:
+            PeerError: none came, or the other side says that it has failed.
+        """
+        header = torch.zeros(_HEADER, dtype=torch.int64)
+        self._move(header, self.timeout if timeout is None else timeout, out=False)
+        tensors: dict[str, Tensor] = {}
+        for i in range(int(header[1])):
+            name, dtype, dims, *shape = header[2 + i * _FIELDS : 2 + (i + 1) * _FIELDS].tolist()
+            tensor = torch.empty(shape[:dims], dtype=_DTYPES[dtype])
+            if tensor.numel():
+                self._move(tensor, self.timeout, out=False)
+            tensors[NAMES[name]] = tensor
+        message = Message(Kind(int(header[0])), tensors)
+        if message.kind is Kind.ERROR:
+            said = bytes(tensors["text"].tolist()).decode("utf-8", "replace")
+            self.drop()
+            raise PeerError(f"the {self._other} of the split model has failed: {said}")
+        return message
+
+    def send_error(self, error: BaseException) -> None:
+        """Tells the other side, if it is still there, why this one stops."""
+        text = f"{type(error).__name__}: {error}".encode()
+        with suppress(PeerError):
+            self.send(Kind.ERROR, {"text": torch.tensor(list(text), dtype=torch.uint8)})
+
+    def drop(self) -> None:
+        """Lets go of the connection; the other side notices."""
+        self._group = None
+
+    @property
+    def open(self) -> bool:
+        """Whether messages can still be sent."""
+        return self._group is not None
+
+    def _move(self, tensor: Tensor, timeout: float, *, out: bool) -> None:
+        if self._group is None:
+            raise PeerError(f"the connection to the {self._other} of the split model is closed")
+        data = tensor.reshape(-1).view(torch.uint8)
+        act = self._group.send if out else self._group.recv
+        try:
+            act([data], self._peer, 0).wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            self.drop()
+            what = (
+                f"did not answer within {timeout:g} s; if it is only slow, connect both sides with "
+                "a longer timeout"
+                if "Timed out" in str(error)
+                else "is gone: its process has ended or let the connection go"
+            )
+            raise PeerError(f"the {self._other} of the split model {what}") from error
+
+
+def connect(url: str, role: str, *, timeout: float = 300.0) -> Channel:
+    """Meets the other side; both must call it.
+
+    The process group belongs to the channel alone: the default group of ``torch.distributed`` is
+    neither needed nor touched.
+
+    Args:
+        url: where to meet: ``"tcp://host:port"``, a free port of the server's machine, or
+            ``"file:///path"`` of a file that does not exist yet, on one machine.
+        role: ``"client"`` or ``"server"``.
+        timeout: seconds to wait for the other side, now and in every exchange.
+
+    Raises:
+        ValueError: another role, or a timeout that is not positive.
+        PeerError: the other side does not come.
+    """
+    if role not in ("client", "server"):
+        raise ValueError(f"role must be 'client' or 'server', got {role!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    rank, wait = (_CLIENT if role == "client" else _SERVER), timedelta(seconds=timeout)
+    # The server is the one whose address is known: rank 0 listens.
+    seat = 1 - rank
+    try:
+        store, _, _ = next(rendezvous(url, seat, 2, timeout=wait))
+        store.set_timeout(wait)
+        group: Any = ProcessGroupGloo(store, rank, 2, wait)
+    except (RuntimeError, TimeoutError) as error:
+        other = "server" if rank == _CLIENT else "client"
+        raise PeerError(
+            f"the {other} of the split model did not come to {url} within {timeout:g} s: {error}"
+        ) from error
+    return Channel(group, rank, timeout)
+
+
+__all__ = ["Channel", "Kind", "Message", "PeerError", "connect"]

@@ -1,0 +1,283 @@
+"""The client of a split model: it has the text, the bottom, and in the U shape the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.split.channel import Channel, Kind, PeerError
+from lightning_fedleak.split.cut import SplitModel
+from lightning_fedleak.split.parts import ModelPart, SplitError
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def trained(parts: Iterable[ModelPart | None]) -> list[nn.Parameter]:
+    """Trainable parameters of the parts, each once."""
+    found = (p for part in parts if part is not None for p in part.parameters())
+    return list({id(p): p for p in found if p.requires_grad}.values())
+
+
+def terms(split: SplitModel) -> Tensor:
+    """What both sides must agree on: split, width, number of blocks, who has the head."""
+    stop, tail = split.top.stop, split.tail is not None
+    return torch.tensor([split.layer, split.width, stop, int(tail)])
+
+
+class SplitClient:
+    """Runs the client's half of a split model against a :class:`SplitServer`.
+
+    A context manager: leaving it, also by an exception, ends the server's ``serve``.
+
+    What leaves: hidden states of the split, the mask and given positions; for training the labels,
+    or with the head on the client the gradient in the last hidden states in their place; in
+    generation the new position's hidden states alone. Token ids never leave.
+
+    Args:
+        split: of the same model as the server's; only the client's parts are kept.
+        channel: to the server; the client owns it from here on.
+        optimizer: makes this side's optimizer of its parameters, for example ``lambda p:
+            torch.optim.SGD(p, 0.1)``; None to train by hand: gradients add up in ``.grad``.
+        on_send: what is sent in place of the hidden states (B, L, d) it is given, for noise. The
+            gradient that comes back goes through it where it lets it.
+
+    Attributes:
+        optimizer: this side's, or None.
+
+    Raises:
+        PeerError: the server does not answer, or has another model.
+    """
+
+    def __init__(
+        self,
+        split: SplitModel,
+        channel: Channel,
+        *,
+        optimizer: MakeOptimizer | None = None,
+        on_send: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._bottom, self._tail, self._drifts = split.bottom, split.tail, split.drifts
+        self._channel = channel
+        self._on_send = on_send
+        parameters = self.parameters()
+        self.optimizer = optimizer(parameters) if optimizer and parameters else None
+        self._ask(Kind.HELLO, {"terms": terms(split)})
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This side's trainable parameters, each once."""
+        return trained((self._bottom, self._tail))
+
+    def __enter__(self) -> SplitClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with suppress(PeerError) if error is not None else nullcontext():
+            self.close()
+
+    def close(self) -> None:
+        """Ends the server's ``serve``. May be called twice, and after a failure."""
+        if self._channel.open:
+            self._channel.send(Kind.CLOSE)
+            self._channel.drop()
+
+    def train_step(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """One step of training on both sides, in train mode.
+
+        Args:
+            input_ids: (B, L).
+            labels: as the whole model takes them, (B, L) with -100 where nothing is asked for.
+            attention_mask: (B, L) or None.
+            position_ids: (B, L) or None for the model's own.
+
+        Returns:
+            The loss before the step, of no dimension, detached.
+
+        Raises:
+            SplitError: a tied matrix would go apart; see :func:`split_model`.
+            PeerError: the server failed.
+        """
+        if self._drifts is not None:
+            raise SplitError(self._drifts)
+        self._mode(True)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        context = self._context(attention_mask, position_ids)
+        with torch.enable_grad():
+            hidden = self._bottom.states(self._ids(input_ids), *self._own(context))
+            sent = self._leaving(hidden)
+            message = {"hidden": sent, **context}
+            if self._tail is None:
+                reply = self._ask(Kind.TRAIN, {**message, "labels": labels})
+                loss, gradient = reply["loss"], reply["gradient"]
+            else:
+                loss, gradient = self._train_tail(message, context, labels)
+            if sent.requires_grad:
+                sent.backward(gradient.to(sent))  # type: ignore[no-untyped-call]
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return loss.detach()
+
+    def _train_tail(
+        self, message: dict[str, Tensor], context: dict[str, Tensor], labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert self._tail is not None
+        device = self._tail.device
+        hidden = self._ask(Kind.TRAIN, message)["hidden"].to(device).requires_grad_()
+        loss = self._tail.output(hidden, *self._own(context), labels=labels.to(device)).loss
+        loss.backward()
+        assert hidden.grad is not None
+        return loss, self._ask(Kind.BACK, {"gradient": hidden.grad})["gradient"]
+
+    @torch.no_grad()
+    def logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The model's logits, in eval mode: (B, L, V), of a classifier (B, classes).
+
+        Raises:
+            PeerError: the server failed.
+        """
+        self._mode(False)
+        context = self._context(attention_mask, position_ids)
+        hidden = self._bottom.states(self._ids(input_ids), *self._own(context))
+        reply = self._ask(Kind.INFER, {"hidden": self._leaving(hidden), **context})
+        return self._read(reply, context, None, last_only=False)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        attention_mask: Tensor | None = None,
+        *,
+        eos_token_id: int | None = None,
+        pad_token_id: int = 0,
+    ) -> Tensor:
+        """Greedy generation with keys and values kept on both sides, as ``generate`` does it.
+
+        Args:
+            input_ids: (B, L), padded on the left.
+            max_new_tokens: at most.
+            attention_mask: (B, L) or None where nothing is padded.
+            eos_token_id: ends a text; None for no end.
+            pad_token_id: what follows an ended text.
+
+        Returns:
+            (B, L + n) token ids, the prompts first.
+
+        Raises:
+            SplitError: a prompt is padded on the right, or there is nothing to generate.
+            PeerError: the server failed.
+        """
+        if attention_mask is not None and not bool((attention_mask[:, -1] != 0).all()):
+            raise SplitError("prompts must be padded on the left to be continued")
+        if max_new_tokens < 1:
+            raise SplitError(f"max_new_tokens must be positive, got {max_new_tokens}")
+        self._mode(False)
+        text = new = self._ids(input_ids)
+        mask = torch.ones_like(text) if attention_mask is None else attention_mask.to(text.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        caches = self._bottom.new_cache(), None if self._tail is None else self._tail.new_cache()
+        over = torch.zeros(len(text), dtype=torch.bool, device=text.device)
+        for i in range(max_new_tokens):
+            context = {"attention_mask": mask}
+            if self._bottom.takes_positions:
+                context["position_ids"] = positions
+            hidden = self._bottom.states(new, *self._own(context), caches[0])
+            sent = {"hidden": self._leaving(hidden)}
+            reply = self._ask(*((Kind.NEXT, sent) if i else (Kind.BEGIN, {**sent, **context})))
+            logits = self._read(reply, context, caches[1], last_only=True)
+            chosen = logits[:, -1].float().argmax(-1).to(text.device)
+            chosen = chosen.masked_fill(over, pad_token_id)
+            over = over if eos_token_id is None else over | (chosen == eos_token_id)
+            new = chosen[:, None]
+            text = torch.cat([text, new], 1)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            positions = positions[:, -1:] + 1
+            if bool(over.all()):
+                break
+        self._channel.send(Kind.END)
+        return text
+
+    def _read(
+        self,
+        reply: dict[str, Tensor],
+        context: dict[str, Tensor],
+        cache: Any,
+        *,
+        last_only: bool,
+    ) -> Tensor:
+        """Logits of a reply: the server's, or of its hidden states by the client's own head."""
+        if self._tail is None:
+            return reply["logits"].to(self._bottom.device)
+        hidden = reply["hidden"].to(self._tail.device)
+        mask, positions = self._own(context)
+        if positions is not None:
+            positions = positions[:, -hidden.shape[1] :]
+        logits: Tensor = self._tail.output(
+            hidden, mask, positions, cache, last_only=last_only
+        ).logits
+        return logits
+
+    def _leaving(self, hidden: Tensor) -> Tensor:
+        if self._on_send is None:
+            return hidden
+        sent = self._on_send(hidden)
+        if not isinstance(sent, Tensor) or (sent.shape, sent.dtype) != (hidden.shape, hidden.dtype):
+            raise SplitError(
+                f"on_send must give hidden states like those that it gets, {tuple(hidden.shape)} "
+                f"of {hidden.dtype}; it gave "
+                + (
+                    f"{tuple(sent.shape)} of {sent.dtype}"
+                    if isinstance(sent, Tensor)
+                    else repr(sent)
+                )
+            )
+        return sent
+
+    def _ask(self, kind: Kind, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        self._channel.send(kind, tensors)
+        return dict(self._channel.receive().tensors)
+
+    def _mode(self, train: bool) -> None:
+        for part in (self._bottom, self._tail):
+            if part is not None:
+                part.train(train)
+
+    def _ids(self, input_ids: Tensor) -> Tensor:
+        if input_ids.dim() != 2 or not input_ids.numel():
+            raise SplitError(
+                f"input_ids must be (B, L) and not empty, got {tuple(input_ids.shape)}"
+            )
+        return input_ids.to(self._bottom.device)
+
+    def _context(self, mask: Tensor | None, positions: Tensor | None) -> dict[str, Tensor]:
+        given = {"attention_mask": mask, "position_ids": positions}
+        return {n: t.to(self._bottom.device) for n, t in given.items() if t is not None}
+
+    @staticmethod
+    def _own(context: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        return context.get("attention_mask"), context.get("position_ids")
+
+
+__all__ = ["MakeOptimizer", "SplitClient", "terms", "trained"]

@@ -1,0 +1,303 @@
+"""Cutting a model into the parts of its two sides, and trying them against the whole."""
+
+from __future__ import annotations
+
+import copy
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, find_anatomy
+from lightning_fedleak.anatomy.text_layers import place_of, states_out
+from lightning_fedleak.anatomy.wrappers import leaf, path_of, without_peft
+from lightning_fedleak.attacks.hidden import (
+    compiled_run_eagerly,
+    context_length,
+    needed_hooks_only,
+    virtual_tokens,
+)
+from lightning_fedleak.split.parts import Arrive, Leave, ModelPart, Nothing, SplitError
+
+_AGREE = {torch.float32: 1e-4, torch.float64: 1e-9}
+_AGREE_OTHERWISE = 5e-2
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """A model in two halves. Each side keeps its own, and lets go of the rest.
+
+    Attributes:
+        layer: the split; ``layer_name`` as snapshots call it.
+        width: numbers in a hidden state there.
+        bottom: the client's, from the tokens to the split.
+        top: the server's, from the split to the logits or, with ``tail``, to the last block.
+        tail: the client's too, the norm and the head; None where the server has them.
+        last_name: name of the last block's output.
+        drifts: why training must be refused, or None.
+    """
+
+    layer: int
+    layer_name: str
+    last_name: str
+    width: int
+    bottom: ModelPart
+    top: ModelPart
+    tail: ModelPart | None
+    drifts: str | None = None
+
+
+def split_model(
+    model: nn.Module,
+    layer: int,
+    *,
+    head: Literal["server", "client"] = "server",
+    untie: bool = False,
+) -> SplitModel:
+    """Cuts a model behind block ``layer``, without copying a weight.
+
+    The parts hold the very parameters of ``model``: a process that keeps its own part only, and no
+    reference to ``model``, has no other weights in memory. The parts are tried against the whole
+    model on a short text.
+
+    A tied matrix of embeddings and head is one parameter where one side has both: with the head on
+    the client. With the head on the server it exists on both sides, and there is nobody to add up
+    its two gradients. Reading and generating are not affected; training is refused unless the
+    matrix is frozen or ``untie`` says that the two sides' matrices may go apart.
+
+    Args:
+        model: a Hugging Face causal model, or an encoder with a head; PEFT too.
+        layer: 0 (behind the embeddings) to the number of blocks (the server has the head alone);
+            with the head on the client, less than that.
+        head: who has norm and head. On the ``"client"`` (the U shape) labels never leave it; on
+            the ``"server"`` they are shared with it for training.
+        untie: train a tied matrix as two that begin alike. The server's is a copy.
+
+    Raises:
+        SplitError: the model cannot be cut there, or its parts do not compute what it does.
+        ValueError: it has no such layer.
+    """
+    if head not in ("server", "client"):
+        raise SplitError(f"head must be 'server' or 'client', got {head!r}")
+    anatomy = find_anatomy(model)
+    place = place_of(anatomy, layer)
+    last = len(anatomy.blocks)
+    if anatomy.kind == "seq2seq" or virtual_tokens(anatomy) or anatomy.head is None:
+        raise SplitError(
+            f"{type(anatomy.model).__name__} cannot be run in two halves: causal models and "
+            "encoders with a head can, without virtual tokens"
+        )
+    if head == "client" and layer == last:
+        raise SplitError(
+            f"with the head on the client and layer={layer} of {last} nothing is left for the "
+            "server: take a layer below"
+        )
+    survey = _survey(anatomy)
+    bottom = _part(anatomy, survey, 0, layer, "tokens", "states")
+    if head == "client":
+        top = _part(anatomy, survey, layer, last, "states", "states")
+        tail = _part(anatomy, survey, last, last, "states", "logits")
+    else:
+        top, tail = _part(anatomy, survey, layer, last, "states", "logits"), None
+    drifts = None
+    if anatomy.tied and tail is None and anatomy.trainable(EMBEDDING_WEIGHT):
+        if untie:
+            own = leaf(top.model.get_submodule(_path(anatomy, anatomy.head)))
+            own._parameters["weight"] = nn.Parameter(own.get_parameter("weight").detach().clone())
+        else:
+            drifts = (
+                "the embeddings (client) and the head (server) are one matrix, which would go "
+                "apart in training: split with head='client', freeze the matrix, or split with "
+                "untie=True to train two"
+            )
+    split = SplitModel(
+        layer, place.name, anatomy.block_names[-1], survey.width, bottom, top, tail, drifts
+    )
+    _check(anatomy, split, survey)
+    return split
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What a run of the whole model on a short text has shown.
+
+    Attributes:
+        below: paths of leaf modules called before the first block.
+        above: paths of leaf modules called behind the last.
+        gives: what a block returned.
+        width: numbers in a hidden state.
+        text: arguments of the run; ``logits`` what came out.
+    """
+
+    below: set[str]
+    above: set[str]
+    gives: Any
+    width: int
+    text: dict[str, Tensor]
+    logits: Tensor
+
+
+def _path(anatomy: Anatomy, module: nn.Module | None) -> str:
+    path = None if module is None else path_of(anatomy.model, module)
+    if path is None:
+        raise SplitError(f"{type(module).__name__} is not inside {type(anatomy.model).__name__}")
+    return path
+
+
+def _blocks_path(anatomy: Anatomy) -> str:
+    paths = [_path(anatomy, block).rpartition(".") for block in anatomy.blocks]
+    whole = anatomy.model.get_submodule(paths[0][0])
+    if not isinstance(whole, nn.ModuleList) or len(whole) != len(paths):
+        raise SplitError(
+            f"the blocks of {type(anatomy.model).__name__} are not the members of one ModuleList"
+        )
+    return paths[0][0]
+
+
+def _trial_text(anatomy: Anatomy) -> dict[str, Tensor]:
+    length = min(6, context_length(anatomy) or 6)
+    config = getattr(without_peft(anatomy.model), "config", None)
+    padding = getattr(config, "pad_token_id", None)
+    ids = torch.arange(2 * length).view(2, length) + 3
+    mask = torch.ones_like(ids)
+    if padding is not None:
+        ids[ids == padding] = 3 if padding != 3 else 4
+        ids[1, -2:], mask[1, -2:] = padding, 0
+    return {"input_ids": ids.to(anatomy.device), "attention_mask": mask.to(anatomy.device)}
+
+
+def _survey(anatomy: Anatomy) -> _Survey:
+    """Runs the whole model once and sees what it calls before, behind and between its blocks."""
+    inside = {id(m) for block in anatomy.blocks for m in block.modules()}
+    called: dict[str, set[str]] = {"below": set(), "above": set()}
+    seen: list[Any] = []
+    text = _trial_text(anatomy)
+    with anatomy.undisturbed() as model, torch.no_grad(), needed_hooks_only(anatomy.root):
+        handles = [
+            block.register_forward_hook(lambda _, __, output: seen.append(output))
+            for block in anatomy.blocks
+        ]
+        for path, module in model.named_modules():
+            if id(module) in inside or any(True for _ in module.children()):
+                continue
+
+            def note(_: nn.Module, __: Any, path: str = path) -> None:
+                called["above" if len(seen) == len(anatomy.blocks) else "below"].add(path)
+
+            handles.append(module.register_forward_pre_hook(note))
+        try:
+            with compiled_run_eagerly(anatomy.root):
+                output = copy_context().run(model, **text)
+        except Exception as error:
+            raise SplitError(
+                f"{type(model).__name__} cannot be run on token ids and a mask alone: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+    states = states_out(seen[-1]) if len(seen) == len(anatomy.blocks) else None
+    logits = getattr(output, "logits", None)
+    if not isinstance(states, Tensor) or states.dim() != 3 or not isinstance(logits, Tensor):
+        raise SplitError(
+            f"{type(anatomy.model).__name__} does not run each block once and end in logits"
+        )
+    last = seen[-1]
+    gives = (None,) * len(last) if isinstance(last, tuple | list) else None
+    return _Survey(called["below"], called["above"], gives, states.shape[-1], text, logits)
+
+
+def _part(
+    anatomy: Anatomy,
+    survey: _Survey,
+    start: int,
+    stop: int,
+    begins: Literal["tokens", "states"],
+    ends: Literal["states", "logits"],
+) -> ModelPart:
+    whole, blocks = anatomy.model, _blocks_path(anatomy)
+    memo: dict[int, Any] = {id(t): t for t in (*whole.parameters(), *whole.buffers())}
+    with needed_hooks_only(anatomy.root):
+        model = copy.deepcopy(whole, memo)
+    arrive = Arrive(survey.gives) if begins == "states" else None
+    leave = Leave() if ends == "states" else None
+    kept = list(model.get_submodule(blocks).children())[start:stop]
+    members = [m for m in (arrive, *kept, leave) if m is not None]
+    _resize(model, len(members), start - (arrive is not None), len(anatomy.blocks))
+    for i, member in enumerate(members):
+        like = anatomy.blocks[
+            min(max(start + i - (arrive is not None), 0), len(anatomy.blocks) - 1)
+        ]
+        if hasattr(like, "attention_type") and not hasattr(member, "attention_type"):
+            member.attention_type = like.attention_type
+    model.set_submodule(blocks, nn.ModuleList(members))
+    inside = f"{blocks}."
+    for path, module in whole.named_modules():
+        if path.startswith(inside) or path == blocks or any(True for _ in module.children()):
+            continue
+        idle = any(True for _ in module.parameters()) or isinstance(module, nn.Dropout)
+        wanted = (path in survey.below and begins == "tokens") or (
+            path in survey.above and ends == "logits"
+        )
+        if idle and not wanted:
+            embeds = path in survey.below and hasattr(module, "embedding_dim")
+            model.set_submodule(path, Nothing(module) if embeds else nn.Identity())
+    return ModelPart(model, anatomy.hidden_size, start, stop, arrive, leave)
+
+
+def _resize(model: nn.Module, count: int, first: int, whole: int) -> None:
+    """Tells the part's own configuration how many members its list of blocks has."""
+    config = getattr(without_peft(model), "config", None)
+    if config is None:
+        return
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    if hasattr(config, "num_hidden_layers"):
+        config.num_hidden_layers = count
+    types = getattr(config, "layer_types", None)
+    if isinstance(types, list | tuple) and len(types) == whole:
+        places = [min(max(first + i, 0), whole - 1) for i in range(count)]
+        config.layer_types = [types[p] for p in places]
+
+
+@torch.no_grad()
+def _check(anatomy: Anatomy, split: SplitModel, survey: _Survey) -> None:
+    """Compares the parts, one behind the other, with the whole model.
+
+    Raises:
+        SplitError: they compute something else.
+    """
+    mask = survey.text["attention_mask"]
+    parts = [p for p in (split.bottom, split.top, split.tail) if p is not None]
+    flags = [(m, m.training) for p in parts for m in p.modules()]
+    given = survey.text["input_ids"]
+    try:
+        for part in parts:
+            part.eval()
+        with torch.random.fork_rng(devices=anatomy._cuda_devices()):
+            for part in parts[:-1]:
+                given = part.states(given, mask)
+            logits = parts[-1].output(given, mask).logits
+    except Exception as error:
+        raise SplitError(
+            f"{type(anatomy.model).__name__} cannot be run in parts: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for module, flag in flags:
+            module.training = flag
+    expected = survey.logits
+    if logits.shape[:2] == mask.shape:
+        logits, expected = logits[mask != 0], expected[mask != 0]
+    tolerance = _AGREE.get(expected.dtype, _AGREE_OTHERWISE)
+    apart = (logits - expected).abs().max().float()
+    if not bool(apart <= tolerance * expected.float().abs().max()):
+        raise SplitError(
+            f"{type(anatomy.model).__name__} computes something else in parts than as a whole "
+            f"(logits differ by {float(apart):.2g})"
+        )
+
+
+__all__ = ["SplitModel", "split_model"]

@@ -1,0 +1,192 @@
+"""A model in parts: consecutive blocks with what the model computes before or after them.
+
+Each part is the model's own ``forward`` over fewer blocks, so that masks, positions, rotary angles,
+PEFT and the loss are the model's own business. A stand-in at the head of the list of blocks brings
+in the hidden states of the part before, one at its end takes them out.
+"""
+
+from __future__ import annotations
+
+from contextvars import copy_context
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from lightning_fedleak.anatomy.text_layers import states_in, with_states_out
+from lightning_fedleak.attacks.hidden import takes
+
+
+class SplitError(ValueError):
+    """A model cannot be run in two halves as asked; says why and what to change."""
+
+
+class _Reached(Exception):
+    """Not an error: carries the hidden states out of the forward."""
+
+    def __init__(self, states: Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+
+class Arrive(nn.Module):
+    """In place of the blocks before: gives the hidden states that came."""
+
+    def __init__(self, like: Any) -> None:
+        super().__init__()
+        self._like = like
+        self.states: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        if self.states is None:
+            raise RuntimeError("no hidden states have come")
+        return with_states_out(self._like, self.states)
+
+
+class Leave(nn.Module):
+    """In place of the blocks behind: ends the forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Reached(states_in(args, kwargs))
+
+
+class Nothing(nn.Module):
+    """In place of an embedding on a side that gets hidden states: adds nothing."""
+
+    def __init__(self, like: nn.Module) -> None:
+        super().__init__()
+        weight = next(like.parameters())
+        self.register_buffer("zero", weight.new_zeros(1).detach(), persistent=False)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.zero
+
+
+class _OwnLayers(DynamicCache):
+    """Keys and values of a part's blocks, which keep their numbers in the whole model."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self._first = first
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return super().update(key_states, value_states, layer_idx - self._first, *args, **kwargs)
+
+
+class ModelPart(nn.Module):
+    """Blocks ``start + 1`` to ``stop`` of a model, and what is computed before or behind them.
+
+    Its parameters are those that it needs, and the very ones of the model that it was taken from.
+    A part that begins at the tokens has the embeddings; one that ends at the logits has the norm
+    and the head.
+
+    Attributes:
+        start: blocks before this part.
+        stop: blocks up to its end.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        embedding_width: int,
+        start: int,
+        stop: int,
+        arrive: Arrive | None,
+        leave: Leave | None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.start, self.stop = start, stop
+        self._width = embedding_width
+        self._arrive, self._leave = arrive, leave
+        self._few_logits = takes(model, "logits_to_keep")
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs must be."""
+        return next(self.parameters()).device
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the model can be told the positions."""
+        return takes(self.model, "position_ids")
+
+    def new_cache(self) -> DynamicCache | None:
+        """An empty cache of keys and values; None for a part without blocks."""
+        return _OwnLayers(self.start) if self.stop > self.start else None
+
+    def states(
+        self,
+        given: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: DynamicCache | None = None,
+    ) -> Tensor:
+        """Hidden states (B, L, d) behind this part, which does not end at the logits.
+
+        Args:
+            given: (B, L) token ids, or (B, L, d) hidden states of the part before.
+            attention_mask: (B, P + L) with the P tokens in ``cache``, or None.
+            position_ids: (B, L) or None for the model's own.
+            cache: of :meth:`new_cache`, filled on the way.
+        """
+        try:
+            self._run(given, attention_mask, position_ids, cache)
+        except _Reached as reached:
+            return reached.states
+        raise SplitError(f"{type(self.model).__name__} never called the end of its blocks")
+
+    def output(
+        self,
+        given: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: DynamicCache | None = None,
+        *,
+        labels: Tensor | None = None,
+        last_only: bool = False,
+    ) -> Any:
+        """The model's output, ``logits`` and with ``labels`` its own ``loss``.
+
+        Arguments are as in :meth:`states`; with ``last_only`` the logits are at least those of the
+        last position.
+        """
+        extra: dict[str, Any] = {} if labels is None else {"labels": labels}
+        if last_only and self._few_logits:
+            extra["logits_to_keep"] = 1
+        return self._run(given, attention_mask, position_ids, cache, **extra)
+
+    def _run(
+        self,
+        given: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        cache: DynamicCache | None,
+        **extra: Any,
+    ) -> Any:
+        if self._arrive is None:
+            inputs: dict[str, Any] = {"input_ids": given}
+        else:
+            inputs = {"inputs_embeds": given.new_zeros(*given.shape[:2], self._width)}
+            self._arrive.states = given
+        if self.stop == self.start:
+            cache, mask = None, None if mask is None else mask[:, -given.shape[1] :]
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        if positions is not None:
+            inputs["position_ids"] = positions
+        if takes(self.model, "use_cache"):
+            inputs["use_cache"] = cache is not None
+        if cache is not None:
+            inputs["past_key_values"] = cache
+        try:
+            return copy_context().run(self.model, **inputs, **extra)
+        finally:
+            if self._arrive is not None:
+                self._arrive.states = None
+
+
+__all__ = ["Arrive", "Leave", "ModelPart", "Nothing", "SplitError"]

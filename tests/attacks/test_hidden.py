@@ -1,0 +1,442 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import weight_norm
+from transformers import BartConfig, BartForConditionalGeneration
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.anatomy.text_layers import text_blocks
+from lightning_fedleak.attacks.hidden import context_length, hidden_states
+from tests.helpers.models import (
+    DIM,
+    POSITIONS,
+    VOCAB,
+    own_rng,
+    tiny_bert_classifier,
+    tiny_bert_mlm,
+    tiny_distilbert_mlm,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_marian,
+    tiny_roberta_mlm,
+    tiny_t5,
+)
+
+
+def tiny_bart() -> BartForConditionalGeneration:
+    config = BartConfig(
+        vocab_size=VOCAB,
+        d_model=DIM,
+        encoder_layers=3,
+        decoder_layers=2,
+        encoder_ffn_dim=2 * DIM,
+        decoder_ffn_dim=2 * DIM,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        max_position_embeddings=POSITIONS,
+        pad_token_id=0,
+        decoder_start_token_id=2,
+        eos_token_id=2,
+    )
+    with own_rng(0):
+        return BartForConditionalGeneration(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": lambda: tiny_gpt2(layers=3),
+    "llama": lambda: tiny_llama(layers=3),
+    "bert": lambda: tiny_bert_mlm(layers=3),
+    "bert classifier": lambda: tiny_bert_classifier(layers=3),
+    "distilbert": lambda: tiny_distilbert_mlm(layers=3),
+    "roberta": lambda: tiny_roberta_mlm(layers=3),
+    "t5": lambda: tiny_t5(layers=3),
+    "bart": tiny_bart,
+    "marian": lambda: tiny_marian(layers=3),
+}
+FINAL_NORM = {
+    "gpt2": "transformer.ln_f",
+    "llama": "model.norm",
+    "t5": "encoder.final_layer_norm",
+}
+
+
+def text(b: int = 5, length: int = 9, side: str = "right", seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (b, length), generator=generator)
+    real = torch.arange(length) < torch.randint(3, length + 1, (b, 1), generator=generator)
+    mask = real.long() if side == "right" else real.long().flip(1)
+    return ids * mask, mask
+
+
+def by_hugging_face(model: nn.Module, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+    model = copy.deepcopy(model).eval()
+    inputs = {"input_ids": ids, "output_hidden_states": True}
+    if mask is not None:
+        inputs["attention_mask"] = mask
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        if model.config.is_encoder_decoder:
+            return tuple(model(**inputs, decoder_input_ids=ids[:, :2]).encoder_hidden_states)
+        return tuple(model(**inputs).hidden_states)
+
+
+@pytest.mark.parametrize("padding", ["right", "left", "none"])
+@pytest.mark.parametrize("name", MODELS)
+def test_as_hugging_face_gives_them(name: str, padding: str) -> None:
+    model = MODELS[name]().train()
+    ids, mask = text(side="left" if padding == "left" else "right")
+    given = None if padding == "none" else mask
+    ids = ids.masked_fill(ids == 0, 5) if padding == "none" else ids
+    expected = by_hugging_face(model, ids, given)
+    anatomy = find_anatomy(model)
+    assert len(text_blocks(anatomy)) == 3
+    for layer in range(4):
+        got = hidden_states(anatomy, layer, ids, given)
+        if layer == 3 and name in FINAL_NORM:
+            with torch.no_grad():
+                got = model.get_submodule(FINAL_NORM[name])(got)
+        assert got.shape == (5, 9, DIM)
+        assert not got.requires_grad
+        assert torch.equal(got, expected[layer]), layer
+
+
+def test_an_encoder_decoder_is_read_in_its_encoder() -> None:
+    names = [n for n, _ in text_blocks(find_anatomy(tiny_t5()))]
+    assert names == ["encoder.block.0", "encoder.block.1"]
+    assert find_anatomy(tiny_t5()).block_names[0] == "decoder.block.0"
+
+
+@pytest.mark.parametrize("at_once", [1, 20, 1000])
+def test_chunks_of_rows_give_the_same(at_once: int) -> None:
+    model = tiny_gpt2(layers=3).double()
+    ids, mask = text(7)
+    calls: list[int] = []
+    model.transformer.wte.forward = _noting(model.transformer.wte.forward, lambda: calls.append(1))
+    got = hidden_states(find_anatomy(model), 2, ids, mask, at_once=at_once)
+    assert len(calls) == {1: 7, 20: 4, 1000: 1}[at_once]
+    torch.testing.assert_close(got, by_hugging_face(model, ids, mask)[2], rtol=1e-12, atol=1e-12)
+
+
+def _noting(forward: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return forward(*args, **kwargs)
+
+    return noting
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_no_work_above_the_layer(name: str) -> None:
+    model = MODELS[name]()
+    anatomy = find_anatomy(model)
+    ids, mask = text()
+    for layer in range(3):
+        calls: list[list[int]] = [[] for _ in text_blocks(anatomy)]
+        head: list[int] = []
+        for (_, block), seen in zip(text_blocks(anatomy), calls, strict=True):
+            plain = type(block).forward.__get__(block)
+            block.forward = _noting(plain, lambda s=seen: s.append(1))
+        plain = type(anatomy.head).forward.__get__(anatomy.head)
+        anatomy.head.forward = _noting(plain, lambda s=head: s.append(1))
+        hidden_states(anatomy, layer, ids, mask)
+        assert [len(c) for c in calls] == [1] * layer + [0] * (3 - layer)
+        assert head == []
+
+
+def test_nothing_is_left_behind() -> None:
+    model = tiny_gpt2(layers=3).train()
+    model.transformer.h[1].eval()
+    flags = [m.training for m in model.modules()]
+    hooks = [_hooks(m) for m in model.modules()]
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    anatomy = find_anatomy(model)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    ids, mask = text()
+    hidden_states(anatomy, 2, ids, mask)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [m.training for m in model.modules()] == flags
+    assert [_hooks(m) for m in model.modules()] == hooks
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def _hooks(module: nn.Module) -> list[list[Any]]:
+    return [list(v.items()) for k, v in module.__dict__.items() if "hooks" in k]
+
+
+def test_everything_comes_back_after_an_error() -> None:
+    model = tiny_gpt2().train()
+    fired: list[str] = []
+    model.transformer.h[0].register_forward_hook(lambda *_: fired.append("hook"), always_call=True)
+    hooks = [_hooks(m) for m in model.modules()]
+    before = torch.get_rng_state()
+
+    def broken(*_: Any, **__: Any) -> None:
+        torch.rand(1)
+        raise RuntimeError("broken")
+
+    model.transformer.h[0].mlp.forward = broken
+    with pytest.raises(RuntimeError, match="broken"):
+        hidden_states(find_anatomy(model), 2, *text())
+    assert fired == []
+    assert all(m.training for m in model.modules())
+    assert [_hooks(m) for m in model.modules()] == hooks
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_hook_of_others_runs_and_all_run_again_after() -> None:
+    model = tiny_gpt2(dropout=0.0, layers=3)
+    anatomy = find_anatomy(model)
+    ids, mask = text()
+    clean = hidden_states(anatomy, 2, ids, mask)
+    fired: list[str] = []
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, n=name: fired.append(f"forward {n}"))
+        module.register_forward_pre_hook(lambda *_, n=name: fired.append(f"pre {n}"))
+        module.register_full_backward_hook(lambda *_, n=name: fired.append(f"backward {n}"))
+    changing = model.transformer.h[0].register_forward_hook(lambda _, __, out: out + 1.0)
+    everywhere = [
+        nn.modules.module.register_module_forward_hook(lambda *_: fired.append("global")),
+        nn.modules.module.register_module_forward_pre_hook(lambda *_: fired.append("global pre")),
+    ]
+    try:
+        assert torch.equal(hidden_states(anatomy, 2, ids, mask), clean)
+        assert fired == []
+        model(input_ids=ids, attention_mask=mask).logits.sum().backward()
+    finally:
+        for handle in everywhere:
+            handle.remove()
+    kinds = {f.split(" ")[0] for f in fired}
+    assert kinds == {"forward", "pre", "backward", "global"}
+    changing.remove()
+    assert torch.equal(hidden_states(anatomy, 2, ids, mask), clean)
+
+
+def test_hooks_that_the_model_needs_still_run() -> None:
+    model = tiny_bert_mlm(layers=3, dropout=0.0)
+    with pytest.warns(FutureWarning):
+        weight_norm(model.bert.encoder.layer[0].output.dense)
+    layer = model.bert.encoder.layer[0].output.dense
+    with torch.no_grad():
+        layer.weight_g.mul_(3.0)
+    ids, mask = text()
+    got = hidden_states(find_anatomy(model), 2, ids, mask)
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    assert torch.equal(got, expected.hidden_states[2])
+    norm = layer.weight.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(norm, layer.weight_g)
+
+
+def test_capturing_hooks_that_transformers_installs_meanwhile_stay() -> None:
+    model = tiny_bert_mlm()
+    model.config.output_hidden_states = True
+    model.register_forward_hook(lambda *_: None)
+    ids, mask = text()
+    got = hidden_states(find_anatomy(model), 1, ids, mask)
+    model.eval()
+    out = model(input_ids=ids, attention_mask=mask)
+    assert len(out.hidden_states) == 3
+    assert torch.equal(out.hidden_states[1], got)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_gradient_checkpointing(reentrant: bool) -> None:
+    model = tiny_gpt2(layers=3).train()
+    ids, mask = text()
+    expected = by_hugging_face(model, ids, mask)[2]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    assert torch.equal(hidden_states(find_anatomy(model), 2, ids, mask), expected)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_models_run_eagerly_and_are_not_recompiled(whole: bool) -> None:
+    model = tiny_gpt2(layers=3, dropout=0.0)
+    ids, mask = text()
+    expected = by_hugging_face(model, ids, mask)[2]
+    compiled: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    if whole:
+        root = nn.Module()
+        root.model = torch.compile(model, backend=backend)
+        run = root.model
+    else:
+        for i, block in enumerate(model.transformer.h):
+            if i == 1:
+                block.compile(backend=backend)
+            else:
+                model.transformer.h[i] = torch.compile(block, backend=backend)
+        root = run = model
+    anatomy = find_anatomy(root)
+    assert torch.equal(hidden_states(anatomy, 2, ids, mask), expected)
+    assert compiled == []
+    run(input_ids=ids, attention_mask=mask)
+    first = len(compiled)
+    assert first > 0
+    assert torch.equal(hidden_states(anatomy, 2, ids, mask), expected)
+    run(input_ids=ids, attention_mask=mask)
+    assert len(compiled) == first
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt", "prefix"])
+def test_under_peft(kind: str) -> None:
+    model = tiny_gpt2(layers=3)
+    config: peft.PeftConfig
+    if kind == "lora":
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], init_lora_weights=False
+        )
+    elif kind == "prompt":
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    else:
+        config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with own_rng(2):
+        wrapped = peft.get_peft_model(model, config)
+    anatomy = find_anatomy(wrapped)
+    ids, mask = text()
+    got = hidden_states(anatomy, 2, ids, mask)
+    wrapped.eval()
+    with torch.no_grad():
+        out = wrapped(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    assert torch.equal(got, out.hidden_states[2][:, -ids.shape[1] :])
+    plain = by_hugging_face(tiny_gpt2(layers=3), ids, mask)[2]
+    assert (got - plain).abs().max() > 1e-4
+    assert context_length(anatomy) == (POSITIONS if kind == "lora" else POSITIONS - 4)
+
+
+def test_autocast_and_a_model_in_bf16() -> None:
+    ids, mask = text()
+    model = tiny_gpt2(layers=3).train()
+    anatomy = find_anatomy(model)
+    full = hidden_states(anatomy, 2, ids, mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = hidden_states(anatomy, 2, ids, mask)
+        expected = by_hugging_face(model, ids, mask)[2]
+    assert torch.equal(mixed, expected)
+    assert 0 < (mixed - full).abs().max() < 0.1
+    half = hidden_states(find_anatomy(tiny_gpt2(layers=3).bfloat16()), 2, ids, mask)
+    assert half.dtype == torch.bfloat16
+
+
+def test_weights_cast_for_it_are_not_kept_for_the_training_step() -> None:
+    model = tiny_gpt2(layers=2, dropout=0.0).train()
+    ids, mask = text()
+    cached: list[bool] = []
+    model.transformer.wte.forward = _noting(
+        model.transformer.wte.forward, lambda: cached.append(torch.is_autocast_cache_enabled())
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden_states(find_anatomy(model), 2, ids, mask)
+        assert cached == [False]
+        assert torch.is_autocast_cache_enabled()
+        model(input_ids=ids, attention_mask=mask).logits.float().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_positions_can_be_those_of_generate() -> None:
+    model = tiny_gpt2(layers=3)
+    anatomy = find_anatomy(model)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (1, 6), generator=generator)
+    padded = torch.nn.functional.pad(ids, (3, 0))
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
+    alone = hidden_states(anatomy, 2, ids)
+    shifted = hidden_states(anatomy, 2, padded, mask)[:, 3:]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    aligned = hidden_states(anatomy, 2, padded, mask, position_ids=positions)[:, 3:]
+    assert (shifted - alone).abs().max() > 1e-3
+    torch.testing.assert_close(aligned, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_a_plain_module_with_a_list_of_blocks() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+            return hidden + self.inner(hidden).tanh(), None
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 4)
+            self.blocks = nn.ModuleList([Block(), Block()])
+            self.out = nn.Linear(4, 11)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            hidden = self.embed(input_ids)
+            for block in self.blocks:
+                hidden, _ = block(hidden)
+            return self.out(hidden)
+
+    with own_rng(0):
+        model = Plain()
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        zero = model.embed(ids)
+        one, _ = model.blocks[0](zero)
+        two, _ = model.blocks[1](one)
+    for layer, expected in enumerate((zero, one, two)):
+        assert torch.equal(hidden_states(find_anatomy(model), layer, ids), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer": 4}, "layer=4 is out of range: the model has 3 blocks, so 0 to 3"),
+        ({"layer": -1}, "layer=-1 is out of range"),
+        ({"layer": True}, "layer=True is out of range"),
+        ({"input_ids": torch.zeros(0, 4).long()}, r"holds no text: its shape is \(0, 4\)"),
+        ({"input_ids": torch.zeros(2, 0).long()}, r"holds no text: its shape is \(2, 0\)"),
+        ({"input_ids": torch.zeros(4).long()}, r"must be \(B, L\), got \(4,\)"),
+        (
+            {"input_ids": torch.ones(1, POSITIONS + 1).long()},
+            "65 tokens long, but the model's context holds 64",
+        ),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 0], [0, 0, 0]])},
+            "text 1 is empty: its attention_mask is 0 everywhere",
+        ),
+        ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\), but input_ids"),
+        ({"at_once": 0}, "at_once must be a positive number"),
+    ],
+)
+def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"layer": 1, "input_ids": torch.ones(2, 3).long()} | change
+    with pytest.raises(ValueError, match=message):
+        hidden_states(find_anatomy(tiny_gpt2(layers=3)), **arguments)
+
+
+def test_the_context_of_roberta_is_what_padding_leaves() -> None:
+    anatomy = find_anatomy(tiny_roberta_mlm())
+    most = context_length(anatomy)
+    assert most == POSITIONS - 2
+    hidden_states(anatomy, 1, torch.full((1, most), 5))
+    with pytest.raises(ValueError, match="63 tokens long, but the model's context holds 62"):
+        hidden_states(anatomy, 1, torch.full((1, most + 1), 5))
+    assert context_length(find_anatomy(tiny_t5())) is None
+
+
+def test_a_model_without_position_ids_says_so() -> None:
+    ids = torch.ones(1, 3).long()
+    with pytest.raises(ValueError, match="takes no position_ids"):
+        hidden_states(find_anatomy(tiny_t5()), 1, ids, position_ids=ids)
+
+
+def test_a_model_without_blocks_says_so() -> None:
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+    with pytest.raises(ValueError, match="no transformer blocks"):
+        hidden_states(find_anatomy(model), 0, torch.ones(1, 3).long())

@@ -1,0 +1,238 @@
+"""Lower bounds on epsilon: never above the truth too often, and close to it with many games."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import ndtri
+from scipy.stats import binomtest
+
+from lightning_fedleak.auditing import audit_scores, epsilon_from_counts, gaussian_epsilon
+
+RUNS, ALPHA = 200, 0.05
+TOLERATED = RUNS * ALPHA + 3 * math.sqrt(RUNS * ALPHA * (1 - ALPHA))
+
+
+def gaussian(rng, members, sigma=1.0):
+    return rng.normal(size=members.size) + members / sigma
+
+
+def randomised_response(rng, members, epsilon=1.0):
+    return np.where(rng.random(members.size) < 1 / (1 + math.exp(-epsilon)), members, ~members)
+
+
+def worst(rng, members, epsilon=1.0, delta=0.05):
+    """With chance delta tells the bit outright, else randomised response: the most DP allows."""
+    told = rng.random(members.size) < delta
+    return np.where(told, 3.0 * members - 1, randomised_response(rng, members, epsilon))
+
+
+def play(mechanism, n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    members = rng.random(n) < 0.5
+    return torch.tensor(mechanism(rng, members).astype(float)), torch.tensor(members)
+
+
+@pytest.mark.parametrize("how", ["union", "split", 0.5])
+@pytest.mark.parametrize(
+    ("mechanism", "truth", "arguments"),
+    [
+        (randomised_response, 1.0, {}),
+        (worst, 1.0, {"delta": 0.05}),
+        (gaussian, gaussian_epsilon(0.1, 1.0), {"delta": 0.1}),
+        (gaussian, gaussian_epsilon(1e-5, 1.0), {"delta": 1e-5, "claim": "gaussian"}),
+    ],
+)
+def test_the_bound_is_too_large_with_probability_alpha_at_most(
+    mechanism, truth, arguments, how
+) -> None:
+    bounds = [
+        audit_scores(*play(mechanism, 500, seed), threshold=how, seed=seed, **arguments).epsilon
+        for seed in range(RUNS)
+    ]
+    assert sum(b > truth for b in bounds) <= TOLERATED
+    assert np.mean(bounds) > 0.1 * truth
+
+
+def test_choosing_the_threshold_on_the_games_it_is_judged_by_would_be_wrong() -> None:
+    """What the correction is for: no leak at all, and the best of many thresholds."""
+    naive = corrected = 0
+    runs, audit = 100, partial(audit_scores, confidence=0.5)
+    for seed in range(runs):
+        scores, members = play(partial(gaussian, sigma=1e9), 200, seed)
+        cuts = scores[::2].tolist()
+        naive += max(audit(scores, members, threshold=c).epsilon for c in cuts) > 0
+        corrected += audit(scores, members).epsilon > 0
+    assert naive > 0.5 * runs + 3 * math.sqrt(runs * 0.5 * 0.5)
+    assert corrected <= 0.5 * runs
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "truth", "arguments", "share"),
+    [
+        (randomised_response, 1.0, {}, 0.86),
+        (worst, 1.0, {"delta": 0.05}, 0.83),
+        (gaussian, gaussian_epsilon(0.1, 1.0), {"delta": 0.1}, 0.9),
+        (gaussian, gaussian_epsilon(1e-5, 1.0), {"delta": 1e-5, "claim": "gaussian"}, 0.93),
+    ],
+)
+@pytest.mark.parametrize("how", ["union", "split"])
+def test_the_bound_approaches_the_truth(mechanism, truth, arguments, share, how) -> None:
+    bound = audit_scores(*play(mechanism, 100_000, 1), threshold=how, **arguments)
+    assert share * truth < bound.epsilon <= truth < bound.limit
+
+
+def test_a_fixed_threshold_approaches_randomised_response() -> None:
+    bound = audit_scores(*play(randomised_response, 100_000, 1), threshold=0.5)
+    assert 0.97 < bound.epsilon <= 1.0
+
+
+def quantile_scores(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores without chance: n quantiles of N(0, 1), and the same moved by 1."""
+    quantiles = ndtri((np.arange(n) + 0.5) / n)
+    return torch.tensor(np.r_[quantiles + 1, quantiles]), torch.arange(2 * n) < n
+
+
+@pytest.mark.parametrize(
+    ("n", "delta", "published"),
+    [
+        (100, 0.0, 0.362665),
+        (100, 0.1, 0.176839),
+        (1000, 0.0, 0.669221),
+        (1000, 1e-3, 0.667708),
+        (10_000, 0.1, 0.606086),
+    ],
+)
+def test_a_fixed_threshold_gives_what_jax_privacy_gives(n, delta, published) -> None:
+    """jax_privacy 2.0.0, ``epsilon_clopper_pearson(.05, delta, one_sided=False, Explicit(.5))``."""
+    bound = audit_scores(*quantile_scores(n), delta=delta, threshold=0.5)
+    assert bound.epsilon == pytest.approx(published, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("n", "delta", "published"),
+    [(100, 0.0, 0.185354), (1000, 0.0, 1.049722), (10_000, 0.0, 1.787192), (10_000, 0.1, 0.911402)],
+)
+def test_the_union_is_tighter_than_jax_privacys_bonferroni(n, delta, published) -> None:
+    """The same version's default, which pays for every score as a threshold."""
+    bound = audit_scores(*quantile_scores(n), delta=delta).epsilon
+    assert published < bound < 1.2 * published + 0.01
+
+
+def test_counts_by_the_definition() -> None:
+    """Both directions, with scipy's Clopper-Pearson, one-sided at alpha / 2 each."""
+    for tp, fp in ((90, 3), (40, 0), (100, 60), (50, 50)):
+        tpr, tnr = (
+            binomtest(k, 100, alternative="greater").proportion_ci(0.975, "exact").low
+            for k in (tp, 100 - fp)
+        )
+        ways = [(tpr - 0.01) / (1 - tnr), (tnr - 0.01) / (1 - tpr)]
+        expected = max([0.0] + [math.log(w) for w in ways if w > 1])
+        got = epsilon_from_counts(tp, 100, fp, 100, delta=0.01)
+        assert got == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_other_direction_counts() -> None:
+    """A test that is only sure of who is *not* in."""
+    assert epsilon_from_counts(1000, 1000, 500, 1000) > 4
+    assert epsilon_from_counts(500, 1000, 0, 1000) > 4
+
+
+# ---- relations ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-3, 0.05])
+def test_a_replace_one_game_refutes_add_remove_by_group_privacy(delta: float) -> None:
+    """The largest epsilon whose (2 epsilon, (1 + e^epsilon) delta) the counts refute, by search."""
+    tpr = binomtest(950, 1000, alternative="greater").proportion_ci(0.975, "exact").low
+    fpr = binomtest(20, 1000, alternative="less").proportion_ci(0.975, "exact").high
+    grid = np.linspace(0, 4, 400_001)
+    refuted = tpr > np.exp(2 * grid) * fpr + (1 + np.exp(grid)) * delta
+    other = 1 - fpr > np.exp(2 * grid) * (1 - tpr) + (1 + np.exp(grid)) * delta
+    expected = grid[refuted | other].max()
+    counts = (950, 1000, 20, 1000)
+    replaced = partial(epsilon_from_counts, *counts, delta=delta, relation="replace_one")
+    assert replaced(accountant="add_remove") == pytest.approx(expected, abs=2e-5)
+    assert replaced() == epsilon_from_counts(*counts, delta=delta)
+    if delta == 0:
+        assert replaced(accountant="add_remove") == pytest.approx(replaced() / 2)
+
+
+def test_a_gaussian_step_that_replaces_moves_twice_as_far() -> None:
+    """Clip norm 1, noise sigma: replacing moves the sum by 2, the accountant adds or removes."""
+    sigma, delta = 2.0, 1e-5
+    truth = gaussian_epsilon(delta, sigma)
+    above, bounds = 0, []
+    for seed in range(RUNS):
+        scores, members = play(partial(gaussian, sigma=sigma / 2), 500, seed)
+        bound = audit_scores(
+            scores,
+            members,
+            delta=delta,
+            claim="gaussian",
+            relation="replace_one",
+            accountant="add_remove",
+        )
+        above += bound.epsilon > truth
+        bounds.append(audit_scores(scores, members, delta=delta, claim="gaussian").epsilon)
+    assert above <= TOLERATED
+    assert np.mean(np.array(bounds) > truth) > 0.5, "taken for add/remove it would overstate"
+
+
+def test_no_bridge_from_add_remove_to_replace_one() -> None:
+    scores, members = play(gaussian, 50, 0)
+    with pytest.raises(ValueError, match="bounds no replace-one epsilon"):
+        audit_scores(scores, members, relation="add_remove", accountant="replace_one")
+    bound = audit_scores(scores, members, relation="replace_one")
+    assert bound.relation == "replace_one"
+    assert "replace-one" in str(bound)
+
+
+# ---- what is unknown, and what is refused ---------------------------------------------------
+
+
+def test_a_score_that_is_nan_makes_the_bound_unknown() -> None:
+    scores, members = play(gaussian, 50, 0)
+    scores[3] = math.nan
+    for how in ("union", "split", 0.0):
+        bound = audit_scores(scores, members, threshold=how)
+        assert math.isnan(bound.epsilon)
+        assert "unknown" in str(bound)
+
+
+def test_infinite_scores_and_few_games_are_fine() -> None:
+    scores, members = torch.tensor([math.inf, -math.inf]), torch.tensor([True, False])
+    for how in ("union", "split", 0.0):
+        assert audit_scores(scores, members, threshold=how).epsilon == 0.0
+    scores, members = scores.repeat(100), members.repeat(100)
+    for how in ("union", "split", 0.0):
+        bound = audit_scores(scores, members, threshold=how)
+        assert 2 < bound.epsilon <= bound.limit
+    assert bound.epsilon == bound.limit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"delta": 1.0}, "delta must"),
+        ({"confidence": 95}, "confidence must"),
+        ({"threshold": "best"}, "threshold must"),
+        ({"threshold": math.nan}, "threshold must"),
+        ({"relation": "zero_out"}, "relation must"),
+        ({"relation": "replace_one", "accountant": "remove"}, "accountant must"),
+        ({"claim": "laplace"}, "claim must"),
+        ({"claim": "gaussian"}, "no epsilon at delta 0"),
+        ({"members": torch.ones(5, dtype=torch.bool)}, "members holds 5"),
+        ({"members": torch.ones(4, dtype=torch.bool)}, "with the target and without"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(arguments, words) -> None:
+    base = {"scores": torch.zeros(4), "members": torch.tensor([True, False] * 2)}
+    with pytest.raises(ValueError, match=words):
+        audit_scores(**(base | arguments))
+    with pytest.raises(ValueError, match="tp <= positives"):
+        epsilon_from_counts(3, 2, 0, 2)

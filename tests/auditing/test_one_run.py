@@ -1,0 +1,187 @@
+"""One-run audits against exact sums, the paper's printed values, and known mechanisms."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binom
+
+from lightning_fedleak.auditing import (
+    audit_one_run,
+    gaussian_epsilon,
+    one_run_epsilon,
+    one_run_p_value,
+)
+
+RUNS, ALPHA = 200, 0.05
+TOLERATED = RUNS * ALPHA + 3 * math.sqrt(RUNS * ALPHA * (1 - ALPHA))
+
+
+@pytest.mark.parametrize(
+    ("m", "r", "v", "delta", "printed"),
+    [(1000, 100, 75, 1e-4, 0.673), (100_000, 1510, 1439, 1e-5, 2.675)],
+)
+def test_the_values_printed_in_the_paper(m, r, v, delta, printed) -> None:
+    """ArXiv 2305.08846v1, Appendix D and Sect. 7; the second is cut, not rounded (2.67585)."""
+    assert one_run_epsilon(m, r, v, delta=delta) == pytest.approx(printed, abs=1e-3)
+
+
+@pytest.mark.parametrize(("m", "r", "v"), [(40, 20, 17), (40, 40, 40), (30, 5, 1), (12, 12, 6)])
+@pytest.mark.parametrize("delta", [Fraction(0), Fraction(1, 1000)])
+def test_p_value_is_the_theorems_summed_in_rationals(m, r, v, delta) -> None:
+    q = Fraction(3, 4)
+    law = [math.comb(r, k) * q**k * (1 - q) ** (r - k) for k in range(r + 1)]
+    worst = max(sum(law[max(0, v - i) : v]) / i for i in range(1, m + 1))
+    exact = min(Fraction(1), sum(law[v:]) + 2 * m * delta * worst)
+    got = one_run_p_value(m, r, v, math.log(3), float(delta))
+    assert got == pytest.approx(float(exact), rel=1e-9)
+
+
+def test_without_delta_epsilon_is_the_binomials() -> None:
+    """All right: q^r = alpha."""
+    q = 0.05 ** (1 / 30)
+    assert one_run_epsilon(30, 30, 30) == pytest.approx(math.log(q / (1 - q)), rel=1e-9)
+    assert one_run_epsilon(100, 100, 50) == 0.0
+    assert one_run_epsilon(100, 0, 0) == 0.0
+    epsilon = one_run_epsilon(500, 200, 150)
+    assert binom.sf(149, 200, 1 / (1 + math.exp(-epsilon))) == pytest.approx(0.05, rel=1e-6)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-5, 1e-3])
+def test_p_value_grows_with_epsilon_so_that_the_bound_is_well_defined(delta) -> None:
+    values = [one_run_p_value(300, 100, 80, e, delta) for e in np.linspace(0, 12, 300)]
+    assert (np.diff(values) >= -1e-12).all()
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1.0])
+@pytest.mark.parametrize("delta", [1e-4, 1e-2])
+def test_p_value_covers_a_mechanism_that_may_tell_everything(epsilon, delta) -> None:
+    """All bits are told with chance delta, else each by randomised response."""
+    m, q = 50, 1 / (1 + math.exp(-epsilon))
+    for v in range(1, m + 1):
+        chance = delta + (1 - delta) * binom.sf(v - 1, m, q)
+        assert one_run_p_value(m, m, v, epsilon, delta) >= chance - 1e-12
+
+
+def coins(m: int, rng) -> np.ndarray:
+    return rng.random(m) < 0.5
+
+
+def randomised_response(members, rng):
+    return np.where(rng.random(members.size) < 1 / (1 + math.exp(-1.0)), members, ~members)
+
+
+def worst(members, rng):
+    told = rng.random(members.size) < 0.001
+    return np.where(told, 3.0 * members - 1, randomised_response(members, rng))
+
+
+def gaussian(members, rng):
+    return rng.normal(size=members.size) + 2 * members
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "truth", "delta", "guesses"),
+    [
+        (randomised_response, 1.0, 0.0, 300),
+        (randomised_response, 1.0, 0.0, None),
+        (worst, 1.0, 0.001, 300),
+        (gaussian, gaussian_epsilon(1e-5, 0.5), 1e-5, None),
+    ],
+)
+def test_the_bound_is_too_large_with_probability_alpha_at_most(
+    mechanism, truth, delta, guesses
+) -> None:
+    bounds = []
+    for seed in range(RUNS):
+        rng = np.random.default_rng(seed)
+        members = coins(300, rng)
+        scores = torch.tensor(mechanism(members, rng).astype(float))
+        bound = audit_one_run(
+            scores, torch.tensor(members), delta=delta, guesses=guesses, seed=seed
+        )
+        bounds.append(bound.epsilon)
+    assert sum(b > truth for b in bounds) <= TOLERATED
+    assert np.mean(bounds) > 0.15 * truth
+
+
+def test_the_bound_approaches_randomised_response() -> None:
+    rng = np.random.default_rng(0)
+    members = coins(100_000, rng)
+    scores = torch.tensor(randomised_response(members, rng).astype(float))
+    bound = audit_one_run(scores, torch.tensor(members), guesses=100_000)
+    assert 0.97 < bound.epsilon <= 1.0 < bound.limit
+
+
+def test_abstaining_helps_where_few_canaries_are_clear() -> None:
+    rng = np.random.default_rng(0)
+    members = coins(10_000, rng)
+    scores, bits = torch.tensor(gaussian(members, rng)), torch.tensor(members)
+    everyone = audit_one_run(scores, bits, delta=1e-5, guesses=10_000)
+    few = audit_one_run(scores, bits, delta=1e-5, guesses=[(100, 100)])
+    chosen = audit_one_run(scores, bits, delta=1e-5)
+    assert everyone.epsilon < 0.8 * few.epsilon
+    assert everyone.epsilon < chosen.epsilon <= gaussian_epsilon(1e-5, 0.5)
+
+
+def test_guesses_are_the_extremes_and_order_does_not_matter() -> None:
+    scores = torch.arange(100.0)
+    members = scores >= 50
+    bound = audit_one_run(scores, members, guesses=[(10, 20)])
+    assert bound.epsilon == one_run_epsilon(100, 30, 30) == bound.limit
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
+    assert audit_one_run(scores[order], members[order], guesses=[(10, 20)]) == bound
+
+
+def test_equal_scores_are_not_broken_in_favour_of_members() -> None:
+    members = torch.arange(1000) < 500
+    bounds = [audit_one_run(torch.zeros(1000), members, seed=s).epsilon for s in range(100)]
+    assert np.mean(np.array(bounds) > 0) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 100)
+
+
+def test_a_coin_between_two_texts_bounds_add_remove_by_group_privacy() -> None:
+    counts = (1000, 100, 99)
+    replaced = one_run_epsilon(*counts, delta=1e-6, relation="replace_one")
+    bridged = one_run_epsilon(*counts, delta=1e-6, relation="replace_one", accountant="add_remove")
+    p_value = one_run_p_value(*counts, 2 * bridged, (1 + math.exp(bridged)) * 1e-6)
+    assert p_value == pytest.approx(0.05, rel=1e-6)
+    assert bridged < replaced / 2 < bridged + 0.05
+    with pytest.raises(ValueError, match="no replace-one epsilon"):
+        one_run_epsilon(*counts, accountant="replace_one")
+
+
+def test_unknown_scores_make_the_bound_unknown() -> None:
+    scores, members = torch.randn(100), torch.arange(100) % 2 == 0
+    scores[5] = math.nan
+    assert math.isnan(audit_one_run(scores, members).epsilon)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"members": torch.ones(64, dtype=torch.bool)}, "fair coins would not give"),
+        ({"members": torch.zeros(64, dtype=torch.bool)}, "fair coins would not give"),
+        ({"members": torch.ones(3, dtype=torch.bool)}, "members holds 3"),
+        ({"guesses": 65}, "cannot make"),
+        ({"guesses": [(-1, 5)]}, "cannot make"),
+        ({"guesses": 0}, "cannot make"),
+        ({"guesses": []}, "no guess"),
+        ({"delta": -0.1}, "delta must"),
+        ({"confidence": 1.0}, "confidence must"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(arguments, words) -> None:
+    base = {"scores": torch.zeros(64), "members": torch.arange(64) % 2 == 0}
+    with pytest.raises(ValueError, match=words):
+        audit_one_run(**(base | arguments))
+
+
+def test_counts_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="right <= guesses"):
+        one_run_p_value(10, 5, 6, 1.0)
+    with pytest.raises(ValueError, match="cannot be negative"):
+        one_run_p_value(10, 5, 4, -1.0)

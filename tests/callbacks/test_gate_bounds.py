@@ -1,0 +1,412 @@
+"""RiskGate's bounds: what they promise over a whole run, by simulation, and in real fits."""
+
+import json
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.callbacks import LeakageLimitExceeded, LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks.evidence import Evidence, default_warmup
+from tests.callbacks.runs import Probe, fit
+from tests.callbacks.test_gate import F1, Scripted
+
+ALPHA = 0.05
+
+
+def coin(rng, mean, last):
+    return float(rng.random() < mean)
+
+
+def steady(rng, mean, last):
+    return rng.beta(40 * mean, 40 * (1 - mean))
+
+
+def swinging(rng, mean, last):
+    """Autocorrelated: each look is expected at least at ``mean``, more so after a high one."""
+    return float(rng.random() < min(1.0, mean + 0.3 * last))
+
+
+def goes_on(evidence, draw, mean, looks, seed):
+    """Whether a run of so many looks is never acted on; returns the look it ended at too."""
+    rng, last = np.random.default_rng(seed), 0.0
+    for look in range(1, looks + 1):
+        last = draw(rng, mean, last)
+        evidence.update(last)
+        if evidence.verdict().fires:
+            return False, look
+    return True, looks
+
+
+# ---- simulation -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", [coin, steady, swinging])
+@pytest.mark.parametrize("mean", [0.3, 0.32])
+def test_upper_lets_a_system_that_is_above_go_on_with_probability_alpha(draw, mean):
+    runs = 200
+    survived = sum(
+        goes_on(Evidence("upper", 0.3, ALPHA, None, "f1"), draw, mean, 80, seed)[0]
+        for seed in range(runs)
+    )
+    assert survived <= runs * ALPHA + 3 * math.sqrt(runs * ALPHA * (1 - ALPHA))
+
+
+def test_upper_lets_a_comfortably_safe_system_go_on():
+    """Half-way to the threshold, with noise, as the default warm-up allows for."""
+    for at_most, metric, mean in ((0.3, "f1", 0.15), (0.6, "auc", 0.55), (0.5, "recall", 0.2)):
+        survived = [
+            goes_on(Evidence("upper", at_most, ALPHA, None, metric), steady, mean, 400, seed)[0]
+            for seed in range(25)
+        ]
+        assert np.mean(survived) >= 0.9
+
+
+def test_upper_stops_a_system_that_is_too_close_to_tell():
+    survived = [
+        goes_on(Evidence("upper", 0.3, ALPHA, None, "f1"), coin, 0.27, 60, seed)[0]
+        for seed in range(40)
+    ]
+    assert np.mean(survived) < 0.3
+
+
+@pytest.mark.parametrize("draw", [coin, steady])
+def test_lower_stops_a_system_that_is_below_with_probability_alpha(draw):
+    """The core is simulated over 10,000 looks in tests/metrics/test_sequential.py."""
+    runs = 60
+    stopped = sum(
+        not goes_on(Evidence("lower", 0.3, ALPHA, None, "f1"), draw, 0.3, 400, seed)[0]
+        for seed in range(runs)
+    )
+    assert stopped <= runs * ALPHA + 3 * math.sqrt(runs * ALPHA * (1 - ALPHA))
+
+
+def test_the_plain_comparison_stops_that_system_for_sure():
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        assert max(steady(rng, 0.25, 0) for _ in range(400)) > 0.3
+
+
+def test_lower_stops_a_system_that_is_above_and_finds_a_late_rise():
+    ends = [
+        goes_on(Evidence("lower", 0.3, ALPHA, None, "f1"), steady, 0.4, 400, seed)
+        for seed in range(20)
+    ]
+    assert not any(on for on, _ in ends)
+    assert np.median([look for _, look in ends]) < 30
+    evidence = Evidence("lower", 0.3, ALPHA, None, "f1")
+    for _ in range(500):
+        evidence.update(0.1)
+    assert goes_on(evidence, steady, 0.7, 40, 0)[1] < 30
+
+
+def test_upper_acts_on_a_late_rise_that_the_mean_over_all_looks_hides():
+    evidence = Evidence("upper", 0.3, ALPHA, None, "f1")
+    for _ in range(500):
+        evidence.update(0.05)
+    assert not evidence.verdict().fires
+    on, look = goes_on(evidence, steady, 0.7, 40, 0)
+    assert not on
+    assert look < 30
+    verdict = evidence.verdict()
+    assert verdict.above
+    assert verdict.mean < 0.3
+
+
+def test_an_advantage_is_tested_on_its_own_range():
+    evidence = Evidence("lower", 0.2, ALPHA, None, "advantage")
+    for _ in range(300):
+        evidence.update(-0.5)
+        evidence.update(0.7)
+    assert not evidence.verdict().fires
+    for _ in range(40):
+        evidence.update(0.9)
+    assert evidence.verdict().fires
+
+
+def test_the_warmups_in_the_docstring_are_the_defaults():
+    words = RiskGate.__doc__.replace("\n", " ")
+    for looks, at_most, least, text in (
+        (20, 0.5, 0.0, "20 looks for an F1 of at most 0.5"),
+        (40, 0.3, 0.0, "40 for 0.3"),
+        (140, 0.1, 0.0, "140 for 0.1"),
+        (64, 0.6, 0.5, "64 for an AUC"),
+    ):
+        assert default_warmup(at_most, ALPHA, least, (0, 1)) == looks
+        assert text in words
+    assert Evidence("upper", 0.6, ALPHA, None, "auc_worst_client").warmup == 64
+    assert Evidence("upper", 0.4, ALPHA, None, "auc").warmup > 0
+
+
+# ---- in a fit -------------------------------------------------------------------------------
+
+
+LOW, HIGH = 1, 20  # right types named: F1 near .05 and .7
+
+
+def run(tmp_path, script, n=None, ckpt_path=None, **gate):
+    monitor = LeakageMonitor(Scripted(script), every_n_steps=1)
+    gate = RiskGate(F1, **gate)
+    trainer = fit([gate, monitor], tmp_path, n=4 * len(script), ckpt_path=ckpt_path)
+    return trainer, gate, monitor
+
+
+def test_lower_waits_for_evidence_where_value_stops_at_once(tmp_path):
+    script = [LOW, HIGH, LOW, LOW, HIGH, LOW, LOW, LOW]
+    with pytest.warns(UserWarning, match="stopped training at step 1"):
+        run(tmp_path, script, at_most=0.5)
+    trainer, gate, _ = run(tmp_path, script, at_most=0.5, bound="lower")
+    assert trainer.global_step == 8
+    assert gate.fired is None
+    assert 0 < gate.verdict.evidence < gate.verdict.needed == 20
+    assert gate.verdict.looks == 8
+
+
+def test_lower_stops_on_evidence_and_says_what_it_means(tmp_path):
+    with pytest.warns(UserWarning, match="stopped training") as caught:
+        trainer, gate, _ = run(tmp_path, [HIGH] * 12, at_most=0.3, bound="lower")
+    assert 2 < trainer.global_step < 12
+    assert gate.fired.verdict.evidence >= 20
+    assert gate.fired.verdict.looks == trainer.global_step
+    assert math.isnan(gate.fired.low)
+    (text,) = [str(w.message) for w in caught if "RiskGate" in str(w.message)]
+    for words in ("at this look", "of 20 needed", "bound='lower'", "alpha=0.05", "mean 0.7"):
+        assert words in text
+    assert "with probability at most 0.05, however long the run" in text
+    assert gate.fired.checkpoint.exists()
+
+
+def test_upper_lets_the_warmup_pass_and_then_a_run_that_is_shown_safe(tmp_path):
+    trainer, gate, _ = run(tmp_path, [LOW] * 12, at_most=0.7, bound="upper", warmup=6)
+    assert trainer.global_step == 12
+    assert gate.fired is None
+    assert gate.verdict.evidence > 20
+    log = next(tmp_path.rglob("metrics.csv")).read_text()
+    assert "gate/probe/f1_evidence" in log
+
+
+def test_upper_stops_what_is_not_shown_safe_and_does_not_call_it_unsafe(tmp_path):
+    script = [LOW, HIGH] * 5
+    with pytest.warns(UserWarning, match="stopped training at step 5") as caught:
+        trainer, gate, _ = run(tmp_path, script, at_most=0.6, bound="upper", warmup=6)
+    assert trainer.global_step == 6
+    assert not gate.fired.verdict.above
+    (text,) = [str(w.message) for w in caught if "RiskGate" in str(w.message)]
+    for words in ("for a mean below 0.6", "After 6 looks", "may give away more", "warmup="):
+        assert words in text
+    assert "does not say that this run is above" in text
+
+
+def test_upper_stops_within_the_warmup_what_is_shown_unsafe(tmp_path):
+    with pytest.warns(UserWarning, match="stopped training"):
+        trainer, gate, _ = run(tmp_path, [HIGH] * 12, at_most=0.3, bound="upper", warmup=12)
+    assert trainer.global_step < 12
+    assert gate.fired.verdict.above
+
+
+def test_unknown_counts_as_worst_for_upper(tmp_path):
+    script = [LOW] * 6 + [None] * 8
+    with pytest.warns(UserWarning, match="unknown and counted as worst"):
+        trainer, gate, _ = run(tmp_path, script, at_most=0.3, bound="upper", warmup=14)
+    assert 6 < trainer.global_step < 14
+    assert gate.fired.verdict.unknown > 0
+
+
+def test_unknown_uses_up_the_patience_of_lower_and_is_no_evidence(tmp_path):
+    script = [LOW, None, LOW, None, None, LOW, LOW, LOW]
+    with pytest.warns(UserWarning, match="stopped training at step 4") as caught:
+        trainer, gate, _ = run(tmp_path, script, at_most=0.3, bound="lower", patience=1)
+    assert trainer.global_step == 5
+    assert gate.verdict.looks == 2
+    text = next(str(w.message) for w in caught if "RiskGate" in str(w.message))
+    assert "is unknown" in text
+    assert "evidence" not in text
+    trainer, gate, _ = run(tmp_path / "b", script, at_most=0.3, bound="lower", strict=False)
+    assert trainer.global_step == 8
+    assert gate.fired is None
+
+
+def test_evidence_survives_a_checkpoint_and_starts_anew_for_another_threshold(tmp_path):
+    script = [HIGH] * 3
+    trainer, gate, _ = run(tmp_path, script, at_most=0.5, bound="lower")
+    assert gate.fired is None
+    path = tmp_path / "middle.ckpt"
+    trainer.save_checkpoint(path)
+    state = torch.load(path, weights_only=True)["callbacks"]["RiskGate[probe/f1]"]
+    json.dumps(state)
+    before = gate.verdict.evidence
+
+    def resume(folder, **changed):
+        monitor = LeakageMonitor(Scripted([HIGH] * 24), every_n_steps=1)
+        gate = RiskGate(F1, **({"at_most": 0.5, "bound": "lower"} | changed))
+        trainer = fit([gate, monitor], tmp_path / folder, n=12, max_epochs=8, ckpt_path=path)
+        return trainer, gate
+
+    with pytest.warns(UserWarning, match="stopped training"):
+        resumed, gate = resume("b")
+    assert gate.fired.verdict.looks == resumed.global_step < 24
+    assert before < 20
+    with (
+        pytest.warns(UserWarning, match="starts anew"),
+        pytest.warns(UserWarning, match="stopped training"),
+    ):
+        resumed, gate = resume("c", at_most=0.45)
+    assert gate.fired.verdict.looks == resumed.global_step - 3
+
+
+def test_a_second_fit_starts_anew(tmp_path):
+    gate = RiskGate(F1, at_most=0.5, bound="lower", action="raise")
+    for folder in ("a", "b"):
+        monitor = LeakageMonitor(Scripted([HIGH] * 3), every_n_steps=1)
+        fit([gate, monitor], tmp_path / folder, n=12)
+    assert gate.verdict.looks == 3
+
+
+def test_raise_works_with_a_bound(tmp_path):
+    with pytest.raises(LeakageLimitExceeded, match="bound='lower'"):
+        run(tmp_path, [HIGH] * 12, at_most=0.3, bound="lower", action="raise")
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("leakage/probe/f1_low", "known range"),
+        ("leakage/probe/f1_high", "known range"),
+        ("monitor/failures", "known range"),
+        ("monitor/seconds", "known range"),
+        ("leakage/probe/exposed", "known range"),
+        ("leakage/probe/f2", "Did you mean"),
+    ],
+)
+@pytest.mark.parametrize("bound", ["lower", "upper"])
+def test_a_metric_without_a_range_is_refused_before_the_first_step(tmp_path, metric, words, bound):
+    monitor = LeakageMonitor(Probe())
+    with pytest.raises(ValueError, match=words):
+        fit([RiskGate(metric, at_most=0.3, bound=bound), monitor], tmp_path)
+    assert monitor.looks == 0
+
+
+@pytest.mark.parametrize("at_most", [0.0, 1.0, 1.5, -0.2])
+def test_a_threshold_that_nothing_can_be_shown_about_is_refused(tmp_path, at_most):
+    with pytest.raises(ValueError, match=r"watches 'leakage/probe/f1'.*strictly between 0 and 1"):
+        fit([RiskGate(F1, at_most=at_most, bound="upper"), LeakageMonitor(Probe())], tmp_path)
+
+
+def test_the_worst_client_has_a_range_too(tmp_path):
+    gate = RiskGate(f"{F1}_worst_client", at_most=0.3, bound="lower", action="raise")
+    with pytest.raises(LeakageLimitExceeded):
+        fit([gate, LeakageMonitor(Scripted([HIGH] * 12), every_n_steps=1)], tmp_path, n=48)
+
+
+def test_lower_refuses_the_worst_of_several_clients():
+    gate = RiskGate(f"{F1}_worst_client", at_most=0.3, bound="lower")
+    monitor = LeakageMonitor(Probe())
+    trainer = SimpleNamespace(
+        callbacks=[monitor, gate], world_size=2, min_epochs=None, min_steps=None
+    )
+    with pytest.raises(ValueError, match="Watch the pooled value"):
+        gate.setup(trainer, None, "fit")
+
+
+AUC = "leakage/fc_membership/auc"
+
+
+def look(gate, evidence_metric="auc", **monitor):
+    """One look of a monitor that pools over looks, as the gate sees it."""
+    gate._monitor = SimpleNamespace(
+        **({"latest": {}, "look_values": {}, "pending": frozenset(), "last_step": 0} | monitor)
+    )
+    if gate._evidence is None and gate.bound != "value":
+        gate._evidence = Evidence(gate.bound, gate.at_most, gate.alpha, None, evidence_metric)
+    events = []
+    gate.action = events.append
+    strategy = SimpleNamespace(reduce_boolean_decision=lambda decision, all: decision)
+    gate._decide(SimpleNamespace(strategy=strategy, loggers=[]))
+    return events
+
+
+def test_a_bound_reads_single_looks_where_the_logs_pool_them():
+    values = {"latest": {AUC: 0.9, f"{AUC}_low": 0.8}, "look_values": {AUC: 0.4, f"{AUC}_low": 0.8}}
+    gate = RiskGate(AUC, at_most=0.6, bound="lower")
+    assert not look(gate, **values)
+    assert gate.verdict.mean == 0.4
+    (event,) = look(RiskGate(AUC, at_most=0.6), **values)
+    assert (event.value, event.low) == (0.9, 0.8)
+
+
+@pytest.mark.parametrize("bound", ["value", "lower", "upper"])
+def test_a_value_that_is_still_to_come_is_neither_breach_nor_evidence(bound):
+    gate = RiskGate(AUC, at_most=0.6, bound=bound)
+    assert not look(gate, pending=frozenset([AUC]))
+    assert gate.verdict is None
+    assert bool(look(gate)) == (bound != "upper"), "unknown: a breach, or bad evidence"
+
+
+@pytest.mark.parametrize(
+    ("fpr", "settings", "gate", "words"),
+    [
+        ("0.01", {}, {"bound": "lower"}, "known only from 1000 .* of 1 look, and never known"),
+        ("0.001", {}, {"strict": False}, "known only from 10000 .* of 100 looks, and never known"),
+        ("0.01", {}, {}, "has 16 of them, so that it is unknown at the first 62 looks"),
+        ("0.01", {"targets": 500}, {}, "unknown at the first 1 looks"),
+        ("0.01", {}, {"strict": False}, None),
+        ("0.01", {}, {"patience": 62}, None),
+        ("0.01", {"targets": 500}, {"patience": 1}, None),
+        ("0.01", {"targets": 1000}, {}, None),
+        ("0.01", {"targets": 1000}, {"bound": "lower"}, None),
+    ],
+)
+def test_a_rate_that_is_not_known_when_the_gate_acts_is_refused(
+    tmp_path, fpr, settings, gate, words
+):
+    monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=100, **settings)
+    gate = RiskGate(f"leakage/fc_membership/tpr_at_fpr_{fpr}", at_most=0.3, **gate)
+    trainer = SimpleNamespace(callbacks=[gate, monitor], world_size=1, min_epochs=0, min_steps=0)
+    refused = nullcontext() if words is None else pytest.raises(ValueError, match=words)
+    with refused:
+        gate.setup(trainer, None, "fit")
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "advantage", "f1", "auc"])
+@pytest.mark.parametrize("bound", ["value", "lower", "upper"])
+def test_rates_of_games_are_known_from_the_first_look_on(tmp_path, metric, bound):
+    monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=3)
+    warmup = 10 if bound == "upper" else None
+    name = f"leakage/fc_membership/{metric}"
+    gate = RiskGate(name, at_most=0.9, bound=bound, warmup=warmup, action=lambda event: None)
+    fit([gate, monitor], tmp_path)
+    assert monitor.failures == 0
+    assert monitor.look_values[gate.metric] == 1
+    if bound == "value":
+        assert (gate.fired.step, gate.fired.value) == (1, 1)
+    else:
+        assert (gate.fired, gate.verdict.looks, gate.verdict.unknown) == (None, 3, 0)
+
+
+def test_a_new_fit_counts_breaches_anew(tmp_path):
+    gate = RiskGate(F1, at_most=0.3, patience=3, action="stop")
+    for root in "ab":
+        fit([gate, LeakageMonitor(Scripted([HIGH] * 2), every_n_steps=4)], tmp_path / root)
+        assert gate.fired is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"bound": "mean"}, "bound must be"),
+        ({"bound": "lower", "alpha": 0.0}, "alpha must"),
+        ({"bound": "lower", "alpha": 5}, "alpha must"),
+        ({"bound": "lower", "warmup": 3}, "bound='upper' alone"),
+        ({"warmup": 3}, "bound='upper' alone"),
+        ({"bound": "upper", "warmup": 0}, "warmup must be a positive"),
+        ({"bound": "upper", "patience": 1}, "fail-closed"),
+        ({"bound": "upper", "strict": False}, "fail-closed"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        RiskGate(F1, at_most=0.3, **arguments)

@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.attention_membership import AttentionMembership
+from lightning_fedleak.attacks.base import Query
+from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.hidden import hidden_states
+from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
+from lightning_fedleak.games.inserted import autograd_gradient, generic_upstream, loss_upstream
+from lightning_fedleak.games.losses import default_loss
+from lightning_fedleak.games.states import client_states
+from tests.games.toy import ToyMembership
+from tests.helpers.models import own_rng, tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_llama
+
+MODELS = {"gpt2": tiny_gpt2, "llama": tiny_llama, "bert": tiny_bert_mlm}
+
+
+def anatomy_of(name: str):
+    model = MODELS[name]().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)
+    return find_anatomy(model)
+
+
+def pool_of(n: int = 30, words: int = 90, length: int = 7) -> SentencePool:
+    generator = torch.Generator().manual_seed(0)
+    return SentencePool(
+        [
+            torch.randint(4, 4 + words, (3 + i % (length - 2),), generator=generator)
+            for i in range(n)
+        ],
+        tokens=length,
+    )
+
+
+def attacks_of(layer: int) -> list:
+    return [
+        ToyMembership(layer, tokens=7, name="toy"),
+        ToyMembership(layer, "full", tokens=7, name="toy-full"),
+        FCMembership(layer, name="fc"),
+        FCMembership(layer, "full", tokens=7, name="fc-full"),
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("placement", ["sequential", "parallel", "embedding"])
+def test_closed_form_is_what_autograd_gives_through_inserted_layers(
+    name: str, placement: str
+) -> None:
+    """In float64 to 1e-10, with the upstream gradient that arrived at the crafted layers."""
+    anatomy, pool = anatomy_of(name), pool_of()
+    rows = [0, 3, 4, 5, 6]
+    ids, mask = pool.pad(rows)
+    loss = default_loss(anatomy)
+    fired = 0
+    reads_alone = AttentionMembership(1, whiten=False, gamma=0.5, tokens=7, name="attention")
+    for attack in [*attacks_of(layer=1), reads_alone]:
+        attack.prepare(anatomy)
+        hidden = client_states(anatomy, [1], ids, mask)[1]
+        for inside in (3, 9):
+            target_ids = pool.rows[inside][None]
+            states = hidden_states(anatomy, 1, target_ids)
+            target = attack.embed(states, Query(target_ids, None, torch.tensor([1])))
+            found, upstream = autograd_gradient(
+                anatomy, attack, target[0], ids, mask, placement, loss
+            )
+            wanted = attack.gradient(target, hidden, mask, upstream).sum(0)[0]
+            assert found.shape == (attack.rungs,)
+            torch.testing.assert_close(found, wanted.to(found), rtol=1e-10, atol=0)
+            assert bool((found != 0).any()) or inside == 9
+            fired += int((found != 0).any())
+            blank = loss_upstream(anatomy, attack, ids, mask, placement, loss)
+            assert blank.shape == upstream.shape
+            assert float((blank - upstream).norm() / upstream.norm()) < 0.1
+    assert fired >= 5
+    assert not any("fedleak" in n for n, _ in anatomy.model.named_modules())
+    assert all(p.grad is None for p in anatomy.model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_ways_of_playing_give_the_same_games_and_guesses(name: str) -> None:
+    anatomy, pool = anatomy_of(name), pool_of(20)
+    config = GameConfig(games=8, batch=5, gradients="autograd", seed=1)
+    real = play(anatomy, attacks_of(1), pool, config)
+    for changes in (
+        {},
+        {"upstream": "loss"},
+        {"forwards": "pooled"},
+        {"recompute": "padded"},
+    ):
+        closed = play(
+            anatomy, attacks_of(1), pool, replace(config, gradients="closed_form", **changes)
+        )
+        for one, other in zip(real, closed, strict=True):
+            for column in ("bits", "guesses", "scores", "collides", "positions", "batches"):
+                assert torch.equal(getattr(one, column), getattr(other, column)), column
+            assert (one.gradients, other.gradients) == ("autograd", "closed_form")
+            kept = one.without_collisions()
+            assert torch.equal(kept.bits, kept.guesses)
+    assert 0 < int(real[0].bits.sum()) < 8
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fc_is_perfect_where_the_lemmas_assumption_holds_and_not_at_layer_0(name: str) -> None:
+    anatomy, pool = anatomy_of(name), pool_of(40, words=24)
+    results = play(
+        anatomy,
+        [FCMembership(k, g, tokens=7, name=f"{g}{k}") for k in (0, 2) for g in ("token", "full")],
+        pool,
+        GameConfig(games=80, batch=10, forwards="pooled"),
+    )
+    by_name = {r.attack: r for r in results}
+    for result in results:
+        clean = result.without_collisions()
+        rates = clean.summary()
+        assert rates["accuracy"].value == rates["auc"].value == 1
+        assert len(clean) + int(result.collides.sum()) == len(result) == 80
+        # Where the target's state is in D outside the target the guess is always yes.
+        assert bool(result.only(result.collides).guesses.all())
+    word = by_name["token0"]
+    assert 0 < int(word.collides.sum()) < 80
+    rates = word.summary()
+    assert rates["accuracy"].value < 1
+    assert rates["auc"].value < 1
+    assert bool(by_name["token2"].collides.any()) is (name != "bert")
+    assert not by_name["full0"].collides.any()
+
+
+def test_results_say_how_they_came_about() -> None:
+    anatomy = anatomy_of("gpt2")
+    attack = FCMembership(1, name="fc")
+    [result] = play(anatomy, [attack], pool_of(), GameConfig(games=9, batch=4, targets_per_batch=4))
+    assert result.batches.tolist() == [0] * 4 + [1] * 4 + [2]
+    assert (result.protocol, result.gradients, result.dtype) == ("game", "closed_form", "float64")
+    plain = json.loads(json.dumps(result.to_dict(games=True)))
+    assert plain["config"]["batch"] == 4
+    assert plain["config"]["attack.tau"] == "auto"
+    assert plain["right"] == int((result.bits == result.guesses).sum())
+    assert plain["clusters"] == 3
+    assert plain["batches"] == [0] * 4 + [1] * 4 + [2]
+    assert plain["rates"]["accuracy"]["value"] == result.summary()["accuracy"].value
+    assert plain["rates"]["tpr_at_fpr_0.001"]["value"] is None
+    assert plain["rates_fitted"]["auc"] == plain["rates"]["auc"]
+    assert "9 right" in repr(result) or "of 9" in repr(result)
+
+
+def test_a_threshold_can_be_fitted_on_other_games() -> None:
+    """An adversary that never says yes, though its scores tell all."""
+
+    class Shy(FCMembership):
+        def guess(self, gradient, noise_std=0.0):
+            found = super().guess(gradient, noise_std)
+            return replace(found, members=torch.zeros_like(found.members))
+
+    [result] = play(anatomy_of("bert"), [Shy(1)], pool_of(), GameConfig(games=40, batch=4))
+    own, fitted = result.summary(), result.summary(fitted=True)
+    assert own["accuracy"].value == float((~result.bits).double().mean())
+    assert fitted["accuracy"].value == own["auc"].value == 1
+
+
+def test_a_seed_repeats_the_games_and_nothing_global_moves() -> None:
+    anatomy, pool = anatomy_of("bert"), pool_of()
+    anatomy.model.train()
+    flags = [m.training for m in anatomy.model.modules()]
+    weights = [p.detach().clone() for p in anatomy.model.parameters()]
+    before = torch.random.get_rng_state()
+    config = GameConfig(games=8, batch=4)
+    calls: list[int] = []
+    first = play(anatomy, [ToyMembership(1)], pool, config, progress=calls.append)[0]
+    again = play(anatomy, [ToyMembership(1)], pool, config)[0]
+    other = play(anatomy, [ToyMembership(1)], pool, replace(config, seed=1))[0]
+    beside = play(anatomy, [ToyMembership(2), FCMembership(1)], pool, config)[1]
+    assert calls == [1] * 8
+    assert torch.equal(first.bits, again.bits)
+    assert torch.equal(first.positions, again.positions)
+    assert torch.equal(first.scores, again.scores)
+    # What is drawn does not depend on who plays.
+    assert torch.equal(first.bits, beside.bits)
+    assert torch.equal(first.positions, beside.positions)
+    assert not torch.equal(first.positions, other.positions)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert flags == [m.training for m in anatomy.model.modules()]
+    assert all(map(torch.equal, weights, anatomy.model.parameters()))
+
+
+def test_client_and_server_compute_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 the member's distance is rounding: small, and not exactly zero everywhere."""
+    anatomy = find_anatomy(tiny_bert_mlm(d=64))
+    seen: list[float] = []
+
+    class Distance(ToyMembership):
+        def gradient(self, targets, hidden, mask, upstream):
+            near = (hidden[:, None] - targets[None, :, None]).abs().sum(-1)
+            near = near.masked_fill(mask[:, None] == 0, torch.inf)
+            seen.append(float(near.amin()))
+            return super().gradient(targets, hidden, mask, upstream)
+
+    for forwards in ("fresh", "pooled"):
+        seen.clear()
+        config = GameConfig(games=30, batch=6, forwards=forwards)
+        [result] = play(anatomy, [Distance(2, tau=(1e-3, 3.0))], pool_of(), config)
+        member = torch.tensor(seen)[result.bits]
+        assert float(member.max()) < 1e-3
+        assert float(member.max()) > 0
+
+
+def test_dropout_at_the_client_hides_members() -> None:
+    model = tiny_bert_mlm(dropout=0.3)
+    anatomy, pool = find_anatomy(model), pool_of()
+    config = GameConfig(games=60, batch=6)
+    [calm] = play(anatomy, [FCMembership(2)], pool, config)
+    [noisy] = play(anatomy, [FCMembership(2)], pool, replace(config, dropout=True))
+    assert torch.equal(calm.guesses, calm.bits)
+    assert not bool(noisy.guesses.any())
+    assert bool(noisy.bits.any())
+
+
+def test_the_authors_protocol() -> None:
+    anatomy, pool = anatomy_of("bert"), pool_of()
+    planted = torch.tensor([95, 96, 95, 96, 95, 96, 95, 96])
+    config = GameConfig(games=8, batch=6, protocol="authors", position=3)
+    for forwards in ("fresh", "pooled"):
+        results = play(
+            anatomy, attacks_of(1), pool, replace(config, forwards=forwards), planted=planted
+        )
+        for result in results:
+            assert result.protocol == "authors"
+            assert result.bits.tolist() == [True, False] * 4
+            assert result.positions.tolist() == [3] * 8
+            assert torch.equal(result.guesses, result.scores > result.scores.mean())
+            assert torch.equal(result.guesses, result.bits)
+    real = play(
+        anatomy, attacks_of(1)[:2], pool, replace(config, gradients="autograd"), planted=planted
+    )
+    for one, other in zip(real, results[:2], strict=True):
+        assert torch.equal(one.scores, other.scores)
+
+
+def test_padding_is_read_in_the_authors_protocol_and_masked_in_the_game() -> None:
+    """A state of a short sentence differs between the two wherever tokens see later ones."""
+    seen: list = []
+
+    class Spy(ToyMembership):
+        def gradient(self, targets, hidden, mask, upstream):
+            seen.append((hidden.shape[1], mask))
+            return super().gradient(targets, hidden, mask, upstream)
+
+    anatomy, pool = anatomy_of("bert"), pool_of()
+    play(anatomy, [Spy(1)], pool, GameConfig(games=2, batch=3))
+    assert all(mask is not None for _, mask in seen)
+    seen.clear()
+    config = GameConfig(games=2, batch=3, protocol="authors", position=1)
+    play(anatomy, [Spy(1)], pool, config, planted=torch.tensor([95, 96]))
+    assert seen == [(7, None)] * 2
+
+
+@pytest.mark.parametrize("gradients", ["autograd", "closed_form"])
+def test_a_planted_sentence_shorter_than_the_others_is_found(gradients: str) -> None:
+    """A token sees the padding behind it, on the server as on the client."""
+    config = GameConfig(games=4, batch=3, protocol="authors", position=1, gradients=gradients)
+    planted = torch.tensor([95, 96, 95])
+    for result in play(anatomy_of("bert"), attacks_of(1), pool_of(), config, planted=planted):
+        assert torch.equal(result.guesses, result.bits)
+
+
+def test_models_of_every_kind_have_a_loss_to_play_by_autograd() -> None:
+    with own_rng(0):
+        headless = BertModel(
+            BertConfig(
+                vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                num_attention_heads=2, max_position_embeddings=16,
+            )
+        )  # fmt: skip
+    for anatomy in (
+        find_anatomy(headless.double(), kind="classifier"),
+        find_anatomy(tiny_bert_classifier().double()),
+    ):
+        [result] = play(
+            anatomy,
+            [FCMembership(1)],
+            pool_of(),
+            GameConfig(games=6, batch=4, gradients="autograd"),
+        )
+        assert torch.equal(result.guesses, result.bits)
+
+
+def test_a_loss_of_the_users_own_is_used() -> None:
+    anatomy, calls = anatomy_of("bert"), []
+
+    def loss(model, ids, mask):
+        calls.append(ids.shape)
+        return model(input_ids=ids, attention_mask=mask).logits.square().mean()
+
+    config = GameConfig(games=2, batch=4, gradients="autograd")
+    play(anatomy, [ToyMembership(1)], pool_of(), config, loss=loss)
+    assert len(calls) == 2
+
+
+def test_generic_upstreams_are_not_zero() -> None:
+    hidden = torch.zeros(50, 40, 3, dtype=torch.bfloat16)
+    drawn = generic_upstream(hidden, False, torch.Generator().manual_seed(0))
+    assert drawn.shape == (50, 40)
+    assert drawn.dtype == torch.float32
+    assert bool((drawn != 0).all())
+    assert generic_upstream(hidden, True, torch.Generator()).shape == (50, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"games": 0}, "games must be a whole number"),
+        ({"batch": True}, "batch must be a whole number"),
+        ({"targets_per_batch": 0}, "targets_per_batch"),
+        ({"protocol": "paper"}, "protocol must be one of"),
+        ({"gradients": "exact"}, "gradients must be one of"),
+        ({"position": -1}, "position must be"),
+        ({"position": "first"}, "position must be"),
+        ({"placement": "inside"}, "placement must be one of"),
+        ({"protocol": "authors", "position": "last"}, "one target at one index"),
+        ({"protocol": "authors", "targets_per_batch": 2}, "one target at one index"),
+        ({"dropout": True, "gradients": "autograd"}, "dropout=True needs"),
+        ({"dropout": True, "forwards": "pooled"}, "dropout=True needs"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(GameError, match=message):
+        GameConfig(**changes)
+
+
+def test_what_does_not_go_together_is_said_before_the_first_game() -> None:
+    anatomy, pool = anatomy_of("gpt2"), pool_of()
+    config = GameConfig(games=2, batch=4)
+    with pytest.raises(GameError, match="attack 'toy': layer=3 is out of range"):
+        play(anatomy, [ToyMembership(3)], pool, config)
+    with pytest.raises(GameError, match="no attack"):
+        play(anatomy, [], pool, config)
+    with pytest.raises(GameError, match="context of 64"):
+        play(anatomy, [ToyMembership(1)], SentencePool([[1, 2], [3, 4]], tokens=65), config)
+    with pytest.raises(GameError, match="needs planted="):
+        play(anatomy, [ToyMembership(1)], pool, replace(config, protocol="authors"))
+    with pytest.raises(GameError, match="more than 30 distinct"):
+        play(anatomy, [ToyMembership(1)], pool, replace(config, batch=30))
+
+    class Bare(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(20, 4)
+            self.head = torch.nn.Linear(4, 20)
+
+        def forward(self, input_ids, attention_mask=None):
+            return self.head(self.embed(input_ids))
+
+    with pytest.raises(GameError, match="no transformer blocks"):
+        play(find_anatomy(Bare(), kind="causal"), [ToyMembership(1)], pool, config)

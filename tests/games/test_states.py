@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.hidden import hidden_states
+from lightning_fedleak.games import SentencePool
+from lightning_fedleak.games.pool import padded
+from lightning_fedleak.games.states import (
+    PooledStates,
+    client_states,
+    collides,
+    reads_ahead,
+    tells_positions_apart,
+)
+from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
+
+# model, tells positions apart at layer 0, reads ahead above it
+MODELS = {
+    "gpt2": (tiny_gpt2, True, False),
+    "llama": (tiny_llama, False, False),
+    "bert": (tiny_bert_mlm, True, True),
+}
+
+
+def anatomy_of(name: str, layers: int = 2):
+    model = MODELS[name][0](layers=layers).double()
+    # At initialisation states of tiny models lie close together; spread them as training does.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(8)
+    return find_anatomy(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_forward_gives_every_layer_of_the_clients_batch(name: str) -> None:
+    anatomy = anatomy_of(name)
+    ids, mask = SentencePool([[5, 6, 7, 8], [9, 8, 7], [4, 3]]).pad([0, 1, 2])
+    before = torch.random.get_rng_state()
+    seen = client_states(anatomy, [0, 1, 2], ids, mask)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in anatomy.root.modules())
+    with anatomy.undisturbed() as model, torch.no_grad():
+        wanted = model(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    for layer in (0, 1):
+        torch.testing.assert_close(seen[layer], wanted[layer], rtol=0, atol=0)
+    for layer in (0, 1, 2):
+        server = hidden_states(anatomy, layer, ids, mask)
+        real = mask.bool()
+        torch.testing.assert_close(seen[layer][real], server[real], rtol=1e-12, atol=1e-12)
+    assert set(client_states(anatomy, [1], ids, mask)) == {1}
+
+
+def test_dropout_is_the_models_own_and_seeded() -> None:
+    anatomy = find_anatomy(tiny_bert_mlm(dropout=0.5))
+    anatomy.model.eval()
+    ids, mask = SentencePool([[5, 6, 7], [9, 8, 7]]).pad([0, 1])
+    before = torch.random.get_rng_state()
+    one, same, other = (
+        client_states(anatomy, [1], ids, mask, dropout_seed=s)[1] for s in (1, 1, 2)
+    )
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert not torch.equal(one, client_states(anatomy, [1], ids, mask)[1])
+    assert not any(m.training for m in anatomy.model.modules())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_layer_tells_apart_is_seen_from_the_model(name: str) -> None:
+    anatomy, (_, positional, ahead) = anatomy_of(name), MODELS[name]
+    assert tells_positions_apart(anatomy) is positional
+    assert reads_ahead(anatomy, 1) is ahead
+    assert reads_ahead(anatomy, 2) is ahead
+    assert reads_ahead(anatomy, 0) is False
+
+
+def test_encoders_without_a_head_and_of_encoder_decoders_are_read_too() -> None:
+    config = BertConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    with own_rng(0):
+        anatomy = find_anatomy(BertModel(config), kind="classifier")
+    ids, mask = SentencePool([[5, 6, 7], [9, 8]]).pad([0, 1])
+    assert client_states(anatomy, [2], ids, mask)[2].shape == (2, 3, 16)
+    assert reads_ahead(anatomy, 1)
+    assert client_states(find_anatomy(tiny_t5()), [1], ids, mask)[1].shape == (2, 3, 16)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, layer: int) -> None:
+    """Against the hidden states themselves, on a language of three words."""
+    anatomy, (_, positional, ahead) = anatomy_of(name), MODELS[name]
+    rows = [list(w) for n in (2, 3) for w in itertools.product((11, 12, 13), repeat=n)]
+    pool = SentencePool(rows)
+    generator = torch.Generator().manual_seed(layer)
+    found, wanted = [], []
+    for _ in range(40):
+        order = torch.randperm(len(pool), generator=generator).tolist()
+        data, inside = order[:4], int(torch.randint(2, (1,), generator=generator))
+        place = 2 if inside else -1
+        target = pool.rows[data[2] if inside else order[4]]
+        position = int(torch.randint(len(target), (1,), generator=generator))
+        found.append(
+            collides(
+                [target],
+                torch.tensor([position]),
+                torch.tensor([place]),
+                [pool.rows[i] for i in data],
+                layer=layer,
+                sentence=None,
+                ahead=ahead and layer > 0,
+                positional=positional,
+            ).item()
+        )
+        mine = hidden_states(anatomy, layer, target[None])[0, position]
+        ids, mask = pool.pad([i for k, i in enumerate(data) if k != place])
+        theirs = hidden_states(anatomy, layer, ids, mask)[mask.bool()]
+        wanted.append(bool(((theirs - mine).abs().sum(1) < 1e-8).any()))
+    assert found == wanted
+    assert any(found) is (layer == 0 or not ahead)
+
+
+def test_whole_sentences_collide_where_what_is_read_of_them_is_the_same() -> None:
+    pool = SentencePool([[1, 2], [1, 2, 3], [1, 3, 3]])
+    targets = list(pool.rows)
+    for layer, tokens, ahead, wanted in (
+        (1, 8, False, [False, False, False]),
+        (1, 3, False, [False, False, False]),
+        (1, 2, False, [True, True, False]),
+        (0, 1, False, [True, True, True]),
+        (1, 1, True, [False, False, False]),
+    ):
+        flags = collides(
+            targets, torch.zeros(3, dtype=torch.int64), torch.arange(3), pool.rows,
+            layer=layer, sentence=tokens, ahead=ahead, positional=True,
+        )  # fmt: skip
+        assert flags.tolist() == wanted
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("length", [None, 7])
+def test_a_batch_put_together_differs_from_its_own_forward_by_rounding(
+    name: str, length: int | None
+) -> None:
+    anatomy = anatomy_of(name)
+    pool = SentencePool([[i, *range(20, 22 + i % 4)] for i in range(1, 12)])
+    pooled = PooledStates(
+        anatomy, [0, 1, 2], pool.rows, 4, 0, torch.Generator().manual_seed(0), length
+    )
+    for indices in ([3, 0, 7], [10, 3, 2, 1]):
+        data = [pool.rows[i] for i in indices]
+        ids, mask = padded(data, 0, length)
+        together = pooled.of(data)
+        wanted = client_states(anatomy, [0, 1, 2], ids, mask if length is None else None)
+        real = mask.bool() if length is None else torch.ones_like(ids, dtype=torch.bool)
+        for layer in (0, 1, 2):
+            assert together[layer].shape == wanted[layer].shape
+            torch.testing.assert_close(
+                together[layer][real], wanted[layer][real], rtol=1e-12, atol=1e-12
+            )
+
+
+def test_pooled_groups_are_computed_when_needed() -> None:
+    anatomy = anatomy_of("gpt2")
+    pool = SentencePool([[i, i + 1] for i in range(1, 13)])
+    pooled = PooledStates(anatomy, [1], pool.rows, 4, 0, torch.Generator().manual_seed(0))
+    pooled.of([pool.rows[0]])
+    assert len(pooled.states) == 4
+    pooled.of(pool.rows)
+    assert len(pooled.states) == 12

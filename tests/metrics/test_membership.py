@@ -1,0 +1,383 @@
+"""Membership rates against scikit-learn, brute force and simulation of the games."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest, kurtosis, norm, t
+from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
+
+from lightning_fedleak.metrics import (
+    MembershipInference,
+    clustered,
+    membership_rates,
+    proportion,
+)
+from lightning_fedleak.metrics.membership import RATES
+
+
+def games(n: int, shift: float = 1.0, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of independent games: N(shift, 1) for members, N(0, 1) for the others."""
+    rng = np.random.default_rng(seed)
+    members = rng.random(n) < 0.5
+    return torch.tensor(rng.normal(size=n) + shift * members), torch.tensor(members)
+
+
+def steps(n_steps: int, per_side: int, shift: float, together: float, seed: int):
+    """Games of which those of one step share a part of their noise."""
+    rng = np.random.default_rng(seed)
+    clusters = np.repeat(np.arange(n_steps), 2 * per_side)
+    members = np.tile(np.repeat([True, False], per_side), n_steps)
+    shared = rng.normal(size=(2, n_steps)) * math.sqrt(together)
+    own = rng.normal(size=clusters.size) * math.sqrt(1 - together)
+    scores = own + np.where(members, shift + shared[0, clusters], shared[1, clusters])
+    return torch.tensor(scores), torch.tensor(members), torch.tensor(clusters)
+
+
+@pytest.mark.parametrize("decimals", [15, 0])
+def test_values_are_scikit_learns(decimals: int) -> None:
+    scores, members = games(501)
+    scores = scores.round(decimals=decimals)
+    decisions = scores > 0.7
+    rates = membership_rates(scores, members, decisions=decisions)
+    assert rates["auc"].value == pytest.approx(roc_auc_score(members, scores), rel=1e-12)
+    assert rates["accuracy"].value == pytest.approx(accuracy_score(members, decisions), rel=1e-12)
+    assert rates["f1"].value == pytest.approx(f1_score(members, decisions), rel=1e-12)
+    tpr = (decisions & members).sum() / members.sum()
+    tnr = (~decisions & ~members).sum() / (~members).sum()
+    assert rates["advantage"].value == pytest.approx(float(tpr + tnr - 1), rel=1e-6)
+
+
+@pytest.mark.parametrize("clusters", [None, torch.arange(40) // 8])
+def test_scores_that_are_all_alike_tell_nothing(clusters) -> None:
+    rates = membership_rates(torch.zeros(40), torch.arange(40) % 2 == 0, clusters)
+    assert rates["auc"].value == 0.5
+    assert rates["auc"].low <= 0.5 <= rates["auc"].high
+
+
+def test_infinite_scores_are_ordinary_scores() -> None:
+    scores, members = games(300)
+    scores[scores > 1] = math.inf
+    scores[scores < -1] = -math.inf
+    ranks = torch.unique(scores, return_inverse=True)[1]
+    rates, ranked = membership_rates(scores, members), membership_rates(ranks, members)
+    assert rates["auc"] == ranked["auc"]
+    assert rates["auc"].value == pytest.approx(roc_auc_score(members, ranks), rel=1e-12)
+    assert rates["accuracy"].value > 0.55
+
+
+def test_games_that_are_clusters_of_their_own_have_plain_clopper_pearson_intervals() -> None:
+    scores, members = games(240)
+    decisions = scores > 0.4
+    rates = membership_rates(scores, members, decisions=decisions)
+    right = int((decisions == members).sum())
+    exact = binomtest(right, 240).proportion_ci(0.95, "exact")
+    accuracy = rates["accuracy"]
+    assert (accuracy.low, accuracy.high) == pytest.approx((exact.low, exact.high), rel=1e-9)
+    union = int((decisions | members).sum())
+    jaccard = proportion(int((decisions & members).sum()), union)
+    assert rates["f1"].low == pytest.approx(2 * jaccard.low / (1 + jaccard.low), rel=1e-9)
+
+
+def test_thresholds_come_from_other_games_than_those_scored() -> None:
+    """Scores that say nothing: a threshold fitted on the scored games would look better."""
+    accuracy, tpr = [], []
+    for seed in range(150):
+        scores, members = games(40, shift=0.0, seed=seed)
+        accuracy.append(membership_rates(scores, members, resamples=100)["accuracy"].value)
+    assert np.mean(accuracy) == pytest.approx(0.5, abs=4 * np.std(accuracy) / math.sqrt(150))
+    for seed in range(40):
+        scores, members = games(2200, shift=0.0, seed=seed)
+        tpr.append(membership_rates(scores, members, resamples=100)["tpr_at_fpr_0.01"].value)
+    assert np.mean(tpr) == pytest.approx(0.01, abs=0.0015)
+
+
+def test_a_cluster_is_never_judged_by_its_own_threshold() -> None:
+    """Each step has its own offset and decides perfectly by itself; the others do not know it."""
+    members = torch.tensor([True, False]).repeat(20)
+    clusters = torch.arange(20).repeat_interleave(2)
+    scores = members.double() + 10.0 * clusters * (-1) ** clusters
+    rates = membership_rates(scores, members, clusters)
+    assert rates["accuracy"].value < 0.6
+    assert membership_rates(scores[:2], members[:2])["accuracy"].value != 1.0
+
+
+@pytest.mark.parametrize("fpr", [0.01, 0.001])
+def test_tpr_at_fpr_is_unknown_below_ten_expected_false_alarms(fpr: float) -> None:
+    n = round(10 / fpr)
+    name = f"tpr_at_fpr_{fpr:g}"
+    for negatives, known in ((n - 1, False), (n, True)):
+        members = torch.arange(negatives + 50) < 50
+        scores = torch.randn(negatives + 50, generator=torch.Generator().manual_seed(0)) + members
+        rate = membership_rates(scores, members, resamples=100)[name]
+        assert math.isnan(rate.value) == math.isnan(rate.low) == math.isnan(rate.high) != known
+
+
+def test_tpr_at_fpr_is_that_of_the_normal_law() -> None:
+    scores, members = games(24_000, shift=2.0)
+    rates = membership_rates(scores, members, resamples=100)
+    for fpr in (0.01, 0.001):
+        rate, truth = rates[f"tpr_at_fpr_{fpr:g}"], norm.sf(norm.isf(fpr) - 2)
+        assert rate.low < truth < rate.high
+        assert rate.value == pytest.approx(truth, abs=0.06)
+        assert rate.high - rate.low < 0.15
+
+
+def test_perfect_games_leave_room_below_one() -> None:
+    members = torch.arange(1000) % 2 == 0
+    rates = membership_rates(members.double(), members)
+    for name in ("accuracy", "f1", "auc", "advantage"):
+        assert rates[name].value == rates[name].high == 1.0
+        assert 0.98 < rates[name].low < 1.0
+    assert rates["auc"].low == pytest.approx(0.025 ** (1 / 500))
+    reverse = membership_rates(-members.double(), members)["auc"]
+    assert reverse.value == reverse.low == 0
+    assert reverse.high == pytest.approx(1 - 0.025 ** (1 / 500))
+
+
+def test_perfect_steps_count_as_steps_not_as_games() -> None:
+    scores, members, clusters = steps(10, 32, 100.0, 0.5, 0)
+    rates = membership_rates(scores, members, clusters)
+    assert rates["auc"].value == rates["accuracy"].value == 1.0
+    assert rates["auc"].low == pytest.approx(0.025 ** (1 / 5))
+    assert rates["accuracy"].low == pytest.approx(0.025 ** (1 / 10))
+    alone = membership_rates(scores[:64], members[:64], clusters[:64])
+    assert alone == membership_rates(scores[:64], members[:64])
+
+
+def test_the_bound_for_perfect_steps_is_exact_where_steps_fail_whole() -> None:
+    """A step fails with probability e: its members then score below all non-members."""
+    rng = np.random.default_rng(0)
+    e, n_steps = 0.06, 20
+    truth = (1 - e) ** 2 + e**2 / 2  # of a member and a non-member of different steps
+    missed = 0
+    for _ in range(400):
+        fails = rng.random(n_steps) < e
+        clusters = np.repeat(np.arange(n_steps), 4)
+        members = np.tile([True, True, False, False], n_steps)
+        good = np.where(members, 1.0, 0.0)
+        scores = np.where(fails[clusters], 0.5 + 5 * (0.5 - good), good)
+        scores += 1e-3 * rng.random(scores.size)
+        rate = membership_rates(*map(torch.tensor, (scores, members, clusters)), resamples=100)[
+            "auc"
+        ]
+        missed += not rate.low <= truth <= rate.high
+    assert missed <= 400 * 0.05 + 3 * math.sqrt(400 * 0.05)
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "per_side", "shift", "together"),
+    [(200, 0, 1.0, 0.0), (60, 0, 2.5, 0.0), (12, 8, 1.0, 0.5), (50, 8, 2.5, 0.5), (5, 8, 0.0, 0.3)],
+)
+def test_intervals_cover_the_truth(
+    n_steps: int, per_side: int, shift: float, together: float
+) -> None:
+    truth = {
+        "auc": norm.cdf(shift / math.sqrt(2)),
+        "accuracy": norm.cdf(shift / 2),
+        "advantage": 2 * norm.cdf(shift / 2) - 1,
+    }
+    reps = 300
+    covered = dict.fromkeys(truth, 0)
+    for seed in range(reps):
+        if per_side:
+            scores, members, clusters = steps(n_steps, per_side, shift, together, seed)
+        else:
+            scores, members, clusters = *games(n_steps, shift, seed), None
+        rates = membership_rates(
+            scores, members, clusters, scores > shift / 2, resamples=120, seed=seed
+        )
+        for name, value in truth.items():
+            covered[name] += rates[name].low <= value <= rates[name].high
+    assert min(covered.values()) >= reps * 0.95 - 3 * math.sqrt(reps * 0.05)
+
+
+def test_intervals_of_a_nearly_perfect_auc_of_few_steps_cover_almost_as_often() -> None:
+    reps, shift, covered = 300, 3.0, 0
+    truth = norm.cdf(shift / math.sqrt(2))
+    for seed in range(reps):
+        games_of_steps = steps(12, 16, shift, 0.3, seed)
+        rate = membership_rates(*games_of_steps, resamples=120, seed=seed)["auc"]
+        covered += rate.low <= truth <= rate.high
+    assert covered >= 0.9 * reps - 3 * math.sqrt(reps * 0.09)
+
+
+def test_tpr_intervals_cover_the_truth() -> None:
+    reps, shift = 100, 2.0
+    truth, covered = norm.sf(norm.isf(0.01) - shift), 0
+    for seed in range(reps):
+        scores, members = games(2200, shift, seed)
+        rate = membership_rates(scores, members, resamples=100)["tpr_at_fpr_0.01"]
+        covered += rate.low <= truth <= rate.high
+    assert covered >= reps * 0.95 - 3 * math.sqrt(reps * 0.05)
+
+
+def test_clustered_intervals_are_wider_than_those_of_games_taken_as_independent() -> None:
+    scores, members, clusters = steps(20, 16, 1.0, 0.5, 3)
+    apart = membership_rates(scores, members, decisions=scores > 0.5)
+    together = membership_rates(scores, members, clusters, scores > 0.5)
+    for name in ("accuracy", "advantage", "auc", "f1"):
+        assert together[name].value == apart[name].value
+        wide, narrow = (r[name].high - r[name].low for r in (together, apart))
+        assert wide > 1.3 * narrow
+
+
+@pytest.mark.parametrize("decimals", [15, 0])
+def test_blocks_of_clusters_are_drawn_like_their_games(monkeypatch, decimals: int) -> None:
+    """The two ways to compute a bootstrap, and one by scikit-learn on the games drawn."""
+    scores, members, clusters = steps(12, 6, 1.0, 0.3, 0)
+    scores = scores.round(decimals=decimals)
+    blocks = membership_rates(scores, members, clusters)["auc"]
+    monkeypatch.setattr(clustered, "CHUNK", 1000)
+    weights = membership_rates(scores, members, clusters)["auc"]
+    assert blocks.low == pytest.approx(weights.low, rel=1e-9)
+    assert blocks.high == pytest.approx(weights.high, rel=1e-9)
+
+    shares = []  # of each cluster in the error: the AUC's derivative in the cluster's weight
+    for cluster in range(12):
+        weight = 1 + 1e-4 * (clusters.numpy() == cluster)
+        shares.append(roc_auc_score(members, scores, sample_weight=weight) - blocks.value)
+    rng, drawn = np.random.default_rng(5), []
+    for _ in range(600):
+        games = np.concatenate([np.flatnonzero(clusters == c) for c in rng.integers(12, size=12)])
+        drawn.append(roc_auc_score(members[games], scores[games]))
+    freedom = min(11, 24 / (kurtosis(shares, fisher=False) - 1))
+    step = t.ppf(0.975, freedom) * np.std(drawn) / (blocks.value * (1 - blocks.value))
+    logit = math.log(blocks.value / (1 - blocks.value))
+    for got, sign in ((blocks.low, -1), (blocks.high, 1)):
+        assert got == pytest.approx(1 / (1 + math.exp(-logit - sign * step)), abs=0.01)
+
+
+def test_what_cannot_be_known_is_unknown() -> None:
+    scores, members = games(50)
+    broken = scores.clone()
+    broken[7] = math.nan
+    for rates in (
+        membership_rates(broken, members, decisions=scores > 0),
+        membership_rates(scores[:0], members[:0]),
+    ):
+        assert list(rates) == list(RATES)
+        assert all(math.isnan(x) for r in rates.values() for x in (r.value, r.low, r.high))
+    inside = membership_rates(scores, torch.ones(50, dtype=torch.bool), decisions=scores > 0)
+    known = {name for name, rate in inside.items() if not math.isnan(rate.value)}
+    assert known == {"accuracy", "f1"}
+    assert math.isnan(membership_rates(scores[:1], members[:1])["accuracy"].value)
+
+
+def test_order_of_games_and_names_of_clusters_do_not_matter() -> None:
+    scores, members, clusters = steps(15, 4, 1.0, 0.3, 0)
+    rates = membership_rates(scores, members, clusters)
+    order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(1))
+    again = membership_rates(scores[order], members[order], 7 * clusters[order] - 3)
+    for name, rate in rates.items():
+        for end in ("value", "low", "high"):
+            expected = pytest.approx(getattr(rate, end), rel=1e-9, nan_ok=True)
+            assert getattr(again[name], end) == expected
+
+
+def test_no_global_random_numbers() -> None:
+    before, torch_before = np.random.get_state()[1].copy(), torch.get_rng_state()
+    scores, members = games(100)
+    first, second = (membership_rates(scores, members)["auc"] for _ in range(2))
+    assert first == second != membership_rates(scores, members, seed=1)["auc"]
+    assert (np.random.get_state()[1] == before).all()
+    assert torch.equal(torch.get_rng_state(), torch_before)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"members": torch.ones(3, dtype=torch.bool)}, "members holds 3"),
+        ({"clusters": torch.ones(3, dtype=torch.int64)}, "clusters holds 3"),
+        ({"decisions": torch.ones(3, dtype=torch.bool)}, "decisions holds 3"),
+        ({"confidence": 95}, "confidence"),
+        ({"resamples": 10}, "resamples"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(change, words) -> None:
+    scores, members = games(4)
+    with pytest.raises(ValueError, match=words):
+        membership_rates(**({"scores": scores, "members": members} | change))
+
+
+# ---- the Metric -----------------------------------------------------------------------------
+
+
+def filled(data, decisions=True) -> MembershipInference:
+    metric = MembershipInference(resamples=100)
+    scores, members, clusters = data
+    for step in clusters.unique():
+        here = clusters == step
+        own = scores[here] > 0.5 if decisions else None
+        metric.update(scores[here], members[here], int(step), own)
+    return metric
+
+
+@pytest.mark.parametrize("decisions", [True, False])
+def test_metric_is_the_function_over_all_updates(decisions: bool) -> None:
+    data = steps(12, 5, 1.0, 0.2, 0)
+    given = data[0] > 0.5 if decisions else None
+    values = filled(data, decisions).compute()
+    for name, rate in membership_rates(*data, given, resamples=100).items():
+        for suffix, value in (("", rate.value), ("_low", rate.low), ("_high", rate.high)):
+            assert float(values[name + suffix]) == pytest.approx(value, rel=1e-12, nan_ok=True)
+
+
+def test_merged_metrics_are_one_metric_over_all_games() -> None:
+    scores, members, clusters = steps(12, 5, 1.0, 0.2, 0)
+    left = filled((scores[:50], members[:50], clusters[:50]))
+    left.merge_state(filled((scores[50:], members[50:], clusters[50:])))
+    whole = filled((scores, members, clusters))
+    for name, value in whole.compute().items():
+        torch.testing.assert_close(left.compute()[name], value, equal_nan=True)
+
+
+def gather_on_a_process(rank: int, address: str, path: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    metric = MembershipInference(resamples=100)
+    if rank == 1:
+        metric = filled(steps(6, 5, 1.0, 0.2, 0))
+    torch.save(metric.compute(), f"{path}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+def test_processes_pool_their_games_even_if_one_saw_none(tmp_path) -> None:
+    address = f"file://{tmp_path}/rendezvous"
+    torch.multiprocessing.start_processes(
+        gather_on_a_process, (address, str(tmp_path)), nprocs=2, start_method="fork"
+    )
+    expected = filled(steps(6, 5, 1.0, 0.2, 0)).compute()
+    for rank in range(2):
+        values = torch.load(tmp_path / f"{rank}.pt")
+        torch.testing.assert_close(values, expected, equal_nan=True)
+
+
+def test_state_survives_a_checkpoint() -> None:
+    metric = filled(steps(6, 5, 1.0, 0.2, 0))
+    metric.persistent(True)
+    other = MembershipInference(resamples=100)
+    other.persistent(True)
+    other.load_state_dict(metric.state_dict())
+    other._update_count = 1
+    torch.testing.assert_close(other.compute(), metric.compute(), equal_nan=True)
+
+
+def test_metric_before_any_game_is_unknown_and_reset_forgets() -> None:
+    metric = filled(steps(3, 5, 1.0, 0.0, 0))
+    metric.reset()
+    metric.update(torch.zeros(0), torch.zeros(0, dtype=torch.bool), 0)
+    assert all(math.isnan(float(v)) for v in metric.compute().values())
+
+
+def test_decisions_are_given_always_or_never() -> None:
+    metric = filled(steps(3, 5, 1.0, 0.0, 0))
+    metric.update(torch.zeros(1), torch.ones(1, dtype=torch.bool), 9)
+    with pytest.raises(ValueError, match="to every update, or to none"):
+        metric.compute()
+    with pytest.raises(ValueError, match="members holds 2"):
+        metric.update(torch.zeros(1), torch.ones(2, dtype=torch.bool), 9)

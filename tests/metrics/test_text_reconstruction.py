@@ -1,0 +1,238 @@
+"""Against counting by hand, torchmetrics' ROUGE, and the coverage that the intervals promise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torchmetrics.functional.text.rouge import rouge_score
+
+from lightning_fedleak.attacks.inversion import NOTHING, TextGuess
+from lightning_fedleak.metrics import TextReconstruction, proportion, reconstruction_rates
+from lightning_fedleak.metrics.text_reconstruction import (
+    RECONSTRUCTION_RATES,
+    SentenceScores,
+    sentence_scores,
+    token_hits,
+)
+
+token = st.integers(0, 4)
+sentence = st.lists(st.tuples(st.integers(-1, 4), token, st.booleans()), min_size=5, max_size=5)
+texts = st.lists(sentence, min_size=1, max_size=6)
+
+
+def as_tensors(data: list[list[tuple[int, int, bool]]]) -> tuple[Tensor, Tensor, Tensor]:
+    columns = torch.tensor([[[g, t, int(m)] for g, t, m in row] for row in data])
+    return columns[..., 0], columns[..., 1], columns[..., 2]
+
+
+def longest_common_subsequence(a: list[int], b: list[int]) -> int:
+    if not a or not b:
+        return 0
+    if a[0] == b[0]:
+        return 1 + longest_common_subsequence(a[1:], b[1:])
+    return max(longest_common_subsequence(a[1:], b), longest_common_subsequence(a, b[1:]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts)
+def test_rates_are_what_counting_gives(data: list[list[tuple[int, int, bool]]]) -> None:
+    shares, exact, rouge, right, total = [], [], [], 0, 0
+    for row in data:
+        kept = [(g, t) for g, t, m in row if m]
+        if not kept:
+            continue
+        hits = sum(g == t for g, t in kept)
+        shares.append(hits / len(kept))
+        exact.append(hits == len(kept))
+        rouge.append(longest_common_subsequence(*map(list, zip(*kept, strict=True))) / len(kept))
+        right, total = right + hits, total + len(kept)
+    rates = reconstruction_rates(sentence_scores(*as_tensors(data)))
+    assert tuple(rates) == RECONSTRUCTION_RATES
+    if not shares:
+        assert all(math.isnan(rate.value) for rate in rates.values())
+        return
+    assert rates["token_accuracy"].value == pytest.approx(np.mean(shares))
+    assert rates["token_accuracy_pooled"].value == pytest.approx(right / total)
+    assert rates["exact_sentences"] == proportion(sum(exact), len(exact))
+    assert rates["rouge_l"].value == pytest.approx(np.mean(rouge), rel=1e-6)
+    for rate in rates.values():
+        assert 0 <= rate.low <= rate.value <= rate.high <= 1
+
+
+def test_rouge_is_the_librarys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randint(0, 9, (4, 30), generator=generator)
+    guessed = truth.roll(1, dims=1)
+    got = sentence_scores(guessed, truth)
+    words = [[" ".join(f"w{i}" for i in row.tolist()) for row in ids] for ids in (guessed, truth)]
+    for mine, g, t in zip(got.rouge_l.tolist(), *words, strict=True):
+        assert mine == pytest.approx(float(rouge_score(g, t, rouge_keys="rougeL")["rougeL_recall"]))
+    assert float(got.rouge_l.min()) >= 29 / 30 - 1e-6
+    assert float((got.hits / got.lengths).max()) < 0.5
+    assert bool(sentence_scores(guessed, truth, rouge=False).rouge_l.isnan().all())
+
+
+def test_nothing_is_wrong_and_padding_is_neither() -> None:
+    truth = torch.tensor([[5, 6, 7, 0], [0, 0, 8, 9]])
+    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1]])
+    guessed = torch.tensor([[5, NOTHING, 7, NOTHING], [0, 0, 8, 9]])
+    hits, real = token_hits(guessed, truth, mask)
+    assert hits.tolist() == [[True, False, True, False], [False, False, True, True]]
+    assert torch.equal(real, mask.bool())
+    rates = reconstruction_rates(sentence_scores(guessed, truth, mask))
+    assert rates["token_accuracy"].value == pytest.approx((2 / 3 + 1) / 2)
+    assert rates["token_accuracy_pooled"].value == pytest.approx(4 / 5)
+
+
+def test_intervals_of_means_cover_the_truth() -> None:
+    """Sentences of very different accuracy, 95% intervals: cover in at least 92% of worlds."""
+    rng = np.random.default_rng(0)
+    worlds, n, covered = 300, 12, {"token_accuracy": 0, "token_accuracy_pooled": 0}
+    for world in range(worlds):
+        lengths = rng.integers(5, 50, n)
+        accuracy = rng.beta(2, 1, n)
+        hits = rng.binomial(lengths, accuracy)
+        nan = torch.full((n,), math.nan)
+        scores = SentenceScores(torch.tensor(hits), torch.tensor(lengths), nan)
+        rates = reconstruction_rates(scores, resamples=200, seed=world)
+        assert math.isnan(rates["rouge_l"].value)
+        for name in covered:
+            covered[name] += rates[name].low <= 2 / 3 <= rates[name].high
+    assert min(covered.values()) / worlds > 0.92, covered
+
+
+@pytest.mark.parametrize("n", [1, 3, 10])
+def test_perfect_scores_leave_room(n: int) -> None:
+    scores = SentenceScores(*(torch.full((n,), float(v)) for v in (40, 40, 1)))
+    for rate in reconstruction_rates(scores).values():
+        assert rate.value == rate.high == 1
+        assert rate.low == pytest.approx(0.025 ** (1 / n))
+
+
+def test_sentences_that_are_all_alike_are_not_certain() -> None:
+    scores = SentenceScores(*(torch.full((8,), float(v)) for v in (31, 32, 31 / 32)))
+    p, se = 31 / 32, math.sqrt(31 / 32 * 1 / 32 / (8 * 32))
+    step = 2.3646 * se / (p * (1 - p))
+    expected = 1 / (1 + math.exp(-(math.log(p / (1 - p)) + step)))
+    for name in ("token_accuracy", "token_accuracy_pooled", "rouge_l"):
+        assert reconstruction_rates(scores)[name].high == pytest.approx(expected, rel=1e-4)
+
+
+def test_intervals_shrink_with_sentences_not_with_tokens() -> None:
+    def width(n: int, length: int) -> float:
+        hits = torch.arange(n) % 2 * length
+        scores = SentenceScores(hits, torch.full((n,), length), hits / length)
+        rate = reconstruction_rates(scores)["token_accuracy"]
+        return rate.high - rate.low
+
+    assert width(20, 1000) == pytest.approx(width(20, 10))
+    assert width(200, 10) < width(20, 10) / 2.5
+
+
+@settings(max_examples=20, deadline=None)
+@given(texts, texts)
+def test_the_metric_is_the_functions_over_all(first, second) -> None:
+    one = TextReconstruction(positions=3)
+    left, right = TextReconstruction(positions=3), TextReconstruction(positions=3)
+    for metric, data in ((left, first), (right, second)):
+        guessed, truth, mask = as_tensors(data)
+        metric.update(TextGuess(guessed), truth, mask)
+        one.update(guessed, truth, mask)
+    expected = reconstruction_rates(sentence_scores(*as_tensors(first + second)))
+    left.merge_state(right)
+    for metric in (one, left):
+        got = metric.compute()
+        for name, rate in expected.items():
+            for key, value in ((name, rate.value), (f"{name}_low", rate.low)):
+                assert float(got[key]) == pytest.approx(value, nan_ok=True)
+        assert metric.by_position() == by_hand(first + second)
+
+
+def by_hand(data: list[list[tuple[int, int, bool]]]) -> list:
+    rows = [[(g, t) for g, t, m in row if m] for row in data]
+    places = [[row[i][0] == row[i][1] for row in rows if len(row) > i] for i in range(3)]
+    return [proportion(sum(p), len(p)) for p in places if p]
+
+
+def gather_on_a_process(rank: int, address: str, path: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    metric = TextReconstruction(positions=4)
+    if rank == 1:
+        truth = torch.arange(12).reshape(3, 4)
+        metric.update(truth.clamp(max=7), truth)
+    torch.save((metric.compute(), [r.value for r in metric.by_position()]), f"{path}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+def test_processes_pool_their_sentences_even_if_one_saw_none(tmp_path) -> None:
+    address = f"file://{tmp_path}/rendezvous"
+    torch.multiprocessing.start_processes(
+        gather_on_a_process, (address, str(tmp_path)), nprocs=2, start_method="fork"
+    )
+    truth = torch.arange(12).reshape(3, 4)
+    expected = reconstruction_rates(sentence_scores(truth.clamp(max=7), truth))
+    for rank in range(2):
+        values, places = torch.load(tmp_path / f"{rank}.pt")
+        assert {n: float(values[n]) for n in expected} == pytest.approx(
+            {n: r.value for n, r in expected.items()}
+        )
+        assert places == pytest.approx([2 / 3] * 4)
+
+
+def test_a_metric_that_saw_nothing_is_unknown() -> None:
+    metric = TextReconstruction()
+    with pytest.warns(UserWarning, match="before the ``update``"):
+        got = metric.compute()
+    assert all(math.isnan(float(v)) for v in got.values())
+    assert set(got) == {n + s for n in RECONSTRUCTION_RATES for s in ("", "_low", "_high")}
+    assert metric.by_position() == []
+
+
+def test_no_global_random_numbers() -> None:
+    metric = TextReconstruction()
+    torch.manual_seed(1)
+    np.random.seed(1)
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()
+    truth = torch.arange(12).reshape(3, 4)
+    metric.update(truth.clamp(max=7), truth)
+    first, second = metric.compute(), TextReconstruction()
+    second.update(truth.clamp(max=7), truth)
+    assert first == second.compute()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"guessed": torch.zeros(2, 4)}, r"of one shape, got \(2, 4\) and \(2, 3\)"),
+        ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\)"),
+        ({"input_ids": torch.full((2, 3), -100)}, "holds the id -100"),
+    ],
+)
+def test_bad_input_is_refused(change: dict[str, Tensor], message: str) -> None:
+    arguments = {"guessed": torch.zeros(2, 3), "input_ids": torch.zeros(2, 3)} | change
+    with pytest.raises(ValueError, match=message):
+        token_hits(**arguments)
+    with pytest.raises(ValueError, match=message):
+        TextReconstruction().update(
+            arguments["guessed"], arguments["input_ids"], arguments.get("attention_mask")
+        )
+
+
+def test_bad_settings_are_refused() -> None:
+    scores = SentenceScores(*(torch.ones(2) for _ in range(3)))
+    with pytest.raises(ValueError, match="confidence"):
+        reconstruction_rates(scores, confidence=1.0)
+    with pytest.raises(ValueError, match="resamples"):
+        reconstruction_rates(scores, resamples=10)
+    with pytest.raises(ValueError, match="positions"):
+        TextReconstruction(positions=0)

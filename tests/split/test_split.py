@@ -1,0 +1,363 @@
+"""The line's manners and the helper's refusals; both ends in this process, on two threads."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from lightning_fedleak.split import (
+    PeerError,
+    SplitClient,
+    SplitError,
+    SplitServer,
+    connect,
+    split_model,
+)
+from lightning_fedleak.split.channel import Kind
+from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama, tiny_t5
+
+IDS = torch.arange(3, 15).view(2, 6)
+
+
+@pytest.fixture
+def line(tmp_path):
+    """Makes both ends of a line."""
+    count = iter(range(100))
+
+    def make(timeout=20.0):
+        url, ends = f"file://{tmp_path / str(next(count))}", {}
+        other = threading.Thread(
+            target=lambda: ends.update(server=connect(url, "server", timeout=timeout))
+        )
+        other.start()
+        ends["client"] = connect(url, "client", timeout=timeout)
+        other.join()
+        return ends["client"], ends["server"]
+
+    return make
+
+
+class Serving(threading.Thread):
+    def __init__(self, server):
+        super().__init__(daemon=True)
+        self.server, self.error = server, None
+        self.start()
+
+    def run(self):
+        try:
+            self.server.serve()
+        except Exception as error:
+            self.error = error
+
+    def ended(self):
+        self.join(20)
+        assert not self.is_alive()
+        return self.error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3, 4)])
+def test_tensors_come_as_they_were_sent(line, dtype, shape):
+    client, server = line()
+    sent = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    strided = torch.arange(6).view(2, 3).T
+    sender = threading.Thread(
+        target=client.send, args=(Kind.INFER, {"hidden": sent, "labels": strided})
+    )
+    sender.start()
+    message = server.receive()
+    sender.join()
+    assert message.kind is Kind.INFER
+    assert list(message.tensors) == ["hidden", "labels"]
+    for mine, theirs in zip(message.tensors.values(), (sent, strided), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+
+
+def test_silence_ends_in_an_error(line):
+    client, server = line(timeout=0.5)
+    began = time.monotonic()
+    with pytest.raises(PeerError, match=r"client .* did not answer within 0.5 s"):
+        server.receive()
+    with pytest.raises(PeerError, match="server of the split model is gone"):
+        client.send(Kind.END)
+    for end in (client, server):
+        assert not end.open
+        with pytest.raises(PeerError, match="is closed"):
+            end.receive()
+    assert time.monotonic() - began < 5
+
+
+def test_an_idle_client_may_take_longer_than_an_answer(line):
+    client, server = line(timeout=0.5)
+    split = split_model(tiny_llama(), 1)
+    serving = Serving(SplitServer(split, server, idle_timeout=20.0))
+    with SplitClient(split, client) as mine:
+        time.sleep(1.0)
+        mine.logits(IDS)
+    assert serving.ended() is None
+
+
+def test_nobody_comes(tmp_path):
+    for role, missing in (("client", "server"), ("server", "client")):
+        with pytest.raises(PeerError, match=f"the {missing} of the split model did not come"):
+            connect(f"file://{tmp_path / role}", role, timeout=0.5)
+    with pytest.raises(ValueError, match="role must be"):
+        connect("file:///x", "both")
+    with pytest.raises(ValueError, match="timeout must be"):
+        connect("file:///x", "client", timeout=0)
+
+
+def test_an_error_of_the_client_is_not_hidden_by_the_lines(line, monkeypatch):
+    client, server = line()
+    split = split_model(tiny_llama(), 1)
+    serving = Serving(SplitServer(split, server))
+
+    def gone(*_):
+        raise PeerError("gone")
+
+    def fails(_):
+        monkeypatch.setattr(client, "send", gone)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), SplitClient(split, client, on_send=fails) as mine:
+        mine.logits(IDS)
+    client.drop()
+    assert "client of the split model is gone" in str(serving.ended())
+
+
+def test_over_tcp():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    ends = {}
+    other = threading.Thread(target=lambda: ends.update(server=connect(url, "server", timeout=20)))
+    other.start()
+    client = connect(url, "client", timeout=20)
+    other.join()
+    split = split_model(tiny_llama(), 1)
+    serving = Serving(SplitServer(split, ends["server"], keep=1))
+    with SplitClient(split, client) as mine:
+        mine.logits(IDS)
+    assert serving.ended() is None
+    assert len(serving.server.received) == 1
+
+
+def test_nothing_is_kept_unless_asked(line):
+    client, server = line()
+    split = split_model(tiny_llama(), 1, head="client")
+    serving = Serving(SplitServer(split, server))
+    with SplitClient(split, client) as mine:
+        mine.logits(IDS)
+        mine.generate(IDS, 2)
+        mine.train_step(IDS, IDS)
+    assert serving.ended() is None
+    assert not serving.server.received
+    assert not serving.server.returned
+
+
+def test_what_leaves_can_be_changed(line):
+    client, server = line()
+    split = split_model(tiny_llama(), 1)
+    serving = Serving(SplitServer(split, server, keep=3))
+    noise = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        clean = split.bottom.eval().states(IDS)
+        expected = split.top.eval().output(clean + noise).logits
+    with SplitClient(split, client, on_send=lambda h: h + noise[:, : h.shape[1]]) as mine:
+        torch.testing.assert_close(mine.logits(IDS), expected)
+        mine.generate(IDS, 3)
+        mine.train_step(IDS, IDS)
+    assert serving.ended() is None
+    first, generated, trained = (next(iter(s.tensors.values())) for s in serving.server.received)
+    torch.testing.assert_close(first, clean + noise)
+    torch.testing.assert_close(trained, clean + noise)
+    assert generated.shape == (2, 8, 16)
+    assert all(p.grad is not None for p in split.bottom.parameters())
+
+
+@pytest.mark.parametrize("wrong", [lambda h: h[..., :-1], lambda h: h.double(), lambda h: None])
+def test_what_on_send_gives_must_fit(line, wrong):
+    client, server = line()
+    split = split_model(tiny_llama(), 1)
+    serving = Serving(SplitServer(split, server))
+    with (
+        pytest.raises(SplitError, match="on_send must give"),
+        SplitClient(split, client, on_send=wrong) as mine,
+    ):
+        mine.logits(IDS)
+    assert serving.ended() is None, "leaving the context closed the server in good order"
+
+
+def test_ended_texts_are_padded_and_all_ended_stops(line):
+    client, server = line()
+    model = tiny_gpt2(tied=False, dropout=0.0).eval()
+    split = split_model(model, 1)
+    serving = Serving(SplitServer(split, server))
+    plain = model.generate(IDS, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    end = int(plain[0, 7])
+    expected = model.generate(IDS, max_new_tokens=5, do_sample=False, eos_token_id=end)
+    with SplitClient(split, client) as mine:
+        assert torch.equal(mine.generate(IDS, 5), plain)
+        assert torch.equal(mine.generate(IDS, 5, eos_token_id=end), expected)
+        one = mine.generate(IDS[:1], 5, eos_token_id=int(plain[0, 6]))
+        assert one.shape == (1, 7)
+        right = torch.tensor([[1, 1, 1, 1, 1, 0]] * 2)
+        with pytest.raises(SplitError, match="padded on the left"):
+            mine.generate(IDS, 5, right)
+        with pytest.raises(SplitError, match="max_new_tokens"):
+            mine.generate(IDS, 0)
+    assert serving.ended() is None
+
+
+def test_another_model_on_the_other_side_is_refused(line):
+    client, server = line()
+    serving = Serving(SplitServer(split_model(tiny_llama(layers=3), 2), server))
+    with pytest.raises(PeerError, match="have split another model"):
+        SplitClient(split_model(tiny_llama(layers=3), 1), client)
+    assert isinstance(serving.ended(), SplitError)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"hidden": torch.zeros(2, 6, 15)}, r"must be \(B, L, 16\)"),
+        (
+            {"hidden": torch.zeros(2, 6, 16), "attention_mask": torch.ones(2, 5)},
+            r"attention_mask is \(2, 5\)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(line, message, said):
+    client, server = line()
+    serving = Serving(SplitServer(split_model(tiny_llama(), 1), server))
+    client.send(Kind.INFER, message)
+    with pytest.raises(PeerError, match=said):
+        client.receive()
+    assert isinstance(serving.ended(), SplitError)
+
+
+def test_a_tied_matrix_is_trained_only_where_one_side_has_it(line):
+    client, server = line()
+    model = tiny_gpt2(dropout=0.0)
+    split = split_model(model, 1)
+    serving = Serving(SplitServer(split, server))
+    with SplitClient(split, client) as mine:
+        mine.logits(IDS)
+        with pytest.raises(SplitError, match="one matrix"):
+            mine.train_step(IDS, IDS)
+    assert serving.ended() is None
+    assert split_model(model, 1, head="client").drifts is None
+
+    client, server = line()
+    split = split_model(model, 1, untie=True)
+    serving = Serving(SplitServer(split, server))
+    with SplitClient(split, client) as mine:
+        mine.train_step(IDS, IDS)
+    assert serving.ended() is None
+    head, embedding = split.top.model.lm_head.weight, split.bottom.model.transformer.wte.weight
+    assert head is not embedding
+    torch.testing.assert_close(head, embedding)
+    whole = tiny_gpt2(dropout=0.0)
+    whole(input_ids=IDS, labels=IDS).loss.backward()
+    torch.testing.assert_close(head.grad + embedding.grad, whole.lm_head.weight.grad)
+
+    model.transformer.wte.weight.requires_grad_(False)
+    assert split_model(model, 1).drifts is None
+
+
+def test_lora_and_checkpointing(line):
+    peft = pytest.importorskip("peft")
+
+    def model():
+        with own_rng(0):
+            config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
+            lora = peft.get_peft_model(tiny_llama(layers=3), config)
+        lora.enable_input_require_grads()
+        lora.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        return lora.train()
+
+    whole = model()
+    loss = whole(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    client, server = line()
+    split = split_model(model(), 2)
+    serving = Serving(SplitServer(split, server))
+    with SplitClient(split, client) as mine:
+        torch.testing.assert_close(mine.train_step(IDS, IDS), loss.detach())
+        torch.testing.assert_close(mine.logits(IDS), whole.eval()(input_ids=IDS).logits)
+    assert serving.ended() is None
+    expected = split_model(whole, 2)
+    for part, theirs in ((split.bottom, expected.bottom), (split.top, expected.top)):
+        pairs = list(zip(part.parameters(), theirs.parameters(), strict=True))
+        assert sum(a.grad is not None for a, _ in pairs) > 0
+        for a, b in pairs:
+            assert (a.grad is None) == (b.grad is None)
+            assert a.grad is None or torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_parts_hold_what_they_need_and_no_copy():
+    model = tiny_llama(layers=4)
+    split = split_model(model, 1, head="client")
+    whole = {id(p): n for n, p in model.named_parameters()}
+    parts = [{whole[id(p)] for p in part.parameters()} for part in (split.bottom, split.top)]
+    tail = {whole[id(p)] for p in split.tail.parameters()}
+    assert parts[0] == {n for n in whole.values() if "embed" in n or "layers.0" in n}
+    assert parts[1] == {n for n in whole.values() if ".layers." in n} - parts[0]
+    assert tail == {"model.norm.weight", "lm_head.weight"}
+    assert model.config.num_hidden_layers == len(model.model.layers) == 4
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny_gpt2().train()
+    state, before = torch.get_rng_state(), {n: p.clone() for n, p in model.named_parameters()}
+    seen = []
+    handle = model.register_forward_hook(lambda *_: seen.append(1))
+    split = split_model(model, 1)
+    assert not seen
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert not split.bottom.model._forward_hooks
+    handle.remove()
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="layer=3 is out of range"):
+        split_model(tiny_llama(), 3)
+    with pytest.raises(SplitError, match="nothing is left for the server"):
+        split_model(tiny_llama(), 2, head="client")
+    with pytest.raises(SplitError, match="head must be"):
+        split_model(tiny_llama(), 1, head="both")
+    with pytest.raises(SplitError, match="cannot be run in two halves"):
+        split_model(tiny_t5(), 1)
+    with pytest.raises(ValueError, match="keep must be"):
+        SplitServer(split_model(tiny_llama(), 1), None, keep=-1)
+
+
+class Shares(torch.nn.Module):
+    """A block that leaves something for a later one, which in another process never comes."""
+
+    def __init__(self, block, shared):
+        super().__init__()
+        self.block, self.shared = block, shared
+
+    def forward(self, hidden_states, *args, **kwargs):
+        if "left" in self.shared:
+            hidden_states = hidden_states + self.shared.pop("left")
+        else:
+            self.shared["left"] = hidden_states
+        return self.block(hidden_states, *args, **kwargs)
+
+
+def test_blocks_that_cannot_be_parted_are_refused():
+    shared, model = {}, tiny_llama(layers=3)
+    for i in (0, 2):
+        model.model.layers[i] = Shares(model.model.layers[i], shared)
+    with pytest.raises(SplitError, match="in parts"):
+        split_model(model, 1)
+    assert split_model(model, 3), "both on one side"

@@ -1,0 +1,207 @@
+"""Client here, server in another process: what comes out is what the unsplit model gives."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fedleak.split import PeerError, SplitClient, connect
+from lightning_fedleak.split.client import trained
+from tests.helpers.models import VOCAB
+from tests.split.cases import CASES, SGD, TIMEOUT
+
+pytestmark = pytest.mark.ddp
+
+NEW = 6
+
+
+def prompt(rows: int = 3, length: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts padded on the left."""
+    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :3], ids[0, :3] = 0, 0
+    mask[2, :1], ids[2, :1] = 0, 0
+    return ids, mask
+
+
+def batches(case):
+    ids, mask = prompt()
+    labels = ids.masked_fill(mask == 0, -100)
+    if "bert" in case:
+        labels = torch.tensor([0, 2, 1])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    given = {"attention_mask": mask}
+    return [(ids, labels, {}), (ids.flip(0), labels.flip(0), {"attention_mask": mask.flip(0)})] + (
+        [] if "bert" in case else [(ids, labels, given | {"position_ids": positions})]
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What the client saw in each case, what the server left, and the unsplit model's run."""
+    folder = tmp_path_factory.mktemp("split")
+    command = [sys.executable, "-m", "tests.split.cases", str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    found = {}
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], env=environment, stderr=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            for name, case in CASES.items():
+                url = f"file://{folder / name.replace(' ', '_')}"
+                channel = connect(url, "client", timeout=TIMEOUT)
+                split = case.split()
+                ids, mask = prompt()
+                out = {"split": split}
+                with SplitClient(split, channel, optimizer=SGD) as client:
+                    out["losses"] = [client.train_step(x, y, **z) for x, y, z in batches(name)]
+                    out["logits"] = client.logits(ids, mask)
+                    if "bert" not in name:
+                        out["tokens"] = client.generate(ids, NEW, mask)
+                found[name] = out
+            channel = connect(f"file://{folder / 'leaves'}", "client", timeout=TIMEOUT)
+            SplitClient(CASES["llama"].split(), channel).logits(*prompt())
+            channel.drop()
+            channel = connect(f"file://{folder / 'dies'}", "client", timeout=TIMEOUT)
+            client = SplitClient(CASES["llama"].split(), channel)
+            began = time.monotonic()
+            with pytest.raises(PeerError) as raised:
+                client.logits(*prompt())
+            found["dies"] = str(raised.value), time.monotonic() - began
+            client.close()
+            assert server.wait(TIMEOUT) == 3
+        except BaseException:
+            server.kill()
+            print(server.stderr.read())
+            raise
+    found["leaves"] = (folder / "leaves.txt").read_text()
+    for name in CASES:
+        found[name] |= torch.load(folder / f"{name}.pt", weights_only=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def unsplit():
+    """The same steps on the whole model: itself, its states in the last logits, what they were."""
+
+    def run(name):
+        case = CASES[name]
+        model = case.model().train()
+        optimizer = SGD(model.parameters())
+        losses = []
+        for ids, labels, given in batches(name):
+            optimizer.zero_grad()
+            out = model(input_ids=ids, labels=labels, **given)
+            out.loss.backward()
+            optimizer.step()
+            losses.append(out.loss.detach())
+        model.eval()
+        ids, mask = prompt()
+        with torch.no_grad():
+            out = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+            tokens = None
+            if "bert" not in name:
+                tokens = model.generate(
+                    ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None
+                )
+        return model, losses, out, tokens
+
+    return {name: run(name) for name in CASES}
+
+
+def near(a, b) -> bool:
+    return a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_the_whole_model(runs, unsplit, name):
+    run, (model, losses, _, _) = runs[name], unsplit[name]
+    assert run["steps"] == len(losses)
+    assert all(near(a, b) for a, b in zip(run["losses"], losses, strict=True))
+    assert float(losses[-1]) != float(losses[0])
+    whole = CASES[name].split(model)
+    for mine, gradients, part in (
+        (trained((run["split"].bottom, run["split"].tail)), None, (whole.bottom, whole.tail)),
+        (run["weights"], run["gradients"], (whole.top,)),
+    ):
+        theirs = trained(part)
+        gradients = [p.grad for p in mine] if gradients is None else gradients
+        assert len(mine) == len(theirs) > 0
+        assert all(near(a, b) for a, b in zip(mine, theirs, strict=True))
+        for a, b in zip(gradients, theirs, strict=True):
+            assert (a is None) == (b.grad is None)
+            assert a is None or near(a, b.grad)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_whole_model(runs, unsplit, name):
+    _, mask = prompt()
+    mine, theirs = runs[name]["logits"], unsplit[name][2].logits
+    if mine.dim() == 3:
+        mine, theirs = mine[mask == 1], theirs[mask == 1]
+    assert near(mine, theirs)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "bert" not in n])
+def test_generation_is_that_of_the_whole_model(runs, unsplit, name):
+    mine, theirs = runs[name]["tokens"], unsplit[name][3]
+    assert mine.shape == (3, 7 + NEW)
+    assert torch.equal(mine, theirs)
+    assert len(set(mine[:, 7:].flatten().tolist())) > 2
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "bert" not in n])
+def test_what_is_kept_is_what_was_sent(runs, unsplit, name):
+    run, (model, _, out, _) = runs[name], unsplit[name]
+    case = CASES[name]
+    _, mask = prompt()
+    assert len(run["received"]) == 3, "five were sent, three are kept"
+    read, generated = run["received"][-2:]
+    assert [s.step for s in run["received"]] == [2, 3, 3]
+    assert read.stage == generated.stage == "shared"
+    [(place, states)] = read.tensors.items()
+    assert place == run["split"].layer_name
+    at = case.layer
+    if at < len(out.hidden_states) - 1:
+        assert near(states[mask == 1], out.hidden_states[at][mask == 1])
+    assert torch.equal(read.attention_mask, mask)
+    assert read.position_ids is None
+    # All of the generation, one position at a time behind the prompt, is one text's states.
+    whole = run["tokens"][:, :-1]
+    seen = torch.cat([mask, mask.new_ones(3, NEW - 1)], 1)
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    assert torch.equal(generated.attention_mask, seen)
+    assert torch.equal(generated.position_ids[seen == 1], positions[seen == 1])
+    [states] = generated.tensors.values()
+    with torch.no_grad():
+        bottom = copy.deepcopy(case.split(model).bottom)
+        expected = bottom.states(whole, seen, positions)
+    tolerance = 1e-5 if case.dtype is torch.float32 else 5e-2
+    assert (states - expected)[seen == 1].abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "U" in n])
+def test_with_the_head_on_the_client_its_gradient_crosses(runs, name):
+    returned = runs[name]["returned"]
+    assert len(returned) == min(3, runs[name]["steps"])
+    [(place, gradient)] = returned[-1].tensors.items()
+    assert place == runs[name]["split"].last_name
+    assert gradient.shape == (3, 7, 16)
+    assert bool(gradient.any())
+
+
+def test_a_server_that_dies_is_noticed_at_once(runs):
+    said, took = runs["dies"]
+    assert "the server of the split model is gone" in said
+    assert took < TIMEOUT / 4
+
+
+def test_a_client_that_goes_without_a_word_is_noticed(runs):
+    assert "the client of the split model is gone" in runs["leaves"]

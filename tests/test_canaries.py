@@ -1,0 +1,631 @@
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import itertools
+import json
+import logging
+import os
+import pickle
+import stat
+from collections import Counter
+from multiprocessing.context import set_spawning_popen
+from pathlib import Path
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_fedleak.canaries import (
+    InclusionMismatch,
+    InclusionRecord,
+    with_canaries,
+)
+from lightning_fedleak.canaries.items import digest_of, token_ids_of
+
+FIRST = 1000
+"""Token ids of canaries begin here, those of the data are below."""
+
+
+def row(start: int, length: int = 4) -> torch.Tensor:
+    return torch.arange(start, start + length)
+
+
+def data(n: int) -> list[torch.Tensor]:
+    return [row(i) for i in range(n)]
+
+
+def texts(m: int) -> list[torch.Tensor]:
+    return [row(FIRST + 10 * i) for i in range(m)]
+
+
+def flips(seed: int, m: int, probability: float = 0.5, **more: object) -> InclusionRecord:
+    digests = [digest_of(t, "c") for t in texts(m)]
+    return InclusionRecord.flip(digests, seed, probability, **more)
+
+
+def held(dataset: Dataset) -> list[int]:
+    """Which canaries the data really hold, by looking."""
+    starts = [int(dataset[i][0]) for i in range(len(dataset))]
+    return sorted((s - FIRST) // 10 for s in starts if s >= FIRST)
+
+
+# Coins and places
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.1, 0.8])
+def test_coins_are_fair_and_independent(probability: float) -> None:
+    coins = np.array([flips(seed, 40, probability).included for seed in range(500)])
+    assert stats.binomtest(int(coins.sum()), coins.size, probability).pvalue > 1e-3
+    totals = coins.sum(1)  # binomial over seeds, hence no coupling between a run's coins
+    assert 0.75 < totals.var() / (40 * probability * (1 - probability)) < 1.25
+    per_canary = [stats.binomtest(int(c), 500, probability).pvalue for c in coins.sum(0)]
+    assert min(per_canary) > 1e-4
+    correlation = np.corrcoef(coins.T.astype(float)) - np.eye(40)
+    assert np.abs(correlation).max() < 5 / np.sqrt(500)
+
+
+def test_no_coin_depends_on_the_other_canaries_but_on_its_own_text() -> None:
+    every = flips(3, 30).included
+    assert flips(3, 20).included == every[:20]
+    changed = [digest_of(t + 1, "c") for t in texts(30)]
+    assert InclusionRecord.flip(changed, 3).included != every
+
+
+def test_without_a_seed_every_record_is_new() -> None:
+    digests = [digest_of(t, "c") for t in texts(64)]
+    drawn = [InclusionRecord.flip(digests) for _ in range(20)]
+    assert len({r.included for r in drawn}) == 20
+    assert len({r.commitment for r in drawn}) == 20
+
+
+@pytest.mark.parametrize("game", ["add_remove", "replace"])
+def test_places_are_uniform_and_do_not_tell_the_canary(game: str) -> None:
+    n, found = 50, []
+    by_canary: dict[int, list[float]] = {}
+    for seed in range(400):
+        record = flips(seed, 6, game=game)
+        length = n + (sum(record.included) if game == "add_remove" else 0)
+        for place, which in record.places(n):
+            assert 0 <= place < length
+            found.append((place + 0.5) / length)
+            by_canary.setdefault(which, []).append(found[-1])
+    assert stats.kstest(found, "uniform").pvalue > 1e-3
+    first, last = by_canary[0], by_canary[5]
+    assert stats.ks_2samp(first, last).pvalue > 1e-3
+
+
+def test_first_and_last_place_are_as_likely_as_any() -> None:
+    placed = [flips(seed, 1, 0.9).places(2) for seed in range(600)]
+    counts = Counter(p[0][0] for p in placed if p)
+    assert set(counts) == {0, 1, 2}
+    assert stats.chisquare(list(counts.values())).pvalue > 1e-3
+
+
+def test_where_a_canary_stands_does_not_depend_on_the_others_coins() -> None:
+    """The item of the data behind it is the same, whichever other canaries are in."""
+    n = 1000
+    few, many = flips(1, 40, 0.2), flips(1, 40, 0.9)  # one key: few's canaries are in many too
+
+    def behind(record: InclusionRecord) -> dict[int, int]:
+        return {which: place - k for k, (place, which) in enumerate(record.places(n))}
+
+    assert 0 < len(behind(few)) < len(behind(many))
+    assert behind(few).items() <= behind(many).items()
+    slots = {p: {w: s for s, w in flips(1, 40, p, game="replace").places(n)} for p in (0.2, 0.9)}
+    assert slots[0.2].items() <= slots[0.9].items()
+
+
+# The data set
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(0, 30),
+    m=st.integers(1, 12),
+    seed=st.integers(0, 10**6),
+    game=st.sampled_from(["add_remove", "replace"]),
+)
+def test_every_item_once_and_each_included_canary_once(n: int, m: int, seed: int, game) -> None:
+    if game == "replace" and m > n:
+        with pytest.raises(ValueError, match="in the place of an item"):
+            with_canaries(data(n), texts(m), seed, game=game)
+        return
+    plain = data(n)
+    dataset = with_canaries(plain, texts(m), seed, game=game)
+    inside = dataset.canaries.included
+    assert inside.dtype == torch.bool
+    assert held(dataset) == inside.nonzero().flatten().tolist()
+    items = [tuple(dataset[i].tolist()) for i in range(len(dataset))]
+    kept = [item for item in items if item[0] < FIRST]
+    if game == "add_remove":
+        assert len(dataset) == n + int(inside.sum())
+        assert kept == [tuple(p.tolist()) for p in plain]  # in their order
+    else:
+        assert len(dataset) == n
+        assert all(
+            item == tuple(p.tolist())
+            for item, p in zip(items, plain, strict=True)
+            if item[0] < FIRST
+        )
+        assert len(kept) == n - int(inside.sum())
+    assert [tuple(x.tolist()) for x in dataset.__getitems__(range(len(dataset)))] == items
+    assert [tuple(x.tolist()) for x in dataset] == items  # by IndexError at the end
+    if items:
+        assert tuple(dataset[-1].tolist()) == items[-1]
+
+
+def test_the_same_arguments_give_the_same_data_in_every_process() -> None:
+    one, two = (with_canaries(data(20), texts(16), 5) for _ in range(2))
+    assert torch.equal(torch.stack(list(one)), torch.stack(list(two)))
+    assert one.canaries.commitment == two.canaries.commitment
+
+
+def test_coins_by_their_definition() -> None:
+    """HMAC-SHA256, done by hand: a record must outlive versions of Python and of this package."""
+    key = hashlib.sha256(b"lightning-fedleak canaries 5").digest()
+    record = flips(5, 16, 0.3)
+    for i, digest in enumerate(record.digests):
+        inner = hashlib.sha256(bytes(b ^ 0x36 for b in key.ljust(64, b"\0")))
+        inner.update(b"coin\0" + i.to_bytes(8, "big") + digest)
+        outer = hashlib.sha256(bytes(b ^ 0x5C for b in key.ljust(64, b"\0")) + inner.digest())
+        uniform = int.from_bytes(outer.digest()[:8], "big") / 2**64
+        assert record.included[i] == (uniform < 0.3)
+
+
+class Fast(Dataset[torch.Tensor]):
+    """As Hugging Face's data sets, which fetch several rows at once."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return row(index)
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        self.asked.append(list(indices))
+        return [row(i) for i in indices]
+
+
+def test_items_are_fetched_at_once_where_the_data_can() -> None:
+    inner = Fast(30)
+    dataset = with_canaries(inner, texts(10), 2)
+    loaded = torch.cat(list(DataLoader(dataset, batch_size=8)))
+    assert torch.equal(loaded, torch.stack([dataset[i] for i in range(len(dataset))]))
+    assert sorted(itertools.chain(*inner.asked)) == list(range(30))
+
+
+def starts_of(loader: DataLoader) -> Counter:
+    return Counter(int(x) for batch in loader for x in batch[:, 0])
+
+
+def test_data_loader_with_two_workers() -> None:
+    dataset = with_canaries(data(40), texts(20), 11)
+    loader = DataLoader(
+        dataset,
+        batch_size=7,
+        shuffle=True,
+        num_workers=2,
+        generator=torch.Generator().manual_seed(0),
+    )
+    inside = dataset.canaries.included.nonzero().flatten()
+    expected = Counter([*range(40), *(FIRST + 10 * inside).tolist()])
+    assert starts_of(loader) == expected
+    assert starts_of(loader) == expected  # the second epoch
+
+
+def test_workers_that_are_spawned_get_the_record() -> None:
+    """Pickling is open while multiprocessing starts a process of its own, and at no other time."""
+    dataset = with_canaries(data(40), texts(20), 11)
+    set_spawning_popen(object())
+    try:
+        sent = pickle.dumps(dataset)
+    finally:
+        set_spawning_popen(None)
+    twin = pickle.loads(sent)
+    assert twin.canaries.record == dataset.canaries.record
+    assert torch.equal(torch.stack(list(twin)), torch.stack(list(dataset)))
+
+
+def test_distributed_sampler_shares_the_canaries_out() -> None:
+    dataset = with_canaries(data(41), texts(20), 11)
+    parts = [
+        starts_of(
+            DataLoader(
+                dataset,
+                batch_size=4,
+                sampler=DistributedSampler(dataset, num_replicas=2, rank=rank, seed=3),
+            )
+        )
+        for rank in range(2)
+    ]
+    inside = (FIRST + 10 * dataset.canaries.included.nonzero().flatten()).tolist()
+    assert set(parts[0] + parts[1]) == {*range(41), *inside}
+    assert all(any(c in part for c in inside) for part in parts)
+
+
+def test_a_batch_of_indices_is_refused_clearly() -> None:
+    dataset = with_canaries(data(10), texts(4), 0)
+    loader = DataLoader(
+        dataset, sampler=BatchSampler(SequentialSampler(dataset), 2, False), batch_size=None
+    )
+    with pytest.raises(TypeError, match="one integer at a time, got list"):
+        next(iter(loader))
+    assert torch.equal(dataset[torch.tensor(0)], dataset[np.int64(0)])
+    with pytest.raises(IndexError):
+        dataset[len(dataset)]
+    with pytest.raises(IndexError):
+        dataset[-len(dataset) - 1]
+
+
+def test_what_a_loader_does_to_an_item_does_not_reach_the_canary() -> None:
+    plain = [{"input_ids": row(i), "id": i} for i in range(4)]
+    dataset = with_canaries(plain, [{"input_ids": row(FIRST), "id": 7}], 0, probability=0.99)
+    at = next(i for i in range(5) if dataset[i]["id"] == 7)
+    taken = dataset[at]
+    taken["input_ids"].zero_()
+    taken.pop("id")
+    dataset.__getitems__([at])[0]["input_ids"].zero_()
+    assert dataset[at]["id"] == 7
+    assert torch.equal(dataset[at]["input_ids"], row(FIRST))
+
+
+class Augmented(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return row(index) + torch.randint(2, (4,)) + np.random.randint(2)
+
+
+def test_building_it_leaves_the_users_random_numbers_alone() -> None:
+    state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    with_canaries(Augmented(), texts(3))
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert (np.random.get_state()[1] == state[1]).all()
+
+
+# What a canary is
+
+
+def test_queries_hold_every_canary_in_or_out() -> None:
+    canaries = [
+        {
+            "input_ids": [5, 6, 7, 0, 0],
+            "attention_mask": [1, 1, 1, 0, 0],
+            "labels": [5, 6, 7, 0, 0],
+        },
+        {
+            "input_ids": [0, 0, 8, 9, 3],
+            "attention_mask": [0, 0, 1, 1, 1],
+            "labels": [0, 0, 8, 9, 3],
+        },
+        {"input_ids": [4, 4], "attention_mask": [1, 1], "labels": [4, 4]},
+    ]
+    plain = [{"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [1, 2]}] * 3
+    dataset = with_canaries(plain, canaries, 0)
+    query = dataset.canaries.queries()
+    assert query.input_ids.tolist() == [[5, 6, 7], [8, 9, 3], [4, 4, 0]]
+    assert query.attention_mask is not None
+    assert query.attention_mask.tolist() == [[1, 1, 1], [1, 1, 1], [1, 1, 0]]
+    assert query.positions is None
+    query.input_ids.zero_()
+    assert dataset.canaries.queries().input_ids.any()
+    dataset.canaries.included.fill_(True)
+    assert tuple(dataset.canaries.included.tolist()) == dataset.canaries.record.included
+
+
+def test_token_ids_are_found_or_given() -> None:
+    ids = row(3)
+    for item in (ids, ids.numpy(), ids.tolist(), ids[None], (ids, ids), {"input_ids": ids}):
+        assert token_ids_of(item, "c").tolist() == [3, 4, 5, 6]
+    plain = [{"text": torch.arange(i, i + 4)} for i in range(3)]
+    canaries = [{"text": row(FIRST)}, {"text": row(FIRST + 1)}]
+    with pytest.raises(ValueError, match=r"canaries\[0\] has no 'input_ids'.*token_ids="):
+        with_canaries(plain, canaries, 0)
+    dataset = with_canaries(plain, canaries, 0, token_ids=lambda item: item["text"])
+    assert dataset.canaries.queries().input_ids[0].tolist() == row(FIRST).tolist()
+    with pytest.raises(ValueError, match="returned a dict"):
+        with_canaries(plain, canaries, 0, token_ids=lambda item: item)
+
+
+@pytest.mark.parametrize(
+    ("item", "canary", "message"),
+    [
+        ({"input_ids": [1]}, {"input_ids": [1], "labels": [1]}, "keys"),
+        ({"input_ids": [1]}, [1], "is a list, where the data set's items have a dict"),
+        ({"input_ids": [1]}, {"input_ids": torch.ones(1).long()}, r"\['input_ids'\] is a tensor"),
+        (torch.ones(3).long(), torch.ones(3).int(), "torch.int32"),
+        (torch.ones(3).long(), torch.ones(1, 3).long(), "2 dimensions"),
+        ((row(0), 1), (row(0), 1.0), r"\[1\] is a float"),
+        ((row(0), 1), (row(0),), "a tuple of 1"),
+        (np.ones(3), np.ones(3, dtype=np.float32), "float32"),
+    ],
+)
+def test_a_canary_of_another_build_is_refused(item, canary, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_canaries([item], [canary], 0)
+
+
+@pytest.mark.parametrize(
+    ("canaries", "message"),
+    [
+        ([], "at least one"),
+        ("text", "at least one"),
+        ([torch.ones(0).long()], "no token"),
+        ([torch.ones(2, 3).long()], "one row"),
+        ([torch.ones(3)], "one row"),
+        ([row(1), row(9), row(1)], r"canaries\[0\] and canaries\[2\] have the same tokens"),
+        ([object()], "no token ids were found"),
+    ],
+)
+def test_canaries_that_are_none(canaries, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_canaries([], canaries, 0)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data(3))
+
+
+@pytest.mark.parametrize("stream", [Stream(), iter(data(3)), (x for x in data(3))])
+def test_streams_are_refused(stream) -> None:
+    with pytest.raises(ValueError, match="read as a stream"):
+        with_canaries(stream, texts(2), 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1}, "seed"),
+        ({"seed": True}, "seed"),
+        ({"seed": 1.0}, "seed"),
+        ({"probability": 0.0}, "probability"),
+        ({"probability": 1.0}, "probability"),
+        ({"game": "swap"}, "game"),
+    ],
+)
+def test_settings_out_of_range(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_canaries(data(5), texts(2), **{"seed": 0, **arguments})
+
+
+def test_fingerprints_tell_values_apart_that_look_alike() -> None:
+    values = [
+        1,
+        1.0,
+        True,
+        "1",
+        b"1",
+        None,
+        [1],
+        [[1]],
+        [1, 1],
+        ["1", "1"],
+        ["11"],
+        {"a": 1},
+        {"a": "1"},
+        {"a": 1, "b": 1},
+        {"a": {"b": 1}},
+        torch.tensor(1),
+        torch.tensor([1]),
+        torch.tensor([[1]]),
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([1.0], dtype=torch.bfloat16),
+        np.array([1]),
+        np.array([1.0]),
+    ]
+    assert len({digest_of(v, "c") for v in values}) == len(values)
+    assert digest_of({"a": 1, "b": 2}, "c") == digest_of({"b": 2, "a": 1}, "c")
+    strided = torch.arange(8).reshape(4, 2)[:, 0]
+    assert digest_of(strided, "c") == digest_of(strided.clone(), "c")
+    with pytest.raises(ValueError, match=r"c\['x'\]\[0\] is a object"):
+        digest_of({"x": [object()]}, "c")
+
+
+# The record
+
+
+def test_the_file_is_private_and_resumes(tmp_path: Path) -> None:
+    file = tmp_path / "new folder" / "inclusion.json"
+    before = os.umask(0o000)
+    try:
+        first = with_canaries(data(30), texts(20), record=file)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [p.name for p in file.parent.iterdir()] == ["inclusion.json"]
+    again = with_canaries(data(30), texts(20), record=file)
+    assert torch.equal(torch.stack(list(first)), torch.stack(list(again)))
+    assert again.canaries.commitment == first.canaries.commitment
+    content = json.loads(file.read_text())
+    assert content["included"] == [int(b) for b in first.canaries.included]
+    with pytest.raises(FileExistsError):
+        first.canaries.record.save(file)
+    assert len(list(file.parent.iterdir())) == 1
+
+
+def test_a_record_of_other_canaries_or_settings_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "inclusion.json"
+    with_canaries(data(30), texts(20), 7, record=file)
+    with_canaries(data(99), texts(20), 7, record=file)  # more data: the coins are the same
+    with_canaries(data(30), texts(20), record=file)  # the file knows the seed's key
+    changed = texts(20)
+    changed[4] = changed[4] + 1
+    for canaries, arguments, message in (
+        (changed, {"seed": 7}, "the canaries"),
+        (texts(19), {"seed": 7}, "the canaries"),
+        (texts(20)[::-1], {"seed": 7}, "the canaries"),
+        (texts(20), {"seed": 8}, "the seed"),
+        (texts(20), {"seed": 7, "probability": 0.4}, "probability"),
+        (texts(20), {"game": "replace"}, "game"),
+        (changed, {"seed": 8}, "the canaries, the seed"),
+    ):
+        with pytest.raises(InclusionMismatch, match=message) as caught:
+            with_canaries(data(30), canaries, record=file, **arguments)
+        assert json.loads(file.read_text())["key"] not in str(caught.value)
+
+
+def test_a_file_that_others_can_read_or_that_was_changed_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "inclusion.json"
+    with_canaries(data(30), texts(20), 7, record=file)
+    file.chmod(0o640)
+    with pytest.raises(PermissionError, match=r"0640.*chmod 600"):
+        with_canaries(data(30), texts(20), 7, record=file)
+    file.chmod(0o600)
+    content = json.loads(file.read_text())
+    content["included"][3] ^= 1
+    file.write_text(json.dumps(content))
+    with pytest.raises(InclusionMismatch, match="was changed"):
+        InclusionRecord.load(file)
+    for broken in ("", "{}", "[1]", json.dumps({**content, "schema": 2})):
+        file.write_text(broken)
+        with pytest.raises(InclusionMismatch, match="no inclusion record"):
+            InclusionRecord.load(file)
+
+
+def test_processes_that_begin_at_once_agree(tmp_path: Path, monkeypatch) -> None:
+    """The one that comes second finds a whole file, and takes its coins."""
+    file = tmp_path / "inclusion.json"
+    save = InclusionRecord.save
+    other = flips(99, 20)
+
+    def late(self: InclusionRecord, path: Path) -> None:
+        save(other, path)
+        save(self, path)
+
+    monkeypatch.setattr(InclusionRecord, "save", late)
+    assert with_canaries(data(5), texts(20), record=file).canaries.record == other
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_several_processes_need_a_seed_or_a_record(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="each would flip coins of its own"):
+        with_canaries(data(5), texts(4))
+    with_canaries(data(5), texts(4), 1)
+    with_canaries(data(5), texts(4), record=tmp_path / "inclusion.json")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with_canaries(data(5), texts(4))
+
+
+def test_nothing_shows_the_secret(caplog, capsys, recwarn) -> None:
+    with caplog.at_level(logging.DEBUG):
+        dataset = with_canaries(data(9), texts(12), 4)
+        record = dataset.canaries.record
+        shown = (
+            f"{dataset!r} {dataset.canaries!r} {record!r} {record} {dataset.canaries.state_dict()}"
+        )
+    assert record.key.hex() not in shown
+    assert repr(record.key) not in shown
+    assert "True" not in shown
+    assert f"{int(dataset.canaries.included.sum())} " not in shown.replace("12 canaries", "")
+    assert caplog.text == ""
+    assert capsys.readouterr() == ("", "")
+    assert not recwarn.list
+    assert set(dataset.canaries.state_dict()) == {"commitment"}
+
+
+def test_the_record_is_not_pickled(tmp_path: Path) -> None:
+    dataset = with_canaries(data(9), texts(5), 4)
+    for thing in (dataset, dataset.canaries, dataset.canaries.record):
+        with pytest.raises(TypeError, match="secret and is not pickled"):
+            pickle.dumps(thing)
+        with pytest.raises(TypeError, match="secret and is not pickled"):
+            torch.save(thing, io.BytesIO())
+    twin = copy.deepcopy(dataset)
+    assert torch.equal(torch.stack(list(twin)), torch.stack(list(dataset)))
+    assert copy.copy(dataset.canaries.record) is dataset.canaries.record
+
+
+def test_a_commitment_binds_to_every_coin_and_setting() -> None:
+    made = [
+        flips(1, 10),
+        flips(2, 10),
+        flips(1, 11),
+        flips(1, 10, 0.4),
+        flips(1, 10, game="replace"),
+        InclusionRecord(flips(1, 10).key, flips(1, 10).digests[::-1]),
+    ]
+    assert len({r.commitment for r in made}) == len(made)
+    assert flips(1, 10, np.float64(0.5)).commitment == flips(1, 10).commitment
+    assert all(len(bytes.fromhex(r.commitment)) == 32 for r in made)
+
+
+# In Lightning
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.train = with_canaries(data(20), texts(12), seed)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, batch_size=4, shuffle=True)
+
+    def state_dict(self) -> dict[str, str]:
+        return self.train.canaries.state_dict()
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        self.train.canaries.load_state_dict(state)
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Embedding(FIRST + 200, 1)
+        self.seen: Counter = Counter()
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen.update(batch[:, 0].tolist())
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(folder: Path, epochs: int) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_trains_and_resumes_and_refuses_another_inclusion(tmp_path: Path) -> None:
+    model, module = Model(), Data(seed=6)
+    run = trainer(tmp_path, 1)
+    run.fit(model, datamodule=module)
+    inside = module.train.canaries.included.nonzero().flatten()
+    assert model.seen == Counter([*range(20), *(FIRST + 10 * inside).tolist()])
+
+    file = tmp_path / "last.ckpt"
+    run.save_checkpoint(file)
+    record = module.train.canaries.record
+    raw = file.read_bytes()
+    assert record.commitment.encode() in raw
+    assert record.key not in raw
+    assert record.key.hex().encode() not in raw
+
+    again = Model()
+    trainer(tmp_path, 2).fit(again, datamodule=Data(seed=6), ckpt_path=file)
+    assert again.seen == model.seen  # the second epoch, the same canaries
+    with pytest.raises(InclusionMismatch, match="other canaries"):
+        trainer(tmp_path, 2).fit(Model(), datamodule=Data(seed=7), ckpt_path=file)

@@ -1,0 +1,545 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+
+from lightning_fedleak.theory import (
+    advantage_bound,
+    advantage_bound_of,
+    box_probability,
+    condition,
+    direction_probability,
+    projection_probability,
+    projection_radius,
+    retrieval_error,
+    separation,
+    simulate_bound,
+    smallest_beta,
+)
+
+probability = st.floats(0, 1)
+length = st.integers(2, 64)
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    e = np.exp(z - z.max(0))
+    return e / e.sum(0)
+
+
+def separation_by_loops(tokens: list[np.ndarray]) -> float:
+    return min(
+        float(x @ x - x @ y) for i, x in enumerate(tokens) for j, y in enumerate(tokens) if i != j
+    )
+
+
+def draw(law: str, rng: np.random.Generator, n: int, d: int) -> np.ndarray:
+    if law == "one_hot":
+        return np.eye(d)[rng.permutation(d)[:n]]
+    x = rng.standard_normal((n, d))
+    return x if law == "gaussian" else x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+# The formulas
+
+
+def test_eq_5_by_hand() -> None:
+    assert advantage_bound(0.9, 0.1, tokens=3, n_batch=2) == pytest.approx(
+        0.9 + 0.9**12 - 0.1 - 1, abs=1e-15
+    )
+    assert advantage_bound(1, 0, tokens=15) == 1.0
+    assert advantage_bound(1.0, 0.0, 5, 1, p_direction=0.5) == pytest.approx(0.5 + 0.5**5 - 1)
+
+
+def test_eq_4_by_hand() -> None:
+    expected = 2 / (10 * 5) + math.log(2 * 4 * 5 * 10 * 3**2) / 10
+    assert condition(10, 5, 3) == pytest.approx(expected, rel=1e-14)
+    assert retrieval_error(10, 5, 0.8, 3) == pytest.approx(
+        2 * 3 * 4 * math.exp(2 / 5 - 8), rel=1e-14
+    )
+    assert retrieval_error(1, 5, -1e6, 1) == math.inf
+    assert projection_radius(10, 5, 3) == pytest.approx(1 / 150)
+
+
+@pytest.mark.parametrize("law", ["one_hot", "spherical", "gaussian"])
+def test_delta_bar_bounds_the_retrieval_error(law: str) -> None:
+    """Lemma 3: any xi within the radius of x_i is mapped to x_i up to Delta-bar."""
+    rng = np.random.default_rng(0)
+    tested = 0
+    for _ in range(200):
+        l_x, d = int(rng.integers(2, 8)), 60
+        x = draw(law, rng, l_x, d)
+        delta, norm = separation_by_loops(list(x)), float(np.linalg.norm(x, axis=1).max())
+        if delta <= 0:
+            continue
+        beta = smallest_beta(delta, l_x, norm) * float(rng.uniform(1, 1.5))
+        shift = rng.standard_normal((l_x, d)) if rng.random() < 0.3 else -x
+        shift *= float(projection_radius(beta, l_x, norm)) / np.linalg.norm(
+            shift, axis=1, keepdims=True
+        )
+        found = softmax(beta * x @ (x + shift).T).T @ x
+        errors = np.linalg.norm(found - x, axis=1)
+        assert errors.max() <= retrieval_error(beta, l_x, delta, norm) * (1 + 1e-9)
+        tested += 1
+    assert tested > 100
+
+
+def test_the_sign_of_the_proof_is_wrong() -> None:
+    """With exp(-2/l - ...), as Lemma 3's proof ends, two one-hot tokens break the bound."""
+    x = np.eye(2)
+    beta = smallest_beta(1.0, 2, 1.0)
+    towards = (x[1] - x[0]) / math.sqrt(2) * float(projection_radius(beta, 2, 1.0))
+    error = np.linalg.norm(softmax(beta * x @ (x[0] + towards)) @ x - x[0])
+    right = float(retrieval_error(beta, 2, 1.0, 1.0))
+    assert right * math.exp(-2) < error <= right
+
+
+@given(
+    share=st.floats(1e-12, 1), l_x=length, norm=st.floats(1e-3, 1e3), factor=st.floats(1.001, 1e3)
+)
+def test_smallest_beta_is_where_condition_4_begins_to_hold(share, l_x, norm, factor) -> None:
+    delta = share * 2 * norm**2
+    beta = smallest_beta(delta, l_x, norm)
+    assert condition(beta * 1.0000001, l_x, norm) <= delta
+    assert condition(beta * factor, l_x, norm) <= delta
+    assert condition(beta * 0.9999, l_x, norm) > delta
+
+
+def test_smallest_beta_at_the_edges() -> None:
+    assert smallest_beta(0.0, 5, 1.0) == math.inf
+    assert smallest_beta(-1.0, 5, 1.0) == math.inf
+    with pytest.raises(ValueError, match="2 M"):
+        smallest_beta(2.1, 5, 1.0)
+    with pytest.raises(ValueError, match="tokens"):
+        smallest_beta(1.0, 1, 1.0)
+
+
+@given(p=probability, q=probability, box=probability, l_x=length, n=st.integers(1, 500))
+def test_the_bound_is_monotone_and_at_most_1(p, q, box, l_x, n) -> None:
+    low, high = sorted((p, q))
+    assert advantage_bound(low, box, l_x, n) <= advantage_bound(high, box, l_x, n)
+    assert advantage_bound(p, min(box, q), l_x, n) >= advantage_bound(p, max(box, q), l_x, n)
+    assert advantage_bound(p, box, l_x, n + 1) <= advantage_bound(p, box, l_x, n)
+    assert -2 <= advantage_bound(p, box, l_x, n, q) <= 1
+
+
+@given(
+    delta=st.floats(-10, 10),
+    more=st.floats(0, 5),
+    l_x=length,
+    norm=st.floats(0.1, 10),
+    beta=st.floats(0.01, 50),
+)
+def test_delta_bar_falls_with_separation_and_rises_with_norm(delta, more, l_x, norm, beta) -> None:
+    here = retrieval_error(beta, l_x, delta, norm)
+    assert retrieval_error(beta, l_x, delta + more, norm) <= here
+    assert retrieval_error(beta, l_x, delta, norm + more) >= here
+    assert condition(beta, l_x, norm + more) >= condition(beta, l_x, norm)
+    if delta >= condition(beta, l_x, norm):  # (4) says that Delta-bar is at most the radius
+        assert here <= projection_radius(beta, l_x, norm) * (1 + 1e-9)
+
+
+# The closed parts
+
+
+@pytest.mark.parametrize("d", [2, 3, 4, 10, 301])
+@pytest.mark.parametrize("r", [0.0, 0.01, 0.2, 0.9, 1.0, 1.7])
+def test_spherical_projections_against_the_integral_of_their_density(d: int, r: float) -> None:
+    # The component has density proportional to (1 - t^2)^((d - 3)/2); with t = sin(a), cos^(d - 2).
+    total, _ = integrate.quad(lambda a: math.cos(a) ** (d - 2), -math.pi / 2, math.pi / 2)
+    edge = math.asin(min(r, 1.0))
+    part, _ = integrate.quad(lambda a: math.cos(a) ** (d - 2), -edge, edge)
+    found = projection_probability("spherical", d, r)
+    assert found == pytest.approx(part / total, abs=1e-9)
+    assert found == pytest.approx(stats.beta.cdf(min(r, 1) ** 2, 0.5, (d - 1) / 2), abs=1e-14)
+    assert direction_probability(d, r * 7, 7.0) == pytest.approx(found, abs=1e-14)
+
+
+@pytest.mark.parametrize("law", ["one_hot", "spherical", "gaussian"])
+def test_projections_against_drawn_tokens(law: str) -> None:
+    rng = np.random.default_rng(1)
+    d, radius, n = 20, 0.15, 20_000
+    if law == "one_hot":
+        pairs = np.array([draw(law, rng, 2, d) for _ in range(500)])
+    else:
+        pairs = draw(law, rng, 2 * n, d).reshape(n, 2, d)
+    component = np.abs((pairs[:, 0] * pairs[:, 1]).sum(1)) / np.linalg.norm(pairs[:, 1], axis=1)
+    interval = stats.binomtest(int((component <= radius).sum()), len(pairs)).proportion_ci(0.999)
+    assert interval.low <= projection_probability(law, d, radius) <= interval.high
+
+
+def test_gaussian_parts_against_scipy() -> None:
+    for r in (0.0, 1e-9, 0.3, 2.0, 40.0):
+        one = stats.norm.cdf(r) - stats.norm.cdf(-r)
+        assert projection_probability("gaussian", 7, r) == pytest.approx(one, rel=1e-6)
+        assert box_probability("gaussian", 7, r).value == pytest.approx(one**7, rel=1e-6)
+    # Without the absolute value of the components it would be the one-sided probability.
+    assert box_probability("gaussian", 7, 0.3).value < stats.norm.cdf(0.3) ** 7
+
+
+def test_one_hot_box() -> None:
+    # A basis vector is 1 - 1/d from the mean in one component and 1/d in the others.
+    assert box_probability("one_hot", 4, 0.7499).value == 0.0
+    assert box_probability("one_hot", 4, 0.7501).value == 1.0
+
+
+@pytest.mark.parametrize("half_width", [0.72, 0.8, 0.95])
+def test_spherical_box_against_geometry(half_width: float) -> None:
+    c = half_width
+    arc = (math.asin(c) - math.acos(c)) / (math.pi / 2)
+    caps = 1 - 3 * (1 - c)  # Archimedes: six caps that do not meet
+    for d, exact in ((2, arc), (3, caps)):
+        rate = box_probability("spherical", d, c, draws=100_000, seed=3)
+        assert abs(rate.value - exact) < 4 * math.sqrt(exact * (1 - exact) / 100_000)
+        assert rate.low < rate.value < rate.high < rate.low + 0.01
+
+
+def test_spherical_box_at_its_ends() -> None:
+    assert box_probability("spherical", 100, 0.0999).high == 0.0
+    assert box_probability("spherical", 100, 1.0).low == 1.0
+    far = box_probability("spherical", 100_000, 0.004)
+    assert far.low == 0.0
+    assert 0 <= far.high < 1e-6
+
+
+@pytest.mark.parametrize("d", [3, 8, 40])
+def test_product_of_components_bounds_the_spherical_box(d: int) -> None:
+    rng = np.random.default_rng(d)
+    largest = np.abs(draw("spherical", rng, 20_000, d)).max(1)
+    for c in (1.1 / math.sqrt(d), 1.5 / math.sqrt(d), 2.0 / math.sqrt(d)):
+        share = float((largest <= c).mean())
+        assert (
+            share - 4 * math.sqrt(share * (1 - share) / 20_000) <= direction_probability(d, c) ** d
+        )
+
+
+@given(
+    law=st.sampled_from(["one_hot", "spherical", "gaussian"]),
+    d=st.integers(2, 100_000),
+    r=st.floats(0, 3),
+    more=st.floats(0, 3),
+)
+def test_projections_are_monotone_probabilities(law, d, r, more) -> None:
+    near, far = projection_probability(law, d, [r, r + more])
+    assert 0 <= near <= far <= 1
+    if law == "spherical":
+        assert projection_probability(law, d + 1, r) >= near - 1e-12
+
+
+# Simulated data
+
+
+@pytest.mark.parametrize("law", ["spherical", "gaussian"])
+@pytest.mark.parametrize(("d", "l_x", "n"), [(3, 6, 1), (30, 5, 2)])
+def test_simulated_data_sets_have_the_law_of_drawn_ones(law, d, l_x, n) -> None:
+    from lightning_fedleak.theory.synthetic import _separation_and_norm
+
+    rng = np.random.default_rng(5)
+    ours = np.array([_separation_and_norm(law, d, l_x, n, rng) for _ in range(600)])
+    drawn = []
+    for _ in range(600):
+        sentences = [draw(law, rng, l_x, d) for _ in range(n)]
+        norm = max(np.linalg.norm(x) for s in sentences for x in s)
+        drawn.append((min(separation_by_loops(list(s)) for s in sentences), norm))
+    for column in range(2):
+        a, b = ours[:, column], np.array(drawn)[:, column]
+        if law == "spherical" and column == 1:
+            assert np.allclose(a, 1)
+            assert np.allclose(b, 1)
+        else:
+            assert stats.ks_2samp(a, b).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(("law", "beta"), [("spherical", 6.0), ("gaussian", 1.0)])
+def test_simulated_bound_against_brute_force(law: str, beta: float) -> None:
+    """Every part from drawn vectors alone, at a d where P_box is neither 0 nor 1."""
+    d, l_x = 12, 4
+    found = simulate_bound(law, d, l_x, beta, runs=400, seed=0)
+    rng = np.random.default_rng(9)
+    pool = draw(law, rng, 4000, d)
+    component = np.abs((pool[:2000] * pool[2000:]).sum(1)) / np.linalg.norm(pool[2000:], axis=1)
+    largest = np.abs(pool).max(1)
+    bounds, boxes = [], []
+    for _ in range(400):
+        x = draw(law, rng, l_x, d)
+        delta, norm = separation_by_loops(list(x)), np.linalg.norm(x, axis=1).max()
+        delta_bar = 2 * norm * (l_x - 1) * math.exp(2 / l_x - beta * delta)
+        p = (component <= 1 / (beta * l_x * norm)).mean()
+        boxes.append((largest <= 3 * delta_bar).mean())
+        bounds.append(p + p ** (2 * l_x) - boxes[-1] - 1)
+    assert 0.05 < np.mean(boxes) < 0.95
+    for ours, values in ((found.bound, bounds), (found.p_box, boxes)):
+        error = math.hypot(ours.standard_error, float(np.std(values)) / 20)
+        assert abs(ours.value - np.mean(values)) < 4 * error + 0.01
+        assert ours.low < ours.value < ours.high
+
+
+def test_one_hot_is_1_as_the_paper_says_but_its_second_head_is_not() -> None:
+    found = simulate_bound("one_hot", 1000, 10, 10.0)
+    assert (found.bound.value, found.bound.low, found.bound.high) == (1.0, 1.0, 1.0)
+    assert found.condition_ratio.value == pytest.approx(1 / float(condition(10, 10, 1.0)))
+    assert found.condition_holds.value == 1.0
+    q = stats.beta.cdf(0.01**2, 0.5, 999 / 2)
+    assert found.random_direction.value == pytest.approx(q + q**10 - 1)
+    assert found.random_direction.value < 0
+    assert simulate_bound("one_hot", 10**7, 10, 10.0).random_direction.value > 0.999
+
+
+def test_the_bound_rises_with_d_and_falls_with_length() -> None:
+    def value(d: int, l_x: int) -> float:
+        return simulate_bound("gaussian", d, l_x, 10 / d, seed=1).bound.value
+
+    assert value(10_000, 5) < value(40_000, 5) < value(140_000, 5)
+    assert value(140_000, 15) < value(140_000, 10) < value(140_000, 5)
+
+
+def test_a_simulation_depends_on_its_seed_only() -> None:
+    state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    one, two = (simulate_bound("spherical", 40, 5, 10.0, seed=4) for _ in range(2))
+    assert one == two
+    assert one != simulate_bound("spherical", 40, 5, 10.0, seed=5)
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert (np.random.get_state()[1] == state[1]).all()
+
+
+def test_algorithm_1_does_what_the_bound_promises() -> None:
+    """The game of Fig. 2 with Algorithm 1 in its projector form, gamma = 2 Delta-bar."""
+    d, l_x, beta, games = 20_000, 5, 10.0, 80
+    bound = simulate_bound("spherical", d, l_x, beta).bound.low
+    assert bound > 0.5
+    rng = np.random.default_rng(2)
+    wins = 0
+    for game in range(games):
+        x = draw("spherical", rng, l_x, d)
+        member = game % 2 == 0
+        v = x[int(rng.integers(l_x))] if member else draw("spherical", rng, 1, d)[0]
+        u = draw("spherical", rng, 1, d)[0]
+        heads = [softmax(beta * (x @ x.T - np.outer(x @ a, x @ a) / (a @ a))).T @ x for a in (v, u)]
+        gap = np.abs(heads[0] - heads[1]).max()
+        gamma = 2 * retrieval_error(beta, l_x, separation_by_loops(list(x)), 1.0)
+        wins += (gap > gamma) == member
+    advantage = 2 * stats.binomtest(wins, games).proportion_ci(0.99).high - 1
+    assert advantage >= bound
+
+
+def test_one_hot_data_break_the_bound_as_printed() -> None:
+    """Algorithm 1 to the letter (QR, pseudo-inverses) wins less often than (5) says.
+
+    The bound with the second head's direction as it is drawn is not broken.
+    """
+    d, l_x, beta, games = 30, 15, 10.0, 200
+    claim = simulate_bound("one_hot", d, l_x, beta)
+    assert claim.condition_holds.value == 1.0
+    rng = np.random.default_rng(6)
+    gamma = 2 * retrieval_error(beta, l_x, 1.0, 1.0)
+    wins = 0
+    for game in range(games):
+        tokens = draw("one_hot", rng, l_x + 1, d)
+        x, member = tokens[:l_x].T, game % 2 == 0
+        w = rng.standard_normal((d, d))
+        w[:, 0] = tokens[0 if member else l_x]
+        queries = (np.linalg.qr(w)[0][:, 1:].T, rng.standard_normal((d - 1, d)))
+        keys = [beta * np.linalg.pinv(q).T for q in queries]
+        z1, z2 = (x @ softmax((k @ x).T @ (q @ x)) for q, k in zip(queries, keys, strict=True))
+        wins += (np.abs(z1 - z2).max() > gamma) == member
+    measured = stats.binomtest(wins, games).proportion_ci(0.99)
+    assert 2 * measured.high - 1 < claim.bound.low == 1.0
+    assert 2 * measured.low - 1 > claim.random_direction.value
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"law": "binary"}, "law"),
+        ({"dim": 1}, "dim"),
+        ({"tokens": 1}, "tokens"),
+        ({"beta": 0.0}, "beta"),
+        ({"beta": math.nan}, "beta"),
+        ({"n_batch": 0}, "n_batch"),
+        ({"runs": 1}, "runs"),
+        ({"law": "one_hot", "dim": 3}, "all different"),
+    ],
+)
+def test_simulation_refuses(change: dict[str, object], message: str) -> None:
+    arguments = {"law": "gaussian", "dim": 10, "tokens": 4, "beta": 1.0} | change
+    with pytest.raises(ValueError, match=message):
+        simulate_bound(**arguments)
+
+
+# Embeddings at hand
+
+
+def padded(sentences: list[np.ndarray], fill: float) -> tuple[torch.Tensor, torch.Tensor]:
+    l_x = max(len(s) for s in sentences)
+    hidden = torch.full((len(sentences), l_x, sentences[0].shape[1]), fill, dtype=torch.float64)
+    mask = torch.zeros(len(sentences), l_x, dtype=torch.int64)
+    for i, s in enumerate(sentences):
+        hidden[i, : len(s)] = torch.from_numpy(s)
+        mask[i, : len(s)] = 1
+    return hidden, mask
+
+
+@pytest.fixture(scope="module")
+def sentences() -> list[np.ndarray]:
+    rng = np.random.default_rng(8)
+    return [rng.standard_normal((k, 40)) + 0.1 for k in (5, 3, 4, 6, 5, 2, 4)]
+
+
+def test_data_bound_against_brute_force(sentences: list[np.ndarray]) -> None:
+    beta, n_batch = 0.35, 3
+    hidden, mask = padded(sentences, fill=1e6)
+    found = advantage_bound_of(hidden, beta, n_batch, mask)
+
+    each = [separation_by_loops(list(s)) for s in sentences]
+    flat = np.concatenate(sentences)
+    delta, norm = min(each), max(np.linalg.norm(x) for x in flat)
+    assert separation(hidden, mask).tolist() == pytest.approx(each, rel=1e-12)
+    assert found.separation == pytest.approx(delta, rel=1e-12)
+    assert found.max_norm == pytest.approx(norm, rel=1e-12)
+    assert (found.sentences, found.tokens, found.dim, found.n_batch) == (7, 6, 40, 3)
+    assert found.condition == pytest.approx(float(condition(beta, 6, norm)))
+    assert found.separated.value == np.mean([e > 0 for e in each])
+
+    radius = 1 / (beta * 6 * norm)
+    half_width = 3 * 2 * norm * 5 * math.exp(2 / 6 - beta * delta)
+    near, q_all, both, total = 0, 0.0, 0.0, 0
+    for s, t in itertools.permutations(range(7), 2):
+        for x, v in itertools.product(sentences[s], sentences[t]):
+            hit = abs(x @ v) / np.linalg.norm(v) <= radius
+            q = stats.beta.cdf(min(1, radius / np.linalg.norm(x)) ** 2, 0.5, 39 / 2)
+            near, both, total = near + hit, both + hit * q, total + 1
+    q_all = np.mean(
+        [stats.beta.cdf(min(1, radius / np.linalg.norm(x)) ** 2, 0.5, 39 / 2) for x in flat]
+    )
+    p = near / total
+    box = np.mean(np.abs(flat - flat.mean(0)).max(1) <= half_width)
+    assert 0 < p < 1
+    assert 0 <= box < 1
+    assert found.p_proj.value == pytest.approx(p, rel=1e-12)
+    assert found.p_box.value == pytest.approx(box, abs=1e-12)
+    assert found.bound.value == pytest.approx(p + p ** (2 * 3 * 6) - box - 1)
+    expected = q_all + (both / total) ** 18 - box - 1
+    assert found.random_direction == pytest.approx(expected)
+    assert found.bound.low <= found.bound.value <= found.bound.high
+
+
+def test_jackknife_against_leaving_sentences_out(sentences: list[np.ndarray]) -> None:
+    beta = 0.35
+    hidden, mask = padded(sentences, fill=0.0)
+    found = advantage_bound_of(hidden, beta, 1, mask)
+
+    def share(kept: list[np.ndarray]) -> float:
+        hits = [
+            abs(x @ v) <= found.radius * np.linalg.norm(v)
+            for s, t in itertools.permutations(range(len(kept)), 2)
+            for x, v in itertools.product(kept[s], kept[t])
+        ]
+        return float(np.mean(hits))
+
+    replicas = [share(sentences[:i] + sentences[i + 1 :]) for i in range(7)]
+    error = math.sqrt(6 / 7 * sum((r - np.mean(replicas)) ** 2 for r in replicas))
+    assert found.p_proj.standard_error == pytest.approx(error, rel=1e-9)
+
+
+def test_sides_of_padding_and_dtype_do_not_matter(sentences: list[np.ndarray]) -> None:
+    hidden, mask = padded(sentences, fill=3.0)
+    right = advantage_bound_of(hidden, 0.35, 3, mask)
+    left = advantage_bound_of(hidden.flip(1), 0.35, 3, mask.flip(1) != 0)
+    single = advantage_bound_of(hidden.float(), 0.35, 3, mask)
+    for other, rel in ((left, 1e-12), (single, 1e-5)):
+        assert other.separation == pytest.approx(right.separation, rel=rel)
+        assert other.p_proj.value == pytest.approx(right.p_proj.value, rel=rel)
+        assert other.bound.value == pytest.approx(right.bound.value, rel=rel)
+
+
+def test_one_hot_embeddings_are_proven_to_leak() -> None:
+    """No word twice in all the data; the same bound as the closed form's."""
+    hidden = torch.eye(120).reshape(24, 5, 120)
+    found = advantage_bound_of(hidden, 10.0, 40)
+    assert not found.vacuous
+    assert found.reasons == ()
+    assert found.bound.value == simulate_bound("one_hot", 120, 5, 10.0, n_batch=40).bound.value == 1
+    assert found.bound.low < 1  # 24 sentences show only so much
+    assert found.smallest_beta < 10
+    assert "at least 1.000" in str(found)
+
+
+def test_a_repeated_token_makes_the_bound_vacuous_for_every_beta() -> None:
+    hidden = torch.eye(120).reshape(24, 5, 120).clone()
+    hidden[3, 0] = hidden[3, 1]
+    for beta in (1e-3, 0.1, 1.0, 10.0, 1e3):
+        found = advantage_bound_of(hidden, beta, 1)
+        assert found.vacuous
+        assert found.bound.value <= 0
+        assert found.p_box.value == 1.0
+        assert "1 of 24 sentences" in found.reasons[0]
+        assert "no sign of safety" in str(found)
+    assert found.smallest_beta == math.inf
+    assert found.separated.value == 23 / 24
+
+
+def test_each_reason_is_told() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.nn.functional.normalize(torch.randn(20, 5, 300, generator=generator), dim=2)
+    low = advantage_bound_of(hidden, 3.0, 1)
+    assert any("Condition (4) is violated" in r for r in low.reasons)
+    assert any(f"from beta {low.smallest_beta:.4g}" in r for r in low.reasons)
+    enough = advantage_bound_of(hidden, low.smallest_beta * 1.01, 1)
+    assert len(enough.reasons) == 1  # (4) holds, but tokens of 300 dimensions are not orthogonal
+    assert "Eq. 5 gives -" in enough.reasons[0]
+    tiny = advantage_bound_of(hidden, 1e-3, 1)
+    assert any("only because beta is tiny" in r for r in tiny.reasons)
+    assert tiny.bound.value <= 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), beta=st.floats(1e-4, 1e3), scale=st.floats(0.01, 100))
+def test_no_bound_without_separation(seed: int, beta: float, scale: float) -> None:
+    """Delta <= 0 leaves nothing to prove, whatever beta and the scale of the embeddings."""
+    hidden = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(seed)) * scale
+    hidden[0, 1] = hidden[0, 0] * 1.5  # a longer twin
+    found = advantage_bound_of(hidden, beta, 2)
+    assert found.separation < 0
+    assert found.bound.high <= 0 or found.p_box.value == 1.0
+    assert found.vacuous
+
+
+def test_few_sentences_are_enough_for_the_projections() -> None:
+    hidden = torch.randn(60, 4, 30, generator=torch.Generator().manual_seed(0))
+    every = advantage_bound_of(hidden, 0.3, 1)
+    some = advantage_bound_of(hidden, 0.3, 1, max_sentences=20)
+    assert some.separation == every.separation
+    assert some.p_proj.low < every.p_proj.value < some.p_proj.high
+    assert some.p_proj.standard_error > every.p_proj.standard_error
+
+
+@pytest.mark.parametrize(
+    ("hidden", "beta", "n_batch", "mask", "message"),
+    [
+        (torch.ones(1, 4, 8), 1.0, 1, None, "n >= 2"),
+        (torch.ones(4, 8), 1.0, 1, None, "n >= 2"),
+        (torch.ones(3, 4, 8, dtype=torch.int64), 1.0, 1, None, "floating"),
+        (torch.zeros(3, 4, 8), 1.0, 1, None, "0 everywhere"),
+        (torch.full((3, 4, 8), math.nan), 1.0, 1, None, "finite"),
+        (torch.ones(3, 4, 8), -1.0, 1, None, "beta"),
+        (torch.ones(3, 4, 8), 1.0, 0, None, "n_batch"),
+        (torch.ones(3, 4, 8), 1.0, 1, torch.ones(3, 5), "mask"),
+        (torch.ones(3, 4, 8), 1.0, 1, torch.eye(4)[:3], "sentence 0 has fewer"),
+    ],
+)
+def test_data_bound_refuses(hidden, beta, n_batch, mask, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        advantage_bound_of(hidden, beta, n_batch, mask)
+
+
+def test_padding_may_hold_anything() -> None:
+    hidden = torch.arange(96, dtype=torch.float64).sin().reshape(3, 4, 8)
+    hidden[:, 3] = math.nan
+    mask = torch.tensor([[1, 1, 1, 0]] * 3)
+    assert math.isfinite(advantage_bound_of(hidden, 1.0, 1, mask).separation)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import cycle
-from time import perf_counter
 from typing import ClassVar, Literal
 
 import torch
@@ -18,6 +16,7 @@ from lightning_fedleak.attacks.next_tokens import NextTokens, predicts_next
 from lightning_fedleak.attacks.prefix_cache import Layout, Prefixes
 from lightning_fedleak.attacks.prefix_search import Recovered, search
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.sent import Deadline
 from lightning_fedleak.attacks.state_table import StateTable
 from lightning_fedleak.attacks.typical_states import typical_states
 
@@ -194,7 +193,7 @@ class PrefixInversion(InversionAttack):
                 f"hidden states at layer {self.layer} are (B, L, {bottom.width}), got "
                 f"{tuple(hidden.shape)}"
             )
-        out_of_time = _timer(self.budget_seconds)
+        deadline = Deadline(self.budget_seconds)
         size = self.batch or (1 if bottom.device.type == "cpu" else 8)
         tokens, sure, finished, candidates = [], [], True, 0
         with torch.no_grad(), bottom.session():
@@ -204,12 +203,12 @@ class PrefixInversion(InversionAttack):
                 part = hidden[a : a + size].to(bottom.device)
                 layout = Layout.of((part.shape[0], part.shape[1]), mask, positions)
                 layout = layout.to(bottom.device)
-                if out_of_time():
+                if deadline.passed:
                     tokens.append(torch.full_like(part[..., 0], NOTHING, dtype=torch.int64))
                     sure.append(torch.zeros_like(part[..., 0], dtype=torch.float32))
                     finished = False
                     continue
-                found = self._search(part, layout, out_of_time)
+                found = self._search(part, layout, deadline)
                 tokens.append(layout.spread(found.tokens, NOTHING))
                 sure.append(layout.spread(found.confidence, 0.0))
                 finished &= found.finished
@@ -221,7 +220,7 @@ class PrefixInversion(InversionAttack):
             candidates=candidates,
         )
 
-    def _search(self, hidden: Tensor, layout: Layout, out_of_time: Callable[[], bool]) -> Recovered:
+    def _search(self, hidden: Tensor, layout: Layout, deadline: Deadline) -> Recovered:
         assert self._table is not None
         expects = None
         if self.language_model and predicts_next(self.bottom):
@@ -232,7 +231,7 @@ class PrefixInversion(InversionAttack):
             layout.packed_anew(hidden).float(),
             _Expected(expects, layout),
             precision=self._precision,
-            out_of_time=out_of_time,
+            deadline=deadline,
         )
 
     def config(self) -> dict[str, object]:
@@ -296,13 +295,6 @@ def two_ways(bottom: BottomModel, ids: Tensor, mask: Tensor, states: Tensor) -> 
             far = (got - true).norm(dim=2) / true.norm(dim=2).clamp(min=1e-30)
             worst = max(worst, float(far.masked_fill(mask[:, a : a + part.shape[1]] == 0, 0).max()))
     return worst
-
-
-def _timer(seconds: float | None) -> Callable[[], bool]:
-    if seconds is None:
-        return lambda: False
-    end = perf_counter() + seconds
-    return lambda: perf_counter() >= end
 
 
 __all__ = ["PrefixInversion", "two_ways"]

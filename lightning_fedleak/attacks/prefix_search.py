@@ -11,7 +11,6 @@ were it another, that token's state would be as far from the candidate's as the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.prefix_cache import Prefixes
+from lightning_fedleak.attacks.sent import Deadline
 from lightning_fedleak.attacks.state_table import StateTable
 
 FIRST = 64
@@ -101,7 +101,7 @@ def search(
     prior: Prior,
     *,
     precision: float,
-    out_of_time: Callable[[], bool] = lambda: False,
+    deadline: Deadline | None = None,
 ) -> Recovered:
     """Recovers all texts of ``prefixes``, of which nothing is known yet.
 
@@ -111,9 +111,9 @@ def search(
         observed: (B, N, d) float32 states by real token.
         prior: of the next token.
         precision: share of a state's length by which two computations of it may differ.
-        out_of_time: asked before each forward.
+        deadline: looked at before each forward; None for no bound.
     """
-    return _Search(prefixes, table, observed, prior, precision, out_of_time).run()
+    return _Search(prefixes, table, observed, prior, precision, deadline or Deadline()).run()
 
 
 class _Search:
@@ -124,13 +124,13 @@ class _Search:
         observed: Tensor,
         prior: Prior,
         precision: float,
-        out_of_time: Callable[[], bool],
+        deadline: Deadline,
     ) -> None:
         self.prefixes = prefixes
         self.table = table
         self.observed = observed
         self.prior = prior
-        self.out_of_time = out_of_time
+        self.deadline = deadline
         self.noise = precision * observed.norm(dim=2)
         self.counts = prefixes.layout.counts
         b, n = observed.shape[:2]
@@ -158,7 +158,7 @@ class _Search:
     def run(self) -> Recovered:
         finished = True
         while bool((self.prefixes.known < self.counts).any()):
-            if self.out_of_time():
+            if self.deadline.passed:
                 finished = False
                 break
             self._pass()

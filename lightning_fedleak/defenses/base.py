@@ -20,8 +20,9 @@ A defence of one's own needs a name, a plain sentence about what it guarantees, 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +68,19 @@ class Defense(ABC):
     Attributes:
         name: key of its state in checkpoints; two defences of one run must differ in it.
         guarantee: what it guarantees, against whom, in plain words; ``"none"`` said plainly.
+        activation_layers: layers whose hidden states it rewrites on their way to the server, by
+            forward hooks that it registers in ``before_setup``; 0 for the input of the first block,
+            k for the output of block k.
     """
 
     name: str
     guarantee: str
+    activation_layers: tuple[int, ...] = ()
+
+    @property
+    def acts_on_batches(self) -> bool:
+        """Whether the class replaces batches, that is, overrides ``on_batch``."""
+        return type(self).on_batch is not Defense.on_batch
 
     @property
     def acts_on_gradients(self) -> bool:
@@ -97,6 +107,45 @@ class Defense(ABC):
         Raises:
             DefenseError: the guarantee cannot hold for this model or setting.
         """
+
+    def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
+        """The loader to train with instead of ``dataloader``; called whenever one is made.
+
+        Args:
+            dataloader: as Lightning has prepared it (a DistributedSampler put in, say), or as the
+                defence before left it.
+            context: where and when.
+
+        Raises:
+            DefenseError: the guarantee cannot hold with this loader.
+        """
+        return dataloader
+
+    def on_batch(self, batch: Any, context: DefenseContext) -> Any:
+        """What ``training_step`` gets instead of ``batch``, on the device, for every micro-batch.
+
+        ``batch`` itself must stay what it is: callbacks read the truth from it.
+
+        Raises:
+            DefenseError: no batch can be given that holds the guarantee. Training stops.
+        """
+        return batch
+
+    def on_training_step(
+        self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
+    ) -> Any:
+        """Stands around the forward pass of every micro-batch: what Lightning gets as its output.
+
+        Args:
+            training_step: runs the module's ``training_step`` (and what the defences after this one
+                put around it).
+            batch: what the module gets, after every ``on_batch``.
+            context: where and when.
+
+        Raises:
+            DefenseError: the guarantee cannot hold for this output. Training stops.
+        """
+        return training_step()
 
     def before_release(self) -> None:  # noqa: B027
         """Checks that the guarantee still holds, in every optimizer step before anything leaves.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -82,11 +83,45 @@ class Release:
 
         return remove
 
-    def begin(self, context: DefenseContext, step: Callable[[], int]) -> None:
-        """Lets every defence prepare the model; ``step`` tells the current optimizer step."""
+    @property
+    def is_open(self) -> bool:
+        """Whether the defences know where they act."""
+        return self._context is not None
+
+    def open(self, context: DefenseContext, step: Callable[[], int]) -> None:
+        """Says where the defences act; ``step`` tells the current optimizer step."""
         self._context, self._step = context, step
+
+    def begin(self) -> None:
+        """Lets every defence prepare the model."""
+        context = self._now()
         for defense in self.defenses:
             defense.before_setup(context)
+
+    def dataloader(self, dataloader: Any) -> Any:
+        """The training loader that the defences make of one."""
+        context = self._now()
+        for defense in self.defenses:
+            dataloader = defense.on_dataloader(dataloader, context)
+        return dataloader
+
+    def training_step(self, run: Callable[..., Any], batch: Any, *rest: Any) -> Any:
+        """Runs ``run(batch, *rest)`` with what the defences make of the batch, amid them."""
+        if not self.defenses:
+            return run(batch, *rest)
+        context = self._now()
+        for defense in self.defenses:
+            if defense.acts_on_batches:
+                if isinstance(batch, Iterator):
+                    raise DefenseError(
+                        f"{type(defense).__name__} replaces batches, but `training_step` takes an "
+                        "iterator over them. Let it take `batch` and `batch_idx`."
+                    )
+                batch = defense.on_batch(batch, context)
+        step = functools.partial(run, batch, *rest)
+        for defense in reversed(self.defenses):
+            step = functools.partial(defense.on_training_step, step, batch, context)
+        return step()
 
     def guard(self, optimizer: Optimizer) -> None:
         """Puts the release before the optimizer's update, once."""
@@ -97,7 +132,7 @@ class Release:
             self._removers[id(optimizer)] = (optimizer, remove)
 
     def end(self) -> None:
-        """Takes everything back that ``begin``, ``guard`` and ``add_tap`` did, after a fit."""
+        """Takes everything back that was done since ``open``, after a fit."""
         if self._context is None:
             return
         for _, remove in self._removers.values():
@@ -139,13 +174,16 @@ class Release:
                 self._tap(Stage.SHARED, optimizer)
         self._tap(Stage.AGGREGATE, optimizer)
 
-    def _defend(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _now(self) -> DefenseContext:
         if self._context is None or self._step is None:
             raise DefenseError(
-                "an optimizer stepped outside of fit, where the defences are not set up: its "
-                "update was not released."
+                "an optimizer stepped, or a batch came, outside of fit, where the defences are not "
+                "set up: nothing was released."
             )
-        context = dataclasses.replace(self._context, step=self._step())
+        return dataclasses.replace(self._context, step=self._step())
+
+    def _defend(self, parameters: Sequence[nn.Parameter]) -> None:
+        context = self._now()
         for defense in self.gradient_defenses:
             for fn in tuple(self._canaries.values()):
                 fn(defense, parameters, context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -47,22 +48,30 @@ class Seam(Strategy):
         if fitting:
             assert self.lightning_module is not None
             self._check_model(self.lightning_module)
-            world = self._fedleak.client == "world"
-            entropy = os.urandom(32)
-            context = DefenseContext(
-                root=self.lightning_module,
-                client=0 if world else trainer.global_rank,
-                clients=1 if world else trainer.world_size,
-                device=self.root_device,
-                precision=str(self.precision_plugin.precision),
-                step=0,
-                entropy=self.broadcast(entropy) if world else entropy,
-            )
-            self._fedleak.begin(context, lambda: trainer.global_step)
+            self._open(trainer)
+            self._fedleak.begin()
         super().setup(trainer)
         if fitting:
             for optimizer in self.optimizers:
                 self._guard(optimizer)
+
+    def _open(self, trainer: pl.Trainer) -> None:
+        """Once in a fit: at setup, or when a module asks for its loader before."""
+        if self._fedleak.is_open:
+            return
+        assert self.lightning_module is not None
+        world = self._fedleak.client == "world"
+        entropy = os.urandom(32)
+        context = DefenseContext(
+            root=self.lightning_module,
+            client=0 if world else trainer.global_rank,
+            clients=1 if world else trainer.world_size,
+            device=self.root_device,
+            precision=str(self.precision_plugin.precision),
+            step=0,
+            entropy=self.broadcast(entropy) if world else entropy,
+        )
+        self._fedleak.open(context, lambda: trainer.global_step)
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuses what shows only when the model and the precision are known."""
@@ -70,6 +79,20 @@ class Seam(Strategy):
     def _guard(self, optimizer: Optimizer) -> None:
         check_optimizer(optimizer, getattr(self.precision_plugin, "scaler", None))
         self._fedleak.guard(optimizer)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The training loader, and no other, is what the defences make of it."""
+        dataloader = super().process_dataloader(dataloader)
+        module = self.lightning_module
+        if module is not None and module.trainer.training:
+            self._open(module.trainer)
+            return self._fedleak.dataloader(dataloader)
+        return dataloader
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The defences come between Lightning and the module's own ``training_step``."""
+        run = functools.partial(super().training_step, **kwargs)
+        return self._fedleak.training_step(run, *args)
 
     def optimizer_step(
         self,

@@ -51,6 +51,8 @@ class DefenseContext:
         entropy: 32 secret random bytes of the operating system, drawn anew for every fit, alike on
             the processes of one client, independent between clients, never saved. Noise derived
             from it is not replayed after a resume.
+        process: which share of the client's data this process holds, from 0; always 0 where each
+            process is a client. Noise on data, not on gradients, must differ by it.
     """
 
     root: nn.Module
@@ -60,6 +62,7 @@ class DefenseContext:
     precision: str
     step: int
     entropy: bytes = field(repr=False)
+    process: int = 0
 
 
 class Defense(ABC):
@@ -71,11 +74,22 @@ class Defense(ABC):
         activation_layers: layers whose hidden states it rewrites on their way to the server, by
             forward hooks that it registers in ``before_setup``; 0 for the input of the first block,
             k for the output of block k.
+        acts_in_inference: whether it also acts where the Trainer validates, tests or predicts
+            without a fit: then ``before_setup`` and ``teardown`` are called there too, with fresh
+            entropy.
+        takes_shards: whether ``on_gradients`` is right where ``p.grad`` is a DTensor that holds
+            this process's shard (FSDP2). A defence that does not say so is refused there.
+        per_sample: whether it computes the update from the samples and does not read ``p.grad``:
+            what a defence before it did to gradients would be lost in silence, and its guarantee
+            needs samples that do not influence each other.
     """
 
     name: str
     guarantee: str
     activation_layers: tuple[int, ...] = ()
+    acts_in_inference: bool = False
+    takes_shards: bool = False
+    per_sample: bool = False
 
     @property
     def acts_on_batches(self) -> bool:
@@ -100,6 +114,25 @@ class Defense(ABC):
             if "on_gradients" in vars(kind):
                 return False
         return False
+
+    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+        """Refuses an order of defences in which one of them would not do what it says.
+
+        Called when a DefendedStrategy is built. A subclass that overrides it calls this one too.
+
+        Args:
+            before: the defences that act before this one.
+            after: those that act after it.
+
+        Raises:
+            DefenseError: says which to move where.
+        """
+        if self.per_sample and (lost := [d.name for d in before if d.acts_on_gradients]):
+            raise DefenseError(
+                f"{type(self).__name__} computes the update anew from the samples, so what "
+                f"{', '.join(lost)} did to the gradients before it would be lost. Put '{self.name}'"
+                " first among the defenses that act on gradients."
+            )
 
     def before_setup(self, context: DefenseContext) -> None:  # noqa: B027
         """Prepares the model: where the user built it, not wrapped, no optimizer exists.
@@ -206,7 +239,7 @@ class Defense(ABC):
         return {}
 
     def load_state_dict(self, state: State) -> None:  # noqa: B027
-        """Takes back what ``state_dict`` gave, before ``before_setup``.
+        """Takes back what ``state_dict`` gave, before ``before_setup`` (under FSDP2 after it).
 
         ``state`` is empty where the run resumes from a checkpoint that holds none for this
         defence.

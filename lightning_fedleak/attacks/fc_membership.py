@@ -19,6 +19,7 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.crafted_fc import CraftedFC, TwoIdentities, check_targets, inputs_of
 from lightning_fedleak.attacks.l1_neighbours import neighbours
 from lightning_fedleak.attacks.membership import Granularity, MembershipAttack, MembershipGuess
+from lightning_fedleak.attacks.rounding import own_rounding
 from lightning_fedleak.attacks.rungs import RungReader
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
@@ -32,6 +33,15 @@ SAFE: dict[Precision, tuple[float, float]] = {
 """By precision of the hidden states, (tau, dead zone) of ``"auto"``: tau in units of ``‖T‖_1``,
 the dead zone in units of the mean size of those coordinates of T that are not zero (padding is).
 Finest precision first."""
+
+MARGIN = 8.0
+"""``tau`` in units of the model's own rounding, where that is measured."""
+
+MEASURED: dict[Precision, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""Precisions in which a model's own rounding is measured; in the others it is next to nothing."""
+
+MEASURE_EVERY = 500
+"""Steps after which it is measured anew, as the weights have moved."""
 
 WIDEST = 0.5
 """The highest rung of an automatic ladder, in units of ``‖T‖_1``."""
@@ -47,13 +57,21 @@ class FCMembership(MembershipAttack):
     **tau.** The same text gives hidden states that differ in rounding, by its place in a batch and
     by padding. Relative to ``‖T‖_1``, on MiniLM-L6, stories15M and SmolLM2-135M at layers >= 1, the
     L1 distance is then at most 2e-6 in float32, .004 in float16 and .029 in bfloat16; to the
-    nearest token of another sentence in the batch it is .04 or more. Beyond a dead zone of a
-    twentieth of T's mean coordinate the first is at most .004 in bfloat16, the second at least
-    .0126. ``tau="auto"`` lies between, and follows ``‖T‖_1``, since the scale of hidden states
-    differs by a factor of a thousand between models and layers: no absolute value serves them all.
-    An absolute one is taken as the paper states it. TF32 is treated as float16, which has as many
-    bits. The server must embed its targets in the client's precision: between float32 and bfloat16
-    the distance is up to .07.
+    nearest token of another sentence in the batch it is .04 or more, with rare exceptions in the
+    first layers. Beyond a dead zone of a twentieth of T's mean coordinate the first is mostly below
+    .005 in bfloat16; the second, of a sentence that differs in one word, was once below .0035.
+    ``tau="auto"`` lies between, and follows ``‖T‖_1``, since the scale of hidden states differs by
+    a factor of a thousand between models and layers: no absolute value serves them all. An absolute
+    one is taken as the paper states it. TF32 is treated as float16, which has as many bits. The
+    server must embed its targets in the client's precision: between float32 and bfloat16 the
+    distance is up to .07.
+
+    In float16 and bfloat16 the first layers round far less than the last, and it is there that
+    other tokens come near. :meth:`prepare` therefore measures the model's own rounding at the
+    layer, beyond the dead zone, on a few random texts (alone, and in a padded batch; in the
+    client's precision, by autocast where the weights are finer). ``tau`` is 8 times that, but not
+    below float32's and not above that of :data:`SAFE`, which also holds where nothing was measured:
+    before ``prepare``, or for targets in a coarser precision.
 
     Where two texts have the same hidden state no ``tau`` tells them apart: layer 0 (same word at
     the same place), and, in a causal model, positions whose whole prefix occurs in another
@@ -74,7 +92,7 @@ class FCMembership(MembershipAttack):
         layer: as in :class:`~lightning_fedleak.attacks.membership.MembershipAttack`.
         granularity: ``"token"`` (FC-Token) or ``"full"`` (FC-Full).
         tau: the L1 distance below which an input is taken for the target, or ``"auto"``: by
-            precision, see :data:`SAFE`.
+            precision and the model's own rounding, as said above.
         dead_zone: per coordinate, or ``"auto"``.
         ladder: the rungs as multiples of ``tau``, ascending, 1 among them; ``"auto"``: 5 below,
             halving, and 8 above, up to half of ``‖T‖_1`` (with an absolute ``tau``: 32 times that).
@@ -137,12 +155,36 @@ class FCMembership(MembershipAttack):
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.prefilter = prefilter
         self._hints: dict[str, Precision] = {}
+        self._rounding: tuple[Precision, float] | None = None
+        self._measured_at = 0
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """A_init: checks the layer, and takes the precision from the parameters' dtype."""
+        """A_init: checks the layer, finds the precision, and measures how the model rounds in it.
+
+        The precision is that of the parameters' dtype, unless :meth:`set_precision` or the argument
+        said a coarser one.
+        """
         super().prepare(anatomy)
         parameter = next(anatomy.model.parameters())
         self._hints["model"] = _of_dtype(parameter.dtype, parameter.device)
+        self._rounding = None
+        precision = self._resolved(parameter.dtype)
+        if self.tau == "auto" and precision in MEASURED:
+            dtype = MEASURED[precision]
+            found = own_rounding(
+                anatomy,
+                self.layer,
+                SAFE[precision][1],
+                together=self.read_together,
+                cast=None if parameter.dtype == dtype else dtype,
+            )
+            self._rounding = None if found is None else (precision, found)
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Measures anew once :data:`MEASURE_EVERY` steps have passed."""
+        if step - self._measured_at >= MEASURE_EVERY:
+            self._measured_at = step
+            self.prepare(anatomy)
 
     def set_precision(self, precision: str) -> None:
         """Says in which precision the client runs, in the Trainer's words (``"bf16-mixed"``).
@@ -185,7 +227,7 @@ class FCMembership(MembershipAttack):
         Raises:
             ValueError: a target is not finite, or all zero where ``tau`` is to follow its size.
         """
-        safe_tau, safe_zone = SAFE[self._resolved(targets.dtype)]
+        safe_tau, safe_zone = self._relative(self._resolved(targets.dtype))
         targets = self._part(targets.to(_at_least_float32(targets.dtype)))
         sizes = targets.abs().sum(1)
         if not bool(sizes.isfinite().all()):
@@ -199,6 +241,13 @@ class FCMembership(MembershipAttack):
             else torch.full_like(sizes, float(self.dead_zone))
         )
         return taus[:, None] * self._multiples(safe_tau).to(taus), zones
+
+    def _relative(self, precision: Precision) -> tuple[float, float]:
+        """(tau, dead zone) of ``"auto"``, as in :data:`SAFE`, by what was measured."""
+        tau, zone = SAFE[precision]
+        if self._rounding is None or self._rounding[0] != precision:
+            return tau, zone
+        return min(tau, max(SAFE["fp32"][0], MARGIN * self._rounding[1])), zone
 
     def _multiples(self, safe_tau: float) -> Tensor:
         if self.ladder != "auto":
@@ -281,11 +330,18 @@ class FCMembership(MembershipAttack):
         return self.reader.guess(gradient, noise_std, self.rungs, self.guess_rung)
 
     def config(self) -> dict[str, object]:
-        """Settings for reports."""
+        """Settings for reports.
+
+        ``rounding`` is the model's own as it was measured, None where it was not; ``tau_relative``
+        what ``tau="auto"`` comes to for targets in the precision found; both in units of ``‖T‖_1``.
+        """
+        relative = self._relative(self._resolved(torch.float32))[0]
         return {
             "layer": self.layer,
             "granularity": self.granularity,
             "tau": self.tau,
+            "tau_relative": relative if self.tau == "auto" else None,
+            "rounding": None if self._rounding is None else self._rounding[1],
             "dead_zone": self.dead_zone,
             "ladder": self.ladder if self.ladder == "auto" else list(self.ladder),
             "precision": self.precision,

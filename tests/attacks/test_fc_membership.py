@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks import crafted_fc
+from lightning_fedleak.attacks import crafted_fc, fc_membership
 from lightning_fedleak.attacks.base import Query, UnusableObservation
 from lightning_fedleak.attacks.fc_membership import SAFE, FCMembership
 from lightning_fedleak.attacks.l1_neighbours import maybe_near, middle_of, neighbours
 from lightning_fedleak.attacks.membership import CRAFTED, sentence_rows
+from lightning_fedleak.attacks.rounding import own_rounding
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers import models
 
@@ -422,9 +423,8 @@ def test_tau_follows_the_precision_and_the_size_of_the_target():
     attack = FCMembership(1)
     assert tau(attack) == pytest.approx(SAFE["fp32"][0] * size)
     assert tau(attack, 1000.0) == pytest.approx(1000 * SAFE["fp32"][0] * size)
-    attack.prepare(find_anatomy(models.tiny_gpt2().bfloat16()))
-    assert tau(attack) == pytest.approx(SAFE["bf16"][0] * size)
-    attack = FCMembership(1)
+    explicit = FCMembership(1, precision="bf16")
+    assert tau(explicit) == pytest.approx(SAFE["bf16"][0] * size)
     attack.prepare(find_anatomy(models.tiny_gpt2()))
     for trainers, ours in (("32-true", "fp32"), ("16-mixed", "fp16"), ("bf16-mixed", "bf16")):
         attack.set_precision(trainers)
@@ -436,6 +436,95 @@ def test_tau_follows_the_precision_and_the_size_of_the_target():
     fixed = FCMembership(1, tau=0.3, dead_zone=0.0)
     assert tau(fixed) == pytest.approx(0.3)
     assert tau(fixed, 9.0) == pytest.approx(0.3)
+
+
+def rounding_by_hand(model, layer, dead_zone, dtype=None):
+    """:func:`own_rounding` of tokens, by transformers' own hidden states and a loop."""
+    rows = torch.randint(model.config.vocab_size, (12, 35), generator=generator())
+    lengths = [2, 3, 5, 7, 9, 12, 15, 18, 21, 24, 28, 32]
+    mask = torch.tensor([[int(i < n) for i in range(35)] for n in lengths])
+
+    @torch.no_grad()
+    def states(ids, mask=None):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            out = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        return out.hidden_states[layer].double()
+
+    together, largest = states(rows, mask), 0.0
+    for i, n in enumerate(lengths):
+        alone = states(rows[i : i + 1, :n])[0]
+        for target, x in zip(alone, together[i, :n], strict=True):
+            zone = dead_zone * target.abs().mean()
+            distance = sum(max(0.0, float(d)) for d in (x - target).abs() - zone)
+            largest = max(largest, distance / float(target.abs().sum()))
+    return largest
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_models_own_rounding_is_the_largest_distance_between_two_ways_to_embed(dtype):
+    model = models.tiny_llama() if dtype else models.tiny_llama().bfloat16()
+    anatomy = find_anatomy(model.eval())
+    for zone in (0.0, 0.05):
+        found = own_rounding(anatomy, 1, zone, cast=dtype)
+        assert found == pytest.approx(rounding_by_hand(model, 1, zone, dtype), rel=1e-6)
+    assert own_rounding(anatomy, 1, 0.0, cast=dtype) > 0
+    before = torch.get_rng_state()
+    assert own_rounding(anatomy, 1, 0.0, together=8) <= own_rounding(anatomy, 1, 0.0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("measured", "relative"),
+    [(0.0, 1e-3), (3e-4, 8 * 3e-4), (1.0, SAFE["bf16"][0]), (None, SAFE["bf16"][0])],
+)
+def test_tau_is_eight_times_the_models_own_rounding_between_float32s_and_the_safe_one(
+    monkeypatch, measured, relative
+):
+    asked = []
+
+    def measure(anatomy, layer, dead_zone, together, cast):
+        asked.append(cast)
+        return measured
+
+    monkeypatch.setattr(fc_membership, "own_rounding", measure)
+    target = torch.randn(1, 32, generator=generator())
+    size = float(target.abs().sum())
+    half, full = (find_anatomy(m) for m in (models.tiny_gpt2().bfloat16(), models.tiny_gpt2()))
+    in_training = FCMembership(1)
+    in_training.set_precision("bf16-mixed")
+    for attack, anatomy in ((FCMembership(1), half), (in_training, full)):
+        attack.prepare(anatomy)
+        taus, zones = attack.settings(target)
+        assert float(taus[0, attack.guess_rung]) == pytest.approx(relative * size)
+        assert float(taus[0, -1]) == pytest.approx(0.5 * size)
+        assert float(zones[0]) == pytest.approx(SAFE["bf16"][1] * size / 32)
+        assert attack.config()["tau_relative"] == pytest.approx(relative)
+        assert attack.config()["rounding"] == measured
+    assert asked == [None, torch.bfloat16]
+    in_training.set_precision("16-mixed")  # of which nothing is known
+    taus, _ = in_training.settings(target)
+    assert float(taus[0, in_training.guess_rung]) == pytest.approx(SAFE["fp16"][0] * size)
+
+
+def test_nothing_is_measured_in_float32_nor_for_a_tau_that_is_given():
+    model = models.tiny_gpt2()
+    anatomy = find_anatomy(model)
+    for attack in (FCMembership(1), FCMembership(1, tau=0.1, precision="bf16")):
+        attack.prepare(anatomy)
+        assert attack.config()["rounding"] is None
+
+
+def test_rounding_is_measured_anew_as_weights_move(monkeypatch):
+    rounds = iter([1e-4, 2e-4, 3e-4])
+    monkeypatch.setattr(fc_membership, "own_rounding", lambda *_, **__: next(rounds))
+    attack = FCMembership(1)
+    anatomy = find_anatomy(models.tiny_gpt2().bfloat16())
+    attack.prepare(anatomy)
+    seen = []
+    for step in (0, 499, 500, 999, 1000):
+        attack.refresh(anatomy, step)
+        seen.append(attack.config()["rounding"])
+    assert seen == [1e-4, 1e-4, 2e-4, 2e-4, 3e-4]
 
 
 # --- noise

@@ -1,0 +1,348 @@
+"""Local differential privacy on one of k values: exact laws, and draws from them in torch.
+
+A mechanism turns an index of a public domain {0, ..., k-1} into another one. Three of the four
+report a vector, and a decoding rule makes an index of it. A rule that reads nothing but the vector
+is post-processing, so that the decoded index is as private as the vector; here it is drawn from its
+own law, without the vector.
+
+The reports (sources: Wang et al., USENIX Security 2017; Erlingsson et al., CCS 2014; Ding et al.,
+NeurIPS 2017):
+
+- **grr**, generalized randomized response: the value itself with probability
+  e^eps / (e^eps + k - 1), else a uniform other one.
+- **rappor**, the basic one-time RAPPOR: k bits, the value's own set with probability
+  p = e^(eps/2) / (e^(eps/2) + 1), every other one with q = 1 - p. Two inputs differ in two bits, so
+  that the ratio is (p/q)^2 = e^eps. This is RAPPOR's permanent response.
+- **the**, histogram encoding: k numbers, 1 at the value and 0 elsewhere, each with Laplace noise of
+  scale 2/eps (two inputs are 2 apart in L1). THE sets the bits of the numbers above a threshold.
+- **dbitflip**: the k values in b buckets, one bit for each of d of them that are drawn without
+  regard to the value, with the p and q of RAPPOR. With d = b = k it has RAPPOR's law.
+
+The rules:
+
+- **uniform**: a uniform one among the set bits; a uniform one of all where none is set.
+- **first**: the set bit of the smallest index, index 0 where none is set. This is ``argmax`` of the
+  bits, the rule of the published code of Vu et al. 2024. Small indices survive and large ones
+  hardly ever do.
+- **argmax** (``the`` only): the largest of the noised numbers, without a threshold; likewise the
+  published code's.
+
+Under ``uniform`` and ``argmax`` no other index is special, so that the law has one number, the
+probability to keep the index; the others share the rest alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Mechanism = Literal["grr", "rappor", "the", "dbitflip"]
+Decode = Literal["uniform", "first", "argmax"]
+
+_PANEL = 0.25
+"""Width of a panel of the quadrature in log s, in which the integrand varies by O(1)."""
+
+
+def grr_keep(k: int, epsilon: float) -> float:
+    """Probability that generalized randomized response reports the value itself."""
+    return 1.0 / (1.0 + (k - 1) * math.exp(-epsilon))
+
+
+def bit_rates(epsilon: float) -> tuple[float, float]:
+    """(p, q) of RAPPOR and dBitFlipPM: how likely the value's own bit and another one are set."""
+    q = math.exp(-epsilon / 2) / (1.0 + math.exp(-epsilon / 2))
+    return 1.0 - q, q
+
+
+@functools.lru_cache(maxsize=1024)
+def the_threshold(epsilon: float) -> float:
+    """THE's threshold in (1/2, 1): the one that estimates frequencies best (Wang et al. 2017)."""
+
+    def variance(theta: float) -> float:
+        half = math.exp(-epsilon * theta / 2)
+        # Eq. for Var* of THE, with numerator and denominator multiplied by e^(-eps theta).
+        return (2 * half - half**2) / (half + math.exp(epsilon * (theta - 1) / 2) - 2) ** 2
+
+    low, high = 0.5, 1.0
+    ratio = (math.sqrt(5) - 1) / 2
+    while high - low > 1e-10:
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        if variance(left) <= variance(right):
+            high = right
+        else:
+            low = left
+    return (low + high) / 2
+
+
+def the_rates(epsilon: float) -> tuple[float, float]:
+    """(p, q) of THE's bits behind :func:`the_threshold`."""
+    theta = the_threshold(epsilon)
+    return 1.0 - 0.5 * math.exp(epsilon * (theta - 1) / 2), 0.5 * math.exp(-epsilon * theta / 2)
+
+
+def uniform_keep(k: int, p: float, q: float, sampled: int | None = None) -> float:
+    """Probability that a uniform set bit of k is the value's own; none set: uniform of all.
+
+    With N ~ Bin(d - 1, q) other bits set, E[1 / (1 + N)] = (1 - (1 - q)^d) / (d q).
+
+    Args:
+        k: number of bits.
+        p: rate of the value's own bit.
+        q: rate of the others, below 1.
+        sampled: d, bits that are reported at all; None for all k.
+    """
+    d = k if sampled is None else sampled
+    silent = d * math.log1p(-q)
+    share = -math.expm1(silent) / (d * q) if q > 0 else 1.0
+    none_with = (1.0 - p) * math.exp((d - 1) * math.log1p(-q))
+    none_without = math.exp(silent)
+    reported = d / k
+    return reported * (p * share + none_with / k) + (1.0 - reported) * none_without / k
+
+
+@functools.lru_cache(maxsize=4096)
+def argmax_keep(k: int, epsilon: float) -> float:
+    """Probability that 1 + Laplace(2/eps) is the largest beside k - 1 times Laplace(2/eps).
+
+    The integral of f(t - 1) F(t)^(k-1) over t, with E = e^(eps/2): where t < 0 and t > 1 the
+    density is F'(t) / E and E F'(t), which integrates in closed form; between, with s = 1 - F(t),
+    it is (1 / 4E) times the integral of (1 - s)^(k-1) / s^2 from 1/(2E) to 1/2, done by
+    Gauss-Legendre in log s.
+    """
+    half = epsilon / 2
+    below = math.exp(-half - k * math.log(2)) / k
+    # E (1 - (1 - 1/(2E))^k) / k
+    above = -math.expm1(k * math.log1p(-0.5 * math.exp(-half))) * math.exp(half) / k
+    panels = max(1, math.ceil(half / _PANEL))
+    nodes, weights = np.polynomial.legendre.leggauss(16)
+    # v = log(2 s) from -eps/2 to 0
+    edges = np.linspace(-half, 0.0, panels + 1)
+    width = np.diff(edges)[:, None] / 2
+    v = (edges[:-1, None] + edges[1:, None]) / 2 + width * nodes
+    # (1 / 4E) (2 e^-v) dv (1 - e^v / 2)^(k-1)
+    values = np.exp(-v - half + (k - 1) * np.log1p(-np.exp(v) / 2)) / 2
+    return below + above + float((values * weights * width).sum())
+
+
+def symmetric_law(k: int, keep: float) -> Tensor:
+    """(k, k) float64, row x the law of the output for input x: ``keep`` at x, else uniform."""
+    law = torch.full((k, k), (1.0 - keep) / (k - 1), dtype=torch.float64)
+    return law.fill_diagonal_(keep)
+
+
+def first_law(k: int, p: float, q: float) -> Tensor:
+    """(k, k) float64: the first set bit, 0 where none is set."""
+    x, y = torch.arange(k)[:, None], torch.arange(k, dtype=torch.float64)[None, :]
+    silent = 1.0 - q
+    law = torch.where(y < x, q * silent**y, (1.0 - p) * q * silent ** (y - 1))
+    law = torch.where(y == x, p * silent**y, law)
+    law[:, 0] += (1.0 - p) * silent ** (k - 1)
+    return law
+
+
+def sample_symmetric(index: Tensor, keep: Tensor, k: int, uniforms: Tensor) -> Tensor:
+    """Draws from :func:`symmetric_law`.
+
+    Args:
+        index: (n,) int64 in [0, k).
+        keep: (n,) or () float64.
+        k: size of the domain, at least 2.
+        uniforms: (n, 2) float64 in [0, 1), independent.
+
+    Returns:
+        (n,) int64.
+    """
+    other = (uniforms[:, 1] * (k - 1)).long().clamp_(max=k - 2)
+    other += other >= index
+    return torch.where(uniforms[:, 0] < keep, index, other)
+
+
+def sample_first(index: Tensor, p: Tensor, q: Tensor, k: int, uniforms: Tensor) -> Tensor:
+    """Draws from :func:`first_law`; the first of the other bits is geometric.
+
+    Args:
+        index: (n,) int64 in [0, k).
+        p: (n,) or () float64.
+        q: likewise.
+        k: size of the domain.
+        uniforms: (n, 2) float64 in [0, 1), independent.
+
+    Returns:
+        (n,) int64.
+    """
+    gap = torch.log1p(-uniforms[:, 1]) / torch.log1p(-q.clamp(min=1e-300))
+    among_others = gap.floor().clamp_(max=k - 1).long()
+    other = among_others + (among_others >= index)
+    none_set = among_others >= k - 1
+    own = uniforms[:, 0] < p
+    without = torch.where(none_set, 0, other)
+    return torch.where(own & ((index < other) | none_set), index, without)
+
+
+@dataclass(frozen=True)
+class Randomizer:
+    """A mechanism with its decoding rule on a domain of k values.
+
+    Attributes:
+        mechanism: see the module.
+        k: size of the domain, at least 2.
+        decode: the rule; ``"uniform"`` is the only one of ``grr``, which reports a value and needs
+            none.
+        buckets: b of dBitFlipPM, k for every other mechanism. A decoded bucket becomes a uniform
+            one of its values.
+        bits: d of dBitFlipPM, ``buckets`` for every other mechanism.
+
+    Raises:
+        ValueError: a value out of range, or a rule that the mechanism does not have.
+    """
+
+    mechanism: Mechanism
+    k: int
+    decode: Decode
+    buckets: int
+    bits: int
+
+    @classmethod
+    def of(
+        cls,
+        mechanism: Mechanism,
+        k: int,
+        decode: Decode | None = None,
+        buckets: int | None = None,
+        bits: int | None = None,
+    ) -> Randomizer:
+        """With defaults: ``"argmax"`` for ``the``, else ``"uniform"``; all buckets and bits."""
+        rule = decode or ("argmax" if mechanism == "the" else "uniform")
+        b = k if buckets is None else buckets
+        return cls(mechanism, k, rule, b, b if bits is None else bits)
+
+    def __post_init__(self) -> None:
+        if self.mechanism not in get_args(Mechanism):
+            raise ValueError(
+                f"mechanism={self.mechanism!r} must be one of {', '.join(get_args(Mechanism))}"
+            )
+        rules = {"grr": ("uniform",), "the": ("argmax", "uniform", "first")}
+        allowed = rules.get(self.mechanism, ("uniform", "first"))
+        if self.decode not in allowed:
+            raise ValueError(
+                f"decode={self.decode!r} must be one of {', '.join(allowed)} with "
+                f"mechanism='{self.mechanism}'"
+            )
+        if self.k < 2:
+            raise ValueError(f"the domain has {self.k} values and needs at least 2")
+        if self.mechanism != "dbitflip" and (self.buckets, self.bits) != (self.k, self.k):
+            raise ValueError("buckets and bits belong to mechanism='dbitflip'")
+        if not 2 <= self.buckets <= self.k:
+            raise ValueError(f"buckets={self.buckets} must be from 2 to the domain's {self.k}")
+        if not 1 <= self.bits <= self.buckets:
+            raise ValueError(f"bits={self.bits} must be from 1 to buckets={self.buckets}")
+        if self.decode == "first" and self.bits < self.buckets:
+            raise ValueError("decode='first' needs all bits: leave `bits` out")
+
+    @property
+    def n_uniforms(self) -> int:
+        """Uniform numbers that one draw needs."""
+        return 2 if self.buckets == self.k else 3
+
+    def keep(self, epsilon: float) -> float:
+        """Probability that the bucket is kept, under a symmetric rule."""
+        if self.mechanism == "grr":
+            return grr_keep(self.k, epsilon)
+        if self.decode == "argmax":
+            return argmax_keep(self.k, epsilon)
+        return uniform_keep(self.buckets, *self._rates(epsilon), self.bits)
+
+    def law(self, epsilon: float) -> Tensor:
+        """(k, k) float64: row x is the exact law of the output for input x."""
+        if self.decode == "first":
+            law = first_law(self.buckets, *self._rates(epsilon))
+        else:
+            law = symmetric_law(self.buckets, self.keep(epsilon))
+        bucket = self.bucket_of(torch.arange(self.k))
+        sizes = torch.bincount(bucket, minlength=self.buckets)
+        return law[bucket][:, bucket] / sizes[bucket]
+
+    def decoded_epsilon(self, epsilon: float) -> float:
+        """The decoded index' own epsilon, at most ``epsilon``: log of the law's largest ratio."""
+        b = self.buckets
+        if self.decode != "first":
+            keep = self.keep(epsilon)
+            if self.mechanism == "grr" or keep > 1 - 1e-9:  # 1 - keep has no digits left
+                return epsilon
+            return math.log(keep) + math.log(b - 1) - math.log1p(-keep)
+        p, q = self._rates(epsilon)
+        none = (1.0 - p) * (1.0 - q) ** (b - 1)
+        ratios = [(p + none) / (q + none)]
+        # Without the factor (1 - q)^(y - 1): the input is y itself, before y, behind y.
+        at, before, behind = p * (1.0 - q), (1.0 - p) * q, q * (1.0 - q)
+        seen = [at, before] if b == 2 else [at, before, behind]
+        ratios.append(max(seen) / min(seen))
+        return math.log(max(ratios))
+
+    def sample(self, index: Tensor, epsilon: float | Tensor, uniforms: Tensor) -> Tensor:
+        """One draw for each index.
+
+        Args:
+            index: (n,) int64 in [0, k).
+            epsilon: of each draw: one number, or (n,) float64.
+            uniforms: (n, :attr:`n_uniforms`) float64 in [0, 1), independent.
+
+        Returns:
+            (n,) int64 in [0, k).
+        """
+        bucket = self.bucket_of(index)
+        if self.decode == "first":
+            p, q = _each(self._rates, epsilon, index.device)
+            drawn = sample_first(bucket, p, q, self.buckets, uniforms)
+        else:
+            keep = _each(lambda e: (self.keep(e),), epsilon, index.device)[0]
+            drawn = sample_symmetric(bucket, keep, self.buckets, uniforms)
+        return drawn if self.buckets == self.k else self.value_in(drawn, uniforms[:, 2])
+
+    def bucket_of(self, index: Tensor) -> Tensor:
+        """Values in order make buckets: floor(index b / k)."""
+        return index if self.buckets == self.k else index * self.buckets // self.k
+
+    def value_in(self, bucket: Tensor, uniforms: Tensor) -> Tensor:
+        """A uniform value of each bucket; ``uniforms`` (n,) in [0, 1)."""
+        start = -(-bucket * self.k // self.buckets)
+        size = -(-(bucket + 1) * self.k // self.buckets) - start
+        return start + torch.minimum((uniforms * size).long(), size - 1)
+
+    def _rates(self, epsilon: float) -> tuple[float, float]:
+        return the_rates(epsilon) if self.mechanism == "the" else bit_rates(epsilon)
+
+
+def _each(
+    of: Callable[[float], tuple[float, ...]], epsilon: float | Tensor, device: torch.device
+) -> tuple[Tensor, ...]:
+    """``of`` at every epsilon, computed once for each distinct value."""
+    if not isinstance(epsilon, Tensor):
+        return tuple(torch.tensor(of(epsilon), dtype=torch.float64, device=device))
+    values, inverse = epsilon.unique(return_inverse=True)
+    table = torch.tensor([of(v) for v in values.tolist()], dtype=torch.float64, device=device)
+    return tuple(table[inverse].unbind(1)) if len(values) else (epsilon,) * 2
+
+
+__all__ = [
+    "Decode",
+    "Mechanism",
+    "Randomizer",
+    "argmax_keep",
+    "bit_rates",
+    "first_law",
+    "grr_keep",
+    "sample_first",
+    "sample_symmetric",
+    "symmetric_law",
+    "the_rates",
+    "the_threshold",
+    "uniform_keep",
+]

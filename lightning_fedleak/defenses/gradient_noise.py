@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.defenses.canary import CanaryGradient
+from lightning_fedleak.defenses.gaussian import gaussian_epsilon
+from lightning_fedleak.defenses.noise import base_of, noise_key
+from lightning_fedleak.defenses.noise import standard_normal as _standard_normal
+from lightning_fedleak.defenses.shards import (
+    SHARD_BITS,
+    joint_norm,
+    local_part,
+    reduce_partial,
+    shard_number,
+)
 
 
 class GradientNoise(Defense):
@@ -22,8 +30,15 @@ class GradientNoise(Defense):
     zero and gets noise like the others, because which parameters a batch reached is information
     too: a parameter that is never reached then moves by noise alone.
 
-    **No per-sample guarantee**: one sample may fill the whole clipped update, and no epsilon is
-    accounted. This is the noise of an update-level Gaussian mechanism, nothing more.
+    With a ``clip`` the update of a client, whatever data it holds, moves by at most ``2 * clip``.
+    So each release is a Gaussian mechanism for all of a client's data at once, and therefore for
+    each sample in it: :meth:`epsilon` says what the releases so far add up to. That is the local
+    model, where the server sees each client's update. It is weak (sigma 1: epsilon 10 at delta
+    1e-5 after a single release), because one sample may fill the whole clipped update; DPSGD
+    bounds each sample instead. Without a clip nothing bounds an update: no epsilon holds.
+
+    Under FSDP2 the norm is that of all shards together; shards get independent noise, replicas of
+    one the same.
 
     Noise of release k on client c is a function of (secret base, c, k). The base is fresh entropy
     of the operating system in every fit and is never saved; k goes on over checkpoints. So no
@@ -48,9 +63,11 @@ class GradientNoise(Defense):
     name = "gradient_noise"
     guarantee = (
         "against whoever sees shared updates: the norm of a client's whole update is bounded by "
-        "`clip` and every coordinate carries independent Gaussian noise that is never reused. "
-        "No per-sample guarantee and no accounted epsilon."
+        "`clip` and every coordinate carries independent Gaussian noise of `sigma * clip` that is "
+        "never reused. That is local differential privacy of a client's whole data, with the "
+        "epsilon that `epsilon(delta)` gives, of all releases so far. No better bound for a sample."
     )
+    takes_shards = True
 
     def __init__(self, clip: float | None, sigma: float, seed: int | None = None) -> None:
         if clip is not None and not (math.isfinite(clip) and clip > 0):
@@ -63,6 +80,8 @@ class GradientNoise(Defense):
         self.sigma = sigma
         self.seed = seed
         self.releases = 0
+        if clip is None or sigma == 0 or seed is not None:
+            self.guarantee = _why_none(clip, sigma)
         self._seeded = seed is not None
         self._canaries = 0
 
@@ -70,6 +89,34 @@ class GradientNoise(Defense):
     def standard_deviation(self) -> float:
         """Standard deviation of the noise in every coordinate."""
         return self.sigma if self.clip is None else self.sigma * self.clip
+
+    def epsilon(self, delta: float, *, releases: int | None = None, clients: int = 1) -> float:
+        """Epsilon of all of one client's data, replaced by any other, after these releases.
+
+        Exact for Gaussian noise, also where later updates depend on earlier ones. The number of
+        releases must not depend on the data.
+
+        Args:
+            delta: in (0, 1).
+            releases: optimizer steps counted; default those so far.
+            clients: 1 in the local model, where the server sees each client's update. In the
+                central model the number of clients that all add their noise, where the server sees
+                nothing but their sum (secure aggregation).
+
+        Returns:
+            Epsilon; infinite without a clip, without noise, or with a seed.
+
+        Raises:
+            ValueError: an argument out of range.
+        """
+        releases = self.releases if releases is None else releases
+        if releases < 0 or clients < 1:
+            raise ValueError(
+                f"releases={releases} must be at least 0, and clients={clients} at least 1"
+            )
+        private = self.clip is not None and self.sigma > 0 and not self._seeded
+        spread = self.sigma * math.sqrt(clients)
+        return gaussian_epsilon(2 * math.sqrt(releases) / spread if private else math.inf, delta)
 
     def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
         """Clips and noises the update in place.
@@ -86,12 +133,13 @@ class GradientNoise(Defense):
                 if not self.sigma:
                     continue
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad
+            gradient = local_part(parameter.grad)
             wide = gradient if gradient.dtype == torch.float64 else gradient.float()
             if scale != 1.0:
                 wide.mul_(scale)
             if self.sigma:
-                key = self._key(context, release, index)
+                part = index + (shard_number(parameter.grad) << SHARD_BITS)
+                key = self._key(context, release, part)
                 noise = _standard_normal(key, gradient.shape, gradient.device, wide.dtype)
                 wide.add_(noise, alpha=self.standard_deviation)
             if wide is not gradient:
@@ -136,41 +184,46 @@ class GradientNoise(Defense):
     def _key(
         self, context: DefenseContext, release: int, index: int, stream: str = "gradient"
     ) -> bytes:
-        """256 bits, different for every (stream, base, client, release, index, defence's name)."""
-        base = context.entropy
-        if self._seeded:
-            base = hashlib.sha256(f"seed {self.seed}".encode()).digest()
-        fields = (context.client, release, index)
-        message = b"".join(value.to_bytes(8, "big") for value in fields) + self.name.encode()
-        domain = f"lightning-fedleak {stream} noise 1\0".encode()
-        return hashlib.sha256(domain + base + message).digest()
+        base = base_of(context.entropy, self.seed if self._seeded else None)
+        return noise_key(base, context.client, release, index, self.name, stream)
+
+
+def _why_none(clip: float | None, sigma: float) -> str:
+    if sigma == 0:
+        return "none: the update is clipped, and nothing hides it" if clip else "none: sigma is 0"
+    if clip is None:
+        return (
+            "none: every coordinate carries independent Gaussian noise that is never reused, but "
+            "without `clip` nothing bounds an update, so no epsilon holds"
+        )
+    return "none: whoever knows or guesses `seed` can subtract the noise (for tests only)"
 
 
 def _finite_norm(parameters: Sequence[nn.Parameter], root: nn.Module) -> float:
     """Joint 2-norm of the gradients; refuses what cannot be noised."""
-    norms: list[Tensor] = []
+    gradients: list[Tensor] = []
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
+        if parameter.grad is None:
             continue
-        if gradient.layout != torch.strided:
+        if parameter.grad.layout != torch.strided:
             raise DefenseError(
                 f"GradientNoise: the gradient of '{_name(parameter, root)}' is sparse; which rows "
                 "it holds would leave the client. Build the embedding with sparse=False."
             )
-        dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        norms.append(torch.linalg.vector_norm(gradient, dtype=dtype))
-    if not norms:
-        return 0.0
-    device = norms[0].device
-    total = float(torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])))
+        reduce_partial(parameter)
+        gradients.append(parameter.grad)
+    total = joint_norm(gradients)
     if not math.isfinite(total):
         broken = [
             _name(p, root)
             for p in parameters
-            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+            if p.grad is not None and not bool(torch.isfinite(local_part(p.grad)).all())
         ]
-        found = f"in {', '.join(broken[:5])}" if broken else "in the norm itself (overflow)"
+        found = (
+            f"in {', '.join(broken[:5])}"
+            if broken
+            else "in the norm itself (overflow), or in another process's shard"
+        )
         raise DefenseError(
             f"GradientNoise: the update holds NaN or infinity {found}; it was not released. "
             "Lower the learning rate, check the loss, or train in 16-mixed on one device, where "
@@ -184,14 +237,3 @@ def _name(parameter: nn.Parameter, root: nn.Module) -> str:
         if candidate is parameter:
             return name
     return f"a parameter of shape {tuple(parameter.shape)}"
-
-
-def _standard_normal(
-    key: bytes, shape: torch.Size, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    if device.type == "cpu":
-        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "big")))
-        kind = np.float64 if dtype == torch.float64 else np.float32
-        return torch.from_numpy(generator.standard_normal(tuple(shape), dtype=kind))
-    seeded = torch.Generator(device=device).manual_seed(int.from_bytes(key[:8], "big"))
-    return torch.randn(shape, generator=seeded, device=device, dtype=dtype)

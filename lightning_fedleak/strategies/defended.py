@@ -22,13 +22,13 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 
 from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.strategies.release import CanaryHook, Client, Release, Tap
-from lightning_fedleak.strategies.seam import DDPSeam, Seam
+from lightning_fedleak.strategies.seam import DDPSeam, ModelParallelSeam, Seam
 
 _LATE = ("auto", "single_device")
 _SUPPORTED = (
     "'auto', 'single_device', a registered DDP name ('ddp', 'ddp_spawn', "
-    "'ddp_find_unused_parameters_true', ...), or an instance of SingleDeviceStrategy, DDPStrategy "
-    "or of a subclass"
+    "'ddp_find_unused_parameters_true', ...), or an instance of SingleDeviceStrategy, DDPStrategy, "
+    "ModelParallelStrategy (FSDP2, with client='world') or of a subclass"
 )
 
 
@@ -54,6 +54,11 @@ class DefendedStrategy(Strategy):
       shared, is seen by ``param.register_post_accumulate_grad_hook``.
     - ``client="world"``. All processes are machines of one client. DDP reduces first: *local* is
       the reduced gradient, *shared* the defended one, with the same noise on every rank.
+    - ``client="world"``, ``ModelParallelStrategy`` (FSDP2). The same, and the gradients are
+      DTensors: taps and defences get this process's shards, every process at once, so that each
+      may call ``.full_tensor()``. A gradient defence must say that it ``takes_shards``. Optimizer
+      and defences are restored after setup there. ``client="rank"`` is refused: FSDP2 reduces
+      inside backward, before which no process holds a gradient of its own.
 
     With several optimizers (manual optimization) each step of each optimizer is a release of its
     own parameters, so a clip bounds each by itself. Without defences training is bit-identical to
@@ -223,10 +228,15 @@ class DefendedStrategy(Strategy):
 @functools.cache
 def defended_class(inner: type[Strategy]) -> type[Strategy]:
     """The class of defended strategies that also are ``inner``."""
-    seam = DDPSeam if issubclass(inner, DDPStrategy) else Seam
-    bases = (seam, inner, DefendedStrategy)
+    bases = (_seam_of(inner), inner, DefendedStrategy)
     members = {"__module__": __name__, "__reduce_ex__": _reduce, "_fedleak_inner": inner}
     return type(f"Defended{inner.__name__}", bases, members)
+
+
+def _seam_of(inner: type[Strategy]) -> type:
+    if issubclass(inner, DDPStrategy):
+        return DDPSeam
+    return ModelParallelSeam if issubclass(inner, ModelParallelStrategy) else Seam
 
 
 def _reduce(strategy: Any, _protocol: Any) -> tuple[Any, ...]:
@@ -256,7 +266,8 @@ def _by_name(name: str) -> Strategy:
 def _supported(kind: type) -> bool:
     """Lightning derives DeepSpeed's and XLA's strategies from those that are supported."""
     foreign = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
-    return issubclass(kind, SingleDeviceStrategy | DDPStrategy) and not issubclass(kind, foreign)
+    known = SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy
+    return issubclass(kind, known) and not issubclass(kind, foreign)
 
 
 def _check_inner(inner: Strategy) -> None:
@@ -264,11 +275,6 @@ def _check_inner(inner: Strategy) -> None:
     if isinstance(inner, DefendedStrategy):
         raise DefenseError(
             "DefendedStrategy: `strategy` is already defended; give all defenses to one of them."
-        )
-    if isinstance(inner, ModelParallelStrategy):
-        raise DefenseError(
-            f"DefendedStrategy: {kind} (FSDP2) is not supported yet. It reduces gradients inside "
-            f"backward, so it can only ever serve client='world'. Pass {_SUPPORTED}."
         )
     if not _supported(type(inner)):
         raise DefenseError(f"DefendedStrategy: {kind} is not supported; pass {_SUPPORTED}.")

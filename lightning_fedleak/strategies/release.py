@@ -34,7 +34,7 @@ class Release:
         client: who is a client.
 
     Raises:
-        DefenseError: an unknown ``client``, or defences that cannot be told apart.
+        DefenseError: an unknown ``client``, defences that cannot be told apart, or a wrong order.
     """
 
     def __init__(self, defenses: Sequence[Defense], client: Client) -> None:
@@ -52,6 +52,8 @@ class Release:
                 "two instances of one class need different `name`s."
             )
         self.defenses = tuple(defenses)
+        for place, defense in enumerate(self.defenses):
+            defense.check_order(self.defenses[:place], self.defenses[place + 1 :])
         self.client: Client = client
         self.gradient_defenses = tuple(d for d in self.defenses if d.acts_on_gradients)
         self.separates_stages = True
@@ -92,11 +94,12 @@ class Release:
         """Says where the defences act; ``step`` tells the current optimizer step."""
         self._context, self._step = context, step
 
-    def begin(self) -> None:
-        """Lets every defence prepare the model."""
+    def begin(self, *, fitting: bool = True) -> None:
+        """Lets every defence prepare the model; without a fit those that act in inference."""
         context = self._now()
         for defense in self.defenses:
-            defense.before_setup(context)
+            if fitting or defense.acts_in_inference:
+                defense.before_setup(context)
 
     def dataloader(self, dataloader: Any) -> Any:
         """The training loader that the defences make of one."""

@@ -10,9 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import DefenseContext, DefenseError
@@ -50,6 +51,10 @@ class Seam(Strategy):
             self._check_model(self.lightning_module)
             self._open(trainer)
             self._fedleak.begin()
+        elif any(defense.acts_in_inference for defense in self._fedleak.defenses):
+            assert self.lightning_module is not None
+            self._open(trainer)
+            self._fedleak.begin(fitting=False)
         super().setup(trainer)
         if fitting:
             for optimizer in self.optimizers:
@@ -70,8 +75,13 @@ class Seam(Strategy):
             precision=str(self.precision_plugin.precision),
             step=0,
             entropy=self.broadcast(entropy) if world else entropy,
+            process=self._process() if world else 0,
         )
         self._fedleak.open(context, lambda: trainer.global_step)
+
+    def _process(self) -> int:
+        """Which share of its one client's data this process holds."""
+        return 0
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuses what shows only when the model and the precision are known."""
@@ -150,6 +160,9 @@ class DDPSeam(Seam, DDPStrategy):
             if getattr(inner, method) is not getattr(DDPStrategy, method):
                 _refuse(f"{inner.__name__}.{method}", "pass a plain DDPStrategy")
 
+    def _process(self) -> int:
+        return int(self.global_rank)
+
     def _check_model(self, model: nn.Module) -> None:
         if not self._fedleak.reduces:
             return
@@ -201,6 +214,61 @@ class DDPSeam(Seam, DDPStrategy):
         if settings.get("forward_sync_buffers", default):
             for buffer in self.lightning_module.buffers():
                 dist.broadcast(buffer.detach(), src=0)
+
+
+class ModelParallelSeam(Seam, ModelParallelStrategy):
+    """The same for FSDP2: all processes are one client, and gradients are sharded over them."""
+
+    def _check_combination(self) -> None:
+        release = self._fedleak
+        if release.client != "world":
+            raise DefenseError(
+                "DefendedStrategy: under ModelParallelStrategy (FSDP2) every process holds a shard "
+                "of the model and gradients are reduced inside backward, so no process ever has a "
+                "gradient of its own that it could defend. All of them are one client: pass "
+                "client='world'."
+            )
+        for defense in release.gradient_defenses:
+            if not defense.takes_shards:
+                raise DefenseError(
+                    f"DefendedStrategy: '{defense.name}' ({type(defense).__name__}) does not say "
+                    "that it can act on gradients that are sharded over processes (FSDP2). Use "
+                    "DDPStrategy or one device, or set `takes_shards = True` if its `on_gradients` "
+                    "is right for DTensors."
+                )
+
+    def _check_model(self, model: nn.Module) -> None:
+        mesh = self.device_mesh
+        release = self._fedleak
+        layers = [d.name for d in release.defenses if d.activation_layers]
+        if layers and mesh["tensor_parallel"].size() > 1:
+            raise DefenseError(
+                f"DefendedStrategy: {', '.join(layers)} changes hidden states, which are spread "
+                "over processes under tensor parallelism. Use ModelParallelStrategy("
+                "tensor_parallel_size=1, data_parallel_size=...)."
+            )
+        if not release.gradient_defenses:
+            return
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise DefenseError(
+                "DefendedStrategy: precision='16-mixed' cannot be used with FSDP2 and defences "
+                "that act on gradients: the processes could disagree about a skipped step. Use "
+                "'bf16-mixed', 'bf16-true' or '32-true'."
+            )
+        whole = [
+            name
+            for name, p in model.named_parameters()
+            if p.requires_grad and not isinstance(p, DTensor)
+        ]
+        if whole and mesh["data_parallel"].size() > 1:
+            raise DefenseError(
+                f"DefendedStrategy: {', '.join(whole[:5])} is not sharded, so nothing reduces its "
+                "gradient over the processes of the client. Call fully_shard on the whole model in "
+                "`configure_model`, or freeze what is outside."
+            )
+
+    def _process(self) -> int:
+        return int(self.device_mesh["data_parallel"].get_local_rank())
 
 
 def _refuse(what: str, mend: str) -> None:

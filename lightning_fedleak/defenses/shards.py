@@ -1,0 +1,78 @@
+"""Gradients of which each process of a client holds a part: DTensors, as FSDP2 makes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+SHARD_BITS = 32
+"""A parameter's index and its shard's number share 64 bits: ``index + (shard << SHARD_BITS)``."""
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What of ``tensor`` this process holds, sharing its memory; all of it for a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_number(tensor: Tensor) -> int:
+    """Which part of ``tensor`` this process holds: alike on replicas, different otherwise."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    mesh, number = tensor.device_mesh, 0
+    for dim, (size, placement) in enumerate(zip(mesh.shape, tensor.placements, strict=True)):
+        number = number * size + (0 if placement.is_replicate() else mesh.get_local_rank(dim))
+    return number
+
+
+def reduce_partial(parameter: nn.Parameter) -> None:
+    """Reduces a gradient that is still a sum to be made (tensor parallelism); a collective."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+        assert isinstance(parameter, DTensor)
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def joint_norm(gradients: Sequence[Tensor]) -> float:
+    """2-norm of all gradients together, each number counted once; waits for the device.
+
+    With a DTensor among them it is a collective over all processes, which must agree on which
+    gradients there are. A plain tensor then counts as a replica on every process.
+
+    Args:
+        gradients: dense, any dtypes and devices.
+
+    Returns:
+        The norm, the same on every process; NaN or infinite where a gradient is.
+    """
+    if not gradients:
+        return 0.0
+    norms = []
+    for gradient in gradients:
+        part = local_part(gradient)
+        dtype = torch.float64 if part.dtype == torch.float64 else torch.float32
+        norms.append(torch.linalg.vector_norm(part, dtype=dtype))
+    device = norms[0].device
+    stacked = torch.stack([norm.to(device) for norm in norms])
+    if not any(isinstance(gradient, DTensor) for gradient in gradients):
+        return float(torch.linalg.vector_norm(stacked))
+    copies = torch.tensor([_copies(gradient) for gradient in gradients], device=device)
+    square = (stacked.double().square() / copies).sum()
+    dist.all_reduce(square)
+    return math.sqrt(float(square))
+
+
+def _copies(tensor: Tensor) -> float:
+    """How many processes hold the same part of ``tensor``."""
+    world = dist.get_world_size()
+    if not isinstance(tensor, DTensor):
+        return float(world)
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return world / math.prod(size for size, place in sizes if not place.is_replicate())
+
+
+__all__ = ["SHARD_BITS", "joint_norm", "local_part", "reduce_partial", "shard_number"]

@@ -1,0 +1,173 @@
+"""What a client has released so far: a count that never runs backwards, also through a crash."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.defenses.base import DefenseError, State
+
+Event = tuple[float, float]
+"""Noise multiplier and sample rate of a release."""
+
+
+class Ledger:
+    """Counts releases by their noise multiplier and sample rate.
+
+    Composition does not ask for the order, so the counts are all that an accountant needs. A
+    checkpoint forgets what was released after it was written and before a crash. A ledger with a
+    file does not: every release is a line on the disk before :meth:`record` returns. Record first,
+    release after: then nothing that left the client is missing, and at worst one release is counted
+    that never came to be.
+
+    Args:
+        path: file to append to, one for each client; its folder must exist. A file of an earlier
+            process is read and gone on with, so a new run needs a new path. None for no file.
+
+    Raises:
+        DefenseError: the file holds something else, or cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self._counts: dict[Event, int] = {}
+        if self.path is not None:
+            self._counts = _read(self.path)
+
+    def __len__(self) -> int:
+        """Number of releases."""
+        return sum(self._counts.values())
+
+    def __iter__(self) -> Iterator[tuple[float, float, int]]:
+        """Noise multiplier, sample rate and count of every kind of release."""
+        for (noise_multiplier, sample_rate), count in self._counts.items():
+            yield noise_multiplier, sample_rate, count
+
+    @property
+    def kinds(self) -> frozenset[Event]:
+        """The pairs (noise multiplier, sample rate) that were released with."""
+        return frozenset(self._counts)
+
+    def record(self, noise_multiplier: float, sample_rate: float, count: int = 1) -> None:
+        """Counts releases that are about to happen.
+
+        Raises:
+            DefenseError: a value out of range, or the file cannot be written; nothing is counted.
+        """
+        check_noise_multiplier(noise_multiplier)
+        check_sample_rate(sample_rate)
+        check_count(count, "count")
+        event = float(noise_multiplier), float(sample_rate)
+        if self.path is not None:
+            _append(self.path, f"{event[0]!r} {event[1]!r} {count}\n")
+        self._counts[event] = self._counts.get(event, 0) + count
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``releases``: (K, 3) float64, noise multiplier, sample rate and count."""
+        rows = [[sigma, rate, float(count)] for sigma, rate, count in self]
+        return {"releases": torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)}
+
+    def load_state_dict(self, state: State) -> None:
+        """Takes the larger count of every kind of release: nothing counted is ever forgotten.
+
+        An empty state changes nothing.
+
+        Raises:
+            DefenseError: not the state of a ledger.
+        """
+        if "releases" not in state:
+            return
+        rows = torch.as_tensor(state["releases"], dtype=torch.float64)
+        if rows.dim() != 2 or rows.shape[1] != 3:
+            raise DefenseError(
+                f"the accountant's state holds `releases` of shape {tuple(rows.shape)}, expected "
+                "(K, 3): the checkpoint is not one of this version"
+            )
+        for sigma, rate, count in rows.tolist():
+            check_noise_multiplier(sigma)
+            check_sample_rate(rate)
+            known = self._counts.get((sigma, rate), 0)
+            if count > known:
+                missing = int(count) - known
+                self.record(sigma, rate, missing)
+
+
+def check_noise_multiplier(value: float) -> None:
+    """Refuses what is no noise multiplier.
+
+    Raises:
+        DefenseError: negative or not finite.
+    """
+    if not (math.isfinite(value) and value >= 0):
+        raise DefenseError(
+            f"noise_multiplier={value!r} must be a finite number of at least 0: the noise's "
+            "standard deviation over the clip norm"
+        )
+
+
+def check_sample_rate(value: float) -> None:
+    """Refuses what is no probability of being sampled.
+
+    Raises:
+        DefenseError: outside (0, 1].
+    """
+    if not 0 < value <= 1:
+        raise DefenseError(
+            f"sample_rate={value!r} must lie in (0, 1]: the chance of each example to be in a "
+            "batch, that is, mean batch size over number of examples"
+        )
+
+
+def check_count(value: int, name: str) -> None:
+    """Refuses what is no positive number of steps.
+
+    Raises:
+        DefenseError: below 1, or not whole.
+    """
+    if isinstance(value, bool) or value != int(value) or value < 1:
+        raise DefenseError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def _read(path: Path) -> dict[Event, int]:
+    """Counts by event. A last line without its end was never released: it is cut off."""
+    if not path.exists():
+        return {}
+    text = path.read_text(encoding="ascii", errors="replace")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        os.truncate(path, len(whole.encode("ascii", errors="replace")))
+    counts: dict[Event, int] = {}
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            sigma, rate, count = line.split()
+            event, more = (float(sigma), float(rate)), int(count)
+            check_noise_multiplier(event[0])
+            check_sample_rate(event[1])
+            check_count(more, "count")
+        except ValueError as error:
+            raise DefenseError(
+                f"line {number} of the ledger {path} is not a release ({line[:40]!r}): give a path "
+                "that nothing else writes to"
+            ) from error
+        counts[event] = counts.get(event, 0) + more
+    return counts
+
+
+def _append(path: Path, line: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, line.encode("ascii"))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DefenseError(
+            f"the ledger {path} cannot be written ({error}): the release was not made. Give a path "
+            "in a folder that exists and has room"
+        ) from error

@@ -1,0 +1,295 @@
+"""Poisson sampling of batches, as the accounting of DP-SGD assumes it.
+
+Every example of a client's shard is in a batch with chance ``rate``, independently of every other
+example and of every other batch. Batches vary in size and may be empty; an empty one is a release
+like every other and must not be skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.ledger import check_count, check_sample_rate
+
+DOMAIN = b"lightning-fedleak poisson sampling 1\0"
+LEAST_ENTROPY = 16
+_ALREADY = (
+    "DP-SGD samples each example independently; it replaces the sampler and must know what it "
+    "replaces."
+)
+
+
+class PoissonBatchSampler(Sampler[list[int]]):
+    """Batches of indices; who is in one is a function of (entropy, client, shard, step).
+
+    The masks come from SHAKE-256 keyed with the secret ``entropy``, a cryptographic generator:
+    without the entropy nobody can tell them from true randomness. (The *noise* of these defences
+    is not from a cryptographic generator.) An example is in where a uniform 64-bit number lies
+    below ``rate * 2 ** 64``: the chance is exact to 6e-20, never above ``rate``.
+
+    No sampler draws a step twice: the counter goes on over epochs, also over one that was left
+    early. A resumed fit has new entropy and so new masks, whatever the counter is.
+
+    Args:
+        shard: the indices of this client's examples.
+        rate: chance of each of them to be in a batch, in (0, 1].
+        steps: batches in an epoch.
+        entropy: secret bytes, at least 16, new in every fit.
+        client: index of the client.
+        first_step: number of the first batch.
+
+    Attributes:
+        step: number of the next batch. Workers fetch ahead of training.
+    """
+
+    def __init__(
+        self,
+        shard: range,
+        rate: float,
+        steps: int,
+        *,
+        entropy: bytes,
+        client: int,
+        first_step: int = 0,
+    ) -> None:
+        self.shard = shard
+        self.rate = rate
+        self.steps = steps
+        self.step = first_step
+        place = (client, shard.start, shard.step)
+        fields = b"".join(value.to_bytes(8, "big") for value in place)
+        self._key = hashlib.sha256(DOMAIN + fields + entropy).digest()
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The next ``steps`` batches, empty ones among them."""
+        for _ in range(self.steps):
+            step, self.step = self.step, self.step + 1
+            yield self.draw(step)
+
+    def draw(self, step: int) -> list[int]:
+        """The indices in batch number ``step``."""
+        if self.rate == 1:
+            return list(self.shard)
+        stream = hashlib.shake_256(self._key + step.to_bytes(8, "big")).digest(8 * len(self.shard))
+        inside = np.frombuffer(stream, dtype="<u8") < np.uint64(int(self.rate * 2**64))
+        return [self.shard[place] for place in np.flatnonzero(inside).tolist()]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: every batch is drawn anew anyway."""
+
+
+class EmptyCollate:
+    """Collates as ``collate`` does, and gives a batch of the same form for no examples at all.
+
+    For that it collates one example once and twice. Whatever grew with the number of examples is
+    per example and is cut to nothing: tensors in the dimension that grew (dimension 0 of most), and
+    sequences of other things to empty ones. What did not grow belongs to the batch and stays.
+
+    Args:
+        collate: the loader's own.
+        dataset: where the example comes from.
+        index: of the example; no number of it is left in an empty batch.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, index: int) -> None:
+        self.collate = collate
+        self.dataset = dataset
+        self.index = index
+
+    def __call__(self, examples: list[Any]) -> Any:
+        """The batch of these examples."""
+        if examples:
+            return self.collate(examples)
+        once = self.collate([self.dataset[self.index]])
+        twice = self.collate([self.dataset[self.index], self.dataset[self.index]])
+        return _emptied(once, twice)
+
+
+def poisson_loader(
+    loader: DataLoader[Any],
+    rate: float,
+    *,
+    client: int,
+    clients: int,
+    entropy: bytes,
+    first_step: int = 0,
+    steps: int | None = None,
+) -> DataLoader[Any]:
+    """The same loader with Poisson sampling: dataset, collate function and workers stay.
+
+    Where a DistributedSampler splits the dataset (Lightning puts one in under DDP) the shard is
+    what it gives this process, without shuffling and without the examples it repeats to make shards
+    alike in size: each example belongs to exactly one process. Otherwise the shard is the whole
+    dataset. Processes with different shards draw different masks, of one client or of several.
+
+    Args:
+        loader: with a map-style dataset and a sampler of torch's own.
+        rate: chance of each example to be in a batch, in (0, 1]; mean batch size over size of the
+            shard.
+        client: index of this client.
+        clients: number of clients.
+        entropy: 32 secret bytes of the operating system, drawn anew for every fit
+            (``DefenseContext.entropy``).
+        first_step: number of the first batch, where a resumed run goes on.
+        steps: batches in an epoch; default ``round(1 / rate)``, so that each example is drawn once
+            an epoch on average.
+
+    Returns:
+        A new DataLoader; its ``batch_sampler`` is a :class:`PoissonBatchSampler`.
+
+    Raises:
+        DefenseError: a loader whose sampling cannot be replaced without changing what it loads, or
+            a value out of range; says what to change.
+    """
+    check_sample_rate(rate)
+    if not 0 <= client < clients:
+        raise DefenseError(f"client={client} must be from 0 to {clients - 1}")
+    if len(entropy) < LEAST_ENTROPY:
+        raise DefenseError(
+            f"entropy of {len(entropy)} bytes can be guessed: give at least {LEAST_ENTROPY} of "
+            "os.urandom"
+        )
+    if steps is None:
+        steps = max(1, round(1 / rate))
+    check_count(steps, "steps")
+    _check_loader(loader)
+    shard = _shard(loader)
+    if not shard:
+        raise DefenseError(
+            f"client {client} has no examples: the dataset holds {len(_sized(loader.dataset))} for "
+            "all clients. Use fewer clients or more data."
+        )
+    sampler = PoissonBatchSampler(
+        shard, rate, steps, entropy=entropy, client=client, first_step=first_step
+    )
+    keep: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    collate = EmptyCollate(loader.collate_fn, loader.dataset, shard[0])
+    return DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **keep)
+
+
+def _check_loader(loader: DataLoader[Any]) -> None:
+    if not isinstance(loader, DataLoader):
+        raise DefenseError(
+            f"Poisson sampling needs a torch DataLoader, got {type(loader).__name__}. Return one "
+            "DataLoader from `train_dataloader`."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise DefenseError(
+            f"{type(loader).__name__} makes batches in an `__iter__` of its own. {_ALREADY} Use a "
+            "plain DataLoader."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise DefenseError(
+            "an iterable dataset cannot be sampled by chance: it has no length and no index. Load "
+            "it into a map-style dataset (with `__len__` and `__getitem__`)."
+        )
+    if isinstance(loader.batch_sampler, PoissonBatchSampler):
+        raise DefenseError("this loader already samples by Poisson: give each loader once")
+    if loader.batch_sampler is None:
+        raise DefenseError(
+            "batch_size=None turns batching off, and Poisson sampling makes batches: give the "
+            "DataLoader a batch_size and single examples."
+        )
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise DefenseError(
+            f"the batch sampler {type(loader.batch_sampler).__name__} is one of your own. "
+            f"{_ALREADY} Pass batch_size=... instead of batch_sampler=..."
+        )
+    _sized(loader.dataset)
+
+
+def _shard(loader: DataLoader[Any]) -> range:
+    """Indices of this process's examples."""
+    size, sampler = len(_sized(loader.dataset)), loader.sampler
+    if isinstance(sampler, RandomSampler) and not sampler.replacement:
+        plain = sampler.num_samples == size
+    elif isinstance(sampler, DistributedSampler) and sampler.dataset is loader.dataset:
+        return range(sampler.rank, size, sampler.num_replicas)
+    else:
+        plain = type(sampler) is SequentialSampler
+    if not plain:
+        inner = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
+        raise DefenseError(
+            f"the sampler {type(inner).__name__} chooses examples in its own way. {_ALREADY} Use "
+            "shuffle=True; to train on a part of the data pass torch.utils.data.Subset."
+        )
+    return range(size)
+
+
+def _sized(dataset: Dataset[Any]) -> Any:
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DefenseError(
+            f"the dataset {type(dataset).__name__} has no `__len__` or no `__getitem__`: Poisson "
+            "sampling needs a map-style dataset."
+        )
+    return dataset
+
+
+def _emptied(once: Any, twice: Any) -> Any:
+    """What is left of ``once`` without what grew from it to ``twice``."""
+    if isinstance(once, Tensor):
+        grew = [d for d, (a, b) in enumerate(zip(once.shape, twice.shape, strict=True)) if a != b]
+        if not grew:
+            return once
+        shape = list(once.shape)
+        shape[grew[0]] = 0
+        return once.new_empty(shape)
+    if isinstance(once, np.ndarray):
+        return _emptied(torch.from_numpy(once), torch.from_numpy(twice)).numpy()
+    if isinstance(once, Mapping):
+        fields = {key: _emptied(value, twice[key]) for key, value in once.items()}
+        return fields if type(once) is dict else _rebuilt(once, fields)
+    if isinstance(once, str | bytes):
+        return once
+    if isinstance(once, list | tuple):
+        if len(once) != len(twice):
+            return type(once)()
+        parts = [_emptied(a, b) for a, b in zip(once, twice, strict=True)]
+        if hasattr(once, "_fields"):
+            return type(once)(*parts)
+        return type(once)(parts)
+    return once
+
+
+def _rebuilt(like: Mapping[Any, Any], fields: dict[Any, Any]) -> Any:
+    """The same kind of mapping (HF's BatchEncoding, say)."""
+    try:
+        return type(like)(fields)  # type: ignore[call-arg]
+    except TypeError as error:
+        raise DefenseError(
+            f"the collate function returns a {type(like).__name__}, of which no empty one can be "
+            "made: let it return a dict, a list or a tuple"
+        ) from error
+
+
+__all__ = ["EmptyCollate", "PoissonBatchSampler", "poisson_loader"]

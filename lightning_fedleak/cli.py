@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["fit"]:
         return _fit(None if argv is None else arguments)
     options = _parser().parse_args(arguments)
-    run = {"demo": _demo, "game": _game}[options.command]
+    run = {"demo": _demo, "game": _game, "invert": _invert, "sweep": _sweep}[options.command]
     del options.command
     return run(options)
 
@@ -38,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
         "leave a client give away.",
     )
     parser.add_argument("--version", action="version", version=version("lightning-fedleak"))
-    commands = parser.add_subparsers(required=True, dest="command", metavar="{demo,game,fit}")
+    commands = parser.add_subparsers(
+        required=True, dest="command", metavar="{demo,game,invert,sweep,fit}"
+    )
     demo = commands.add_parser(
         "demo",
         help="fine-tune a small model on private messages and watch them leak",
@@ -94,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
         help="also write the recovered words to a local file that only you can read",
     )
     _add_game(commands)
+    _add_invert(commands)
+    _add_sweep(commands)
     commands.add_parser(
         "fit", help="fine-tune any causal language model on any text, configured by LightningCLI"
     )
@@ -173,8 +177,9 @@ def _add_game(commands: Any) -> None:
     game.add_argument(
         "--forwards",
         choices=("pooled", "fresh"),
-        default="pooled",
-        help="the client computes each sentence once, in some batch, or every batch anew",
+        default=argparse.SUPPRESS,
+        help="the client computes each sentence once, in some batch (default in closed form), or "
+        "every batch anew (always by autograd)",
     )
     game.add_argument(
         "--targets-per-batch",
@@ -191,6 +196,165 @@ def _add_game(commands: Any) -> None:
     )
     _add_seed(game, "of data, bits, targets and calibration")
     game.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+
+
+def _add_sweep(commands: Any) -> None:
+    sweep = commands.add_parser(
+        "sweep",
+        help="train under a grid of defences; what each costs and what still leaks",
+        description="Fine-tunes a language model once for each defence and strength, with the same "
+        "data, order and seed, and attacks every run as it trains. Writes a table, JSON and a plot "
+        "of utility against leakage. Goes on where it was interrupted.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    sweep.add_argument(
+        "--defense",
+        nargs="+",
+        metavar="NAME[:SETTING=VALUE[/VALUE ...],...]",
+        default=[
+            "none",
+            "freeze:part=head+embeddings",
+            "gradient_noise:clip=1,sigma=1e-4/1e-3/1e-2",
+        ],
+        help="'none', or a defence with its settings; values told apart by / make a grid",
+    )
+    sweep.add_argument(
+        "--attack",
+        nargs="+",
+        choices=("flatchat", "aligned_flatchat", "fc", "attention", "prefix", "descent"),
+        default=["flatchat", "aligned_flatchat", "fc"],
+        help="all look at the same steps of each run",
+    )
+    sweep.add_argument(
+        "--model", metavar="NAME", help="causal language model: a folder or a name on the hub"
+    )
+    sweep.add_argument(
+        "--text",
+        metavar="SOURCE",
+        help="private text: a .jsonl, .csv or text file, or a dataset as name:config:split:column",
+    )
+    sweep.add_argument(
+        "--layer",
+        type=_at_least(0),
+        metavar="N",
+        help="block whose output fc, attention, prefix and descent read; by default the middle one",
+    )
+    sweep.add_argument("--steps", type=_at_least(1), default=60, metavar="N", help="steps of a run")
+    sweep.add_argument(
+        "--batch-size", type=_at_least(1), default=8, metavar="N", help="texts a batch"
+    )
+    sweep.add_argument(
+        "--length", type=_at_least(2), default=64, metavar="N", help="tokens a text, at most"
+    )
+    sweep.add_argument(
+        "--every-n-steps", type=_at_least(1), default=5, metavar="N", help="steps between two looks"
+    )
+    positive = _number(float, lambda x: 0 < x < float("inf"), "a positive number")
+    sweep.add_argument(
+        "--lr", type=positive, default=1e-4, metavar="X", help="learning rate of AdamW"
+    )
+    sweep.add_argument("--peft", choices=("lora", "bitfit"), help="train only a part of the model")
+    sweep.add_argument(
+        "--budget-seconds",
+        type=positive,
+        default=10.0,
+        metavar="S",
+        help="time that prefix and descent may take for one look",
+    )
+    _add_seed(sweep, "of split, order, dropout and calibration")
+    sweep.add_argument(
+        "--out", type=Path, default=Path("fedleak_runs/sweep"), metavar="DIR", help="results"
+    )
+
+
+def _add_invert(commands: Any) -> None:
+    invert = commands.add_parser(
+        "invert",
+        help="read, as the server of a split model, a client's texts off what it sends",
+        description="Runs a model's bottom on texts, adds Gaussian noise to the hidden states at "
+        "the split as a client might before it sends them, and reads the texts back (Zheng 2023), "
+        "beside what the noise costs the model. Model and text are on board; bring your own with "
+        "--model and --text.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    invert.add_argument(
+        "--model", metavar="NAME", help="language model: a folder or a name on the hub"
+    )
+    invert.add_argument(
+        "--text",
+        metavar="SOURCE",
+        help="the client's text: a .jsonl, .csv or text file, or a dataset as "
+        "name:config:split:column",
+    )
+    invert.add_argument(
+        "--public",
+        metavar="SOURCE",
+        help="text that the server owns and 'prefix' ranks tokens with, as --text; by default text "
+        "by the model itself",
+    )
+    invert.add_argument(
+        "--layer",
+        nargs="+",
+        type=_at_least(0),
+        metavar="K",
+        help="splits: blocks whose output is sent, 0 for the embeddings; by default at a third and "
+        "two thirds",
+    )
+    invert.add_argument(
+        "--noise",
+        nargs="+",
+        type=_number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0"),
+        default=[0.0, 0.3, 1.0, 3.0],
+        metavar="S",
+        help="standard deviations of the noise",
+    )
+    invert.add_argument(
+        "--relative",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="--noise counts in standard deviations of each dimension of the hidden states, or is "
+        "absolute",
+    )
+    invert.add_argument(
+        "--lengths", nargs="+", type=_at_least(1), default=[32], metavar="N", help="tokens a text"
+    )
+    invert.add_argument(
+        "--texts", type=_at_least(1), default=4, metavar="N", help="texts attacked in each cell"
+    )
+    invert.add_argument(
+        "--attack",
+        nargs="+",
+        choices=("prefix", "sweeps", "descent", "paper", "relaxation"),
+        help="by default 'prefix' for causal models, 'sweeps' (descent with verified changes) for "
+        "encoders",
+    )
+    invert.add_argument(
+        "--steps",
+        type=_at_least(1),
+        default=1000,
+        metavar="N",
+        help="gradient steps of a descent, at most",
+    )
+    invert.add_argument(
+        "--budget-seconds",
+        type=_number(float, lambda x: 0 < x < float("inf"), "a positive number"),
+        metavar="X",
+        help="wall time of an attack on the texts of one cell, after which its best so far counts",
+    )
+    invert.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="of the model"
+    )
+    invert.add_argument(
+        "--bos", type=_at_least(0), metavar="ID", help="token id put before every text"
+    )
+    _add_seed(invert, "of the choice of texts and of the noise")
+    invert.add_argument(
+        "--out",
+        type=Path,
+        default=Path("fedleak_runs/inversion"),
+        metavar="DIR",
+        help="folder of results and plots",
+    )
 
 
 def _add_seed(parser: argparse.ArgumentParser, what: str) -> None:
@@ -257,6 +421,34 @@ def _game(options: argparse.Namespace) -> int:
 
     try:
         return GameCommand(**vars(options)).run()
+    except UserError as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("fedleak: interrupted", file=sys.stderr)
+        return 130
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from lightning_fedleak.sweep_cli import SweepCommand, UserError
+
+    try:
+        return SweepCommand(**vars(options)).run()
+    except UserError as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("fedleak: interrupted", file=sys.stderr)
+        return 130
+
+
+def _invert(options: argparse.Namespace) -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from lightning_fedleak.invert_cli import InvertCommand, UserError
+
+    try:
+        return InvertCommand(**vars(options)).run()
     except UserError as error:
         print(f"fedleak: {error}", file=sys.stderr)
         return 1

@@ -1,0 +1,142 @@
+"""Defences and their strengths as words on a command line."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_fedleak import defenses as known
+from lightning_fedleak.defenses import Defense, DefenseError
+
+NONE = "none"
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_+*.\- ]*")
+
+
+class SpecError(ValueError):
+    """A defence on the command line that cannot be meant; says what can."""
+
+
+@dataclass(frozen=True)
+class DefenseSpec:
+    """One defence with its settings; ``none`` for no defence.
+
+    Attributes:
+        kind: ``Defense.name``.
+        settings: arguments of its class.
+    """
+
+    kind: str
+    settings: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        """As it is written on the command line."""
+        settings = ",".join(f"{name}={_shown(value)}" for name, value in self.settings.items())
+        return f"{self.kind}:{settings}" if settings else self.kind
+
+    def build(self) -> list[Defense]:
+        """A new defence, for one run.
+
+        Raises:
+            SpecError: a setting out of its range.
+        """
+        if self.kind == NONE:
+            return []
+        try:
+            return [defense_kinds()[self.kind](**self.settings)]
+        except (DefenseError, ValueError, TypeError) as error:
+            raise SpecError(f"'{self}' cannot be built: {error}") from error
+
+
+def defense_kinds() -> dict[str, type[Defense]]:
+    """The package's defences by name."""
+    classes = (getattr(known, name) for name in known.__all__)
+    return {
+        kind.name: kind
+        for kind in classes
+        if isinstance(kind, type) and issubclass(kind, Defense) and kind is not Defense
+    }
+
+
+def parse_defenses(text: str) -> list[DefenseSpec]:
+    """Every combination of the settings in ``name:setting=value/value,setting=value``.
+
+    Values are numbers, ``true``, ``false``, ``none`` or words; several of one setting are told
+    apart by ``/`` and make a grid: ``gradient_noise:clip=1,sigma=0/1e-4/1e-3``.
+
+    Args:
+        text: one defence, or ``none``.
+
+    Raises:
+        SpecError: an unknown defence or setting, or a value that cannot be read.
+    """
+    kind, _, rest = text.strip().partition(":")
+    if kind == NONE and not rest:
+        return [DefenseSpec(NONE, {})]
+    kinds = defense_kinds()
+    if kind not in kinds:
+        raise SpecError(
+            f"there is no defence '{kind}'{_did_you_mean(kind, [NONE, *kinds])}. These exist: "
+            f"{', '.join([NONE, *sorted(kinds)])}"
+        )
+    settings = _settings(kind, kinds[kind], rest)
+    specs = [
+        DefenseSpec(kind, dict(zip(settings, values, strict=True)))
+        for values in itertools.product(*settings.values())
+    ]
+    for spec in specs:
+        spec.build()
+    return specs
+
+
+def _settings(kind: str, of: type[Defense], text: str) -> dict[str, list[Any]]:
+    allowed = [name for name in inspect.signature(of).parameters if name != "self"]
+    found: dict[str, list[Any]] = {}
+    for part in text.split(",") if text else []:
+        name, equals, values = part.strip().partition("=")
+        if not equals or not values:
+            raise SpecError(f"'{part}' of '{kind}:{text}' must be setting=value or setting=a/b/c")
+        if name not in allowed:
+            raise SpecError(
+                f"'{kind}' has no setting '{name}'{_did_you_mean(name, allowed)}. It has: "
+                f"{', '.join(allowed)}"
+            )
+        if name in found:
+            raise SpecError(f"'{name}' is given twice in '{kind}:{text}'; write {name}=a/b")
+        found[name] = [_value(value) for value in values.split("/")]
+    return found
+
+
+def _value(text: str) -> Any:
+    text = text.strip()
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = None
+    if isinstance(value, int | float):
+        return value
+    if _WORD.fullmatch(text):
+        return text
+    raise SpecError(f"'{text}' is neither a number nor a word")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _did_you_mean(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+__all__ = ["NONE", "DefenseSpec", "SpecError", "defense_kinds", "parse_defenses"]

@@ -71,6 +71,8 @@ class ActivationTap:
             get gradients that they do not get without the tap; nor may a look begin or end between
             a checkpointed forward and its backward.
         clone: copy, for models that overwrite hidden states or their gradient in place.
+        first: read before the hooks that are there already, in place of after them: hidden states
+            as they are before a defence's hook rewrites them.
 
     Raises:
         ValueError: the model has no such layer.
@@ -85,12 +87,14 @@ class ActivationTap:
         gradients: bool = True,
         reach: bool = False,
         clone: bool = False,
+        first: bool = False,
     ) -> None:
         self._places = {layer: place_of(anatomy, layer) for layer in layers}
         self._keep_states = states
         self._keep_gradients = gradients
         self._reach = reach
         self._clone = clone
+        self._first = first
         self._records: dict[int, list[_Record]] = {layer: [] for layer in layers}
         self._handles: list[RemovableHandle] = []
         self.armed = False
@@ -109,8 +113,10 @@ class ActivationTap:
             return None if replaced is None else with_states_out(output, replaced)
 
         if place.side == "input":
-            return place.module.register_forward_pre_hook(entering, with_kwargs=True)
-        return place.module.register_forward_hook(leaving)
+            return place.module.register_forward_pre_hook(
+                entering, prepend=self._first, with_kwargs=True
+            )
+        return place.module.register_forward_hook(leaving, prepend=self._first)
 
     def _pass(self, layer: int, states: Any) -> Tensor | None:
         """Records one pass; hidden states to go on with, or None for those that came."""

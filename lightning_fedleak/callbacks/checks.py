@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.inversion import InversionAttack
 from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.callbacks.look import Plan
 from lightning_fedleak.snapshots import Stage
@@ -94,11 +95,12 @@ def check_rounds(
             f"head_own_part; got local_steps={local_steps}, "
             f"stages={tuple(str(s) for s in stages)}, head_own_part={head_own_part}"
         )
-    games = [a.name for a in attacks if isinstance(a, MembershipAttack)]
-    if games:
+    others = [a.name for a in attacks if isinstance(a, MembershipAttack | InversionAttack)]
+    if others:
         raise ValueError(
-            f"local_steps attacks a weight change, and '{games[0]}' reads the gradient of one "
-            "step: give membership attacks a LeakageMonitor of their own, without local_steps"
+            f"local_steps attacks a weight change, and '{others[0]}' reads what one step sends: "
+            "give membership and inversion attacks a LeakageMonitor of their own, without "
+            "local_steps"
         )
 
 
@@ -164,7 +166,9 @@ def plan_attack(
     """Checks an attack against this model and run.
 
     What a :class:`MembershipAttack` reads is always exposed: the server has added it itself, in
-    front of which no layer of the client's needs to be trained.
+    front of which no layer of the client's needs to be trained. So are the hidden states that an
+    :class:`InversionAttack` reads: who lists one has a split there. Who knows the model knows its
+    bottom.
 
     Args:
         attack: the attack.
@@ -176,7 +180,8 @@ def plan_attack(
 
     Raises:
         ThreatModelError: the adversary lacks a capability in this setting.
-        ValueError: the attack reads parameters of several optimizers, or no gradients.
+        ValueError: the attack reads parameters of several optimizers, or no gradients; or the model
+            has no such layer.
     """
     held = set(assumed)
     held.update(
@@ -184,15 +189,20 @@ def plan_attack(
     )
     if anatomy.kind == "classifier":
         held -= set(SURFACE_CAPABILITIES.values())
+    if isinstance(attack, InversionAttack):
+        held.add(Capability.SEES_ACTIVATIONS)
+    if Capability.KNOWS_MODEL in held:
+        held.add(Capability.KNOWS_BOTTOM_MODEL)
     require(attack.name, attack.threat_model, held)
     surfaces = attack.needs(anatomy)
-    if isinstance(attack, MembershipAttack):
+    if isinstance(attack, MembershipAttack | InversionAttack):
         return Plan(attack, (), True, None)
     roles = surfaces.gradients
     if not roles or surfaces.layers:
         raise ValueError(
             f"attack '{attack.name}' asks for activations or for nothing; LeakageMonitor shows "
-            "attacks the gradients of parameters, and plays membership games"
+            "attacks the gradients of parameters, plays membership games, and shows activations to "
+            "an InversionAttack"
         )
     owners: list[Optimizer] = []
     exposed = True

@@ -15,6 +15,8 @@ RANGES: dict[str, tuple[float, float, float]] = {
     "recall": (0.0, 1.0, 0.0),
     "f1": (0.0, 1.0, 0.0),
     "token_accuracy": (0.0, 1.0, 0.0),
+    "exact_sentences": (0.0, 1.0, 0.0),
+    "rouge_l": (0.0, 1.0, 0.0),
     "accuracy": (0.0, 1.0, 0.5),
     "auc": (0.0, 1.0, 0.5),
     "advantage": (-1.0, 1.0, 0.0),

@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.inversion import InversionAttack, TextGuess
 from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.callbacks.outcome import Outcome
 from lightning_fedleak.callbacks.scoring import WORD_METRICS, Tally
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.metrics.membership import RATES, membership_rates
+from lightning_fedleak.metrics.text_reconstruction import (
+    SentenceScores,
+    reconstruction_rates,
+    sentence_scores,
+    token_hits,
+)
 
 RESAMPLES = 200
 
@@ -34,12 +41,14 @@ class Kind(ABC):
         headline: the one that stands for the others on a page or in a table.
         charts: titles of further charts, and the metrics in each.
         width: numbers in a packed result.
+        parted: each process holds a part of the result, also where all are one client.
     """
 
     metrics: tuple[str, ...]
     headline: str
     charts: Mapping[str, tuple[str, ...]]
     width: int
+    parted: bool = False
 
     @abstractmethod
     def outcome(self, rows: Mapping[int, Sequence[float]]) -> Outcome:
@@ -163,9 +172,119 @@ class Membership(Kind):
         self._next = 0
 
 
-def kind_of(attack: Attack, *, targets: int, window: int) -> Kind:
+PLACES = 12
+"""Ranges of places in a text: the first, the second, then each twice as long as the one before."""
+
+
+def place_names() -> list[str]:
+    """``["0", "1", "2-3", "4-7", ..., "512-1023", "1024-"]``."""
+    middle = [f"{2**k}-{2 ** (k + 1) - 1}" for k in range(1, PLACES - 2)]
+    return ["0", "1", *middle, f"{2 ** (PLACES - 2)}-"]
+
+
+@dataclass(frozen=True)
+class Inverted:
+    """What an attack made of n texts that were sent, and what they were.
+
+    Attributes:
+        guess: tokens (n, L).
+        input_ids: (n, L) the tokens sent.
+        real: (n, L) bool, False where padded.
+        age: optimizer steps that the adversary's bottom model was behind; NaN where the attack
+            does not say.
+    """
+
+    guess: TextGuess
+    input_ids: Tensor
+    real: Tensor
+    age: float
+
+    @property
+    def begun(self) -> Tensor:
+        """(n,) bool, False for texts that the time budget left untouched."""
+        some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
+        return torch.ones_like(some) if self.guess.finished else some
+
+    def pack(self, texts: int) -> list[float]:
+        """Scores of the texts that were begun, as numbers in a fixed order.
+
+        n; age; whether the attack finished; right tokens, tokens and ROUGE-L of each text, filled
+        up to ``texts``; right tokens and tokens by range of places.
+        """
+        begun = self.begun
+        guessed, truth, real = self.guess.tokens[begun], self.input_ids[begun], self.real[begun]
+        scores = sentence_scores(guessed, truth, real)
+        numbers = [float(len(scores.hits)), self.age, float(self.guess.finished)]
+        for column in (scores.hits, scores.lengths, scores.rouge_l):
+            numbers += column.double().tolist() + [0.0] * (texts - len(column))
+        hits, there = token_hits(guessed, truth, real)
+        place = (there.cumsum(1) - 1)[there]
+        which = torch.frexp(place.double()).exponent.clamp(max=PLACES - 1)
+        for seen in (hits[there], torch.ones_like(hits[there])):
+            numbers += torch.zeros(PLACES).index_add_(0, which, seen.float()).tolist()
+        return numbers
+
+
+class Texts(Kind):
+    """Reconstructed texts of one look; those that the time budget left untouched do not count.
+
+    Intervals take texts as independent, not their tokens
+    (:func:`~lightning_fedleak.metrics.text_reconstruction.reconstruction_rates`).
+
+    Args:
+        texts: of one client at a look, at most.
+    """
+
+    metrics = ("token_accuracy", "exact_sentences", "rouge_l")
+    headline = "token_accuracy"
+    charts = MappingProxyType({"whole texts": ("exact_sentences", "rouge_l")})
+    parted = True
+
+    def __init__(self, texts: int) -> None:
+        self.texts = texts
+        self.width = 3 + 3 * texts + 2 * PLACES
+
+    def outcome(self, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """All clients' texts together."""
+        each = [self._scores(row) for row in rows.values()]
+        pooled = SentenceScores(
+            *(
+                torch.cat([getattr(s, part) for s in each])
+                for part in ("hits", "lengths", "rouge_l")
+            )
+        )
+        places = torch.tensor([list(row)[-2 * PLACES :] for row in rows.values()]).sum(0).long()
+        pairs = zip(places[:PLACES].tolist(), places[PLACES:].tolist(), strict=True)
+        return Outcome(
+            self._rates(pooled),
+            len(pooled.hits),
+            worst=_worst([{n: r.value for n, r in self._rates(s).items()} for s in each]),
+            extra={
+                "age": max(row[1] for row in rows.values()),
+                "finished": sum(row[2] for row in rows.values()) / len(rows),
+            },
+            by_position={
+                name: (right, n) for name, (right, n) in zip(place_names(), pairs, strict=True) if n
+            },
+        )
+
+    def _scores(self, row: Sequence[float]) -> SentenceScores:
+        n = int(row[0])
+        columns = torch.tensor(list(row)[3 : 3 + 3 * self.texts], dtype=torch.float64)
+        hits, lengths, rouge = columns.reshape(3, self.texts)[:, :n]
+        return SentenceScores(hits, lengths, rouge)
+
+    def _rates(self, scores: SentenceScores) -> dict[str, Rate]:
+        rates = reconstruction_rates(scores, resamples=RESAMPLES)
+        return {name: rates[name] for name in self.metrics}
+
+
+def kind_of(attack: Attack, *, targets: int, window: int, texts: int = 1) -> Kind:
     """The kind of results that an attack gives."""
-    return Membership(2 * targets, window) if _class_of(attack) is Membership else Words()
+    kind = _class_of(attack)
+    if kind is Membership:
+        return Membership(2 * targets, window)
+    return Texts(texts) if kind is Texts else Words()
 
 
 def headline_of(attack: Attack) -> str:
@@ -178,7 +297,9 @@ def charts_of(attack: Attack) -> Mapping[str, tuple[str, ...]]:
     return _class_of(attack).charts
 
 
-def _class_of(attack: Attack) -> type[Membership] | type[Words]:
+def _class_of(attack: Attack) -> type[Membership] | type[Texts] | type[Words]:
+    if isinstance(attack, InversionAttack):
+        return Texts
     return Membership if isinstance(attack, MembershipAttack) else Words
 
 

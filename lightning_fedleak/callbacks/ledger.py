@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.inversion import InversionAttack
 from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.callbacks.kinds import Kind, kind_of
 from lightning_fedleak.callbacks.outcome import Outcome, unknown
@@ -33,6 +34,11 @@ def series_name(stage: str, attack: str) -> Series:
     return PREFIX[stage], attack
 
 
+def exists_at(attack: Attack, stage: str) -> bool:
+    """Whether what the attack reads is there at a stage: no activations are reduced."""
+    return stage != "aggregate" or not isinstance(attack, InversionAttack)
+
+
 class Ledger:
     """Every series of one monitor, over all its fits.
 
@@ -41,6 +47,7 @@ class Ledger:
         stages: that it measures.
         head_own_part: whether it measures that too, of attacks on words.
         games: of its membership games.
+        texts: of a batch that inversion attacks reconstruct at a look.
     """
 
     def __init__(
@@ -50,15 +57,21 @@ class Ledger:
         games: GameSettings,
         *,
         head_own_part: bool,
+        texts: int = 1,
     ) -> None:
         members = [a for a in attacks if isinstance(a, MembershipAttack)]
-        measured = [(str(stage), attack) for stage in stages for attack in attacks]
+        measured = [
+            (str(stage), a) for stage in stages for a in attacks if exists_at(a, str(stage))
+        ]
         if head_own_part:
-            measured += [(HEAD_ONLY, attack) for attack in attacks if attack not in members]
+            others = (MembershipAttack, InversionAttack)
+            measured += [(HEAD_ONLY, a) for a in attacks if not isinstance(a, others)]
         if games.canaries is not None:
             measured += [(AUDIT, attack) for attack in members]
         self.kinds: dict[Series, Kind] = {
-            series_name(stage, a.name): kind_of(a, targets=games.targets, window=games.window)
+            series_name(stage, a.name): kind_of(
+                a, targets=games.targets, window=games.window, texts=texts
+            )
             for stage, a in measured
         }
         self._waits: dict[Series, int] = {}

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.activations import ChangedInPlace
 from lightning_fedleak.attacks.base import Attack, Guess, UnusableObservation
+from lightning_fedleak.attacks.inversion import InversionAttack
 from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.batches import BatchError, TokenBatch
-from lightning_fedleak.callbacks.kinds import Played
+from lightning_fedleak.callbacks.kinds import Inverted, Played
 from lightning_fedleak.callbacks.outcome import Waiting
 from lightning_fedleak.callbacks.targets import NoTargets
 from lightning_fedleak.snapshots import UpdateError
@@ -28,7 +29,8 @@ class Plan:
 
     Attributes:
         attack: the attack.
-        roles: whose gradients it reads; none where it reads layers that the server adds itself.
+        roles: whose gradients it reads; none where it reads layers that the server adds itself, or
+            hidden states at the split.
         exposed: whether all of them are really shared.
         optimizer: the one that owns these parameters; None where they are not exposed, or no
             parameters of the client's.
@@ -43,6 +45,16 @@ class Plan:
     def canary(self) -> MembershipAttack | None:
         """The attack, if it is one on layers of the server's own; None for others."""
         return self.attack if isinstance(self.attack, MembershipAttack) else None
+
+    @property
+    def inversion(self) -> InversionAttack | None:
+        """The attack, if it is one on hidden states at the split; None for others."""
+        return self.attack if isinstance(self.attack, InversionAttack) else None
+
+    @property
+    def on_gradients(self) -> bool:
+        """Whether the attack reads gradients of the client's own parameters."""
+        return self.canary is None and self.inversion is None
 
 
 @dataclass
@@ -63,7 +75,9 @@ class Look:
     step: int
     batches: list[TokenBatch] = field(default_factory=list)
     batch: TokenBatch | None = None
-    guesses: dict[tuple[str, str], Guess | Played | Waiting | str] = field(default_factory=dict)
+    guesses: dict[tuple[str, str], Guess | Played | Inverted | Waiting | str] = field(
+        default_factory=dict
+    )
     truth_error: str | None = None
     stepped: set[int] = field(default_factory=set)
     seconds: float = 0.0

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.inversion import InversionAttack
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import BatchAdapter
 from lightning_fedleak.callbacks.cadence import cadence_of
@@ -30,11 +31,14 @@ from lightning_fedleak.callbacks.checks import (
 )
 from lightning_fedleak.callbacks.ledger import MAX_WAITS, Ledger, Series
 from lightning_fedleak.callbacks.live_games import LiveGames
+from lightning_fedleak.callbacks.live_inversion import LiveInversion, check_texts
 from lightning_fedleak.callbacks.look import Look, Plan
 from lightning_fedleak.callbacks.outcome import Outcome
 from lightning_fedleak.callbacks.reading import BatchReader
-from lightning_fedleak.callbacks.report import JsonLines, Report, RevealFile, add_layout
+from lightning_fedleak.callbacks.report import JsonLines, Report
+from lightning_fedleak.callbacks.reveal import RevealFiles
 from lightning_fedleak.callbacks.sources import SCALE, GameSettings
+from lightning_fedleak.callbacks.tensorboard import add_layout
 from lightning_fedleak.callbacks.watch import Watch
 from lightning_fedleak.canaries import CanarySet
 from lightning_fedleak.snapshots import HeadOwnPart
@@ -67,6 +71,13 @@ class LeakageMonitor(L.Callback):
     attack's own decisions, and the threshold of a TPR is fitted on other games than those scored.
     Those of one look alone are in ``look_values`` and in ``leakage.jsonl``.
 
+    **Texts.** An :class:`~lightning_fedleak.attacks.inversion.InversionAttack` reads the hidden
+    states that the user's own forward gives at its layer, as a split model would send them: at
+    stage local before, at stage shared behind the defences that rewrite them, dropout included
+    (:class:`~lightning_fedleak.callbacks.live_inversion.LiveInversion`). Its metrics are of
+    ``texts`` texts a look; under the attack's ``budget_seconds`` what is not found in time is
+    wrong, texts that were not begun do not count, and ``finished`` is below 1.
+
     Args:
         attacks: the attacks, each with a name of its own.
         every_n_steps: look at optimizer steps 0, n, 2n, ... Default 50.
@@ -76,7 +87,8 @@ class LeakageMonitor(L.Callback):
             (before the defences), ``"aggregate"`` (after the reduction over clients).
         batch_adapter: turns a batch of your own into a :class:`TokenBatch`; needed only where
             :func:`read_batch` does not know its form.
-        reveal: write recovered words to a local file of mode 0600, never to a logger.
+        reveal: write recovered words, and original and reconstructed texts side by side, to local
+            files of mode 0600, never to a logger.
         utility: names among ``trainer.callback_metrics`` to repeat as ``utility/<name>``.
         client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes are one
             company's; shared is then the reduced gradient). Default: as the strategy says,
@@ -109,6 +121,7 @@ class LeakageMonitor(L.Callback):
             (:func:`~lightning_fedleak.canaries.with_canaries`). At a look at which some are in
             the batch, membership attacks are also asked for these and for as many that were left
             out of the data; logged as ``audit/<attack>``.
+        texts: of each client's batch that inversion attacks reconstruct at a look, at most.
 
     Attributes:
         latest: the newest value by log name; NaN is unknown. Empty before the first look.
@@ -143,6 +156,7 @@ class LeakageMonitor(L.Callback):
         window: int = 100,
         canary_scale: float = SCALE,
         canaries: CanarySet | None = None,
+        texts: int = 4,
     ) -> None:
         self.attacks = [attacks] if isinstance(attacks, Attack) else list(attacks)
         check_attacks(self.attacks)
@@ -164,7 +178,11 @@ class LeakageMonitor(L.Callback):
         self.games = GameSettings(targets, held_out, window, canary_scale, canaries)
         if canaries is not None:
             check_canaries(self.attacks, self.stages)
-        self._ledger = Ledger(self.attacks, self.stages, self.games, head_own_part=head_own_part)
+        check_texts(self.attacks, self.stages, texts)
+        self.texts = texts
+        self._ledger = Ledger(
+            self.attacks, self.stages, self.games, head_own_part=head_own_part, texts=texts
+        )
 
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
@@ -255,17 +273,18 @@ class LeakageMonitor(L.Callback):
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder = folder if self.log_dir is None else self.log_dir
         self._jsonl = JsonLines(folder / "leakage.jsonl")
-        revealed = folder / f"revealed_words.rank{trainer.global_rank}.txt"
         self._report = Report(
             trainer,
             self.attacks,
             self._jsonl,
-            RevealFile(revealed, self.tokenizer) if self.reveal else None,
+            RevealFiles(folder, trainer.global_rank, self.tokenizer) if self.reveal else None,
             pooled=trainer.world_size > 1 and self.client == "rank",
             local_steps=self.local_steps,
         )
         client = trainer.global_rank if self.client == "rank" else 0
         games = LiveGames(trainer, anatomy, self.games, client)
+        inverters = [a for a in self.attacks if isinstance(a, InversionAttack)]
+        inversion = LiveInversion(trainer, anatomy, inverters, texts=self.texts, stages=self.stages)
         self._watch = Watch(
             trainer,
             anatomy,
@@ -276,8 +295,9 @@ class LeakageMonitor(L.Callback):
             local_steps=self.local_steps,
             own_part=self._own_part,
             games=games,
+            inversion=inversion,
             kinds=self._ledger.kinds,
-            witness=self._report.show,
+            witness=self._report,
         )
         self._prepare_attacks(self._watch)
         games.check()
@@ -299,8 +319,10 @@ class LeakageMonitor(L.Callback):
                 rank_zero_info(f"LeakageMonitor: '{attack.name}' calibrated in {seconds:.1f} s")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remembers how many looks came before this fit."""
+        """Remembers how many looks came before this fit, and where it starts."""
+        assert self._watch is not None
         self._looks_before = self.looks
+        self._watch.begin(trainer.global_step)
 
     # ---- a step -----------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ class Outcome:
         now: each rate's value at this look alone; None where ``rates`` is of this look alone.
         unknown: why there is no value; None where there is one.
         pending: why there is no value *yet*; None otherwise.
+        by_position: of reconstructed texts: (right, all) tokens by range of places in their text.
     """
 
     rates: Mapping[str, Rate]
@@ -48,6 +49,7 @@ class Outcome:
     now: Mapping[str, float] | None = None
     unknown: str | None = None
     pending: str | None = None
+    by_position: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def values(self, prefix: str, attack: str) -> dict[str, float]:
         """The numbers under the names of the logs; none where the result is pending."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
+from typing import Protocol
 
 import lightning.pytorch as L
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Guess
-from lightning_fedleak.callbacks.kinds import Kind, Played
+from lightning_fedleak.callbacks.kinds import Inverted, Kind, Played, Texts
 from lightning_fedleak.callbacks.ledger import Series, series_name
 from lightning_fedleak.callbacks.look import Look, Plan, reason
 from lightning_fedleak.callbacks.outcome import (
@@ -24,7 +26,16 @@ from lightning_fedleak.callbacks.outcome import (
 )
 from lightning_fedleak.callbacks.scoring import WordTruth, tally
 
-Witness = Callable[[Look, Series, Guess, Tensor], None]
+
+class Witness(Protocol):
+    """Is shown each guess beside the truth, on the process that has both."""
+
+    def show_words(self, look: Look, series: Series, guess: Guess, types: Tensor) -> None:
+        """Guessed words, and the true types of their surface."""
+
+    def show_texts(self, look: Look, series: Series, found: Inverted) -> None:
+        """Reconstructed texts, and what was sent."""
+
 
 FOUND, FAILED, NOTHING, WAITING = 0.0, 1.0, 2.0, 3.0
 
@@ -39,7 +50,7 @@ class Pool:
         anatomy: the model's parts.
         client: ``"rank"`` or ``"world"``.
         kinds: what the results of each series are.
-        witness: shown each guess of words with the true types of its surface.
+        witness: shown each guess beside the truth.
     """
 
     def __init__(
@@ -60,25 +71,35 @@ class Pool:
 
     def score(self, look: Look, keys: Sequence[tuple[str, Plan]]) -> list[Result]:
         """This process's result of every (stage, attack)."""
-        words = any(plan.canary is None for _, plan in keys)
+        words = any(plan.on_gradients for _, plan in keys)
         truth = self._truth(look) if words else None
         return [
             self._score(look, stage, plan, truth)
-            if plan.canary is None
-            else self._played(look, stage, plan)
+            if plan.on_gradients
+            else self._computed(look, stage, plan)
             for stage, plan in keys
         ]
 
-    def _played(self, look: Look, stage: str, plan: Plan) -> Result:
-        """The games of one canary."""
+    def _computed(self, look: Look, stage: str, plan: Plan) -> Result:
+        """The games of one canary, or the texts of one inversion attack."""
         if look.truth_error is not None:
             return _unread(look)
-        if not look.stepped:
+        if not look.stepped or not any(batch.input_ids.numel() for batch in look.batches):
             return None
-        said = look.guesses.get((stage, plan.attack.name), "the games were not played")
-        if isinstance(said, Played):
-            return said.pack(self._kinds[series_name(stage, plan.attack.name)].width)
-        return said if isinstance(said, str | Waiting) else "the attack guessed no membership"
+        series = series_name(stage, plan.attack.name)
+        said = look.guesses.get((stage, plan.attack.name), "the attack was not run")
+        if isinstance(said, Played) and plan.canary is not None:
+            return said.pack(self._kinds[series].width)
+        if isinstance(said, Inverted) and plan.inversion is not None:
+            try:
+                kind = self._kinds[series]
+                assert isinstance(kind, Texts)
+                packed = said.pack(kind.texts)
+                self._witness.show_texts(look, series, said)
+            except Exception as error:
+                return reason(error)
+            return packed
+        return said if isinstance(said, str | Waiting) else "the attack guessed something else"
 
     def _truth(self, look: Look) -> WordTruth | None:
         """The true words, of all processes together where they are one client."""
@@ -109,12 +130,12 @@ class Pool:
         guess = look.guesses.get((stage, plan.attack.name), "the attack was not run")
         if isinstance(guess, str | Waiting):
             return guess
-        if isinstance(guess, Played):
+        if isinstance(guess, Played | Inverted):
             return "the attack guessed no words"
         try:
             result = tally(guess, truth, self._vocab_size)
             types = truth.types(getattr(guess, "surface", "output"))
-            self._witness(look, series_name(stage, plan.attack.name), guess, types)
+            self._witness.show_words(look, series_name(stage, plan.attack.name), guess, types)
         except Exception as error:
             return reason(error)
         return result.pack()
@@ -145,11 +166,13 @@ class Pool:
         outcomes: dict[Series, Outcome] = {}
         for name, shared, table, mine in zip(series, exposed, tables, results, strict=True):
             kind = self._kinds[name]
-            if self._one_client and not bool((table[:, 0] == FAILED).any()):
+            if self._one_client and not kind.parted and not bool((table[:, 0] == FAILED).any()):
                 table = table[:1]
             outcomes[name] = not_shared(kind.metrics)
             if shared:
                 outcomes[name] = _combined(kind, table, mine)
+            if self._one_client:
+                outcomes[name] = replace(outcomes[name], worst={})
         return outcomes, agreed
 
 

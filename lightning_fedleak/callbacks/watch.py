@@ -17,8 +17,9 @@ from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.cadence import Cadence, StepClock
 from lightning_fedleak.callbacks.checks import warn_of_adaptive_updates, warn_of_untested
 from lightning_fedleak.callbacks.kinds import Kind
-from lightning_fedleak.callbacks.ledger import AUDIT, HEAD_ONLY, PREFIX, Series
+from lightning_fedleak.callbacks.ledger import AUDIT, HEAD_ONLY, PREFIX, Series, exists_at
 from lightning_fedleak.callbacks.live_games import LiveGames
+from lightning_fedleak.callbacks.live_inversion import LiveInversion
 from lightning_fedleak.callbacks.look import Look, Plan, reason
 from lightning_fedleak.callbacks.outcome import Outcome, Waiting
 from lightning_fedleak.callbacks.pooling import Pool, Witness
@@ -65,8 +66,9 @@ class Watch:
         local_steps: attack the weight change of so many steps; None for single gradients.
         own_part: the head's own part of a tied matrix, already installed; None without.
         games: the membership games of attacks on layers of the server's own.
+        inversion: the attacks on hidden states at the split.
         kinds: what the results of each series are.
-        witness: shown each guess of words with the true types of its surface.
+        witness: shown each guess beside the truth.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Watch:
         local_steps: int | None,
         own_part: HeadOwnPart | None,
         games: LiveGames,
+        inversion: LiveInversion,
         kinds: Mapping[Series, Kind],
         witness: Witness,
     ) -> None:
@@ -93,6 +96,7 @@ class Watch:
         self._local_steps = local_steps
         self._own_part = own_part
         self._games = games
+        self._inversion = inversion
         self._audits = any(prefix == PREFIX[AUDIT] for prefix, _ in kinds)
         self._pool = Pool(trainer, anatomy, client, kinds, witness)
         self._device = trainer.strategy.root_device
@@ -157,6 +161,10 @@ class Watch:
             attack.prepare(self._anatomy)
             self.prepared.add(attack.name)
 
+    def begin(self, step: int) -> None:
+        """Training starts at ``step``."""
+        self._inversion.begin(step)
+
     def close(self) -> None:
         """Removes every tap."""
         for remove in self._removers:
@@ -164,6 +172,7 @@ class Watch:
         self._removers.clear()
         self._tap.close()
         self._games.close()
+        self._inversion.close()
         self.look = None
 
     # ---- a step -----------------------------------------------------------------------------
@@ -185,6 +194,7 @@ class Watch:
                 self._refresh(plan.attack, look)
             self._tap.arm()
             self._games.arm()
+            self._inversion.arm()
             if self._own_part is not None:
                 self._own_part.arm()
             if self._update_tap is not None:
@@ -258,10 +268,11 @@ class Watch:
             return
         if look.step_seconds == 0:
             look.step_seconds = look.elapsed()
-        mine = [p for p in self.exposed if p.canary is None and p.optimizer in (None, optimizer)]
+        mine = [p for p in self.exposed if p.on_gradients and p.optimizer in (None, optimizer)]
         wanted = [str(s) for s in stages if s in self._stages]
         with look.clock(self._device):
             self._games.play(look, stages, wanted, self._scale(True))
+            self._inversion.attack(look)
         if wanted:
             first = Stage(wanted[0])
             self._run(
@@ -336,9 +347,11 @@ class Watch:
         look = self.look
         if look is None:
             return None
-        if trained and look.batch is not None:
-            look.batches.append(look.batch)
+        held = look.batch if trained else None
+        if held is not None:
+            look.batches.append(held)
         look.batch = None
+        self._inversion.batch_ends(held)
         if not tried:
             return None
         if self._update_tap is not None and self._local_steps is not None:
@@ -350,6 +363,7 @@ class Watch:
         self._clock.interrupted()
         self._tap.disarm()
         self._games.disarm(look.batches)
+        self._inversion.disarm()
         if self._own_part is not None:
             self._own_part.disarm()
         return look, outcomes
@@ -359,7 +373,12 @@ class Watch:
 
         That is the next step where, for the first time, a result is still waited for.
         """
-        keys = [(str(s), plan) for s in self._stages for plan in self._plans]
+        keys = [
+            (str(s), plan)
+            for s in self._stages
+            for plan in self._plans
+            if exists_at(plan.attack, str(s))
+        ]
         if self._own_part is not None:
             keys += [(HEAD_ONLY, plan) for plan in self._plans if _reads_head_only(plan)]
         if self._audits:

@@ -508,7 +508,7 @@ def test_an_honest_server_adds_no_layers(tmp_path):
         ({"targets": 0}, "targets must be a positive"),
         ({"window": 1.5}, "window must be a positive"),
         ({"held_out": ["a text"]}, "held_out must be a PublicText"),
-        ({"local_steps": 2}, "reads the gradient of one step"),
+        ({"local_steps": 2}, "reads what one step sends"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(arguments, words):

@@ -1,0 +1,121 @@
+"""What only TensorBoard shows: one page of charts, histograms, and a row in its table of runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from torch import Tensor
+
+from lightning_fedleak.attacks.base import Attack, WordGuess
+from lightning_fedleak.callbacks.kinds import charts_of, headline_of
+from lightning_fedleak.callbacks.ledger import STAGE_OF, exists_at
+from lightning_fedleak.callbacks.outcome import Outcome
+
+
+def tensorboards(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
+    """The TensorBoard loggers among ``loggers``."""
+    return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def add_layout(
+    loggers: Sequence[Logger],
+    utility: Sequence[str],
+    attacks: Sequence[Attack],
+    prefixes: Sequence[str],
+) -> None:
+    """Puts utility, leakage and the monitor's own cost on one page of TensorBoard.
+
+    Args:
+        loggers: the run's loggers; only TensorBoard's are used.
+        utility: names of the user's metrics.
+        attacks: the monitor's.
+        prefixes: ``"leakage"``, ``"leakage_local"``, ``"leakage_aggregate"`` as measured.
+    """
+    page: dict[str, list[Any]] = {
+        "utility": _lines([f"utility/{name}" for name in utility]),
+    }
+    for prefix in prefixes:
+        seen = [a for a in attacks if exists_at(a, STAGE_OF[prefix])]
+        for headline in dict.fromkeys(headline_of(a) for a in seen):
+            names = [f"{prefix}/{a.name}" for a in seen if headline_of(a) == headline]
+            page[f"{prefix}: {_title(headline)}"] = _lines([f"{n}/{headline}" for n in names])
+        for attack in seen:
+            root, headline = f"{prefix}/{attack.name}", headline_of(attack)
+            for title, metrics in charts_of(attack).items():
+                page[f"{root}: {title}"] = _lines([f"{root}/{metric}" for metric in metrics])
+            page[f"{root}: {_title(headline)} and its 95% interval"] = [
+                "Margin",
+                [f"{root}/{headline}{end}" for end in ("", "_low", "_high")],
+            ]
+    page["cost of monitoring (seconds a look)"] = _lines(["monitor/seconds"])
+    for logger in tensorboards(loggers):
+        logger.experiment.add_custom_scalars({"leakage and utility": page})
+
+
+def _title(metric: str) -> str:
+    return metric.replace("_", " ").upper()
+
+
+def _lines(tags: Sequence[str]) -> list[Any]:
+    """A chart of lines, whose tags TensorBoard reads as regular expressions."""
+    return ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]]
+
+
+def add_score_histograms(
+    loggers: Sequence[Logger], name: str, guess: WordGuess, truth: Tensor, step: int
+) -> None:
+    """How far apart the scores of used and unused types lie, as two histograms."""
+    boards = tensorboards(loggers)
+    if not boards or guess.scores is None:
+        return
+    used = torch.zeros(guess.scores.shape[0], dtype=torch.bool, device=guess.scores.device)
+    used[truth.to(used.device)] = True
+    for logger in boards:
+        for label, scores in (("used", guess.scores[used]), ("unused", guess.scores[~used])):
+            finite = scores[scores.isfinite()]
+            if finite.numel():
+                logger.experiment.add_histogram(f"{name}/score_of_{label}_types", finite, step)
+
+
+def add_place_histogram(loggers: Sequence[Logger], name: str, outcome: Outcome, step: int) -> None:
+    """At which places of their texts tokens were recovered, as a histogram.
+
+    The height over a range of places is the share of its tokens that were right.
+    """
+    ranges = [key.partition("-") for key in outcome.by_position]
+    if not ranges:
+        return
+    limits = [
+        float(int(low) + 1 if not dash else int(high or 2 * int(low) - 1) + 1)
+        for low, dash, high in ranges
+    ]
+    starts = [float(low) for low, _, _ in ranges]
+    shares = [right / n for right, n in outcome.by_position.values()]
+    counts = [s * (b - a) for s, a, b in zip(shares, starts, limits, strict=True)]
+    middles = [(a + b) / 2 for a, b in zip(starts, limits, strict=True)]
+    for logger in tensorboards(loggers):
+        logger.experiment.add_histogram_raw(
+            f"{name}/share_recovered_by_place",
+            min=starts[0],
+            max=limits[-1],
+            num=sum(counts),
+            sum=sum(c * m for c, m in zip(counts, middles, strict=True)),
+            sum_squares=sum(c * m * m for c, m in zip(counts, middles, strict=True)),
+            bucket_limits=limits,
+            bucket_counts=counts,
+            global_step=step,
+        )
+
+
+def add_hparams(
+    loggers: Sequence[Logger], settings: Mapping[str, Any], results: Mapping[str, float]
+) -> None:
+    """One row in TensorBoard's HParams table: the monitor's settings and the last results."""
+    known = {name: value for name, value in results.items() if math.isfinite(value)}
+    for logger in tensorboards(loggers):
+        logger.log_hyperparams(dict(settings), known)

@@ -1,0 +1,184 @@
+"""Keeps what a backward pass tells of every sample: layer inputs and output gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.layers import parts_of, refusal
+from lightning_fedleak.defenses.per_sample import Part
+
+Layout = tuple[str, int]
+"""How a layer's first dimension counts samples: ("batch", 1), ("flat", positions of a sample), or
+("expanded", 1) where it had one row for all samples and now has one for each."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer in a training step.
+
+    Attributes:
+        name: the layer's, in the root module.
+        edge: where its output stands in the autograd graph.
+        layout: how its first dimension counts samples.
+    """
+
+    name: str
+    edge: GradientEdge
+    layout: Layout
+
+
+class Recorder:
+    """Hooks on every layer that owns parameters; the model is otherwise left as it is.
+
+    Only calls in between :meth:`step` with autograd on are recorded, and a record is made when the
+    gradient of the layer's output arrives. So what a checkpointed block computes again in backward
+    is not counted twice: no gradient ever arrives there.
+
+    An embedding that is asked once for all samples (positions, ids of shape (1, T) or (T,)) is
+    asked once for each: otherwise its per-sample gradients are lost in autograd's broadcast.
+
+    Args:
+        root: the module whose parameters are trained. Later changes of ``requires_grad`` are
+            respected; layers added later are not seen.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.parts: dict[nn.Parameter, list[Part]] = {}
+        self.calls: list[Call] = []
+        self.samples = 0
+        self._open = False
+        self._positional: set[nn.Module] = set()
+        self._handles: list[Any] = []
+        for name, module in root.named_modules():
+            if not owns_parameters(module):
+                continue
+            if isinstance(module, nn.Embedding):
+                hook = functools.partial(self._expand)
+                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            after: Callable[..., None] = functools.partial(self._after, name)
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    @contextmanager
+    def step(self, samples: int) -> Iterator[None]:
+        """Records the calls inside, of a batch of ``samples``; forgets what came before."""
+        self.clear()
+        self.samples, self._open = samples, True
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def clear(self) -> None:
+        """Forgets everything, and lets go of the graph."""
+        self.parts, self.calls, self.samples = {}, [], 0
+
+    def remove(self) -> None:
+        """Takes the hooks out."""
+        self.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _expand(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not (self._open and torch.is_grad_enabled() and self.samples > 1):
+            return None
+        if not trains(module):
+            return None
+        ids = first_input(args, kwargs)
+        if not isinstance(ids, Tensor) or ids.dim() == 0:
+            return None
+        if ids.dim() == 1 and (module in self._positional or len(ids) % self.samples):
+            ids = ids[None]
+        elif ids.dim() == 1 or len(ids) != 1:
+            return None
+        self._positional.add(module)
+        return (ids.expand(self.samples, *ids.shape[1:]).contiguous(),), {}
+
+    def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not (self._open and torch.is_grad_enabled()) or not trains(module):
+            return
+        if not isinstance(output, Tensor):
+            if _ignored(module):
+                return
+            raise DefenseError(
+                f"DPSGD: '{name}' ({type(module).__name__}) returns {type(output).__name__}, not "
+                "one tensor, so its per-sample gradients cannot be read. Freeze it."
+            )
+        if _ignored(module) or not output.requires_grad:
+            return
+        reason = refusal(name, module)
+        if reason:
+            raise DefenseError(f"DPSGD: {reason}")
+        source = first_input(args, kwargs)
+        layout = self._layout(name, module, source, output)
+        self.calls.append(Call(name, get_gradient_edge(output), layout))
+        source = source.detach()
+        output.register_hook(functools.partial(self._arrived, module, source, self.parts))
+
+    def _layout(self, name: str, module: nn.Module, source: Any, output: Tensor) -> Layout:
+        if not isinstance(source, Tensor) or source.dim() == 0 or output.dim() == 0:
+            raise DefenseError(
+                f"DPSGD: '{name}' ({type(module).__name__}) is not called with a tensor of a batch "
+                "as its first argument, so its per-sample gradients cannot be read. Freeze it."
+            )
+        if module in self._positional:
+            return ("expanded", 1)
+        rows = len(source)
+        if len(output) != rows or rows % self.samples:
+            raise DefenseError(
+                f"DPSGD: the first dimension of what goes through '{name}' "
+                f"({type(module).__name__}) is {rows}, while the batch has {self.samples} samples: "
+                "whose gradient a row belongs to cannot be told. Let the first dimension be the "
+                "samples in every trainable layer, or freeze this one."
+            )
+        return ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
+
+    def _arrived(
+        self,
+        module: nn.Module,
+        source: Tensor,
+        parts: dict[nn.Parameter, list[Part]],
+        gradient: Tensor,
+    ) -> None:
+        # A hook of an earlier step's graph, or one that looks at this graph (a check), adds nothing
+        # to this step.
+        if parts is not self.parts or not self.recording:
+            return
+        for parameter, part in parts_of(module, source, gradient.detach(), self.samples):
+            parts.setdefault(parameter, []).append(part)
+
+    recording = True
+
+
+def owns_parameters(module: nn.Module) -> bool:
+    """Whether parameters hang on ``module`` itself, not on a module inside."""
+    return any(parameter is not None for parameter in module._parameters.values())
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether one of the parameters that hang on ``module`` itself is trained."""
+    return any(p is not None and p.requires_grad for p in module._parameters.values())
+
+
+def first_input(args: Any, kwargs: Any) -> Any:
+    """What a layer was called with."""
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def _ignored(module: nn.Module) -> bool:
+    """Whether all it trains is trained by a module inside too (Hugging Face's MLM heads)."""
+    inside = {p for child in module.children() for p in child.parameters()}
+    own = {p for p in module._parameters.values() if p is not None and p.requires_grad}
+    return bool(inside) and own <= inside
+
+
+__all__ = ["Call", "Layout", "Recorder", "first_input", "owns_parameters", "trains"]

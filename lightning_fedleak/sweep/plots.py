@@ -42,8 +42,15 @@ def plot_pareto(
             if found.low is not None and found.high is not None:
                 axis.plot([found.low, found.high], [loss, loss], color=color, alpha=0.4)
             axis.plot([found.value], [loss], "o", color=color)
-            label = str(cell.defense)
-            axis.annotate(label, points[-1], fontsize=6, xytext=(4, 3), textcoords="offset points")
+            right = found.value > 0.5
+            axis.annotate(
+                str(cell.defense),
+                points[-1],
+                fontsize=6,
+                xytext=(-4 if right else 4, 3),
+                textcoords="offset points",
+                ha="right" if right else "left",
+            )
             axis.set_xlabel(f"{attack}: {found.metric}")
         front = [points[i] for i in pareto(points)]
         axis.plot([x for x, _ in front], [y for _, y in front], color="0.6", lw=0.8, zorder=0)

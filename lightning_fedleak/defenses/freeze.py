@@ -1,7 +1,10 @@
-"""Keeps the output head or the input embeddings out of training, and so out of the update."""
+"""Keeps chosen parameters out of training, and so out of the update."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import nn
@@ -12,10 +15,11 @@ from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseErro
 
 Part = Literal["head", "embeddings", "head+embeddings"]
 _PARTS: tuple[Part, ...] = ("head", "embeddings", "head+embeddings")
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.")
 
 
 class Freeze(Defense):
-    """Freezes the output head (with its bias), the input word embeddings, or both.
+    """Freezes the output head (with its bias), the input word embeddings, or parameters by name.
 
     Word recovery from the head's or the embeddings' gradient then has nothing to read. The
     gradients of all other parameters leave the client as before. Adapters that sit inside a
@@ -23,12 +27,16 @@ class Freeze(Defense):
     the fit ends get back what they were when it began.
 
     Args:
-        part: what to freeze.
+        part: what to freeze; None for ``parameters`` alone.
+        parameters: patterns of names, as ``named_parameters`` of the LightningModule gives them
+            (those of torch.compile's and FSDP's wrappers left out). ``*`` stands for anything, dots
+            too: ``["*.attn.*", "model.lm_head.*"]``.
 
     Raises:
-        DefenseError: an unknown part; at setup, a model without that part, a tied matrix of
-            which one role alone was named, or a model with nothing left to train; in a step, a
-            part that something else has unfrozen meanwhile.
+        DefenseError: an unknown part, or nothing to freeze; at setup, a model without that part, a
+            pattern that no name matches, a shared matrix of which one role alone was named, or a
+            model with nothing left to train; in a step, a part that something else has unfrozen
+            meanwhile.
     """
 
     name = "freeze"
@@ -37,40 +45,69 @@ class Freeze(Defense):
         "in the update. None for what the other parameters' gradients reveal."
     )
 
-    def __init__(self, part: Part) -> None:
-        if part not in _PARTS:
+    def __init__(self, part: Part | None = None, parameters: Sequence[str] | None = None) -> None:
+        if part is not None and part not in _PARTS:
             listed = ", ".join(repr(name) for name in _PARTS)
             raise DefenseError(f"Freeze: part={part!r} is unknown; it must be one of {listed}")
+        if isinstance(parameters, str):
+            raise DefenseError(
+                f"Freeze: parameters={parameters!r} must be a list of patterns: [{parameters!r}]"
+            )
+        patterns = tuple(parameters or ())
+        if part is None and not patterns:
+            raise DefenseError(
+                "Freeze: nothing is named; give a part, such as Freeze('head'), or patterns of "
+                "parameter names, such as Freeze(parameters=['*.attn.*'])"
+            )
         self.part = part
+        self.parameters = patterns
         self._frozen: list[nn.Parameter] = []
         self._kept_frozen: dict[str, nn.Parameter] = {}
 
+    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+        """Per-sample defences must see what is frozen when they prepare the model."""
+        super().check_order(before, after)
+        if early := [defense.name for defense in before if defense.per_sample]:
+            raise DefenseError(
+                f"{self._call}: {', '.join(early)} would prepare the model before it is frozen, "
+                f"for samples' gradients that never come. Put '{self.name}' before it."
+            )
+
     def before_setup(self, context: DefenseContext) -> None:
         """Freezes before optimizer and DDP see the parameters."""
-        try:
-            anatomy = find_anatomy(context.root)
-        except AnatomyError as error:
-            raise DefenseError(f"Freeze({self.part!r}): {error}") from error
-        frozen = self._choose(anatomy)
+        frozen = self._by_pattern(context.root)
+        if self.part is not None:
+            try:
+                anatomy = find_anatomy(context.root)
+            except AnatomyError as error:
+                raise DefenseError(f"{self._call}: {error}") from error
+            frozen |= self._by_part(self.part, anatomy)
         if not any(p.requires_grad and id(p) not in frozen for p in context.root.parameters()):
             raise DefenseError(
-                f"Freeze({self.part!r}) leaves nothing to train: no trainable parameter of this "
-                "model lies outside the frozen part. Train more of the model, or drop the defence."
+                f"{self._call} leaves nothing to train: no trainable parameter of this model lies "
+                "outside the frozen part. Train more of the model, or drop the defence."
             )
         for parameter in frozen.values():
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
+                parameter.grad = None
                 self._frozen.append(parameter)
         self._kept_frozen = {n: p for n, p in context.root.named_parameters() if id(p) in frozen}
 
     def before_release(self) -> None:
         """Refuses a step in which something has unfrozen the part: a schedule, say."""
-        unfrozen = [name for name, p in self._kept_frozen.items() if p.requires_grad]
-        if unfrozen:
+        kept = self._kept_frozen.items()
+        if unfrozen := [name for name, p in kept if p.requires_grad]:
             raise DefenseError(
-                f"Freeze({self.part!r}): something has unfrozen {', '.join(unfrozen)} since "
-                "training began, so the update was not released. Drop the defence, or whatever "
-                "unfreezes layers (a callback like BackboneFinetuning?)."
+                f"{self._call}: something has unfrozen {', '.join(unfrozen)} since training began, "
+                "so the update was not released. Drop the defence, or whatever unfreezes layers "
+                "(a callback like BackboneFinetuning?)."
+            )
+        if grown := [name for name, p in kept if p.grad is not None]:
+            raise DefenseError(
+                f"{self._call}: {', '.join(grown)} is frozen and has a gradient all the same, so "
+                "the update was not released. Was the model sharded and run before this fit? "
+                "Build it anew in `configure_model`."
             )
 
     def teardown(self) -> None:
@@ -80,29 +117,71 @@ class Freeze(Defense):
         self._frozen = []
         self._kept_frozen = {}
 
-    def _choose(self, anatomy: Anatomy) -> dict[int, nn.Parameter]:
+    @property
+    def _call(self) -> str:
+        given = [] if self.part is None else [repr(self.part)]
+        if self.parameters:
+            given.append(f"parameters={list(self.parameters)!r}")
+        return f"Freeze({', '.join(given)})"
+
+    def _by_pattern(self, root: nn.Module) -> dict[int, nn.Parameter]:
+        """Parameters whose names match a pattern, by identity."""
+        frozen: dict[int, nn.Parameter] = {}
+        named = list(_named_parameters(root))
+        for pattern in self.parameters:
+            found = {id(p): p for name, p in named if fnmatchcase(name, pattern)}
+            if not found:
+                names = [name for name, _ in named]
+                close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+                raise DefenseError(
+                    f"{self._call}: no parameter is named like {pattern!r}. The model's "
+                    f"{len(names)} parameters are named like {', '.join(close)}."
+                )
+            frozen |= found
+        for name, parameter in named:
+            if id(parameter) in frozen and not self._matches(name):
+                other = next(n for n, p in named if p is parameter and self._matches(n))
+                raise DefenseError(
+                    f"{self._call}: '{other}' and '{name}' are one shared parameter, so both would "
+                    f"be frozen. Add {name!r} to the patterns, or untie them where the model can "
+                    "be: tie_word_embeddings=False in its config."
+                )
+        return frozen
+
+    def _matches(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.parameters)
+
+    def _by_part(self, part: Part, anatomy: Anatomy) -> dict[int, nn.Parameter]:
         """Parameters of the part, by identity."""
         head = _parameters([] if anatomy.head is None else [anatomy.head])
         embeddings = _parameters(_word_embeddings(anatomy))
-        if self.part != "embeddings" and not head:
+        if part != "embeddings" and not head:
             raise DefenseError(
-                f"Freeze({self.part!r}): this model has no output head with parameters; it could "
+                f"Freeze({part!r}): this model has no output head with parameters; it could "
                 "be frozen only with Freeze('embeddings')."
             )
-        if self.part != "head" and not embeddings:
+        if part != "head" and not embeddings:
             raise DefenseError(
-                f"Freeze({self.part!r}): the input embeddings of this model have no parameters."
+                f"Freeze({part!r}): the input embeddings of this model have no parameters."
             )
-        if self.part != "head+embeddings" and (anatomy.tied or head.keys() & embeddings.keys()):
-            other = "embeddings" if self.part == "head" else "head"
+        if part != "head+embeddings" and (anatomy.tied or head.keys() & embeddings.keys()):
+            other = "embeddings" if part == "head" else "head"
             raise DefenseError(
-                f"Freeze({self.part!r}): head and input embeddings of this model are one tied "
+                f"Freeze({part!r}): head and input embeddings of this model are one tied "
                 f"matrix, so the {other} would be frozen too. Use Freeze('head+embeddings'), or "
                 "untie them where the model can be: tie_word_embeddings=False in its config."
             )
-        if self.part == "head":
+        if part == "head":
             return head
-        return embeddings if self.part == "embeddings" else head | embeddings
+        return embeddings if part == "embeddings" else head | embeddings
+
+
+def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every name of every parameter, a shared one under each of its names."""
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name, parameter
 
 
 def _word_embeddings(anatomy: Anatomy) -> list[nn.Module]:

@@ -94,6 +94,67 @@ def test_other_refusals() -> None:
         frozen_by("head", nn.Sequential(nn.Conv1d(2, 2, 1)))
 
 
+def frozen_patterns(root: nn.Module, *patterns: str, part: str | None = None) -> set[str]:
+    before = {name for name, p in root.named_parameters() if p.requires_grad}
+    freeze = Freeze(part, parameters=list(patterns))
+    freeze.before_setup(
+        DefenseContext(root, 0, 1, torch.device("cpu"), "32-true", step=0, entropy=bytes(32))
+    )
+    return before - {name for name, p in root.named_parameters() if p.requires_grad}
+
+
+def test_parameters_are_frozen_by_pattern() -> None:
+    root = CausalLMModule(tiny_llama(tied=False))
+    names = frozen_patterns(root, "*.self_attn.*", "model.model.layers.1.mlp.up_proj.weight")
+    expected = {n for n, _ in root.named_parameters() if ".self_attn." in n}
+    assert len(expected) == 8
+    assert names == {*expected, "model.model.layers.1.mlp.up_proj.weight"}
+    root = CausalLMModule(tiny_llama(tied=False))
+    names = frozen_patterns(root, "*.layers.0.*", part="head")
+    assert "model.lm_head.weight" in names
+    assert {".layers.0." in n for n in names - {"model.lm_head.weight"}} == {True}
+
+
+def test_patterns_do_not_see_a_compile_wrapper() -> None:
+    root = CausalLMModule(tiny_llama(tied=False))
+    root.model = torch.compile(root.model, backend="eager")
+    names = frozen_patterns(root, "model.lm_head.*")
+    assert names == {"model._orig_mod.lm_head.weight"}
+
+
+def test_patterns_that_cannot_be_right_are_refused() -> None:
+    root = CausalLMModule(tiny_llama(tied=False))
+    with pytest.raises(
+        DefenseError, match=r"no parameter is named like '\*\.attention\.\*'.*model\."
+    ):
+        frozen_patterns(root, "*.self_attn.*", "*.attention.*")
+    with pytest.raises(DefenseError, match=r"parameters=\['\*'\]\) leaves nothing to train"):
+        frozen_patterns(root, "*")
+    assert all(p.requires_grad for p in root.parameters())
+    with pytest.raises(DefenseError, match="nothing is named"):
+        Freeze()
+    with pytest.raises(DefenseError, match="nothing is named"):
+        Freeze(parameters=[])
+    with pytest.raises(DefenseError, match=r"must be a list of patterns: \['\*\.attn\.\*'\]"):
+        Freeze(parameters="*.attn.*")
+
+
+def test_a_shared_parameter_is_frozen_under_all_its_names_or_not_at_all() -> None:
+    with pytest.raises(DefenseError, match=r"lm_head\.weight.*one shared parameter.*Add"):
+        frozen_patterns(CausalLMModule(tiny_gpt2(tied=True)), "*.lm_head.*")
+    names = frozen_patterns(CausalLMModule(tiny_gpt2(tied=True)), "*.lm_head.*", "*.wte.*")
+    assert names == {"model.transformer.wte.weight"}
+
+
+def test_a_frozen_parameter_with_a_gradient_is_not_released() -> None:
+    root = CausalLMModule(tiny_llama(tied=False))
+    freeze, _ = frozen_by("head", root)
+    freeze.before_release()
+    root.model.lm_head.weight.grad = torch.zeros_like(root.model.lm_head.weight)
+    with pytest.raises(DefenseError, match=r"lm_head\.weight is frozen and has a gradient"):
+        freeze.before_release()
+
+
 def test_lora_inside_the_head_is_frozen_with_it() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["lm_head", "q_proj"], r=2)

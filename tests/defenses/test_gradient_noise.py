@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import dp_accounting
 import pytest
 import scipy.stats
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_fedleak.defenses import DefenseContext, DefenseError, GradientNoise
+from lightning_fedleak.defenses.gaussian import gaussian_epsilon
 from lightning_fedleak.defenses.gradient_noise import _standard_normal
 
 SHAPES = [(40, 30), (30,), (7, 3, 5)]
@@ -206,6 +208,47 @@ def test_an_overflowing_norm_and_a_sparse_gradient_are_not_released() -> None:
 def test_settings_out_of_range(clip: float, sigma: float, message: str) -> None:
     with pytest.raises(DefenseError, match=message):
         GradientNoise(clip, sigma)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0, 20.0])
+@pytest.mark.parametrize("releases", [1, 37])
+@pytest.mark.parametrize("clients", [1, 10])
+def test_epsilon_is_that_of_the_composed_gaussian_mechanism(sigma, releases, clients) -> None:
+    """Independent: Google's dp-accounting, one Gaussian event of the composed noise."""
+    one = sigma * math.sqrt(clients / releases) / 2
+    expected = dp_accounting.get_epsilon_gaussian(one, 1e-5)
+    defense = GradientNoise(0.7, sigma)
+    got = defense.epsilon(1e-5, releases=releases, clients=clients)
+    assert got == pytest.approx(expected, rel=1e-6)
+
+
+def test_epsilon_counts_the_releases_and_is_infinite_where_nothing_holds() -> None:
+    defense = GradientNoise(1.0, 2.0)
+    assert defense.epsilon(1e-5) == 0
+    noise_of(defense, context())
+    once = defense.epsilon(1e-5)
+    noise_of(defense, context())
+    assert 0 < once < defense.epsilon(1e-5) == defense.epsilon(1e-5, releases=2)
+    for void in (
+        GradientNoise(None, 1.0),
+        GradientNoise(1.0, 0.0),
+        GradientNoise(1.0, 1.0, seed=1),
+    ):
+        assert void.epsilon(1e-5, releases=1) == math.inf
+        assert void.guarantee.startswith("none")
+    assert not GradientNoise(1.0, 1.0).guarantee.startswith("none")
+    with pytest.raises(ValueError, match="releases=-1"):
+        defense.epsilon(1e-5, releases=-1)
+    with pytest.raises(ValueError, match="delta"):
+        defense.epsilon(0.0)
+
+
+@given(ratio=st.floats(1e-3, 200.0), log_delta=st.floats(-12.0, -1.0))
+@settings(max_examples=40, deadline=None)
+def test_gaussian_epsilon_is_googles(ratio: float, log_delta: float) -> None:
+    delta = 10**log_delta
+    expected = dp_accounting.get_epsilon_gaussian(1 / ratio, delta)
+    assert gaussian_epsilon(ratio, delta) == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 def test_it_leaves_the_global_generator_alone() -> None:

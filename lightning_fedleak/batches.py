@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +163,99 @@ def read_batch(batch: Any, kind: Kind) -> TokenBatch:
         case (ids, mask, labels):
             return TokenBatch(ids, labels, mask, kind)
     raise _refused("the batch has no known form", batch)
+
+
+BatchWriter = Callable[[Any, TokenBatch], Any]
+"""Makes a copy of a user's own batch that holds the ids and labels of a :class:`TokenBatch`."""
+
+
+def write_batch(batch: Any, tokens: TokenBatch) -> Any:
+    """A copy of ``batch`` with the ids and labels of ``tokens``; ``batch`` stays what it is.
+
+    Takes the forms that :func:`read_batch` takes, and gives the same form back. Everything else
+    (mask, other fields) is the same object in both, except the text that a ``BatchEncoding`` of a
+    fast tokenizer carries beside its tensors: the copy has none.
+
+    Args:
+        batch: what :func:`read_batch` was given.
+        tokens: the ids, and the labels where ``tokens.labels`` is not None.
+
+    Raises:
+        BatchError: the form is not known, cannot be copied, or has no place for the labels.
+    """
+    new: dict[str, Tensor] = {"input_ids": tokens.input_ids}
+    if tokens.labels is not None:
+        new["labels"] = tokens.labels
+    if isinstance(batch, Tensor):
+        return _only_ids(new, batch)
+    if isinstance(batch, MutableMapping) and "input_ids" in batch:
+        old, written = batch["input_ids"], copy.copy(batch)
+        if getattr(written, "_encodings", None) is not None:
+            written._encodings = None  # type: ignore[attr-defined]
+        written.update(new)
+        return _apart(batch, written, batch["input_ids"] is old)
+    if isinstance(batch, tuple) and hasattr(batch, "_replace") and hasattr(batch, "input_ids"):
+        return batch._replace(**new)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(batch, **new)
+    if hasattr(batch, "input_ids"):
+        old, written = batch.input_ids, copy.copy(batch)
+        for name, value in new.items():
+            setattr(written, name, value)
+        return _apart(batch, written, batch.input_ids is old)
+    if type(batch) not in (tuple, list):
+        raise _refused("the batch cannot be copied with other ids", batch)
+    match tuple(batch):
+        case (_,):
+            parts = [_only_ids(new, batch)]
+        case (_, mask) if mask.dtype == torch.bool:
+            parts = [_only_ids(new, batch), mask]
+        case (_, labels):
+            parts = [tokens.input_ids, new.get("labels", labels)]
+        case (_, mask, labels):
+            parts = [tokens.input_ids, mask, new.get("labels", labels)]
+        case _:
+            raise _refused("the batch has no known form", batch)
+    return type(batch)(parts)
+
+
+def other_fields(batch: Any) -> tuple[str, ...]:
+    """Names of what a batch holds beside ids, labels and mask, where it has names.
+
+    Fields that are None do not count. Batches without names (tensors, plain tuples and lists) hold
+    nothing else.
+
+    Raises:
+        BatchError: an object whose fields cannot be listed.
+    """
+    if isinstance(batch, Mapping):
+        items = list(batch.items())
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [f.name for f in dataclasses.fields(batch)]
+        items = [(n, getattr(batch, n)) for n in {*names, *getattr(batch, "__dict__", ())}]
+    elif isinstance(batch, tuple) and hasattr(batch, "_asdict"):
+        items = list(batch._asdict().items())
+    elif isinstance(batch, Tensor) or type(batch) in (tuple, list):
+        return ()
+    elif hasattr(batch, "__dict__"):
+        items = list(vars(batch).items())
+    else:
+        raise _refused("the fields of the batch cannot be listed", batch)
+    known = ("input_ids", "labels", "attention_mask")
+    return tuple(sorted(_key(name) for name, v in items if v is not None and name not in known))
+
+
+def _apart(batch: Any, written: Any, untouched: bool) -> Any:
+    """Refuses a copy that writes through to what it was copied from."""
+    if written is batch or not untouched:
+        raise _refused("a copy of the batch shares its fields with it", batch)
+    return written
+
+
+def _only_ids(new: dict[str, Tensor], batch: Any) -> Tensor:
+    if "labels" in new:
+        raise _refused("the batch has no place for labels", batch)
+    return new["input_ids"]
 
 
 def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBatch:

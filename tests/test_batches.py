@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 
 from lightning_fedleak.anatomy import Kind
-from lightning_fedleak.batches import BatchError, TokenBatch, read_batch
+from lightning_fedleak.batches import (
+    BatchError,
+    TokenBatch,
+    other_fields,
+    read_batch,
+    write_batch,
+)
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import (
     VOCAB,
@@ -86,6 +92,85 @@ def test_reading_changes_nothing() -> None:
     bare.read_ids().fill_(1)
     assert batch.keys() == before.keys()
     assert all(torch.equal(batch[k], before[k]) for k in before)
+
+
+NEW_IDS, NEW_LABELS = IDS + 20, LABELS.clamp(min=0) + 30
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_written_copy_reads_back_and_leaves_the_batch_alone(form: str) -> None:
+    batch, has_labels, _ = FORMS[form]
+    before = copy.deepcopy(batch)
+    labels = NEW_LABELS if has_labels else None
+    written = write_batch(batch, TokenBatch(NEW_IDS, labels, None, "causal"))
+    assert type(written) is type(batch)
+    assert written is not batch
+    read, old = read_batch(written, "causal"), read_batch(batch, "causal")
+    assert read.input_ids is NEW_IDS
+    assert read.labels is labels
+    assert read.attention_mask is old.attention_mask
+    assert old.input_ids is IDS
+    assert old.labels is (LABELS if has_labels else None)
+    assert other_fields(written) == other_fields(batch) == other_fields(before)
+
+
+def test_labels_that_are_not_given_stay() -> None:
+    for batch in ({"input_ids": IDS, "labels": LABELS}, (IDS, LABELS), Fields(IDS, LABELS)):
+        written = write_batch(batch, TokenBatch(NEW_IDS, None, None, "classifier"))
+        read = read_batch(written, "causal")
+        assert read.input_ids is NEW_IDS
+        assert read.labels is LABELS
+
+
+def test_the_text_beside_the_tensors_is_not_copied() -> None:
+    batch = BatchEncoding(
+        {"input_ids": IDS}, encoding=[SimpleNamespace(tokens=["secret"], n_sequences=1)]
+    )
+    written = write_batch(batch, TokenBatch(NEW_IDS, None, None, "causal"))
+    assert batch.tokens(0) == ["secret"]
+    assert written.encodings is None
+
+
+class Shared(UserDict):
+    def __copy__(self) -> Shared:
+        return self
+
+
+class Slotted:
+    __slots__ = ("input_ids",)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (Shared(input_ids=IDS), "shares its fields"),
+        ((IDS,), "no place for labels"),
+        ([IDS, MASK.bool()], "no place for labels"),
+        (IDS, "no place for labels"),
+        ({"ids": IDS}, "cannot be copied with other ids"),
+        ("text", "cannot be copied with other ids"),
+        ((IDS, IDS, IDS, IDS), "no known form"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(batch: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        write_batch(batch, TokenBatch(NEW_IDS, NEW_LABELS, None, "causal"))
+
+
+def test_other_fields_are_named() -> None:
+    assert other_fields({"input_ids": IDS, "text": ["a"], "idx": 1, "none": None}) == (
+        "idx",
+        "text",
+    )
+    assert other_fields({"input_ids": IDS, "the pin is 1": 0}) == ("str",)
+    assert other_fields(SimpleNamespace(input_ids=IDS, decoder_input_ids=IDS)) == (
+        "decoder_input_ids",
+    )
+    extended = Fields(IDS)
+    extended.raw = "text"  # type: ignore[attr-defined]
+    assert other_fields(extended) == ("raw",)
+    with pytest.raises(BatchError, match="cannot be listed"):
+        other_fields(Slotted())
 
 
 SECRET = 80211

@@ -326,7 +326,7 @@ def _each(
     """``of`` at every epsilon, computed once for each distinct value."""
     if not isinstance(epsilon, Tensor):
         return tuple(torch.tensor(of(epsilon), dtype=torch.float64, device=device))
-    values, inverse = epsilon.unique(return_inverse=True)
+    values, inverse = torch.unique(epsilon, return_inverse=True)
     table = torch.tensor([of(v) for v in values.tolist()], dtype=torch.float64, device=device)
     return tuple(table[inverse].unbind(1)) if len(values) else (epsilon,) * 2
 

@@ -10,12 +10,14 @@ Two kinds of games are evidence, and they are not exchangeable:
 - *many runs* (:func:`audit_scores`): n games, each of a run of the mechanism of its own, with its
   own noise and its own coin. What is audited is what was run: one step, if each game is one step.
 - *one run* (:func:`audit_one_run`): m canaries, each included by a fair coin of its own, all
-  scored after a single run.
+  scored after a single run; of texts that :func:`~lightning_fedleak.canaries.with_canaries` put
+  into the data by :func:`audit_canaries`.
 
 The game's relation must be the accountant's, see :mod:`lightning_fedleak.auditing.bound`.
 """
 
 from lightning_fedleak.auditing.bound import EpsilonBound, Relation
+from lightning_fedleak.auditing.coins import audit_canaries
 from lightning_fedleak.auditing.many_runs import audit_scores, epsilon_from_counts
 from lightning_fedleak.auditing.mechanisms import (
     dp_advantage,
@@ -34,6 +36,7 @@ from lightning_fedleak.auditing.one_run import audit_one_run, one_run_epsilon, o
 __all__ = [
     "EpsilonBound",
     "Relation",
+    "audit_canaries",
     "audit_one_run",
     "audit_scores",
     "dp_advantage",

@@ -1,0 +1,69 @@
+"""Canaries of a record, audited: randomised response, and what is refused."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_fedleak.auditing import audit_canaries, audit_one_run
+from lightning_fedleak.canaries import InclusionRecord, with_canaries
+
+
+def record_of(m, seed=0, **settings):
+    return InclusionRecord.flip([bytes([i % 256, i // 256]) for i in range(m)], seed, **settings)
+
+
+def told(record, epsilon, seed):
+    """Randomised response about each coin, (m,)."""
+    generator = torch.Generator().manual_seed(seed)
+    included = torch.tensor(record.included)
+    right = torch.rand(len(included), generator=generator) < 1 / (1 + math.exp(-epsilon))
+    return (included == right).double()
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.5, 2.0])
+def test_the_epsilon_of_randomised_response_is_approached_and_seldom_exceeded(epsilon):
+    bounds = []
+    for seed in range(60):
+        record = record_of(1500, seed)
+        scores = told(record, epsilon, seed)
+        bounds.append(audit_canaries(record, scores, guesses=1500, confidence=0.9).epsilon)
+    too_large = sum(b > epsilon for b in bounds)
+    assert too_large <= 13  # binomial of 60 with chance .1: more once in 300 times
+    assert max(0.0, epsilon - 0.35) <= sorted(bounds)[30] <= epsilon
+
+
+def test_it_is_the_one_run_audit_of_the_records_coins_and_game():
+    for game, relation in (("add_remove", "add_remove"), ("replace", "replace_one")):
+        record = record_of(400, 5, game=game)
+        scores = torch.tensor(record.included).double()
+        ours = audit_canaries(record, scores, delta=1e-6)
+        assert ours.relation == relation
+        assert 3 < ours.epsilon <= ours.limit
+        members = torch.tensor(record.included)
+        assert ours == audit_one_run(scores, members, delta=1e-6, relation=relation)
+    half = audit_canaries(record, scores, accountant="add_remove")
+    assert half.relation == "add_remove"
+    assert half.epsilon < ours.epsilon
+
+
+def test_a_set_of_canaries_in_their_order():
+    data = with_canaries([[1, 2]], [[i, 7] for i in range(200)], seed=3)
+    scores = data.canaries.included.double()
+    assert audit_canaries(data.canaries, scores).epsilon > 3
+    assert audit_canaries(data.canaries, -scores).epsilon == 0
+    assert audit_canaries(data.canaries, scores.roll(1)).epsilon < 1
+
+
+@pytest.mark.parametrize(
+    ("record", "scores", "words"),
+    [
+        (record_of(20), torch.zeros(19), r"scores must be \(20,\)"),
+        (record_of(20), torch.zeros(3, 20), "Reduce steps first"),
+        (record_of(20), torch.zeros(20).index_fill(0, torch.tensor([2]), math.nan), "1 of 20"),
+        (record_of(20, probability=0.25), torch.zeros(20), "probability=0.5"),
+    ],
+)
+def test_refusals_say_what_to_do(record, scores, words):
+    with pytest.raises(ValueError, match=words):
+        audit_canaries(record, scores)

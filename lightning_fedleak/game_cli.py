@@ -61,8 +61,9 @@ class GameCommand:
             game.
         attack: names out of ``ATTACKS``.
         layer: where they read; None for the middle layer.
-        batch, games, position, protocol, gradients, forwards, targets_per_batch, seed: as in
+        batch, games, position, protocol, gradients, targets_per_batch, seed: as in
             :class:`~lightning_fedleak.games.GameConfig`.
+        forwards: as there; None is ``"pooled"`` in closed form.
         tokens: ids of a sentence, at most.
         pool: texts that games are drawn from, at most: a random choice of ``text``.
         precision: of model and hidden states.
@@ -82,7 +83,7 @@ class GameCommand:
     position: Literal["random", "last"] | int = "random"
     protocol: Literal["game", "authors"] = "game"
     gradients: Literal["closed_form", "autograd"] = "closed_form"
-    forwards: Literal["fresh", "pooled"] = "pooled"
+    forwards: Literal["fresh", "pooled"] | None = None
     targets_per_batch: int = 1
     precision: str = "fp32"
     bos: int | None = None
@@ -123,13 +124,14 @@ class GameCommand:
             for k in layers
             for name in self.attack
         ]
+        closed = self.gradients == "closed_form"
         config = GameConfig(
             games=self.games,
             batch=self.batch,
             protocol=self.protocol,
             gradients=self.gradients,
             position=self.position,
-            forwards=self.forwards,
+            forwards=self.forwards or ("pooled" if closed else "fresh"),
             targets_per_batch=self.targets_per_batch,
             seed=self.seed,
         )

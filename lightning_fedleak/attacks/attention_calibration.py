@@ -69,7 +69,8 @@ def learned(states: PublicStates, design: AttentionDesign) -> Calibration:
     is nearer to its mean than other text.
 
     Raises:
-        ValueError: too few tokens to whiten, or too few texts to calibrate.
+        ValueError: too few tokens to whiten, too few texts to calibrate, or, with
+            ``readout="token"``, a median response that is not positive.
     """
     heads = design.heads(states.hidden.shape[-1], states.hidden)
     whitening = fit_whitening(states.tokens, design.ridge) if design.whiten else None
@@ -86,8 +87,13 @@ def learned(states: PublicStates, design: AttentionDesign) -> Calibration:
     elif design.score != "coordinates":
         rows = token_rows(asked.tokens)
         expected = heads.expected(asked.hidden, asked.mask, asked.position)
-        median = float((expected * rows).sum(1).median())
-        response = median if median > 0 else 1.0
+        response = float((expected * rows).sum(1).median())
+        if not response > 0:
+            raise ValueError(
+                f"readout='token' reads along -v, and on public text the median response there is "
+                f"{response:.3g}, not positive, so that a member could not be told by it: use "
+                "readout='matched', or another beta or layer"
+            )
         rows = rows / response
     if design.gamma != "calibrated":
         return replace(by_number(whitening, design), response=response)

@@ -8,6 +8,7 @@ shows in the gradient.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -67,7 +68,8 @@ class AttentionMembership(MembershipAttack):
     target's sentence, knows what Z1 - Z2 will be at its token, D, whatever else is in the batch.
     ``readout="matched"`` reads along D alone, scaled so that a member's response is 1: targets are
     then (G, 2 d), the token's hidden state and that row. ``"token"`` reads along -v, for who knows
-    the token but not its sentence, scaled so that the median response is 1; targets are (G, d).
+    the token but not its sentence, scaled so that the median response is 1; targets are (G, d). It
+    needs that median to be positive: :meth:`prepare` refuses a layer and beta where it is not.
 
     **gamma.** The lemma's, 2 Delta-bar, never fires on real embeddings (``gamma="lemma"`` shows
     it). ``"calibrated"`` is the lowest gamma, among the ladder's, at which public batches fire for
@@ -188,6 +190,7 @@ class AttentionMembership(MembershipAttack):
         )
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.public_text = _public_text(public_text, tokenizer)
+        self._text_digest = _digest(self.public_text)
         self.select = select
         self.calibration_tokens = calibration_tokens
         self.refresh_every = refresh_every
@@ -262,6 +265,12 @@ class AttentionMembership(MembershipAttack):
                 raise RuntimeError(self._unprepared())
             return 2 * self._d * self.design.levels
         return 1 if self.design.gamma == "lemma" else len(self.design.edges)
+
+    def reads(self, position: int) -> slice | None:
+        """With ``readout="matched"`` all tokens that the target's own attends to."""
+        if not self.design.matched:
+            return None
+        return slice(0, position + 1 if self.design.causal else None)
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
         """(G, d): the tokens asked for; with ``readout="matched"`` (G, 2 d), and their rows.
@@ -360,36 +369,34 @@ class AttentionMembership(MembershipAttack):
         return guess_by(score, self.reader, gradient, noise_std, levels, level)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Whitening and gamma."""
+        """Whitening and gamma, and a fingerprint of the settings and the public text."""
         if self._calibration is None or self._d is None:
             return {}
         numbers = {"prepared_at": self._prepared_at, "d": self._d}
         own = {name: torch.tensor(value) for name, value in numbers.items()}
-        return own | self._calibration.tensors()
+        return own | {"fingerprint": self._fingerprint()} | self._calibration.tensors()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back a calibration of the same settings.
+        """Takes back a calibration of the same settings and public text.
+
+        A monitor that is resumed with others calibrates anew.
 
         Raises:
-            ValueError: the other whitens and this one does not, or the reverse, or it has another
-                number of gammas.
+            ValueError: it is of other settings (``refresh_every`` too) or of another text.
         """
         if not state:
             return
-        loaded, design = Calibration.from_tensors(state), self.design
-        absolute = design.score == "coordinates" or design.gamma == "lemma"
-        whitens = loaded.whitening is not None
-        if whitens != design.whiten or len(loaded.gammas) != design.levels * absolute:
+        saved = state.get("fingerprint")
+        if saved is None or not torch.equal(saved.cpu(), self._fingerprint()):
             raise ValueError(
-                f"this state is not of an AttentionMembership with whiten={design.whiten}, "
-                f"score='{design.score}' and gamma={design.gamma!r}: load it into one built as the "
-                "one that was saved, or call prepare again"
+                "this state is not of an AttentionMembership with these settings and this public "
+                "text: load it into one built as the one that was saved, or call prepare again"
             )
-        self._calibration = loaded
+        self._calibration = Calibration.from_tensors(state)
         self._prepared_at, self._d = int(state["prepared_at"]), int(state["d"])
 
     def config(self) -> dict[str, object]:
-        """Settings for reports."""
+        """Settings for reports; of the public text the beginning of its SHA-256."""
         return {
             "layer": self.layer,
             "granularity": self.granularity,
@@ -398,10 +405,17 @@ class AttentionMembership(MembershipAttack):
             "select": self.select,
             "tokens": self.tokens,
             "calibration_tokens": self.calibration_tokens or "auto",
+            "public_text": self._text_digest,
+            "refresh_every": self.refresh_every,
             "upstream_sign": self.reader.upstream_sign,
         }
 
     # ---- parts ------------------------------------------------------------------------------
+
+    def _fingerprint(self) -> Tensor:
+        """(32,) bytes that a calibration of other settings or public text does not share."""
+        settings = repr(sorted(self.config().items()))
+        return torch.tensor(list(hashlib.sha256(settings.encode()).digest()), dtype=torch.uint8)
 
     def _known(self) -> Calibration:
         if self._calibration is None:
@@ -453,6 +467,14 @@ def _public_text(given: Any, tokenizer: Any) -> PublicText | Literal["sampled"] 
         "public_text must be a PublicText, a sequence of texts, or 'sampled'; got one string of "
         "text"
     )
+
+
+def _digest(text: PublicText | str | None) -> str | None:
+    """The beginning of the SHA-256 of all token ids; a word or None as it is."""
+    if not isinstance(text, PublicText):
+        return text
+    rows = ",".join(" ".join(map(str, row.tolist())) for row in text.sentences)
+    return hashlib.sha256(rows.encode()).hexdigest()[:16]
 
 
 def _check_batch(hidden: Tensor, mask: Tensor | None, upstream: Tensor) -> None:

@@ -96,6 +96,17 @@ class MembershipAttack(Attack):
         """Positions of a sentence that are read as one input; None where each token is one."""
         return self.tokens if self.granularity == "full" else None
 
+    def reads(self, position: int) -> slice | None:
+        """On the hidden states of which tokens of the target's sentence the guess rests.
+
+        Args:
+            position: of the token asked for.
+
+        Returns:
+            A slice of the sentence's tokens, in their order; None: that one token alone.
+        """
+        return slice(0, self.tokens) if self.granularity == "full" else None
+
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """The hidden states that the crafted layers read.
 

@@ -37,7 +37,8 @@ class GameConfig:
             guesses by a threshold that is the mean of all scores of both worlds, which no
             adversary in the game of Fig. 2 has.
         gradients: ``"autograd"`` by backward through crafted layers that are really inserted into
-            the model; ``"closed_form"`` by the attack's own formula.
+            the model (``upstream`` and ``forwards``, of the closed form, are then left as they
+            are); ``"closed_form"`` by the attack's own formula.
         position: which token of the target is asked for where an attack asks for tokens:
             ``"random"``, ``"last"`` or an index counted from 0. The first two ask for no special
             token, of which early layers make much the same state in every sentence. Of a causal
@@ -92,6 +93,12 @@ class GameConfig:
             raise GameError(f"position must be 'random', 'last' or an index, got {position!r}")
         if self.protocol == "authors" and (position == "last" or self.targets_per_batch > 1):
             raise GameError("the authors' protocol has one target at one index in each batch")
+        if self.gradients == "autograd" and (self.forwards, self.upstream) != ("fresh", "generic"):
+            raise GameError(
+                "gradients='autograd' runs the client's own forward and loss in every game, so "
+                f"that forwards={self.forwards!r} and upstream={self.upstream!r} would do nothing: "
+                "leave both out, or take gradients='closed_form'"
+            )
         if self.dropout and (self.gradients == "autograd" or self.forwards == "pooled"):
             raise GameError("dropout=True needs gradients='closed_form' and forwards='fresh'")
 

@@ -203,13 +203,20 @@ class _Table:
                     gradients=self.config.gradients,
                     dtype=self.dtype,
                     config={
-                        **asdict(self.config),
+                        **self._settings(),
                         **{f"attack.{k}": v for k, v in attack.config().items()},
                     },
                     seconds=seconds,
                 )
             )
         return found
+
+    def _settings(self) -> dict[str, object]:
+        """Settings of the game that had an effect."""
+        settings = asdict(self.config)
+        if self.config.gradients == "autograd":
+            del settings["forwards"], settings["upstream"]
+        return settings
 
     def _client(self, number: int, deal: Deal) -> _Client:
         mask: Tensor | None
@@ -295,7 +302,7 @@ class _Table:
             deal.places,
             deal.data,
             layer=attack.layer,
-            sentence=attack.read_together,
+            reads=attack.reads,
             ahead=self.ahead[attack.layer],
             positional=self.positional,
         )

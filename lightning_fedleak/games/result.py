@@ -25,9 +25,9 @@ class GameResult:
         bits: (n,) bool, the secret b.
         guesses: (n,) bool, the adversary's b'.
         scores: (n,) float64, higher is more likely a member.
-        collides: (n,) bool, whether the target's hidden state occurs in D outside the target, so
-            that the assumption of Lemma 1 fails: no attack that reads this state alone can tell
-            then. One that reads its whole sentence may.
+        collides: (n,) bool, whether the hidden states of the target that this attack reads (of one
+            token, or of its sentence) occur in D outside the target, so that the assumption of
+            Lemma 1 fails and it cannot tell.
         batches: (n,) int, which D a game was played on.
         positions: (n,) int, the target token (for an attack on whole sentences not used).
         protocol: ``"game"`` or ``"authors"``, see :class:`GameConfig`.

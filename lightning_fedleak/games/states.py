@@ -181,16 +181,17 @@ def collides(
     data: Sequence[Tensor],
     *,
     layer: int,
-    sentence: int | None,
+    reads: Callable[[int], slice | None],
     ahead: bool,
     positional: bool,
 ) -> Tensor:
-    """Where the assumption of Lemma 1 fails: the target's hidden state occurs in D outside T.
+    """Where the assumption of Lemma 1 fails: what is read of the target occurs in D outside it.
 
     At layer 0 a hidden state knows its word (and position) alone; in a causal model it knows the
     words up to its own (and, under rotary positions, not how often a sentence's first word has been
     repeated: attention over equal values gives that value); elsewhere the entire text, which is in
-    D once. A whole sentence of states knows at least the words that are read of it.
+    D once. Several states together know at least the words that are read of them, in their order
+    (an attack that attends over them at layer 0 under rotary positions does not know the order).
 
     Args:
         targets: (G,) rows of ids.
@@ -198,8 +199,8 @@ def collides(
         places: (G,) where each target is in ``data``, -1 where it is not.
         data: rows of ids of D, all different.
         layer: where the attack reads.
-        sentence: how many tokens of a sentence it reads as one input; None where it asks for one
-            token.
+        reads: on which tokens it rests, by the position asked for, see
+            :meth:`~lightning_fedleak.attacks.membership.MembershipAttack.reads`.
         ahead: see :func:`reads_ahead`.
         positional: see :func:`tells_positions_apart`.
 
@@ -215,9 +216,10 @@ def collides(
     for g, (target, position, place) in enumerate(
         zip(targets, positions.tolist(), places.tolist(), strict=True)
     ):
-        if sentence is not None:
-            read = nn.functional.pad(target, (0, longest - len(target)), value=-1)[:sentence]
-            same = (ids[:, :sentence] == read).all(1)
+        span = reads(position)
+        if span is not None:
+            read = nn.functional.pad(target, (0, longest - len(target)), value=-1)[span]
+            same = (ids[:, span] == read).all(1)
         elif layer > 0:
             read = target[: position + 1]
             if not positional and bool((read == read[0]).all()):

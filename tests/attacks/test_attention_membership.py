@@ -14,7 +14,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.attention_calibration import by_number, lemma_gamma
+from lightning_fedleak.attacks.attention_calibration import (
+    Calibration,
+    by_number,
+    learned,
+    lemma_gamma,
+)
 from lightning_fedleak.attacks.attention_closed_form import HeadPair
 from lightning_fedleak.attacks.attention_membership import WIDTHS, AttentionMembership
 from lightning_fedleak.attacks.attention_public import PublicScores, PublicStates
@@ -43,10 +48,8 @@ def built(whitening=None, **given):
     if whitening is None:
         return AttentionMembership(1, whiten=False, **given)
     attack = AttentionMembership(1, [[1, 2]], **given)
-    state = by_number(whitening, attack.design).tensors()
-    attack.load_state_dict(
-        state | {"prepared_at": torch.tensor(0), "d": torch.tensor(len(whitening.mean))}
-    )
+    attack._calibration = by_number(whitening, attack.design)
+    attack._d = len(whitening.mean)
     return attack
 
 
@@ -386,9 +389,7 @@ def test_a_gamma_that_overflows_never_fires():
     states = PublicStates(hidden, torch.ones(2, 3, dtype=torch.bool))
     assert lemma_gamma(states, 1.0) == math.inf
     attack = AttentionMembership(1, [[1, 2]], whiten=False, gamma="lemma")
-    state = {"gammas": torch.tensor([math.inf]), "level": 0, "rate": math.nan, "response": 1.0}
-    state |= {"prepared_at": 0, "d": 4}
-    attack.load_state_dict({k: torch.as_tensor(v) for k, v in state.items()})
+    attack._calibration, attack._d = Calibration(None, torch.tensor([math.inf]), level=0), 4
     targets = attack.embed(hidden, Query(torch.zeros(2, 3)))
     assert not attack.gradient(targets, hidden, None, normal(2, 3)).any()
     assert not by_autograd(attack, targets, hidden, None, normal(2, 3)).any()
@@ -540,12 +541,25 @@ def test_refresh_waits_and_follows(public):
 def test_state_of_other_settings_is_refused(public):
     attack = AttentionMembership(1, public, batch=20)
     attack.prepare(find_anatomy(models.tiny_gpt2()))
+    state = attack.state_dict()
+    texts = [row.tolist() for row in public.sentences]
+    AttentionMembership(1, texts, batch=20).load_state_dict(state)
+    texts[3][2] += 1
     for other in (
         AttentionMembership(1, public, batch=20, whiten=False),
         AttentionMembership(1, public, batch=20, score="coordinates"),
+        AttentionMembership(1, public, batch=20, refresh_every=7),
+        AttentionMembership(1, public, batch=20, ridge=0.5),
+        AttentionMembership(2, public, batch=20),
+        AttentionMembership(1, texts, batch=20),
+        AttentionMembership(1, "sampled", batch=20),
     ):
         with pytest.raises(ValueError, match="this state is not of"):
-            other.load_state_dict(attack.state_dict())
+            other.load_state_dict(state)
+        assert other.config() != attack.config()  # by which a monitor sees it
+    del state["fingerprint"]
+    with pytest.raises(ValueError, match="this state is not of"):
+        AttentionMembership(1, public, batch=20).load_state_dict(state)
 
 
 def few(n, tokens=12):
@@ -610,6 +624,19 @@ def few(n, tokens=12):
 def test_refusals_say_what_to_do(build, words):
     with pytest.raises(ValueError, match=words):
         build()
+
+
+def test_a_token_that_makes_no_difference_on_public_text_is_refused():
+    """Sentences of one word again and again: both heads return that word."""
+    words = normal(40, 1, 6).expand(40, 4, 6)
+    states = PublicStates(words, torch.ones(40, 4, dtype=torch.bool))
+    for gamma in ("calibrated", 0.5):
+        design = AttentionMembership(
+            1, [[1, 2]], whiten=False, readout="token", gamma=gamma, batch=10
+        ).design
+        with pytest.raises(ValueError, match=r"median response there is .* not positive"):
+            learned(states, design)
+    assert learned(PublicStates(normal(40, 4, 6), states.mask), design).response > 0
 
 
 def test_working_unprepared_says_so():

@@ -104,6 +104,8 @@ def test_both_ways_of_playing_give_the_same_games_and_guesses(name: str) -> None
             for column in ("bits", "guesses", "scores", "collides", "positions", "batches"):
                 assert torch.equal(getattr(one, column), getattr(other, column)), column
             assert (one.gradients, other.gradients) == ("autograd", "closed_form")
+            assert not {"forwards", "upstream"} & one.config.keys()
+            assert {"forwards", "upstream"} <= other.config.keys()
             kept = one.without_collisions()
             assert torch.equal(kept.bits, kept.guesses)
     assert 0 < int(real[0].bits.sum()) < 8
@@ -133,6 +135,34 @@ def test_fc_is_perfect_where_the_lemmas_assumption_holds_and_not_at_layer_0(name
     assert rates["auc"].value < 1
     assert bool(by_name["token2"].collides.any()) is (name != "bert")
     assert not by_name["full0"].collides.any()
+
+
+def test_an_attack_on_whole_sentences_collides_with_no_other_sentence() -> None:
+    """Sentences of a causal model that begin alike: a token's state is twice in D, a text once."""
+    anatomy = anatomy_of("gpt2")
+    generator = torch.Generator().manual_seed(0)
+    pool = SentencePool(
+        [[5, 6, 7, *torch.randint(10, 90, (4,), generator=generator).tolist()] for _ in range(30)],
+        tokens=7,
+    )
+    given = {"whiten": False, "gamma": 1 - 1e-6, "beta": 1.0, "tokens": 7}
+    attacks = [
+        FCMembership(2, name="fc"),
+        AttentionMembership(2, **given, name="matched"),
+        AttentionMembership(2, **given, causal=True, name="causal"),
+        AttentionMembership(2, **given, variant="paper", name="paper"),
+    ]
+    fc, matched, causal, paper = play(
+        anatomy, attacks, pool, GameConfig(games=40, batch=8, position=2)
+    )
+    for result in (fc, causal, paper):
+        assert bool(result.collides.all())
+    assert bool(fc.guesses.all())
+    assert bool(causal.guesses.all())
+    assert not matched.collides.any()
+    assert torch.equal(matched.guesses, matched.bits)
+    plain = matched.to_dict()
+    assert plain["rates_without_collisions"] == plain["rates"]
 
 
 def test_results_say_how_they_came_about() -> None:
@@ -327,6 +357,8 @@ def test_generic_upstreams_are_not_zero() -> None:
         ({"placement": "inside"}, "placement must be one of"),
         ({"protocol": "authors", "position": "last"}, "one target at one index"),
         ({"protocol": "authors", "targets_per_batch": 2}, "one target at one index"),
+        ({"gradients": "autograd", "forwards": "pooled"}, "forwards='pooled' .* would do nothing"),
+        ({"gradients": "autograd", "upstream": "loss"}, "upstream='loss' would do nothing"),
         ({"dropout": True, "gradients": "autograd"}, "dropout=True needs"),
         ({"dropout": True, "forwards": "pooled"}, "dropout=True needs"),
     ],

@@ -115,7 +115,7 @@ def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, laye
                 torch.tensor([place]),
                 [pool.rows[i] for i in data],
                 layer=layer,
-                sentence=None,
+                reads=lambda position: None,
                 ahead=ahead and layer > 0,
                 positional=positional,
             ).item()
@@ -140,9 +140,31 @@ def test_whole_sentences_collide_where_what_is_read_of_them_is_the_same() -> Non
     ):
         flags = collides(
             targets, torch.zeros(3, dtype=torch.int64), torch.arange(3), pool.rows,
-            layer=layer, sentence=tokens, ahead=ahead, positional=True,
+            layer=layer, reads=lambda p, n=tokens: slice(0, n), ahead=ahead, positional=True,
         )  # fmt: skip
         assert flags.tolist() == wanted
+
+
+def test_who_attends_to_a_sentence_or_its_beginning_collides_where_that_occurs() -> None:
+    pool = SentencePool([[1, 2, 3], [1, 2, 4], [2, 2, 3]])
+
+    def flags(layer, reads, position=1, ahead=False):
+        data = [torch.tensor([1, 2, 3, 5])]
+        return collides(
+            pool.rows, torch.full((3,), position), torch.full((3,), -1), data,
+            layer=layer, reads=reads, ahead=ahead, positional=True,
+        ).tolist()  # fmt: skip
+
+    def beginning(position):
+        return slice(0, position + 1)
+
+    for layer in (0, 1):
+        assert flags(layer, lambda p: slice(0, None)) == [False] * 3
+        assert flags(layer, beginning) == [True, True, False]
+        assert flags(layer, beginning, 2) == [True, False, False]
+    assert flags(0, lambda p: None) == [True, True, True]
+    assert flags(1, lambda p: None) == [True, True, False]
+    assert flags(1, beginning, ahead=True) == [False] * 3
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -70,7 +70,7 @@ def refusal(name: str, module: nn.Module) -> str:
 
 def parts_of(
     module: nn.Module, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[nn.Parameter, Part]]:
+) -> Iterator[tuple[Tensor, Part]]:
     """Every trainable parameter of ``module`` itself with its per-sample gradients.
 
     Args:
@@ -93,7 +93,7 @@ def has_ghost_rule(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, nn.Embedding) or _is_conv1d(module)
 
 
-Rule = Callable[[Any, Tensor, Tensor, int], Iterator[tuple[nn.Parameter, Part]]]
+Rule = Callable[[Any, Tensor, Tensor, int], Iterator[tuple[Tensor, Part]]]
 
 
 def _positions(values: Tensor, samples: int) -> Tensor:
@@ -103,7 +103,7 @@ def _positions(values: Tensor, samples: int) -> Tensor:
 
 def _linear(
     module: nn.Linear, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[nn.Parameter, Part]]:
+) -> Iterator[tuple[Tensor, Part]]:
     gradient = _positions(gradient, samples)
     if module.weight.requires_grad:
         yield module.weight, Outer(gradient, _positions(source, samples))
@@ -113,7 +113,7 @@ def _linear(
 
 def _conv1d(
     module: Any, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[nn.Parameter, Part]]:
+) -> Iterator[tuple[Tensor, Part]]:
     gradient = _positions(gradient, samples)
     if module.weight.requires_grad:
         yield module.weight, Outer(_positions(source, samples), gradient)
@@ -123,7 +123,7 @@ def _conv1d(
 
 def _embedding(
     module: nn.Embedding, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[nn.Parameter, Part]]:
+) -> Iterator[tuple[Tensor, Part]]:
     ids = source.reshape(samples, -1)
     values = _positions(gradient, samples)
     if module.padding_idx is not None:
@@ -133,7 +133,7 @@ def _embedding(
 
 def _layer_norm(
     module: nn.LayerNorm, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[nn.Parameter, Part]]:
+) -> Iterator[tuple[Tensor, Part]]:
     shape = module.normalized_shape
     gradient = _wide(gradient).reshape(samples, -1, *shape)
     if module.weight.requires_grad:
@@ -145,7 +145,7 @@ def _layer_norm(
 
 def _any(
     module: nn.Module, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[nn.Parameter, Part]]:
+) -> Iterator[tuple[Tensor, Part]]:
     """Runs the layer again, sample by sample, vectorised."""
     parameters = {k: p.detach() for k, p in module.named_parameters() if p.requires_grad}
     rest = {k: v.detach() for k, v in module.state_dict(keep_vars=True).items()}
@@ -157,7 +157,7 @@ def _any(
             output: Tensor = functional_call(module, {**rest, **trained}, (x,))
             return output
 
-        output, pull = vjp(run, parameters)
+        output, pull = vjp(run, parameters)[:2]
         result: dict[str, Tensor] = pull(upstream.to(output.dtype))[0]
         return result
 

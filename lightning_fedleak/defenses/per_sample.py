@@ -189,7 +189,9 @@ def probe(parts: Sequence[Part], left: Tensor, right: Tensor) -> tuple[Tensor, T
     value = scale = left.new_zeros(())
     for part in parts:
         if isinstance(part, Dense):
-            terms = _wide(part.values).flatten(2) if part.values.dim() > 2 else part.values[..., None]
+            terms = (
+                _wide(part.values).flatten(2) if part.values.dim() > 2 else part.values[..., None]
+            )
             numbers = (_wide(terms) @ right[: terms.shape[2]]) @ left
         elif isinstance(part, Outer):
             numbers = (_wide(part.left) @ left) * (_wide(part.right) @ right)

@@ -52,10 +52,10 @@ class Recorder:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self.parts: dict[nn.Parameter, list[Part]] = {}
+        self.parts: dict[Tensor, list[Part]] = {}
         self.calls: list[Call] = []
         self.samples = 0
-        self._open = False
+        self._open = self._looking = False
         self._positional: set[nn.Module] = set()
         self._handles: list[Any] = []
         for name, module in root.named_modules():
@@ -77,6 +77,15 @@ class Recorder:
         finally:
             self._open = False
 
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Gradients that arrive inside are those of a check, and not recorded."""
+        self._looking = True
+        try:
+            yield
+        finally:
+            self._looking = False
+
     def clear(self) -> None:
         """Forgets everything, and lets go of the graph."""
         self.parts, self.calls, self.samples = {}, [], 0
@@ -96,12 +105,19 @@ class Recorder:
         ids = first_input(args, kwargs)
         if not isinstance(ids, Tensor) or ids.dim() == 0:
             return None
-        if ids.dim() == 1 and (module in self._positional or len(ids) % self.samples):
+        if ids.dim() == 1 and (module in self._positional or self._counts(ids)):
             ids = ids[None]
         elif ids.dim() == 1 or len(ids) != 1:
             return None
         self._positional.add(module)
         return (ids.expand(self.samples, *ids.shape[1:]).contiguous(),), {}
+
+    def _counts(self, ids: Tensor) -> bool:
+        """Whether (n,) ids are positions, not those of the samples one after the other."""
+        n = len(ids)
+        if n % self.samples:
+            return True
+        return n > self.samples and torch.equal(ids, torch.arange(n, device=ids.device))
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not (self._open and torch.is_grad_enabled()) or not trains(module):
@@ -122,7 +138,8 @@ class Recorder:
         layout = self._layout(name, module, source, output)
         self.calls.append(Call(name, get_gradient_edge(output), layout))
         source = source.detach()
-        output.register_hook(functools.partial(self._arrived, module, source, self.parts))
+        arrived = functools.partial(self._arrived, module, source, self.parts)
+        output.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _layout(self, name: str, module: nn.Module, source: Any, output: Tensor) -> Layout:
         if not isinstance(source, Tensor) or source.dim() == 0 or output.dim() == 0:
@@ -146,17 +163,14 @@ class Recorder:
         self,
         module: nn.Module,
         source: Tensor,
-        parts: dict[nn.Parameter, list[Part]],
+        parts: dict[Tensor, list[Part]],
         gradient: Tensor,
     ) -> None:
-        # A hook of an earlier step's graph, or one that looks at this graph (a check), adds nothing
-        # to this step.
-        if parts is not self.parts or not self.recording:
+        # Nor does a hook of an earlier step's graph add to this step.
+        if parts is not self.parts or self._looking:
             return
         for parameter, part in parts_of(module, source, gradient.detach(), self.samples):
             parts.setdefault(parameter, []).append(part)
-
-    recording = True
 
 
 def owns_parameters(module: nn.Module) -> bool:

@@ -1,0 +1,316 @@
+"""Whether a loss is a mean over samples of terms that depend on one sample each.
+
+Clipping bounds what a sample adds to the sum only if the sample's gradient does not depend on who
+else is in the batch. Three looks at the autograd graph, before backward:
+
+- *form*, in every step: from the loss down to the outputs of trainable layers, the reduction is a
+  mean over equally many terms of every sample. A token mean over samples with different numbers of
+  labels is not.
+- *loss*, whenever layers are used in a new way: the second derivative between one sample's output
+  and the others' is zero. It is not for contrastive losses.
+- *network*, then too: the gradient of one sample's output is zero in all rows of all layers that
+  are taken for other samples' rows. It is not where samples are mixed (attention over the batch,
+  batch statistics), or where the first dimension of a layer's output counts something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.recorder import Call
+
+MEND = (
+    "Return `mean_of_sample_means(logits, labels, causal=...)` (from lightning_fedleak.defenses) "
+    "from training_step, or another mean over samples of each sample's own mean. If you have "
+    "proved that your loss is one, pass DPSGD(loss='trusted')."
+)
+_SHAPES = {
+    "AliasBackward0",
+    "CloneBackward0",
+    "NegBackward0",
+    "ReshapeAliasBackward0",
+    "SelectBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "StackBackward0",
+    "ToCopyBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+}
+_SUMS = {"AddBackward0", "SubBackward0"}
+_SCALES = {"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"}
+_LIKELIHOODS = {"NllLossBackward0", "NllLoss2DBackward0"}
+_ELEMENTWISE = {
+    "BinaryCrossEntropyBackward0",
+    "BinaryCrossEntropyWithLogitsBackward0",
+    "HuberLossBackward0",
+    "MseLossBackward0",
+    "SmoothL1LossBackward0",
+}
+_SELECTIONS = {"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "TakeBackward0"}
+_REENTRANT = "CheckpointFunctionBackward"
+_MEAN = 1
+_CHECKPOINTING = (
+    "DPSGD: gradient checkpointing with use_reentrant=True hides whether samples are mixed. Use "
+    'gradient_checkpointing_enable({"use_reentrant": False}).'
+)
+
+
+class FormCheck:
+    """Looks at the form of every loss; remembers whole numbers that must stay what they are."""
+
+    def __init__(self) -> None:
+        self._constants: dict[str, float] = {}
+
+    def __call__(self, loss: Tensor, calls: Sequence[Call], samples: int) -> list[Call]:
+        """Checks one loss.
+
+        Args:
+            loss: scalar with a graph.
+            calls: of trainable layers in this step.
+            samples: B, at least 1.
+
+        Returns:
+            The calls that the loss is computed from directly.
+
+        Raises:
+            DefenseError: its form is not known to be a mean over equal numbers of terms.
+        """
+        if loss.numel() != 1 or loss.grad_fn is None:
+            raise _unknown("the loss is not one number with a graph")
+        outputs = {call.edge.node: call for call in calls}
+        top: dict[int, Call] = {}
+        seen: set[tuple[Node, bool]] = set()
+        stack: list[tuple[Node, bool, str]] = [(loss.grad_fn, False, "")]
+        while stack:
+            node, reduced, path = stack.pop()
+            if (node, reduced) in seen:
+                continue
+            seen.add((node, reduced))
+            name = node.name()
+            if node in outputs:
+                if not reduced:
+                    raise _unknown("a layer's output reaches the loss without a mean over samples")
+                top[id(node)] = outputs[node]
+                continue
+            if name.startswith(_REENTRANT):
+                raise DefenseError(_CHECKPOINTING)
+            if name.endswith("AccumulateGrad"):
+                raise _unknown(
+                    "a parameter enters the loss other than through its layer (a penalty on "
+                    "weights, say, which belongs into the optimizer's weight_decay)"
+                )
+            reduced = self._passes(node, name, reduced, samples, path)
+            for index, (below, _) in enumerate(node.next_functions):
+                if below is not None:
+                    stack.append((below, reduced, f"{path}/{name}.{index}"))
+        return list(top.values())
+
+    def _passes(self, node: Any, name: str, reduced: bool, samples: int, path: str) -> bool:
+        """Whether a mean has been taken, after this node; refuses a node that breaks it."""
+        if name in _SCALES:
+            self._check_scale(node, f"{path}/{name}")
+        if reduced:
+            if name in _SELECTIONS:
+                raise _unknown(
+                    f"{name} chooses terms before the mean, and how many of each sample cannot be "
+                    "seen"
+                )
+            return True
+        if name in _LIKELIHOODS:
+            _check_likelihood(node, samples)
+            return True
+        if name in _ELEMENTWISE:
+            _check_mean(node._saved_reduction == _MEAN, node._saved_self.shape, samples, name)
+            return True
+        if name == "MeanBackward0":
+            shape = node._saved_self_sym_sizes
+            if len(shape) and shape[0] != 1:
+                if any(below is not None and _scalar(below) for below, _ in node.next_functions):
+                    return False
+                _check_mean(True, shape, samples, name)
+                return True
+            return bool(samples == 1 and len(shape))
+        if name in _SHAPES | _SUMS | _SCALES:
+            return False
+        raise _unknown(f"{name} stands between the loss and its mean over samples")
+
+    def _check_scale(self, node: Any, path: str) -> None:
+        """A factor for all samples alike must be a plain number."""
+        for attribute in ("_saved_other", "_saved_self"):
+            factor = getattr(node, attribute, None)
+            if not isinstance(factor, Tensor) or factor.numel() != 1 or factor.dim() > 0:
+                if isinstance(factor, Tensor) and factor.numel() == 1:
+                    raise _unknown("it is scaled by a tensor that may depend on the batch")
+                continue
+            if factor.dtype == torch.float64:
+                continue
+            if factor.is_floating_point():
+                raise _unknown("it is scaled by a tensor that may depend on the batch")
+            value = float(factor)
+            if self._constants.setdefault(f"{path}{attribute}", value) != value:
+                raise _unknown("it is divided by a count that depends on the batch")
+
+
+def outputs_of(loss: Tensor, calls: Sequence[Call]) -> list[Call]:
+    """The calls of trainable layers that a loss of unknown form is computed from directly."""
+    outputs = {call.edge.node: call for call in calls}
+    top: dict[int, Call] = {}
+    seen: set[Node] = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in outputs:
+            top[id(node)] = outputs[node]
+        else:
+            stack += [below for below, _ in node.next_functions]
+    return list(top.values())
+
+
+def check_isolation(
+    loss: Tensor,
+    top: Sequence[Call],
+    calls: Sequence[Call],
+    samples: int,
+    *,
+    trusted: bool = False,
+) -> None:
+    """Refuses a loss or a network in which one sample's gradient depends on another sample.
+
+    One more backward pass, without gradients of parameters; ``p.grad`` is not touched.
+
+    Args:
+        loss: scalar with a graph, which is kept.
+        top: the calls that it is computed from directly.
+        calls: all calls of trainable layers.
+        samples: B, at least 2.
+        trusted: look at the network only, not at the loss.
+
+    Raises:
+        DefenseError: samples are mixed, or it cannot be told.
+    """
+    chosen = samples // 2
+    edges = [call.edge for call in top]
+    try:
+        gradients = torch.autograd.grad(loss, edges, retain_graph=True, create_graph=not trusted)
+    except RuntimeError as error:
+        raise _unknown(f"its gradient cannot be looked at ({error})") from error
+    if not trusted:
+        _check_loss(gradients, top, edges, chosen, samples)
+    below = [call for call in calls if call.edge.node not in {edge.node for edge in edges}]
+    if not below:
+        return
+    masked = [_only(g.detach(), chosen, samples) for g in gradients]
+    try:
+        found = torch.autograd.grad(
+            edges, [call.edge for call in below], masked, retain_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        if "use_reentrant" in str(error):
+            raise DefenseError(_CHECKPOINTING) from error
+        raise
+    for call, gradient in zip(below, found, strict=True):
+        if gradient is not None and _spread(gradient, chosen, samples):
+            raise DefenseError(
+                f"DPSGD: the gradient of sample {chosen} reaches rows of '{call.name}' that belong "
+                f"to other samples of the batch of {samples}. Either samples are mixed before it "
+                "(statistics or attention over the batch), or the first dimension of its input "
+                "does not count samples. Let the first dimension be the samples in every trainable "
+                "layer (position ids may have shape (1, T)), or freeze it."
+            )
+
+
+def _check_loss(
+    gradients: Sequence[Tensor],
+    top: Sequence[Call],
+    edges: Sequence[Any],
+    chosen: int,
+    samples: int,
+) -> None:
+    generator = torch.Generator(device=gradients[0].device).manual_seed(0)
+    total: Tensor | None = None
+    for gradient in gradients:
+        if not gradient.requires_grad:
+            continue
+        direction = torch.randn(
+            gradient.shape, generator=generator, device=gradient.device, dtype=torch.float32
+        )
+        term = (_only(gradient, chosen, samples).float() * direction).sum()
+        total = term if total is None else total + term
+    if total is None:
+        return
+    try:
+        second = torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        raise _unknown(f"its second derivative cannot be looked at ({error})") from error
+    for call, gradient in zip(top, second, strict=True):
+        if gradient is not None and _spread(gradient, chosen, samples):
+            raise _unknown(
+                f"the loss of one sample depends on the output of '{call.name}' for the others, as "
+                "in contrastive learning"
+            )
+
+
+def _only(gradient: Tensor, chosen: int, samples: int) -> Tensor:
+    rows = gradient.reshape(samples, -1)
+    mask = torch.zeros(samples, 1, device=rows.device, dtype=rows.dtype)
+    mask[chosen] = 1
+    return (rows * mask).reshape(gradient.shape)
+
+
+def _spread(gradient: Tensor, chosen: int, samples: int) -> bool:
+    rows = gradient.detach().reshape(samples, -1).abs().amax(1)
+    rows[chosen] = 0
+    return bool(rows.any())
+
+
+def _check_likelihood(node: Any, samples: int) -> None:
+    if node._saved_reduction != _MEAN:
+        raise _unknown("its cross-entropy is a sum over the batch")
+    if node._saved_weight is not None:
+        raise _unknown("its cross-entropy divides by the class weights of the whole batch")
+    target = node._saved_target
+    if target.numel() % samples:
+        raise _unknown(f"{target.numel()} labels cannot be shared by {samples} samples equally")
+    ignored = node._saved_ignore_index
+    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+    counts = (target != ignored).reshape(samples, -1).sum(1)
+    if bool((counts != counts[0]).any()):
+        raise _unknown(
+            "it is a mean over all labels of the batch, and the samples have different numbers of "
+            f"them (from {int(counts.min())} to {int(counts.max())}): each sample's gradient "
+            "depends on how many the others have"
+        )
+
+
+def _check_mean(is_mean: bool, shape: Sequence[int], samples: int, name: str) -> None:
+    if not is_mean:
+        raise _unknown(f"{name} is a sum over the batch")
+    if not len(shape) or shape[0] % samples:
+        raise _unknown(f"{name} is over a shape {tuple(shape)}, of a batch of {samples} samples")
+
+
+def _scalar(node: Any) -> bool:
+    """Whether a mean is taken over numbers that are losses already, stacked."""
+    return bool(node.name() == "StackBackward0" and node._saved_dim == 0) and all(
+        below is None or below.name() in _LIKELIHOODS | _ELEMENTWISE | {"MeanBackward0"}
+        for below, _ in node.next_functions
+    )
+
+
+def _unknown(what: str) -> DefenseError:
+    return DefenseError(
+        f"DPSGD: the loss is not known to be a mean of per-sample means: {what}. {MEND}"
+    )
+
+
+__all__ = ["FormCheck", "check_isolation", "outputs_of"]

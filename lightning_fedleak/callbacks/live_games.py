@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.activations import ActivationTap
 from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.insertion import direction_of, upstream_of
@@ -28,7 +29,7 @@ from lightning_fedleak.callbacks.ledger import AUDIT
 from lightning_fedleak.callbacks.look import Look, reason
 from lightning_fedleak.callbacks.outcome import Waiting
 from lightning_fedleak.callbacks.sources import GameSettings, Sources
-from lightning_fedleak.callbacks.targets import Rows, Targets
+from lightning_fedleak.callbacks.targets import Rows, Targets, special_ids
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 
@@ -89,7 +90,9 @@ class LiveGames:
     ) -> None:
         self._precision = trainer.precision_plugin
         self._anatomy = anatomy
-        self._sources = Sources(settings, client, causal=anatomy.kind == "causal")
+        self._sources = Sources(
+            settings, client, causal=anatomy.kind == "causal", special=_special(trainer, anatomy)
+        )
         self._audits = settings.canaries is not None
         self._scale = settings.scale
         self._client = client
@@ -348,6 +351,14 @@ class LiveGames:
         except Exception as error:
             return reason(error)
         return Played(scores, members, decisions)
+
+
+def _special(trainer: L.Trainer, anatomy: Anatomy) -> frozenset[int]:
+    """By the model's config, and the ``tokenizer`` of a callback, the module or the data."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
+    tokenizers = [getattr(holder, "tokenizer", None) for holder in holders]
+    return special_ids(getattr(without_peft(anatomy.model), "config", None), tokenizers)
 
 
 def _drawn(

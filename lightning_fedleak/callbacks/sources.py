@@ -60,10 +60,18 @@ class Sources:
         settings: the monitor's.
         client: number of this process's client.
         causal: of the model.
+        special: ids of tokens that are not asked for.
     """
 
-    def __init__(self, settings: GameSettings, client: int, *, causal: bool) -> None:
-        self._deal = Deal(settings.targets, causal=causal)
+    def __init__(
+        self,
+        settings: GameSettings,
+        client: int,
+        *,
+        causal: bool,
+        special: frozenset[int] = frozenset(),
+    ) -> None:
+        self._deal = Deal(settings.targets, causal=causal, special=special)
         self._held_out = None if settings.held_out is None else settings.held_out.sentences
         self._client = client
         self._earlier: deque[TokenBatch] = deque(maxlen=EARLIER_BATCHES)
@@ -79,7 +87,7 @@ class Sources:
 
     def remember(self, batch: TokenBatch) -> None:
         """Keeps a batch, by reference, as text that a later batch does not hold."""
-        if self._held_out is None:
+        if self._held_out is None and batch.input_ids.numel():
             self._earlier.append(batch)
 
     def population(self, step: int, batches: Sequence[TokenBatch]) -> Targets | Waiting:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,15 @@ class Rows:
         rows = zip(self.ids.tolist(), self.real.tolist(), strict=True)
         return [tuple(i for i, r in zip(ids, real, strict=True) if r) for ids, real in rows]
 
+    def askable(self, special: frozenset[int], *, causal: bool) -> Tensor:
+        """(N, L) bool: tokens that may be asked for, see :class:`Deal`."""
+        marked = torch.tensor(sorted(special), dtype=torch.int64, device=self.ids.device)
+        free = self.real & ~torch.isin(self.ids, marked)
+        if causal:
+            behind = self.real.flip(1).cumsum(1).flip(1) - self.real.long()
+            free &= behind > 0
+        return free
+
     def query(self, positions: Tensor) -> Query:
         """As an attack gets them: where there is no token the id is 0, whoever padded."""
         return Query(self.ids.masked_fill(~self.real, 0), self.real.long(), positions)
@@ -137,15 +147,18 @@ class Deal:
 
     The token asked for is, in a causal model, the last one that predicts another (behind the last
     one the loss looks away, so that nothing of it would be in a gradient), in other models a
-    random one.
+    random one. None that marks the beginning or the end of every text: early layers make much the
+    same state of it in all of them.
 
     Attributes:
         most: sentences of the batch, at most, and as many others.
         causal: tokens see what comes before them only.
+        special: ids that are not asked for.
     """
 
     most: int
     causal: bool
+    special: frozenset[int] = frozenset()
 
     def targets(
         self,
@@ -172,7 +185,8 @@ class Deal:
         both = inside.joined(outside)
         _, of = torch.unique(both.texts(), dim=0, return_inverse=True)
         text = of.tolist()
-        long_enough = (both.real.sum(1) >= (2 if self.causal else 1)).tolist()
+        askable = both.askable(self.special, causal=self.causal)
+        long_enough = askable.any(1).tolist()
         n = len(inside)
         held = set(text[:n])
         asked = range(n) if among is None else among
@@ -180,14 +194,17 @@ class Deal:
         others = {text[i]: i for i in range(n, len(both)) if long_enough[i] and text[i] not in held}
         if not members:
             needed = "two tokens" if self.causal else "a token"
-            raise NoTargets(f"no sentence of the batch has {needed}, so that none can be asked for")
+            aside = " besides special ones" if self.special else ""
+            raise NoTargets(
+                f"no sentence of the batch has {needed}{aside}, so that none can be asked for"
+            )
         count = min(self.most, len(members), len(others))
         if count == 0:
             return None
         places = _some(list(members.values()), count, generator)
         chosen = torch.cat([places, _some(list(others.values()), count, generator)])
         rows = both[chosen].trimmed()
-        positions = _token(rows.real, generator, causal=self.causal)
+        positions = _token(askable[chosen.to(askable.device)], generator, causal=self.causal)
         places = torch.cat([places, torch.full((count,), -1)])
         targets = Targets(rows, positions, places >= 0, places)
         # An order that says nothing of the bits, since an attack sees it.
@@ -203,16 +220,44 @@ def _some(values: list[int], count: int, generator: torch.Generator) -> Tensor:
     return torch.tensor(values)[torch.randperm(len(values), generator=generator)[:count]]
 
 
-def _token(real: Tensor, generator: torch.Generator, *, causal: bool) -> Tensor:
-    """(G,) a column of each row that holds a token."""
-    order = torch.argsort((~real).to(torch.int8), dim=1, stable=True)
-    n = real.sum(1)
+def _token(askable: Tensor, generator: torch.Generator, *, causal: bool) -> Tensor:
+    """(G,) a column of each row that may be asked for: the last, or a random one."""
+    order = torch.argsort((~askable).to(torch.int8), dim=1, stable=True)
+    n = askable.sum(1)
     if causal:
-        nth = n - 2
+        nth = n - 1
     else:
-        share = torch.rand(len(real), generator=generator, dtype=torch.float64)
+        share = torch.rand(len(askable), generator=generator, dtype=torch.float64)
         nth = (share.to(n.device) * n).long()
     return order.gather(1, nth[:, None])[:, 0]
 
 
-__all__ = ["Deal", "NoTargets", "Rows", "Targets"]
+_MARKS = ("bos", "eos", "cls", "sep", "pad")
+
+
+def special_ids(config: Any, tokenizers: Iterable[Any]) -> frozenset[int]:
+    """Ids of tokens that every text holds, such as [CLS] and [SEP].
+
+    Args:
+        config: of the model; a BERT's does not say them.
+        tokenizers: of Hugging Face, or None. Their other special ids count too, but for those that
+            stand for words: of the mask, at which alone the last layers of a masked language model
+            have a gradient, and of what is unknown.
+    """
+    found: set[int] = set()
+    for told in (config, *tokenizers):
+        for mark in _MARKS:
+            ids = getattr(told, f"{mark}_token_id", None)
+            found.update(i for i in (ids if isinstance(ids, list) else [ids]) if _is_id(i))
+        words = [getattr(told, f"{name}_token_id", None) for name in ("mask", "unk")]
+        every = getattr(told, "all_special_ids", None) or ()
+        marks = [i for i in every if _is_id(i)]
+        found.update(i for i in marks if i not in words)
+    return frozenset(found)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+__all__ = ["Deal", "NoTargets", "Rows", "Targets", "special_ids"]

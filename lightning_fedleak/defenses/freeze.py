@@ -24,7 +24,8 @@ class Freeze(Defense):
     Word recovery from the head's or the embeddings' gradient then has nothing to read. The
     gradients of all other parameters leave the client as before. Adapters that sit inside a
     frozen part (LoRA on the head, say) are frozen with it. Parameters that are trainable when
-    the fit ends get back what they were when it began.
+    the fit ends get back what they were when it began. FSDP2 keeps whole copies of parameters that
+    do not learn of that: build a sharded module anew for the next fit.
 
     Args:
         part: what to freeze; None for ``parameters`` alone.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,7 @@ class Release:
         self.gradient_defenses = tuple(d for d in self.defenses if d.acts_on_gradients)
         self.separates_stages = True
         self.reduces = False
+        self._paused = False
         self._context: DefenseContext | None = None
         self._step: Callable[[], int] | None = None
         self._taps: dict[int, Tap] = {}
@@ -134,6 +136,15 @@ class Release:
             remove = before_real_step(optimizer, lambda: self._release(optimizer))
             self._removers[id(optimizer)] = (optimizer, remove)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it a step of an optimizer is no release: it is made to create state, say."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
     def end(self) -> None:
         """Takes everything back that was done since ``open``, after a fit."""
         if self._context is None:
@@ -163,6 +174,8 @@ class Release:
             defense.load_state_dict(states.get(defense.name, {}))
 
     def _release(self, optimizer: Optimizer) -> None:
+        if self._paused:
+            return
         for defense in self.defenses:
             defense.before_release()
         if self.separates_stages:

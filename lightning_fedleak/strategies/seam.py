@@ -13,6 +13,7 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -125,7 +126,8 @@ class Seam(Strategy):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Restores the defences' states when a fit resumes."""
-        checkpoint = super().load_checkpoint(*args, **kwargs)
+        with self._fedleak.paused():
+            checkpoint = super().load_checkpoint(*args, **kwargs)
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._fedleak.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
@@ -255,6 +257,9 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
                 "that act on gradients: the processes could disagree about a skipped step. Use "
                 "'bf16-mixed', 'bf16-true' or '32-true'."
             )
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward before this fit leaves the outermost one whole
         whole = [
             name
             for name, p in model.named_parameters()
@@ -266,6 +271,11 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
                 "gradient over the processes of the client. Call fully_shard on the whole model in "
                 "`configure_model`, or freeze what is outside."
             )
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Torch steps an optimizer without state, at a learning rate of 0, to save one."""
+        with self._fedleak.paused():
+            return super().optimizer_state(optimizer)
 
     def _process(self) -> int:
         return int(self.device_mesh["data_parallel"].get_local_rank())

@@ -1,0 +1,152 @@
+"""DefendedStrategy over FSDP2 on two gloo processes: the cases of fsdp2_worker.py, launched once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lightning_fedleak.defenses import Defense, DefenseError, Freeze, GradientNoise
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.strategies.test_ddp import ROOT, SECONDS, Found, free_port, of
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What each rank found, by case."""
+    folder = tmp_path_factory.mktemp("fsdp2")
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": "2",
+    }
+    processes = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, "-m", "tests.strategies.fsdp2_worker", str(folder), str(rank)]
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env={**environment, "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        for process in processes:
+            process.wait(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    results: list[Path] = [folder / f"{rank}.json" for rank in range(2)]
+    if not all(path.exists() for path in results):
+        pytest.fail("\n".join(log.read_text()[-4000:] for log in logs))
+    return [json.loads(path.read_text()) for path in results]
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("fp32", 3), ("accumulation", 2), ("clipping", 3), ("bf16-mixed", 3), ("manual", 6)],
+)
+def test_without_defences_it_is_the_plain_strategy(ranks, name: str, steps: int) -> None:
+    stages = ["aggregate", "local", "shared"]
+    for found in of(ranks, f"identity {name}"):
+        assert found == {"same": True, "stages": stages, "sharded": True, "steps": steps}
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize(
+    ("name", "releases"), [("noise clipped", 6), ("noise alone", 6), ("noise accumulated", 3)]
+)
+def test_one_client_shares_the_reduced_gradient_with_noise_of_every_shards_own(
+    ranks, name: str, releases: int
+) -> None:
+    for found in of(ranks, name):
+        assert found["local"] < 1e-5
+        n = found["coordinates"]
+        low, high = scipy.stats.chi2.ppf([1e-6, 1 - 1e-6], n)
+        assert low < n * found["noise mean square"] < high
+        assert abs(found["correlation of shards"]) < 0.3  # 1 if shards got the same noise
+        assert found["releases"] == releases
+        for fact in ("one update", "aggregate is shared", "finite"):
+            assert found[fact], fact
+
+
+@pytest.mark.ddp
+def test_the_clip_bounds_the_norm_over_all_shards(ranks) -> None:
+    for found in of(ranks, "clip binds the joint norm"):
+        assert found["before"] > 0.06
+        assert found["after"] == pytest.approx([1.0] * 3, rel=1e-6)
+
+
+@pytest.mark.ddp
+def test_freeze_reaches_shards_by_part_and_by_pattern(ranks) -> None:
+    for found in of(ranks, "freeze"):
+        assert found["moved"] == ["hidden.weight", "head.weight", "head.bias"]
+
+
+@pytest.mark.ddp
+def test_resume_restores_defences_and_making_optimizer_state_is_no_release(ranks) -> None:
+    expected: dict[str, Any] = {
+        "saved": {"gradient_noise": {"releases": 3}},
+        "same": True,
+        "releases": 6,
+        "steps": 6,
+        "taps": 9,
+    }
+    for found in of(ranks, "resume"):
+        assert found == {"folder": expected, "file": expected}
+
+
+@pytest.mark.ddp
+def test_refusals_when_the_model_is_known(ranks) -> None:
+    first, second = of(ranks, "refused")
+    for found in (first, second):
+        assert "embedding.weight, head.weight, head.bias is not sharded" in found["partly"]
+        assert "spread over processes under tensor parallelism" in found["layers"]
+        assert "was not released" in found["nan"]
+    assert "in another process's shard" in first["nan"]
+    assert "infinity in head.weight" in second["nan"]
+
+
+@pytest.mark.ddp
+def test_norm_and_numbers_of_shards(ranks) -> None:
+    first, second = of(ranks, "shards")
+    assert first["norm"] == second["norm"] == pytest.approx(1.0, rel=1e-6)
+    assert (first["numbers"], second["numbers"]) == ([0, 0, 0], [1, 0, 0])
+    assert (first["grid"], second["grid"]) == ([0, 0, 0], [1, 0, 1])
+
+
+class WholeOnly(Defense):
+    """A defence that knows nothing of shards."""
+
+    name, guarantee = "whole_only", "a test's"
+
+    def on_gradients(self, parameters, context) -> None:
+        pass
+
+
+def test_refusals_at_construction() -> None:
+    with pytest.raises(DefenseError, match=r"reduced inside backward.*client='world'"):
+        DefendedStrategy(ModelParallelStrategy(), [GradientNoise(1.0, 1.0)])
+    with pytest.raises(DefenseError, match=r"whole_only.*takes_shards = True"):
+        DefendedStrategy(ModelParallelStrategy(), [WholeOnly()], client="world")
+    strategy = DefendedStrategy(ModelParallelStrategy(), [Freeze("head")], client="world")
+    assert isinstance(strategy, ModelParallelStrategy)
+    assert strategy.separates_stages

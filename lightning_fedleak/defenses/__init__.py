@@ -4,6 +4,7 @@ from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseErro
 from lightning_fedleak.defenses.canary import CanaryGradient
 from lightning_fedleak.defenses.freeze import Freeze
 from lightning_fedleak.defenses.gradient_noise import GradientNoise
+from lightning_fedleak.defenses.token_ldp import TokenLDP
 
 __all__ = [
     "CanaryGradient",
@@ -12,4 +13,5 @@ __all__ = [
     "DefenseError",
     "Freeze",
     "GradientNoise",
+    "TokenLDP",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -56,7 +56,8 @@ def audit_canaries(
         ValueError: not one score for each canary, a score that is NaN, coins that are not fair, or
             as :func:`~lightning_fedleak.auditing.audit_one_run`.
     """
-    record: InclusionRecord = getattr(canaries, "record", canaries)
+    given: Any = canaries
+    record: InclusionRecord = getattr(given, "record", given)
     m = len(record.included)
     if scores.shape != (m,):
         raise ValueError(

@@ -247,17 +247,16 @@ def special_ids(config: Any, tokenizers: Iterable[Any]) -> frozenset[int]:
     found: set[int] = set()
     for told in (config, *tokenizers):
         for mark in _MARKS:
-            ids = getattr(told, f"{mark}_token_id", None)
-            found.update(i for i in (ids if isinstance(ids, list) else [ids]) if _is_id(i))
-        words = [getattr(told, f"{name}_token_id", None) for name in ("mask", "unk")]
-        every = getattr(told, "all_special_ids", None) or ()
-        marks = [i for i in every if _is_id(i)]
-        found.update(i for i in marks if i not in words)
+            found |= _ids(getattr(told, f"{mark}_token_id", None))
+        words = [_ids(getattr(told, f"{name}_token_id", None)) for name in ("mask", "unk")]
+        found |= _ids(getattr(told, "all_special_ids", None)).difference(*words)
     return frozenset(found)
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _ids(given: Any) -> set[int]:
+    """One id or several, of what may hold anything."""
+    several = given if isinstance(given, (list, tuple)) else [given]
+    return {i for i in several if isinstance(i, int) and not isinstance(i, bool) and i >= 0}
 
 
 __all__ = ["Deal", "NoTargets", "Rows", "Targets", "special_ids"]

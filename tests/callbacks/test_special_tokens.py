@@ -76,13 +76,11 @@ class Asked(FCMembership):
         return super().run(view, query)
 
 
-@pytest.mark.parametrize("holder", ["monitor", "module", "config"])
+@pytest.mark.parametrize("holder", ["monitor", "module", "config", "nobody"])
 def test_a_live_game_learns_them_from_tokenizer_or_config(tmp_path, holder):
     model = (tiny_gpt2 if holder == "config" else tiny_bert_mlm)()
-    loader = random_token_loader(16)
-    texts = loader.dataset[:]["input_ids"] if hasattr(loader.dataset, "tensors") else None
-    data = [{k: v.clone() for k, v in loader.dataset[i].items()} for i in range(16)]
-    assert texts is None
+    rows = random_token_loader(16).dataset
+    data = [{k: v.clone() for k, v in rows[i].items()} for i in range(16)]
     for item in data:
         for name in ("input_ids", "labels"):
             item[name][0], item[name][-2:] = CLS, SEP
@@ -103,4 +101,4 @@ def test_a_live_game_learns_them_from_tokenizer_or_config(tmp_path, holder):
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
     assert len(attack.ids) == 3 * 8
-    assert not {CLS, SEP} & set(attack.ids)
+    assert ({CLS, SEP} & set(attack.ids) == set()) is (holder != "nobody")

@@ -1,0 +1,94 @@
+"""Where a live membership game can be played, and what a resumed one goes on with."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks.attention_membership import AttentionMembership
+from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.defenses import Freeze
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.callbacks.runs import Probe, fit
+
+
+class Two(DDPStrategy):
+    """DDP as it is set up, before any process knows of the others."""
+
+    world_size = 2
+
+
+def set_up(strategy, attacks=None, **settings):
+    """A monitor as the Trainer sets it up on a strategy."""
+    monitor = LeakageMonitor(FCMembership(1) if attacks is None else attacks, **settings)
+    trainer = SimpleNamespace(strategy=strategy, callbacks=[monitor], world_size=2)
+    monitor.setup(trainer, None, "fit")
+    return monitor
+
+
+def test_each_rank_of_ddp_may_be_a_client_and_nothing_else():
+    for stages in (("shared",), ("local", "shared")):
+        assert set_up(Two(), stages=stages).client == "rank"
+    with pytest.raises(ValueError, match=r"'fc_membership' .* client='world' .* spread over"):
+        set_up(Two(), client="world")
+    with pytest.raises(ValueError, match="Leave 'aggregate' out of stages"):
+        set_up(Two(), stages=("shared", "aggregate"))
+    # Attacks on words are not concerned.
+    assert set_up(Two(), Probe(), client="world").client == "world"
+    set_up(Two(), Probe(), stages=("shared", "aggregate"))
+    with pytest.raises(ValueError, match="'fc_membership'"):
+        set_up(Two(), [Probe(), FCMembership(1)], client="world")
+
+
+def test_sharded_models_are_refused():
+    for strategy in (
+        ModelParallelStrategy(),
+        DefendedStrategy(ModelParallelStrategy(), [Freeze("head")], client="world"),
+    ):
+        with pytest.raises(ValueError, match=r"need whole layers; .* shards them"):
+            set_up(strategy, client="world")
+        assert set_up(strategy, Probe(), client="world").client == "world"
+
+
+def test_local_steps_are_refused():
+    with pytest.raises(ValueError, match=r"'fc_membership' reads .* without local_steps"):
+        LeakageMonitor([Probe(), FCMembership(1)], local_steps=4)
+
+
+# ---- resuming -----------------------------------------------------------------------------------
+
+
+def public(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return PublicText(torch.randint(3, 97, (60, 12), generator=generator))
+
+
+def attention(text, **settings):
+    return AttentionMembership(1, text, batch=8, calibration_tokens=700, **settings)
+
+
+def test_a_resumed_calibration_is_of_the_same_text_and_refresh_or_made_anew(tmp_path, monkeypatch):
+    prepared = []
+    plain = AttentionMembership.prepare
+    monkeypatch.setattr(
+        AttentionMembership, "prepare", lambda self, a: (prepared.append(self), plain(self, a))
+    )
+    first = LeakageMonitor(attention(public(0)), every_n_steps=1)
+    fit([first], tmp_path / "first", n=8)
+    assert prepared == first.attacks
+    state = first.state_dict()
+    for case, attack, anew in (
+        ("same", attention(public(0)), False),
+        ("text", attention(public(1)), True),
+        ("refresh", attention(public(0), refresh_every=100), True),
+    ):
+        prepared.clear()
+        resumed = LeakageMonitor(attack, every_n_steps=1)
+        resumed.load_state_dict(state)
+        fit([resumed], tmp_path / case, n=8)
+        assert prepared == ([attack] if anew else [])
+        means = [m.attacks[0].state_dict()["whitening.mean"] for m in (first, resumed)]
+        assert torch.equal(*means) is (case != "text")

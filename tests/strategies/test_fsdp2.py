@@ -1,4 +1,4 @@
-"""DefendedStrategy over FSDP2 on two gloo processes: the cases of fsdp2_worker.py, launched once."""
+"""DefendedStrategy over FSDP2 on two gloo processes: the cases of fsdp2_worker.py, one launch."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from lightning_fedleak.attacks import EmbeddingDescent, TextGuess
 from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.attacks.membership import MembershipGuess
 from lightning_fedleak.batches import BatchError, TokenBatch
@@ -64,6 +65,26 @@ class BlindOnOne(FCMembership):
         if view.gradients[-1].client == 1:
             return MembershipGuess(torch.zeros_like(guess.scores), guess.members)
         return guess
+
+
+class ReadsOne(EmbeddingDescent):
+    """Names no token of the second process."""
+
+    default_name = "reads_one"
+
+    def reconstruct(self, hidden: Tensor, mask: Any, positions: Any) -> TextGuess:
+        if dist.get_rank() == 1:
+            return TextGuess(torch.zeros(hidden.shape[:2], dtype=torch.int64))
+        return super().reconstruct(hidden, mask, positions)
+
+
+class ReadsFailOnOne(EmbeddingDescent):
+    default_name = "reads_fail_on_one"
+
+    def reconstruct(self, hidden: Tensor, mask: Any, positions: Any) -> TextGuess:
+        if dist.get_rank() == 1:
+            raise RuntimeError("only here")
+        return super().reconstruct(hidden, mask, positions)
 
 
 class FailsThere(RuntimeError):
@@ -178,6 +199,19 @@ def main(root: Path) -> None:
             "values": {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")},
             "games": games.tolist(),
             "clients": sorted(set(games[:, 1].tolist())),
+        }
+    before = footprint(run(root / "no-inversion", []))
+    for client in ("rank", "world"):
+        attacks = [ReadsOne(0, steps=40), ReadsFailOnOne(0, steps=1), Probe()]
+        monitor = LeakageMonitor(attacks, every_n_steps=1, client=client, texts=3)
+        after = footprint(run(root / f"inversion-{client}", [monitor]))
+        last = monitor._jsonl.path.read_text().splitlines()[0] if rank == 0 else "{}"
+        out[f"inversion/{client}"] = {
+            "same": same(before, after),
+            "looks": monitor.looks,
+            "failures": monitor.failures,
+            "values": {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")},
+            "line": json.loads(last),
         }
     for case, settings in {
         "world": {"client": "world"},

@@ -1,6 +1,7 @@
 """Two gloo processes: what each client shares, pooled results, decisions that agree."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -132,3 +133,21 @@ def test_games_are_pooled_over_clients_and_the_worst_client_is_logged(ranks):
 @pytest.mark.parametrize("case", ["world", "aggregate"])
 def test_games_that_would_need_other_clients_batches_are_refused(ranks, case):
     assert all("membership games" in rank[f"refused/{case}"] for rank in ranks)
+
+
+@pytest.mark.parametrize("client", ["rank", "world"])
+def test_texts_of_every_process_are_pooled_and_training_is_the_same(ranks, client):
+    first, second = (rank[f"inversion/{client}"] for rank in ranks)
+    assert first["same"]
+    assert second["same"]
+    assert (first["looks"], first["failures"]) == (2, 2)
+    assert first["values"] == second["values"]
+    values = {name: float(value) for name, value in first["values"].items()}
+    assert (first["line"]["attack"], first["line"]["n"]) == ("reads_one", 6)
+    assert 0.3 < values["leakage/reads_one/token_accuracy"] <= 0.5
+    assert math.isnan(values["leakage/reads_fail_on_one/token_accuracy"])
+    worst = values.get("leakage/reads_one/token_accuracy_worst_client")
+    if client == "world":
+        assert worst is None
+    else:
+        assert worst == pytest.approx(2 * values["leakage/reads_one/token_accuracy"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
+from lightning_fedleak.attacks import EmbeddingDescent, PrefixInversion, TokenRelaxation
 from lightning_fedleak.attacks.attention_membership import AttentionMembership
 from lightning_fedleak.attacks.calibration import PublicText
 from lightning_fedleak.attacks.fc_membership import FCMembership
@@ -40,6 +41,21 @@ def games(**settings):
     ]
     monitor = LeakageMonitor(attacks, every_n_steps=1, stages=("local", "shared"), **settings)
     return [RiskGate("leakage/fc_1/auc", at_most=1.0), monitor], monitor
+
+
+def inversions(**settings):
+    """Every inversion attack, at every layer of the tiny model, beside a word attack."""
+    attacks = [
+        PrefixInversion(1, None, language_model=False),
+        EmbeddingDescent(0, steps=30, name="descent_0"),
+        EmbeddingDescent(2, steps=6, sweeps=1, name="descent_2"),
+        TokenRelaxation(1, steps=3),
+        Probe(),
+    ]
+    monitor = LeakageMonitor(
+        attacks, every_n_steps=4, stages=("local", "shared"), texts=2, reveal=True, **settings
+    )
+    return [RiskGate("leakage/prefix_inversion/token_accuracy", at_most=1.0), monitor], monitor
 
 
 def lora():
@@ -93,12 +109,35 @@ def test_membership_games_do_not_disturb_either(case, tmp_path):
     assert monitor.latest["leakage/attention_membership/auc"] > 0.6
 
 
-def test_games_on_a_reentrant_checkpoint_do_not_disturb(tmp_path):
-    def reentrant():
-        model = tiny_gpt2().train()
-        model.gradient_checkpointing_enable({"use_reentrant": True})
-        return CausalLMModule(model, optimizer="adamw")
+@pytest.mark.parametrize("case", CASES)
+def test_inversion_attacks_do_not_disturb_either(case, tmp_path):
+    settings, make = CASES[case]
+    plain = fit([], tmp_path / "plain", module=make and make(), **settings)
+    callbacks, monitor = inversions()
+    watched = fit(callbacks, tmp_path / "watched", module=make and make(), **settings)
+    assert_same(plain, watched)
+    assert monitor.looks == (1 if case == "accumulation" else 2)
+    assert monitor.failures == 0
+    assert all(a.autocast is None for a in monitor.attacks[:4])
+    for name in ("prefix_inversion", "descent_0"):
+        assert monitor.latest[f"leakage/{name}/token_accuracy"] > 0.4
 
+
+def reentrant():
+    model = tiny_gpt2().train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    return CausalLMModule(model, optimizer="adamw")
+
+
+def test_inversion_on_a_reentrant_checkpoint_does_not_disturb(tmp_path):
+    plain = fit([], tmp_path / "plain", module=reentrant())
+    callbacks, monitor = inversions()
+    assert_same(plain, fit(callbacks, tmp_path / "watched", module=reentrant()))
+    assert monitor.failures == 0
+    assert monitor.latest["leakage/descent_0/token_accuracy"] > 0.4
+
+
+def test_games_on_a_reentrant_checkpoint_do_not_disturb(tmp_path):
     plain = fit([], tmp_path / "plain", module=reentrant())
     callbacks, monitor = games()
     assert_same(plain, fit(callbacks, tmp_path / "watched", module=reentrant()))
@@ -183,6 +222,18 @@ def test_games_resume_bit_identically_and_go_on_with_their_window(tmp_path):
     assert final[:, 0].unique().tolist() == list(range(len(final) // 8))
 
 
+def test_inversion_resumes_bit_identically_and_draws_the_same_texts(tmp_path):
+    plain = resumed(list, tmp_path / "plain")
+
+    def watching():
+        return inversions()[0]
+
+    watched = resumed(watching, tmp_path / "watched")
+    assert_same(plain, watched)
+    [monitor] = [c for c in watched.callbacks if isinstance(c, LeakageMonitor)]
+    assert (monitor.looks, monitor.failures, monitor.last_step) == (4, 0, 12)
+
+
 def test_lora_gradients_can_be_watched_by_name(tmp_path):
     name = "model.base_model.model.transformer.h.0.attn.c_attn.lora_B.default.weight"
     plain = fit([], tmp_path / "plain", module=lora())
@@ -214,6 +265,20 @@ def test_a_compiled_model_is_watched_and_not_disturbed(tmp_path):
     assert_same(plain, watched)
     assert monitor.failures == 0
     assert len(probe.at("shared")) == len(probe.at("local")) == 3
+
+
+def test_inversion_on_a_compiled_model_does_not_disturb(tmp_path):
+    def compiled():
+        torch._dynamo.reset()
+        module = CausalLMModule(tiny_gpt2(dropout=0.0, layers=1).train(), optimizer="adamw")
+        module.model = torch.compile(module.model, backend="aot_eager")
+        return module
+
+    plain = fit([], tmp_path / "plain", module=compiled(), n=8)
+    monitor = LeakageMonitor(PrefixInversion(1, None, language_model=False), every_n_steps=1)
+    assert_same(plain, fit([monitor], tmp_path / "watched", module=compiled(), n=8))
+    assert monitor.latest["leakage/prefix_inversion/token_accuracy"] == 1
+    assert monitor.failures == 0
 
 
 def test_games_on_a_compiled_model_do_not_disturb(tmp_path):

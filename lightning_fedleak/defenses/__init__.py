@@ -2,16 +2,22 @@
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.canary import CanaryGradient
+from lightning_fedleak.defenses.dpsgd import DPSGD, BudgetSpent, Privacy
 from lightning_fedleak.defenses.freeze import Freeze
 from lightning_fedleak.defenses.gradient_noise import GradientNoise
+from lightning_fedleak.defenses.losses import mean_of_sample_means
 from lightning_fedleak.defenses.token_ldp import TokenLDP
 
 __all__ = [
+    "DPSGD",
+    "BudgetSpent",
     "CanaryGradient",
     "Defense",
     "DefenseContext",
     "DefenseError",
     "Freeze",
     "GradientNoise",
+    "Privacy",
     "TokenLDP",
+    "mean_of_sample_means",
 ]

@@ -1,0 +1,216 @@
+"""One release of DP-SGD: clip factors, clipped sums, and what is measured about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError
+from lightning_fedleak.defenses.per_sample import (
+    Clipping,
+    Part,
+    chosen,
+    probe,
+    squared_norms,
+    weighted_sum,
+)
+
+GAUGED = 1 << 16
+"""Coordinates of each parameter whose noise is measured."""
+LEAST_GAUGED = 1e-4
+PATIENCE = 3
+
+
+class ClippedSum:
+    """The batch's per-sample gradients, clipped to one joint norm each.
+
+    Args:
+        parameters: that are released.
+        parts: per-sample gradients of the mean loss.
+        samples: B; 0 for an empty batch.
+        clip: largest norm of a sample's gradient.
+        clipping: in which form to keep them.
+        context: where.
+
+    Attributes:
+        samples: B.
+        norms: (B,) norms of the gradients of each sample's own loss, before clipping.
+
+    Raises:
+        DefenseError: a gradient that no layer explains, or one that is NaN or infinite.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        parts: Mapping[Tensor, list[Part]],
+        samples: int,
+        clip: float,
+        clipping: Clipping,
+        context: DefenseContext,
+    ) -> None:
+        for parameter in parameters:
+            found = parameter.grad is not None and parameter not in parts
+            if found and bool(parameter.grad.any()):  # type: ignore[union-attr]
+                raise DefenseError(
+                    f"DPSGD: the gradient of '{name_of(parameter, context.root)}' came from no "
+                    "layer that DPSGD saw in training_step: its layer was added after setup, or "
+                    "the parameter is used outside of its module's forward. Nothing was released."
+                )
+        self.samples = samples
+        self.parts = {p: chosen(parts[p], p.shape, clipping) for p in parameters if p in parts}
+        squares = [squared_norms(own).double() for own in self.parts.values()]
+        device = context.device
+        total = torch.stack([s.to(device) for s in squares]).sum(0) if squares else None
+        self.norms = (
+            torch.zeros(samples, device=device) if total is None else total.sqrt() * samples
+        )
+        if not bool(torch.isfinite(self.norms).all()):
+            broken = [
+                name_of(p, context.root)
+                for p, square in zip(self.parts, squares, strict=True)
+                if not bool(torch.isfinite(square).all())
+            ]
+            raise DefenseError(
+                f"DPSGD: a sample's gradient holds NaN or infinity in {', '.join(broken[:5])}; "
+                "nothing was released. Lower the learning rate or check the loss."
+            )
+        self.factors = samples * (clip / self.norms.clamp(min=clip))
+
+    def sum_of(self, parameter: nn.Parameter) -> Tensor:
+        """Clipped sum of the samples' own gradients, float32 or float64."""
+        if parameter not in self.parts:
+            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            return torch.zeros_like(parameter, dtype=dtype)
+        own = self.parts[parameter]
+        return weighted_sum(own, self.factors.to(parameter.device), parameter.shape)
+
+    def check_complete(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
+        """Refuses where the parts do not add up to the gradient that autograd has computed.
+
+        Along one random direction for each parameter.
+
+        Raises:
+            DefenseError: says which parameter.
+        """
+        tolerance = 0.05 if context.precision.startswith("bf16") else 1e-3
+        generators: dict[torch.device, torch.Generator] = {}
+        for parameter in parameters:
+            if parameter not in self.parts or parameter.grad is None:
+                continue
+            gradient = parameter.grad.flatten(1) if parameter.dim() > 1 else parameter.grad[:, None]
+            device = gradient.device
+            wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+            generator = generators.setdefault(device, torch.Generator(device).manual_seed(0))
+            left, right = (
+                torch.randn(n, generator=generator, device=device, dtype=wide)
+                for n in gradient.shape
+            )
+            value, scale = probe(self.parts[parameter], left, right)
+            found = left @ (gradient.to(wide) @ right)
+            if not bool((found - value).abs() <= tolerance * scale + 1e-30):
+                raise DefenseError(
+                    f"DPSGD: the gradient of '{name_of(parameter, context.root)}' is not the sum of "
+                    "what its layer was seen to add. Either the parameter is also used outside of its "
+                    "module's forward, or a hook changes gradients, which would be lost. Nothing "
+                    "was released."
+                )
+
+
+class NoiseGauge:
+    """Measures the standard deviation of the noise in what is about to leave.
+
+    Args:
+        std: what it must be, before the division.
+        divisor: by which clipped sum and noise are divided.
+    """
+
+    def __init__(self, std: float, divisor: float) -> None:
+        self.std = std
+        self.divisor = divisor
+        self._square = 0.0
+        self._count = 0
+
+    def before(self, total: Tensor) -> Tensor | None:
+        """Some coordinates of the clipped sum, None where rounding would hide the noise."""
+        if not self.std:
+            return None
+        some = total.flatten()[:GAUGED].clone()
+        largest = float(some.abs().max()) if some.numel() else 0.0
+        return some if self.std > LEAST_GAUGED * largest else None
+
+    def after(self, before: Tensor, released: Tensor) -> None:
+        """The same coordinates of the gradient that leaves."""
+        if released.dtype not in (torch.float32, torch.float64):
+            return
+        noise = released.flatten()[:GAUGED].double() * self.divisor - before.double()
+        self._square += float(noise.square().sum())
+        self._count += noise.numel()
+
+    def measured(self) -> float | None:
+        """Standard deviation, None where nothing could be measured.
+
+        Raises:
+            DefenseError: it is not what it must be, by more than six standard errors and 1%.
+        """
+        if not self._count:
+            return None
+        ratio = self._square / self._count / self.std**2
+        if abs(ratio - 1) > 6 * math.sqrt(2 / self._count) + 0.02:
+            raise DefenseError(
+                f"DPSGD: the noise measured has a standard deviation of {math.sqrt(ratio):.4g} "
+                "times what is accounted; nothing was released."
+            )
+        return self.std * math.sqrt(ratio)
+
+
+class Moves:
+    """Whether the weights move from release to release."""
+
+    def __init__(self) -> None:
+        self._before: Tensor | None = None
+        self._still = 0
+
+    def remember(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Keeps a few coordinates of each parameter, as they are before the update."""
+        self._before = _some(parameters)
+
+    def check(self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> None:
+        """Refuses to go on where noise was released and no weight has moved by it.
+
+        Raises:
+            DefenseError: three times in a row, at a learning rate above zero.
+        """
+        if self._before is None:
+            return
+        now, before = _some(parameters), self._before
+        rates = [group.get("lr", 0.0) for o in optimizers for group in o.param_groups]
+        moved = now.shape != before.shape or not torch.equal(now, before)
+        self._still = 0 if moved or not any(rate > 0 for rate in rates) else self._still + 1
+        if self._still >= PATIENCE:
+            raise DefenseError(
+                f"DPSGD: the weights did not move in {PATIENCE} steps although noise was released "
+                "to the optimizer: what it applies is not what is accounted, or the learning rate "
+                "is too small for the weights' precision."
+            )
+
+
+def name_of(parameter: nn.Parameter, root: nn.Module) -> str:
+    """As in ``root.named_parameters()``."""
+    for name, candidate in root.named_parameters():
+        if candidate is parameter:
+            return name
+    return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def _some(parameters: Sequence[nn.Parameter]) -> Tensor:
+    device = parameters[0].device if parameters else torch.device("cpu")
+    few = [p.detach().flatten()[:4].to(device, torch.float32) for p in parameters]
+    return torch.cat(few) if few else torch.zeros(0)
+
+
+__all__ = ["ClippedSum", "Moves", "NoiseGauge", "name_of"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,9 +24,9 @@ from lightning_fedleak.batches import (
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.defenses.ldp_mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.ldp_reference import clients, reference_sample
-from lightning_fedleak.defenses.noise import base_of, noise_key
+from lightning_fedleak.defenses.noise import base_of
+from lightning_fedleak.defenses.token_streams import batch_key, row_digests, row_keys, uniforms
 from lightning_fedleak.defenses.token_text import (
-    Text,
     TextError,
     Words,
     public_set,
@@ -81,8 +79,8 @@ class TokenLDP(Defense):
     is a new release, and so is the same example on another client.
 
     **Randomness** comes from the fit's secret entropy, never from a global generator, and is not
-    replayed after a resume. It is drawn on the CPU (Philox, 128-bit keys from a keyed hash) on
-    every device, so that a batch on another device waits for it once.
+    replayed after a resume. It is drawn on the CPU (SHAKE-128 with a secret 256-bit key) on every
+    device, so that a batch on another device waits for it once.
 
     Args:
         mechanism: ``"grr"``, ``"rappor"``, ``"the"`` or ``"dbitflip"``.
@@ -261,15 +259,17 @@ class TokenLDP(Defense):
         tokens = self._read(batch, ready.kind)
         text = text_of(tokens, ready, self.keep_special)
         ids, n_words = text.ids[text.words], text.words.sum(1)
-        names = self._names(text, n_words, self._ids_of_examples(batch, len(n_words)))
+        rows = torch.split(ids, n_words.tolist())
+        digests = row_digests(rows, self._ids_of_examples(batch, len(n_words)))
         if ready.domain is None:
-            drawn = self._draw_in_batch(ids, n_words, names, context)
+            drawn = self._draw_in_batch(ids, n_words, digests, context)
         else:
             index, inside = ready.index_of(ids)
-            drawn = self._draw(index, inside, len(ready.domain), n_words, names, context)
+            everywhere = inside if self._set is not None else None
+            drawn = self._draw(index, everywhere, len(ready.domain), n_words, digests, context)
             drawn = ready.domain[drawn]
         self.batches += 1
-        self._count(names, n_words)
+        self._count(digests, n_words)
         written = text.written(tokens, drawn, self.labels == "replaced")
         return self._write(batch, written)
 
@@ -450,96 +450,56 @@ class TokenLDP(Defense):
             )
         return [int(i) for i in found.tolist()]
 
-    def _names(self, text: Text, n_words: Tensor, examples: list[int] | None) -> list[bytes]:
-        """A digest for each row, by which examples are told apart. Never leaves this object."""
-        rows = torch.split(text.ids[text.words], n_words.tolist())
-        names = []
-        for r, row in enumerate(rows):
-            front = b"" if examples is None else examples[r].to_bytes(16, "big", signed=True)
-            names.append(hashlib.blake2b(front + row.numpy().tobytes(), digest_size=16).digest())
-        return names
-
-    def _count(self, names: Iterable[bytes], n_words: Tensor) -> None:
+    def _count(self, digests: Iterable[bytes], n_words: Tensor) -> None:
         self.longest = max(self.longest, int(n_words.max()) if len(n_words) else 0)
         if self.memoize:
             self._most = 1
             return
-        for name in names:
-            self._counts[name] = count = self._counts.get(name, 0) + 1
+        for digest in digests:
+            self._counts[digest] = count = self._counts.get(digest, 0) + 1
             self._most = max(self._most, count)
 
     def _draw_in_batch(
-        self, ids: Tensor, n_words: Tensor, names: list[bytes], context: DefenseContext
+        self, ids: Tensor, n_words: Tensor, digests: list[bytes], context: DefenseContext
     ) -> Tensor:
         domain, index = torch.unique(ids, return_inverse=True)
         if len(domain) < 2:
             return ids
-        inside = torch.ones_like(index, dtype=torch.bool)
-        drawn = self._draw(index, inside, len(domain), n_words, names, context)
+        drawn = self._draw(index, None, len(domain), n_words, digests, context)
         return torch.gather(domain, 0, drawn)
 
     def _draw(
         self,
         index: Tensor,
-        inside: Tensor,
+        inside: Tensor | None,
         k: int,
         n_words: Tensor,
-        names: list[bytes],
+        digests: list[bytes],
         context: DefenseContext,
     ) -> Tensor:
-        """(n,) indices of the domain, for (n,) indices row after row."""
+        """(n,) indices of the domain, for (n,) indices row after row; ``inside`` None: all are."""
         randomizer = self._randomizer(k)
-        columns = randomizer.n_uniforms + 1
-        uniforms, key = self._uniforms(names, n_words, columns, context)
-        anything = (uniforms[:, -1] * k).long().clamp_(max=k - 1)
-        index = torch.where(inside, index, anything)
-        epsilon: float | Tensor = self.epsilon
-        if self.per == "sequence":
-            epsilon = (self.epsilon / n_words.double()).repeat_interleave(n_words)
+        base, client = base_of(context.entropy, self.seed), context.client
+        if self.memoize:
+            keys, counts = row_keys(base, client, digests, self.name), n_words.tolist()
+        else:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            keys = [batch_key(base, client, self.batches, rank, self.name)]
+            counts = [len(index)]
+        columns = randomizer.n_uniforms + (inside is not None)
+        drawn = uniforms(keys, counts, columns)
+        if inside is not None:
+            index = torch.where(inside, index, (drawn[:, -1] * k).long().clamp_(max=k - 1))
+        epsilon = self.epsilon / n_words.double()
+        if self.per == "token":
+            epsilon = torch.full_like(epsilon, self.epsilon)
+        epsilon = epsilon.repeat_interleave(n_words)
         if self.implementation == "torch":
-            return randomizer.sample(index, epsilon, uniforms)
-        if not self.memoize:
-            return reference_sample(randomizer, index, epsilon, int.from_bytes(key[:8], "big"))
-        each = torch.as_tensor(epsilon, dtype=torch.float64).expand(len(index))
-        starts = (n_words.cumsum(0) - n_words).tolist()
-        parts = [
-            reference_sample(
-                randomizer,
-                index[a : a + n],
-                each[a : a + n],
-                int.from_bytes(self._row_key(name, context)[:8], "big"),
-            )
-            for a, n, name in zip(starts, n_words.tolist(), names, strict=True)
-        ]
-        return torch.cat(parts) if parts else index
-
-    def _uniforms(
-        self, names: list[bytes], n_words: Tensor, columns: int, context: DefenseContext
-    ) -> tuple[Tensor, bytes]:
-        """(n, columns) float64 in [0, 1), and the batch's key."""
-        base = base_of(context.entropy, self.seed)
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        key = noise_key(base, context.client, self.batches, rank, self.name, stream="token")
-        if not self.memoize:
-            return _philox(key, int(n_words.sum()), columns), key
-        counts = n_words.tolist()
-        rows = [
-            _philox(self._row_key(name, context), n, columns)
-            for name, n in zip(names, counts, strict=True)
-        ]
-        return torch.cat(rows) if rows else torch.empty(0, columns, dtype=torch.float64), key
-
-    def _row_key(self, name: bytes, context: DefenseContext) -> bytes:
-        """A row's own key: the same wherever and whenever this client has the row in this fit."""
-        base = noise_key(
-            base_of(context.entropy, self.seed), context.client, 0, 0, self.name, stream="row"
+            return randomizer.sample(index, self.epsilon if self.per == "token" else epsilon, drawn)
+        parts = zip(keys, torch.split(index, counts), torch.split(epsilon, counts), strict=True)
+        return torch.cat(
+            [reference_sample(randomizer, i, e, int.from_bytes(key, "big")) for key, i, e in parts]
         )
-        return hashlib.blake2b(name, key=base, digest_size=32).digest()
-
-
-def _philox(key: bytes, rows: int, columns: int) -> Tensor:
-    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "big")))
-    return torch.from_numpy(generator.random((rows, columns)))
 
 
 def _checked_set(domain: Iterable[int] | Tensor) -> Tensor:

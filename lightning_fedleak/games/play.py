@@ -33,6 +33,9 @@ from lightning_fedleak.games.states import (
 _BESIDE = 5
 """Sentences that the server embeds beside its targets where it pads."""
 
+Defend = Callable[[Tensor, Tensor | None], Tensor]
+"""Ids (B, L) that a client trains on instead of ids (B, L) with mask (B, L) or None."""
+
 
 def play(
     anatomy: Anatomy,
@@ -43,6 +46,7 @@ def play(
     planted: Tensor | None = None,
     loss: Loss | None = None,
     progress: Callable[[int], object] | None = None,
+    defend: Defend | None = None,
 ) -> list[GameResult]:
     """Plays all games and lets every adversary guess in each.
 
@@ -60,6 +64,9 @@ def play(
         loss: the client's; default :func:`~lightning_fedleak.games.losses.default_loss`. Used with
             ``gradients="autograd"`` and with ``upstream="loss"``.
         progress: called with the number of games played since the last call.
+        defend: a defence on the client's token ids, called for every batch. The server's own
+            forwards, and what counts as a collision, are of the true text. Needs
+            ``forwards="fresh"``.
 
     Returns:
         One result for each attack, in order.
@@ -72,7 +79,7 @@ def play(
     config = config or GameConfig()
     if planted is not None:
         planted = planted[: pool.tokens]
-    table = _Table(anatomy, attacks, pool, config, planted, loss or default_loss(anatomy))
+    table = _Table(anatomy, attacks, pool, config, planted, loss or default_loss(anatomy), defend)
     spare = 1 if anatomy.kind == "causal" else 0
     for number, deal in enumerate(_deals(pool, config, planted, spare)):
         table.play(number, deal)
@@ -120,9 +127,12 @@ class _Table:
         config: GameConfig,
         planted: Tensor | None,
         loss: Loss,
+        defend: Defend | None = None,
     ) -> None:
         if not attacks:
             raise GameError("no attack to play the game with")
+        if defend is not None and config.forwards == "pooled":
+            raise GameError("defend= changes every batch anew and needs forwards='fresh'")
         self.context = context_length(anatomy)
         if self.context is not None and pool.tokens > self.context:
             raise GameError(
@@ -135,7 +145,7 @@ class _Table:
             except ValueError as error:
                 raise GameError(f"attack '{attack.name}': {error}") from error
         self.anatomy, self.attacks, self.pool = anatomy, attacks, pool
-        self.config, self.loss = config, loss
+        self.config, self.loss, self.defend = config, loss, defend
         self.layers = sorted({a.layer for a in attacks})
         self.ahead = {k: k > 0 and reads_ahead(anatomy, k) for k in self.layers}
         self.positional = tells_positions_apart(anatomy)
@@ -225,6 +235,8 @@ class _Table:
         else:
             ids, mask = padded(deal.data, self.pool.pad_id)
             mask = mask.to(self.anatomy.device)
+        if self.defend is not None:
+            ids = self.defend(ids, mask)
         if self.config.gradients == "autograd":
             return _Client(ids, mask, {})
         if self.pooled is not None:

@@ -1,0 +1,261 @@
+"""TokenLDP: what it costs, what of the text it keeps, and membership games under it.
+
+    python benchmarks/token_ldp.py speed
+    python benchmarks/token_ldp.py kept --vocabulary 30522
+    python benchmarks/token_ldp.py games --model DIR --text banking77 emotion --json games.json
+
+- ``speed``: one batch of 32 x 128 at a vocabulary of 50,257: a whole ``on_batch`` for every
+  mechanism, memoised and not, and a token by multi-freq-ldpy's client in the same run.
+- ``kept``: how many tokens survive, exactly, by epsilon; and how much of epsilon the decoded token
+  still spends.
+- ``games``: Vu et al. 2024, Tables 3 and 7 to 10: membership of a sentence or token while the
+  client's text is randomised. ``--ldp published`` is the protocol of their code (full epsilon on
+  every position, the batch's own ids as the domain: no guarantee), ``token`` spends epsilon on
+  each token over the vocabulary, ``sequence`` splits it over the sentence. ``--protocols`` as in
+  ``membership_games.py``. Attacks: ``fc`` and ``fc-full`` with the ladder that is made for exact
+  copies; ``fc-wide``, the same with rungs up to twice the target's own norm, at the embeddings (0)
+  and behind blocks; attention with a calibrated threshold. AUC does not depend on a threshold.
+
+Rates come with 95% intervals (AUC by bootstrap over batches).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+import warnings
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import torch
+from membership_games import cell, joined, texts_of
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from lightning_fedleak.attacks.attention_membership import AttentionMembership
+from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.membership import MembershipAttack
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.trained_membership import TrainedMembership
+from lightning_fedleak.defenses import DefenseContext, TokenLDP
+from lightning_fedleak.defenses.ldp_mechanisms import Randomizer
+from lightning_fedleak.defenses.ldp_reference import reference_sample
+from lightning_fedleak.game_cli import PLANTED, find_model
+from lightning_fedleak.games import GameConfig, SentencePool, play
+
+MECHANISMS = ("grr", "rappor", "the", "dbitflip")
+WIDE = (1.0, *(float(step) for step in range(40, 2001, 20)))
+"""Rungs of ``fc-wide`` in thousandths of the target's L1 norm (``tau`` of fp32 is one)."""
+
+
+def context(root: nn.Module) -> DefenseContext:
+    return DefenseContext(root, 0, 1, torch.device("cpu"), "32-true", 0, b"benchmark" * 4)
+
+
+def ldp(mechanism: str, epsilon: float, protocol: str, special_ids: object) -> TokenLDP:
+    settings = {"special_ids": special_ids, "kind": "causal", "seed": 0}
+    if protocol == "published":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return TokenLDP.as_published(mechanism, epsilon, **settings)
+    return TokenLDP(mechanism, epsilon, protocol, memoize=False, **settings)
+
+
+def speed(args: argparse.Namespace) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(args.vocabulary, (args.rows, args.length), generator=generator)
+    batch = {"input_ids": ids, "labels": ids}
+    where = context(nn.Identity())
+    domain = range(args.vocabulary)
+    defenses = {
+        (m, per, memoize): TokenLDP(
+            m, 10.0, per, domain=domain, special_ids=[], kind="causal", memoize=memoize
+        )
+        for m in MECHANISMS
+        for per in ("token", "sequence")
+        for memoize in (False, True)
+    }
+    times: dict[tuple, list[float]] = {key: [] for key in defenses}
+    for defense in defenses.values():
+        defense.before_setup(where)
+        defense.on_batch(batch, where)
+    for _ in range(args.repeats):
+        for key, defense in defenses.items():
+            began = time.perf_counter()
+            defense.on_batch(batch, where)
+            times[key].append(time.perf_counter() - began)
+    print("| mechanism | per | memoised | ms a batch (median) |\n|---|---|---|---|")
+    for (mechanism, per, memoize), seen in times.items():
+        print(f"| {mechanism} | {per} | {memoize} | {1e3 * statistics.median(seen):.2f} |")
+    print("\n| mechanism | multi-freq-ldpy, ms a token | for the batch, s | ratio |")
+    print("|---|---|---|---|")
+    for mechanism in MECHANISMS[:3]:
+        randomizer = Randomizer.of(mechanism, args.vocabulary)
+        reference_sample(randomizer, ids[0, :2], 10.0, 0)
+        seen = []
+        for r in range(5):
+            began = time.perf_counter()
+            reference_sample(randomizer, ids[r, :20], 10.0, r)
+            seen.append((time.perf_counter() - began) / 20)
+        token = statistics.median(seen)
+        whole = token * ids.numel()
+        ratio = whole / statistics.median(times[mechanism, "token", False])
+        print(f"| {mechanism} | {1e3 * token:.3f} | {whole:.2f} | {ratio:,.0f} |")
+
+
+def kept(args: argparse.Namespace) -> None:
+    print("| mechanism, rule | " + " | ".join(f"eps {e:g}" for e in args.epsilon) + " |")
+    print("|---|" + "---|" * len(args.epsilon))
+    for mechanism, rule in (
+        ("grr", None),
+        ("rappor", "uniform"),
+        ("the", "argmax"),
+        ("the", "uniform"),
+    ):
+        randomizer = Randomizer.of(mechanism, args.vocabulary, rule)
+        found = [
+            f"{randomizer.keep(e):.2g} ({randomizer.decoded_epsilon(e):.2f})" for e in args.epsilon
+        ]
+        print(f"| {mechanism}, {rule or '-'} | " + " | ".join(found) + " |")
+
+
+def attacks_of(args: argparse.Namespace, public: PublicText) -> list[MembershipAttack]:
+    attacks: list[MembershipAttack] = []
+    for k in args.layers:
+        wide = {"tokens": args.tokens, "ladder": WIDE, "tau": "auto"}
+        attacks.append(FCMembership(k, "full", name="fc-wide-full", **wide))
+        attacks.append(FCMembership(k, name="fc-wide", **wide))
+        if k > 0:
+            attacks.append(FCMembership(k, "full", tokens=args.tokens, name="fc-full"))
+            attacks.append(FCMembership(k, tokens=args.tokens, name="fc"))
+            attacks.append(
+                AttentionMembership(
+                    k, public, tokens=args.tokens, batch=args.batch, name="attention", beta=0.01
+                )
+            )
+    if args.trained:
+        attacks = [TrainedMembership(k, public, "full", tokens=args.tokens) for k in args.layers]
+    return attacks
+
+
+def games(args: argparse.Namespace) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    anatomy = find_model(args.model, torch.float32)
+    length = args.tokens
+
+    def ids(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, truncation=True, max_length=length)["input_ids"]
+
+    found: list[dict] = []
+    began = time.process_time()
+    print("| LDP | game | mechanism | epsilon | attack | layer | games | AUC | accuracy, fitted |")
+    print("|" + "---|" * 9)
+    for rule in args.ldp:
+        for protocol in args.protocols:
+            for mechanism in args.mechanisms:
+                for epsilon in args.epsilon:
+                    results: dict[tuple, list] = {}
+                    for number, name in enumerate(args.text):
+                        private, public = texts_of(name, args.public)
+                        order = torch.Generator().manual_seed(1)
+                        picked = torch.randperm(len(private), generator=order)[: args.pool]
+                        public = public[: args.public_texts]
+                        private = [private[i] for i in picked.tolist() if private[i] not in public]
+                        pool = SentencePool.of(private, tokenizer, length)
+                        defense = ldp(mechanism, epsilon, rule, tokenizer)
+                        where = context(anatomy.model)
+                        defense.before_setup(where)
+
+                        def defend(
+                            ids: Tensor,
+                            mask: Tensor | None,
+                            defense: TokenLDP = defense,
+                            where: DefenseContext = where,
+                        ) -> Tensor:
+                            batch = {"input_ids": ids, "attention_mask": mask}
+                            return defense.on_batch(batch, where)["input_ids"]
+
+                        config = GameConfig(
+                            games=args.games,
+                            batch=args.batch,
+                            protocol=protocol,
+                            seed=args.seed + 10_000 * number,
+                            targets_per_batch=8 if protocol == "game" else 1,
+                        )
+                        if protocol == "authors":
+                            config = replace(config, games=args.authors_games)
+                        planted = torch.tensor(ids([PLANTED])[0])
+                        attacks = attacks_of(args, PublicText(ids(public)))
+                        for result in play(
+                            anatomy, attacks, pool, config, planted=planted, defend=defend
+                        ):
+                            results.setdefault((result.attack, result.layer), []).append(result)
+                    for (attack, layer), parts in results.items():
+                        whole = joined(parts)
+                        entry = whole.to_dict(games=False)
+                        told = {"ldp": rule, "mechanism": mechanism, "epsilon": epsilon}
+                        found.append({**entry, **told})
+                        rates = (
+                            entry["rates"]["auc"],
+                            entry["rates_fitted"]["accuracy"],
+                        )
+                        print(
+                            f"| {rule} | {protocol} | {mechanism} | {epsilon:g} | {attack} | "
+                            f"{layer} | {len(whole)} | "
+                            + " | ".join(cell(rate) for rate in rates)
+                            + " |",
+                            flush=True,
+                        )
+    seconds = time.process_time() - began
+    print(f"\n{date.today()}, {platform.machine()}, one thread, {seconds:.0f} s of CPU")
+    if args.json:
+        settings = {k: str(v) for k, v in vars(args).items() if k not in ("run", "model", "json")}
+        about = {"date": str(date.today()), "settings": settings, "cpu_seconds": seconds}
+        args.json.write_text(json.dumps(about | {"results": found}, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_subparsers(required=True)
+    one = parts.add_parser("speed")
+    one.add_argument("--vocabulary", type=int, default=50_257)
+    one.add_argument("--rows", type=int, default=32)
+    one.add_argument("--length", type=int, default=128)
+    one.add_argument("--repeats", type=int, default=30)
+    one.set_defaults(run=speed)
+    one = parts.add_parser("kept")
+    one.add_argument("--vocabulary", type=int, default=30_522)
+    one.add_argument("--epsilon", type=float, nargs="+", default=[1, 5, 7.5, 10, 20])
+    one.set_defaults(run=kept)
+    one = parts.add_parser("games")
+    one.add_argument("--model", required=True, help="folder or hub id")
+    one.add_argument("--text", nargs="+", default=["banking77", "emotion"])
+    one.add_argument("--public", help="the server's text, where --text is a file")
+    one.add_argument("--public-texts", type=int, default=300)
+    one.add_argument("--pool", type=int, default=400)
+    one.add_argument("--batch", type=int, default=40)
+    one.add_argument("--tokens", type=int, default=32)
+    one.add_argument("--layers", type=int, nargs="+", default=[0, 1, 6])
+    one.add_argument("--games", type=int, default=64, help="for each text")
+    one.add_argument("--authors-games", type=int, default=16, help="worlds for each text")
+    one.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS))
+    one.add_argument("--epsilon", type=float, nargs="+", default=[5, 7.5, 10])
+    one.add_argument("--ldp", nargs="+", default=["published", "token", "sequence"])
+    one.add_argument("--protocols", nargs="+", default=["game", "authors"])
+    one.add_argument("--trained", action="store_true", help="the trained baseline instead")
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--json", type=Path)
+    one.set_defaults(run=games)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

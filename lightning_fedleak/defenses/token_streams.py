@@ -1,0 +1,65 @@
+"""Secret random numbers for token randomisation: fresh ones, or a row's own.
+
+The numbers are SHAKE-128 of a 256-bit key that is hashed from the fit's secret entropy: whoever
+lacks the key cannot tell them from uniform ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fedleak.defenses.noise import noise_key
+
+
+def row_digests(rows: Sequence[Tensor], examples: Sequence[int] | None) -> list[bytes]:
+    """What tells rows apart: 16 bytes by a row's words, and by its example's id where given.
+
+    Args:
+        rows: (n_i,) int64 words of each row, on the CPU.
+        examples: one integer for each row.
+    """
+    ids = [0] * len(rows) if examples is None else examples
+    return [
+        hashlib.blake2b(row.numpy().tobytes(), digest_size=16, salt=_salt(i)).digest()
+        for row, i in zip(rows, ids, strict=True)
+    ]
+
+
+def batch_key(base: bytes, client: int, batch: int, rank: int, name: str) -> bytes:
+    """32 bytes, different for every batch on every process of every client."""
+    return noise_key(base, client, batch, rank, name, stream="token")
+
+
+def row_keys(base: bytes, client: int, digests: Sequence[bytes], name: str) -> list[bytes]:
+    """32 bytes for each row: the same wherever this client has the row in this fit."""
+    key = noise_key(base, client, 0, 0, name, stream="row")
+    return [hashlib.blake2b(digest, key=key, digest_size=32).digest() for digest in digests]
+
+
+def uniforms(keys: Sequence[bytes], counts: Sequence[int], columns: int) -> Tensor:
+    """(n, columns) float64 in [0, 1), n the sum of ``counts``: a function of the keys alone.
+
+    Args:
+        keys: one for each stream.
+        counts: draws of each stream, (len(keys),).
+        columns: numbers of each draw.
+    """
+    streams = b"".join(
+        hashlib.shake_128(key).digest(8 * columns * count)
+        for key, count in zip(keys, counts, strict=True)
+    )
+    words = np.frombuffer(streams, dtype="<u8") >> np.uint64(11)
+    return torch.from_numpy(words * 2.0**-53).reshape(-1, columns)
+
+
+def _salt(example: int) -> bytes:
+    """16 bytes of an int64."""
+    return example.to_bytes(16, "big", signed=True)
+
+
+__all__ = ["batch_key", "row_digests", "row_keys", "uniforms"]

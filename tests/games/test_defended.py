@@ -1,0 +1,58 @@
+"""Games in which the client trains on other token ids than its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
+from tests.helpers.models import tiny_gpt2
+
+
+def pool_of(n: int = 30) -> SentencePool:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(4, 90, (3 + i % 5,), generator=generator) for i in range(n)]
+    return SentencePool(rows, tokens=7)
+
+
+@pytest.mark.parametrize("gradients", ["closed_form", "autograd"])
+def test_the_client_computes_on_what_the_defence_gives(gradients: str) -> None:
+    anatomy, pool = find_anatomy(tiny_gpt2()), pool_of()
+    config = GameConfig(games=12, batch=5, gradients=gradients)
+    shapes: list[tuple[int, ...]] = []
+
+    def same(ids: Tensor, mask: Tensor | None) -> Tensor:
+        assert mask is not None
+        assert ids.shape == mask.shape
+        shapes.append(tuple(ids.shape))
+        return ids
+
+    def other(ids: Tensor, mask: Tensor | None) -> Tensor:
+        return (ids + 1) % 97
+
+    def attacks() -> list[FCMembership]:
+        return [FCMembership(1, "full", tokens=7)]
+
+    (plain,) = play(anatomy, attacks(), pool, config)
+    (unchanged,) = play(anatomy, attacks(), pool, config, defend=same)
+    (changed,) = play(anatomy, attacks(), pool, config, defend=other)
+    assert len(shapes) == 12
+    assert torch.equal(plain.scores, unchanged.scores)
+    assert torch.equal(plain.guesses, plain.bits)
+    assert torch.equal(plain.bits, changed.bits)
+    assert not changed.guesses.any()
+
+
+def test_pooled_states_cannot_be_defended() -> None:
+    config = GameConfig(games=2, batch=5, forwards="pooled")
+    with pytest.raises(GameError, match=r"defend= .* needs forwards='fresh'"):
+        play(
+            find_anatomy(tiny_gpt2()),
+            [FCMembership(1)],
+            pool_of(),
+            config,
+            defend=lambda ids, mask: ids,
+        )

@@ -22,6 +22,7 @@ ALLOWED = {
     "attacks": GROUND,
     "metrics": GROUND | {"attacks"},
     "games": GROUND | {"attacks", "metrics"},
+    "inversion": GROUND | {"attacks", "metrics"},
     "defenses": GROUND,
     "strategies": {"defenses", "snapshots", "anatomy"},
     "split": GROUND | {"attacks"},
@@ -35,6 +36,7 @@ WITHOUT_LIGHTNING = (
     "metrics",
     "defenses",
     "games",
+    "inversion",
     "split",
 )
 FILES = sorted(ROOT.rglob("*.py"))

@@ -1,0 +1,20 @@
+"""What the activations at a split give away, against noise and length, beside the task."""
+
+from lightning_fedleak.inversion.adversaries import ADVERSARIES, make_adversary
+from lightning_fedleak.inversion.cells import Cell, run_cells
+from lightning_fedleak.inversion.noise import gaussian_noise, noised
+from lightning_fedleak.inversion.texts import TooLittleText, rows_of_length
+from lightning_fedleak.inversion.task import Utility, utility
+
+__all__ = [
+    "ADVERSARIES",
+    "Cell",
+    "TooLittleText",
+    "Utility",
+    "gaussian_noise",
+    "make_adversary",
+    "noised",
+    "rows_of_length",
+    "run_cells",
+    "utility",
+]

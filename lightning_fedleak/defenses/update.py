@@ -113,11 +113,11 @@ class ClippedSum:
             value, scale = probe(self.parts[parameter], left, right)
             found = left @ (gradient.to(wide) @ right)
             if not bool((found - value).abs() <= tolerance * scale + 1e-30):
+                name = name_of(parameter, context.root)
                 raise DefenseError(
-                    f"DPSGD: the gradient of '{name_of(parameter, context.root)}' is not the sum of "
-                    "what its layer was seen to add. Either the parameter is also used outside of its "
-                    "module's forward, or a hook changes gradients, which would be lost. Nothing "
-                    "was released."
+                    f"DPSGD: the gradient of '{name}' is not the sum of what its layer was seen "
+                    "to add. Either the parameter is also used outside of its module's forward, "
+                    "or a hook changes gradients, which would be lost. Nothing was released."
                 )
 
 

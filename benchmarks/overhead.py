@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py                       # GPT-2 6 x 384, V = 50,257, 8 x 64
     python benchmarks/overhead.py --model DIR           # any causal LM, SmolLM2-135M say
+    python benchmarks/overhead.py --attacks inversion --layer 2 --budget 1
     python benchmarks/overhead.py --memory              # peak resident memory, two processes
 
 Three kinds of steps take turns: ``off`` (the monitor's hooks return at once), ``idle`` (the
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicText
+from lightning_fedleak.attacks import PrefixInversion
 from lightning_fedleak.attacks.fc_membership import FCMembership
 
 ARMS = ("off", "idle", "look")
@@ -73,13 +75,17 @@ class InTurn(LeakageMonitor):
 
     def on_fit_start(self, trainer, pl_module):
         super().on_fit_start(trainer, pl_module)
-        run = self._watch._run
+        watch = self._watch
+        watch._run = self.timed(watch._run)
+        watch._games.play = self.timed(watch._games.play)
+        watch._inversion.attack = self.timed(watch._inversion.attack)
 
+    def timed(self, run):
         def timed(*args):
             with self.owned():
                 run(*args)
 
-        self._watch._run = timed
+        return timed
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.now = self.arm(trainer)
@@ -137,6 +143,9 @@ def attacks(arguments: argparse.Namespace, vocab: int) -> list[Any]:
         "sign": lambda: AlignedFlatChat(public, readout="sign", name="aligned_sign"),
         "learned": lambda: AlignedFlatChat(public, name="aligned_learned"),
         "membership": lambda: FCMembership(layer=arguments.layer),
+        "inversion": lambda: PrefixInversion(
+            arguments.layer, public, budget_seconds=arguments.budget
+        ),
     }
     return [chosen[name]() for name in arguments.attacks.split(",")]
 
@@ -199,7 +208,7 @@ def time_steps(arguments: argparse.Namespace) -> None:
 def peak_memory(arguments: argparse.Namespace) -> None:
     same = ["--attacks", arguments.attacks, "--shape", arguments.shape, "--device", "cpu"]
     same += ["--precision", arguments.precision, "--threads", str(arguments.threads)]
-    same += ["--layer", str(arguments.layer)]
+    same += ["--layer", str(arguments.layer), "--budget", str(arguments.budget)]
     same += ["--model", arguments.model] if arguments.model else []
     peaks = {}
     for arm in ("off", "look"):
@@ -228,8 +237,11 @@ def main() -> None:
     parser.add_argument("--model", help="folder or hub id of a causal LM")
     parser.add_argument("--steps", type=int, default=40, help="steps of each kind")
     parser.add_argument("--shape", default="8x64")
-    parser.add_argument("--attacks", default="flatchat,sign", help="also: learned, membership")
-    parser.add_argument("--layer", type=int, default=6, help="that membership is asked at")
+    parser.add_argument(
+        "--attacks", default="flatchat,sign", help="also: learned, membership, inversion"
+    )
+    parser.add_argument("--layer", type=int, default=6, help="of membership and inversion")
+    parser.add_argument("--budget", type=float, default=1.0, help="budget_seconds of inversion")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)

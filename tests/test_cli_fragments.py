@@ -7,7 +7,7 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 
-from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat
+from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PrefixInversion
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import Freeze, GradientNoise
 from lightning_fedleak.demo.fit import fit
@@ -75,6 +75,8 @@ def test_every_fragment_is_tested() -> None:
         "gate_word_leakage",
         "membership",
         "gate_membership",
+        "inversion",
+        "gate_inversion",
         "noise_gradients",
         "freeze_head_and_embeddings",
     }
@@ -114,6 +116,18 @@ def test_gate_membership(fitted) -> None:
     gate = callback(trainer, RiskGate)
     assert (gate.metric, gate.at_most, gate.bound) == ("leakage/fc_membership/auc", 0.6, "lower")
     assert gate.verdict is not None
+
+
+def test_inversion_and_its_gate(fitted) -> None:
+    trainer = fitted("inversion", "gate_inversion")
+    still_has_the_users_own(trainer)
+    monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
+    [attack] = monitor.attacks
+    assert isinstance(attack, PrefixInversion)
+    assert (attack.layer, attack.budget_seconds, monitor.texts) == (2, 2.0, 2)
+    assert monitor.failures == 0
+    assert 0 <= float(trainer.callback_metrics["leakage/prefix_inversion/token_accuracy"]) <= 1
+    assert (gate.metric, gate.at_most) == ("leakage/prefix_inversion/token_accuracy", 0.5)
 
 
 def test_gate_without_a_monitor_is_refused(fitted) -> None:

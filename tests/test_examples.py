@@ -52,6 +52,14 @@ def test_membership_is_told_unless_noise_drowns_it(run) -> None:
     assert value(printed, "sigma 2: AUC") < 0.75
 
 
+def test_inversion_reads_texts_at_every_split(run) -> None:
+    looks = [line for line in run("inversion.py").splitlines() if line.startswith("step ")]
+    assert [look.split(":")[0] for look in looks] == ["step 0", "step 4", "step 8"]
+    for look in looks:
+        for split in (1, 3, 5):
+            assert value(look[look.index(f"split {split}:") :], f"split {split}:") > 0.9
+
+
 @pytest.mark.ddp
 def test_defended_ddp(tmp_path: Path) -> None:
     done = subprocess.run(

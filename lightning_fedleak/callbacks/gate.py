@@ -1,4 +1,4 @@
-"""RiskGate: a threshold on measured leakage that stops, raises, warns or calls."""
+"""RiskGate: a threshold on measured leakage that stops, hardens, raises, warns or calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_fedleak.callbacks.evidence import Evidence, Verdict
+from lightning_fedleak.callbacks.harden import defenses_to_harden, harden
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
+from lightning_fedleak.defenses import Defense
 from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR
 
 
@@ -33,6 +35,7 @@ class GateEvent:
         at_most: the threshold.
         checkpoint: where the run was saved; None where it was not.
         verdict: what all looks together show; None with ``bound="value"``.
+        hardened: what was turned up instead of stopping.
     """
 
     metric: str
@@ -43,6 +46,7 @@ class GateEvent:
     at_most: float
     checkpoint: Path | None
     verdict: Verdict | None = None
+    hardened: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """What happened, in the words that users see."""
@@ -62,9 +66,13 @@ class GateEvent:
         if self.checkpoint is not None:
             saved = f"\n  saved:    {self.checkpoint}"
             go_on = " To go on from here: trainer.fit(..., ckpt_path='<the file saved>')."
+        start = (
+            f"at step {self.step}\n  measured: {found}\n  allowed:  at most {self.at_most:g}{shown}"
+        )
+        if self.hardened:
+            return f"{start}\n  hardened: {'; '.join(self.hardened)}"
         return (
-            f"at step {self.step}\n  measured: {found}\n  allowed:  at most {self.at_most:g}"
-            f"{shown}{saved}\n  what now: {self._finding()}. Use larger "
+            f"{start}{saved}\n  what now: {self._finding()}. Use larger "
             "batches, add a defence with Trainer(strategy=DefendedStrategy('auto', "
             f"defenses=[...])), or raise at_most.{go_on}"
         )
@@ -77,7 +85,7 @@ class GateEvent:
         return "the updates of this run may give away more than you allow"
 
 
-Action = Literal["stop", "raise", "warn"] | Callable[[GateEvent], Any]
+Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
 
 class RiskGate(L.Callback):
@@ -115,13 +123,20 @@ class RiskGate(L.Callback):
         at_most: the largest value that is allowed.
         action: ``"stop"`` ends training in order, ``"raise"`` raises
             :class:`LeakageLimitExceeded`, ``"warn"`` warns once and goes on; a callable gets the
-            :class:`GateEvent` each time the gate fires, and training goes on.
+            :class:`GateEvent` each time the gate fires, and training goes on. ``"harden"`` turns
+            every defence of the run's DefendedStrategy that can be turned up
+            (:meth:`~lightning_fedleak.defenses.Defense.harden`) up by one notch and goes on,
+            judging anew from the next look; once all are as strong as they get, it stops the run
+            like ``"stop"``. The decision is taken in sight of private data: an accounted epsilon
+            covers neither it nor the leakage logs.
         patience: breaches in a row that are let pass before the gate fires; with ``"lower"``
             unknown values in a row.
         strict: an unknown value counts as a breach. Otherwise it counts as nothing.
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
         bound: ``"value"``, ``"lower"`` or ``"upper"``.
-        alpha: probability of a wrong decision over the whole run, for the latter two.
+        alpha: probability of a wrong decision over the whole run, for the latter two. With
+            ``action="harden"`` the run is judged anew after each notch, at half the probability of
+            the time before: alpha / 2, alpha / 4, ..., together alpha.
         warmup: looks that ``"upper"`` lets pass before it judges. Default: twice as many as a run
             needs whose value stays half-way between ``at_most`` and that of an attack that knows
             nothing (20 looks for an F1 of at most 0.5, 40 for 0.3, 140 for 0.1, 64 for an AUC of
@@ -129,6 +144,7 @@ class RiskGate(L.Callback):
 
     Attributes:
         fired: what the gate found when it first fired in the newest fit; None so far.
+        notches: how often it has turned the defences up.
         verdict: what the looks so far show; None with ``bound="value"`` and before the first.
 
     Raises:
@@ -150,9 +166,9 @@ class RiskGate(L.Callback):
     ) -> None:
         if isinstance(at_most, bool) or not math.isfinite(at_most):
             raise ValueError(f"at_most must be a finite number, got {at_most!r}")
-        if not callable(action) and action not in ("stop", "raise", "warn"):
+        if not callable(action) and action not in ("stop", "harden", "raise", "warn"):
             raise ValueError(
-                f"action must be 'stop', 'raise', 'warn' or a callable, got {action!r}"
+                f"action must be 'stop', 'harden', 'raise', 'warn' or a callable, got {action!r}"
             )
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(f"patience must be 0 or a positive integer, got {patience!r}")
@@ -168,6 +184,8 @@ class RiskGate(L.Callback):
         self.warmup = warmup
         self.fired: GateEvent | None = None
         self.verdict: Verdict | None = None
+        self.notches = 0
+        self._defenses: tuple[Defense, ...] = ()
         self._breaches = 0
         self._evidence: Evidence | None = None
         self._monitor: LeakageMonitor | None = None
@@ -212,10 +230,10 @@ class RiskGate(L.Callback):
         ]
         if twins:
             raise ValueError(f"two RiskGates are named '{self.name}': give one of them name=...")
-        if self.action == "stop" and (trainer.min_epochs or trainer.min_steps):
+        if self.action in ("stop", "harden") and (trainer.min_epochs or trainer.min_steps):
             raise ValueError(
-                "RiskGate(action='stop') could not stop this run: the Trainer's min_epochs or "
-                "min_steps makes Lightning train on. Drop them, or use action='raise'."
+                f"RiskGate(action='{self.action}') could not stop this run: the Trainer's "
+                "min_epochs or min_steps makes Lightning train on. Drop them, or use action='raise'."
             )
         if (
             self.bound == "lower"
@@ -228,6 +246,8 @@ class RiskGate(L.Callback):
                 "above every client's mean, so that a run that is really below would be stopped. "
                 "Watch the pooled value, or use bound='upper'."
             )
+        self._defenses = defenses_to_harden(trainer) if self.action == "harden" else ()
+        self.notches = 0
         self._monitor = logging[0]
         self._check_looks(self._monitor, trainer.world_size)
         self._evidence, self.verdict = self._new_evidence(), None
@@ -268,9 +288,13 @@ class RiskGate(L.Callback):
             return None
         metric = self.metric.rpartition("/")[-1]
         try:
-            return Evidence(self.bound, self.at_most, self.alpha, self.warmup, metric)
+            return Evidence(self.bound, self.at_most, self._alpha_now, self.warmup, metric)
         except ValueError as refusal:
             raise ValueError(f"RiskGate watches '{self.metric}': {refusal}") from None
+
+    @property
+    def _alpha_now(self) -> float:
+        return self.alpha / 2 ** (self.notches + 1) if self.action == "harden" else self.alpha
 
     def _decide(self, trainer: L.Trainer) -> None:
         monitor = self._monitor
@@ -287,6 +311,10 @@ class RiskGate(L.Callback):
             logger.log_metrics({f"gate/{self.name}": float(fires)} | self._progress(), step=step)
         if fires:
             self._fire(trainer, monitor, value)
+            if self.action == "harden":
+                for logger in trainer.loggers:
+                    notches = {f"gate/{self.name}_notches": float(self.notches)}
+                    logger.log_metrics(notches, step=step)
 
     def _judge(self, value: float) -> bool:
         """Whether to act on one more look."""
@@ -312,7 +340,9 @@ class RiskGate(L.Callback):
 
     def _fire(self, trainer: L.Trainer, monitor: LeakageMonitor, value: float) -> None:
         checkpoint = None
-        if self.action in ("stop", "raise"):
+        hardened = harden(self._defenses)
+        stops = self.action == "stop" or (self.action == "harden" and not hardened)
+        if stops or self.action == "raise":
             folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
             checkpoint = (
                 folder / f"gate-{self.name.replace('/', '-')}-step={monitor.last_step}.ckpt"
@@ -331,13 +361,19 @@ class RiskGate(L.Callback):
             self.at_most,
             checkpoint,
             self.verdict,
+            tuple(hardened),
         )
         first, self.fired = self.fired is None, self.fired or event
         if checkpoint is not None:
             trainer.save_checkpoint(checkpoint)
         if self.action == "raise":
             raise LeakageLimitExceeded(f"RiskGate '{self.name}' raised {event}")
-        if self.action == "stop":
+        if hardened:
+            self.notches += 1
+            self._breaches = 0
+            self._evidence = self._new_evidence()
+            rank_zero_warn(f"RiskGate '{self.name}' hardened the run {event}")
+        elif stops:
             trainer.should_stop = True
             rank_zero_warn(f"RiskGate '{self.name}' stopped training {event}")
         elif self.action == "warn":
@@ -347,8 +383,10 @@ class RiskGate(L.Callback):
             self.action(event)
 
     def state_dict(self) -> dict[str, Any]:
-        """The breaches counted so far, and the evidence."""
+        """The breaches counted so far, the notches, and the evidence."""
         state: dict[str, Any] = {"breaches": self._breaches}
+        if self.action == "harden":
+            state["notches"] = self.notches
         if self._evidence is not None:
             state["evidence"] = self._evidence.state_dict()
         return state
@@ -356,6 +394,9 @@ class RiskGate(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave, but no evidence on another question."""
         self._breaches = state_dict["breaches"]
+        self.notches = state_dict.get("notches", 0)
+        if self.notches:
+            self._evidence = self._new_evidence()
         saved = state_dict.get("evidence")
         if saved is None and self._evidence is None:
             return

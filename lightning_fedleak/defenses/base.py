@@ -115,6 +115,11 @@ class Defense(ABC):
                 return False
         return False
 
+    @property
+    def can_harden(self) -> bool:
+        """Whether ``harden`` may change something."""
+        return type(self).harden is not Defense.harden
+
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
         """Refuses an order of defences in which one of them would not do what it says.
 
@@ -139,6 +144,13 @@ class Defense(ABC):
 
         Raises:
             DefenseError: the guarantee cannot hold for this model or setting.
+        """
+
+    def on_train_start(self, context: DefenseContext) -> None:  # noqa: B027
+        """Training is about to begin: optimizers exist, and their state is restored.
+
+        Raises:
+            DefenseError: the guarantee cannot hold.
         """
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
@@ -233,6 +245,18 @@ class Defense(ABC):
             DefenseError: what would leave cannot be told.
         """
         return canary
+
+    def harden(self) -> str | None:
+        """Makes the defence stronger by one notch, for every step that follows.
+
+        A gate calls it in the middle of a run, between two optimizer steps, on every rank alike.
+        The decision is made in sight of private data: no accounted epsilon covers it.
+
+        Returns:
+            What changed, in words for a log; None where the defence is as strong as it gets, as one
+            that does not override this always is.
+        """
+        return None
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Plain numbers and tensors for the checkpoint, alike on every rank; never a secret."""

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, AnatomyError, find_anatomy
 from lightning_fedleak.anatomy.wrappers import matrix_shape
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 
 Part = Literal["head", "embeddings", "head+embeddings"]
 _PARTS: tuple[Part, ...] = ("head", "embeddings", "head+embeddings")
@@ -32,6 +33,9 @@ class Freeze(Defense):
         parameters: patterns of names, as ``named_parameters`` of the LightningModule gives them
             (those of torch.compile's and FSDP's wrappers left out). ``*`` stands for anything, dots
             too: ``["*.attn.*", "model.lm_head.*"]``.
+        when: ``"always"``, or ``"hardened"``: trained like the rest until a gate hardens the run
+            (:meth:`harden`), and frozen from then on. Then DDP does not reduce inside backward, as
+            with every defence that acts on gradients.
 
     Raises:
         DefenseError: an unknown part, or nothing to freeze; at setup, a model without that part, a
@@ -46,7 +50,12 @@ class Freeze(Defense):
         "in the update. None for what the other parameters' gradients reveal."
     )
 
-    def __init__(self, part: Part | None = None, parameters: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        part: Part | None = None,
+        parameters: Sequence[str] | None = None,
+        when: Literal["always", "hardened"] = "always",
+    ) -> None:
         if part is not None and part not in _PARTS:
             listed = ", ".join(repr(name) for name in _PARTS)
             raise DefenseError(f"Freeze: part={part!r} is unknown; it must be one of {listed}")
@@ -60,8 +69,13 @@ class Freeze(Defense):
                 "Freeze: nothing is named; give a part, such as Freeze('head'), or patterns of "
                 "parameter names, such as Freeze(parameters=['*.attn.*'])"
             )
+        if when not in ("always", "hardened"):
+            raise DefenseError(f"Freeze: when={when!r} must be 'always' or 'hardened'")
         self.part = part
         self.parameters = patterns
+        self.when = when
+        self.active = when == "always"
+        self._chosen: dict[str, nn.Parameter] = {}
         self._frozen: list[nn.Parameter] = []
         self._kept_frozen: dict[str, nn.Parameter] = {}
 
@@ -88,12 +102,61 @@ class Freeze(Defense):
                 f"{self._call} leaves nothing to train: no trainable parameter of this model lies "
                 "outside the frozen part. Train more of the model, or drop the defence."
             )
-        for parameter in frozen.values():
+        self._chosen = {n: p for n, p in context.root.named_parameters() if id(p) in frozen}
+        if self.when == "hardened" and _processes() > context.clients:
+            raise DefenseError(
+                f"{self._call} freezes in the middle of a run, which DDP and FSDP2 cannot follow "
+                "where all processes are one client. Use client='rank', or when='always'."
+            )
+        if self.when == "always":
+            self._freeze()
+
+    def on_train_start(self, context: DefenseContext) -> None:
+        """Freezes what a gate froze before the run was interrupted.
+
+        Not before: the optimizer whose state is restored was made when it was trained.
+        """
+        if self.active:
+            self._freeze()
+
+    def _freeze(self) -> None:
+        for parameter in self._chosen.values():
+            parameter.grad = None
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
-                parameter.grad = None
                 self._frozen.append(parameter)
-        self._kept_frozen = {n: p for n, p in context.root.named_parameters() if id(p) in frozen}
+        self._kept_frozen = dict(self._chosen)
+
+    @property
+    def acts_on_gradients(self) -> bool:
+        """True where it may freeze in the middle of a run, which DDP's reducer could not follow."""
+        return self.when == "hardened"
+
+    @property
+    def acts_on_canaries(self) -> bool:
+        """What is frozen changes nothing for layers that a server has added."""
+        return True
+
+    @property
+    def can_harden(self) -> bool:
+        """Whether it waits for a gate."""
+        return self.when == "hardened"
+
+    def harden(self) -> str | None:
+        """Freezes, from the next step on."""
+        if self.active:
+            return None
+        self.active = True
+        self._freeze()
+        return f"freeze: {self._call} is frozen from now on"
+
+    def state_dict(self) -> dict[str, Tensor | int | float | str]:
+        """Whether it has been frozen."""
+        return {"active": int(self.active)}
+
+    def load_state_dict(self, state: State) -> None:
+        """A resumed run stays frozen."""
+        self.active = self.active or bool(state.get("active", False))
 
     def before_release(self) -> None:
         """Refuses a step in which something has unfrozen the part: a schedule, say."""
@@ -117,12 +180,15 @@ class Freeze(Defense):
             parameter.requires_grad_(True)
         self._frozen = []
         self._kept_frozen = {}
+        self._chosen = {}
 
     @property
     def _call(self) -> str:
         given = [] if self.part is None else [repr(self.part)]
         if self.parameters:
             given.append(f"parameters={list(self.parameters)!r}")
+        if self.when != "always":
+            given.append(f"when={self.when!r}")
         return f"Freeze({', '.join(given)})"
 
     def _by_pattern(self, root: nn.Module) -> dict[int, nn.Parameter]:
@@ -175,6 +241,10 @@ class Freeze(Defense):
         if part == "head":
             return head
         return embeddings if part == "embeddings" else head | embeddings
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -37,6 +37,10 @@ class GradientNoise(Defense):
     1e-5 after a single release), because one sample may fill the whole clipped update; DPSGD
     bounds each sample instead. Without a clip nothing bounds an update: no epsilon holds.
 
+    A gate may turn the noise up (:meth:`harden`): each notch multiplies it by ``harden_factor``.
+    The noise beyond the first sigma hides more, and epsilon counts none of it, because how much was
+    added was decided in sight of the data.
+
     Under FSDP2 the norm is that of all shards together; shards get independent noise, replicas of
     one the same.
 
@@ -55,6 +59,11 @@ class GradientNoise(Defense):
         seed: for tests only. The base is then derived from the seed: whoever knows or guesses it
             can subtract the noise, and a second run replays it on other gradients. A run that
             resumes from a checkpoint without this defence's state ignores the seed.
+        harden_factor: what a notch multiplies the noise by.
+        most_notches: how often it may be turned up; None for as often as a gate asks.
+
+    Attributes:
+        notches: how often it was turned up.
 
     Raises:
         DefenseError: a setting out of range.
@@ -69,16 +78,31 @@ class GradientNoise(Defense):
     )
     takes_shards = True
 
-    def __init__(self, clip: float | None, sigma: float, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        clip: float | None,
+        sigma: float,
+        seed: int | None = None,
+        *,
+        harden_factor: float = 2.0,
+        most_notches: int | None = None,
+    ) -> None:
         if clip is not None and not (math.isfinite(clip) and clip > 0):
             raise DefenseError(
                 f"GradientNoise: clip={clip!r} must be a positive number, or None for no clipping"
             )
         if not (math.isfinite(sigma) and sigma >= 0):
             raise DefenseError(f"GradientNoise: sigma={sigma!r} must be a number of at least 0")
+        if not (math.isfinite(harden_factor) and harden_factor > 1):
+            raise DefenseError(
+                f"GradientNoise: harden_factor={harden_factor!r} must be a number above 1"
+            )
         self.clip = clip
         self.sigma = sigma
         self.seed = seed
+        self.harden_factor = harden_factor
+        self.most_notches = most_notches
+        self.notches = 0
         self.releases = 0
         if clip is None or sigma == 0 or seed is not None:
             self.guarantee = _why_none(clip, sigma)
@@ -87,8 +111,22 @@ class GradientNoise(Defense):
 
     @property
     def standard_deviation(self) -> float:
-        """Standard deviation of the noise in every coordinate."""
-        return self.sigma if self.clip is None else self.sigma * self.clip
+        """Standard deviation of the noise in every coordinate, as it is turned up now."""
+        sigma = self.sigma * self.harden_factor**self.notches
+        return sigma if self.clip is None else sigma * self.clip
+
+    @property
+    def can_harden(self) -> bool:
+        """False without noise: nothing can be turned up."""
+        return self.sigma > 0 and self.most_notches != 0
+
+    def harden(self) -> str | None:
+        """Multiplies the noise by ``harden_factor``."""
+        if not self.can_harden or self.notches == self.most_notches:
+            return None
+        before = self.standard_deviation
+        self.notches += 1
+        return f"gradient_noise: standard deviation {before:g} -> {self.standard_deviation:g}"
 
     def epsilon(self, delta: float, *, releases: int | None = None, clients: int = 1) -> float:
         """Epsilon of all of one client's data, replaced by any other, after these releases.
@@ -171,11 +209,13 @@ class GradientNoise(Defense):
         return canary
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """The number of releases so far."""
-        return {"releases": self.releases}
+        """The number of releases so far, and how often the noise was turned up."""
+        notches = {"notches": self.notches} if self.notches else {}
+        return {"releases": self.releases, **notches}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on counting; the counter never runs backwards, not even in one process."""
+        """Goes on counting; neither counter runs backwards, not even in one process."""
+        self.notches = max(self.notches, int(state.get("notches", 0)))
         if "releases" in state:
             self.releases = max(self.releases, int(state["releases"]))
         else:

@@ -103,6 +103,12 @@ class Release:
             if fitting or defense.acts_in_inference:
                 defense.before_setup(context)
 
+    def train_starts(self) -> None:
+        """Tells every defence that training is about to begin."""
+        context = self._now()
+        for defense in self.defenses:
+            defense.on_train_start(context)
+
     def dataloader(self, dataloader: Any) -> Any:
         """The training loader that the defences make of one."""
         context = self._now()

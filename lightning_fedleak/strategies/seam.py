@@ -91,6 +91,11 @@ class Seam(Strategy):
         check_optimizer(optimizer, getattr(self.precision_plugin, "scaler", None))
         self._fedleak.guard(optimizer)
 
+    def on_train_start(self) -> None:
+        """The defences know that the optimizers are there."""
+        super().on_train_start()
+        self._fedleak.train_starts()
+
     def process_dataloader(self, dataloader: object) -> object:
         """The training loader, and no other, is what the defences make of it."""
         dataloader = super().process_dataloader(dataloader)

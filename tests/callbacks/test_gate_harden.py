@@ -1,0 +1,161 @@
+"""A gate that turns defences up instead of stopping."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.defenses import Defense, Freeze, GradientNoise
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.callbacks.runs import Probe, fit
+from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.models import tiny_gpt2
+
+F1 = "leakage/probe/f1"
+
+
+def run(
+    tmp_path: Path, *defenses: Defense, epochs: int = 1, ckpt_path: str | None = None, **gate: Any
+) -> tuple[Any, RiskGate, LeakageMonitor, Probe]:
+    probe = Probe(k=20)
+    monitor = LeakageMonitor(probe, every_n_steps=1)
+    found = RiskGate(F1, **({"at_most": 0.0, "action": "harden"} | gate))
+    strategy = DefendedStrategy("auto", list(defenses))
+    module = CausalLMModule(tiny_gpt2(tied=False).train(), optimizer="adamw")
+    callbacks: list[Any] = [monitor, found]
+    trainer = fit(
+        callbacks,
+        tmp_path,
+        module=module,
+        strategy=strategy,
+        ckpt_path=ckpt_path,
+        max_epochs=epochs,
+    )
+    return trainer, found, monitor, probe
+
+
+def column(trainer: Any, name: str) -> list[str]:
+    with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
+        return [row[name] for row in csv.DictReader(file) if row.get(name)]
+
+
+def test_each_breach_is_a_notch_and_then_it_stops(tmp_path: Path) -> None:
+    noise = GradientNoise(clip=None, sigma=1e-9, harden_factor=10.0, most_notches=3)
+    with pytest.warns(UserWarning, match="RiskGate") as caught:
+        trainer, gate, _, _ = run(tmp_path, noise)
+    assert trainer.global_step == 4
+    assert (gate.notches, noise.notches) == (3, 3)
+    assert noise.standard_deviation == pytest.approx(1e-6)
+    said = [str(w.message) for w in caught if "RiskGate" in str(w.message)]
+    assert [("hardened" in text, "stopped training" in text) for text in said] == [
+        *[(True, False)] * 3,
+        (False, True),
+    ]
+    assert "gradient_noise: standard deviation 1e-09 -> 1e-08" in said[0]
+    assert len(list(Path(trainer.log_dir).rglob("*.ckpt"))) == 1
+    assert column(trainer, f"gate/{gate.name}_notches") == ["1.0", "2.0", "3.0", "3.0"]
+
+
+def test_noise_that_is_turned_up_is_in_the_next_update(tmp_path: Path) -> None:
+    noise = GradientNoise(clip=None, sigma=1e-3, harden_factor=1000.0, most_notches=1)
+    with pytest.warns(UserWarning, match="hardened the run"):
+        _, _, _, probe = run(tmp_path, noise)
+    before, after = probe.at("shared")
+    assert float(before.std()) < 0.1
+    assert float(after.std()) == pytest.approx(1.0, rel=0.05)
+
+
+def test_what_is_frozen_by_a_gate_is_exposed_no_more_and_the_run_goes_on(tmp_path: Path) -> None:
+    freeze = Freeze("head", when="hardened")
+    with pytest.warns(UserWarning, match="is frozen from now on"):
+        trainer, gate, monitor, probe = run(tmp_path, freeze)
+    assert trainer.global_step > 4
+    assert not trainer.should_stop or trainer.global_step == trainer.num_training_batches
+    assert len(probe.at("shared")) == 1
+    assert monitor.latest["leakage/probe/exposed"] == 0
+    assert gate.notches == 1
+    head = trainer.lightning_module.model.lm_head.weight
+    assert head.requires_grad  # given back when the fit has ended
+    assert float(trainer.optimizers[0].state[head]["step"]) == 1 if trainer.optimizers else True
+
+
+def test_an_unhardened_freeze_trains_everything(tmp_path: Path) -> None:
+    trainer, gate, _, probe = run(tmp_path, Freeze("head", when="hardened"), at_most=1.0)
+    assert gate.notches == 0
+    assert len(probe.at("shared")) == trainer.global_step
+
+
+def test_a_resumed_run_stays_hardened(tmp_path: Path) -> None:
+    def noise() -> GradientNoise:
+        return GradientNoise(clip=None, sigma=1e-9, most_notches=2)
+
+    with pytest.warns(UserWarning, match="hardened the run"):
+        trainer, gate, _, _ = run(tmp_path, noise(), Freeze("head", when="hardened"), patience=1)
+    path = tmp_path / "hardened.ckpt"
+    trainer.save_checkpoint(path)
+    hardened = gate.notches
+    assert hardened == 1
+    again = noise()
+    with pytest.warns(UserWarning, match="not shared"):
+        _, resumed, monitor, probe = run(
+            tmp_path,
+            again,
+            Freeze("head", when="hardened"),
+            epochs=2,
+            ckpt_path=str(path),
+            at_most=1.0,
+        )
+    assert again.notches == 1
+    assert resumed.notches == 1
+    assert probe.seen == []
+    assert monitor.latest["leakage/probe/exposed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("defenses", "found"),
+    [
+        ([], "this run has no defence"),
+        ([GradientNoise(clip=1.0, sigma=0.0), Freeze("head")], "has gradient_noise, freeze"),
+    ],
+)
+def test_nothing_to_turn_up_is_refused(tmp_path: Path, defenses: list[Defense], found: str) -> None:
+    with pytest.raises(ValueError, match=f"nothing to turn up: .*{found}"):
+        run(tmp_path, *defenses)
+
+
+def test_the_run_is_judged_anew_with_half_the_error(tmp_path: Path) -> None:
+    noise = GradientNoise(clip=None, sigma=1e-9)
+    with pytest.warns(UserWarning, match="hardened the run"):
+        _, gate, _, _ = run(tmp_path, noise, bound="upper", warmup=2, alpha=0.08, at_most=0.01)
+    assert gate.notches > 1
+    assert gate._evidence is not None
+    assert gate._evidence.alpha == pytest.approx(0.08 / 2 ** (gate.notches + 1))
+
+
+def test_more_noise_than_the_first_sigma_earns_no_epsilon() -> None:
+    plain, hardened = (GradientNoise(clip=1.0, sigma=2.0) for _ in range(2))
+    assert hardened.harden() is not None
+    assert hardened.standard_deviation == 2 * plain.standard_deviation
+    assert hardened.epsilon(1e-5, releases=10) == plain.epsilon(1e-5, releases=10)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, float("inf"), float("nan")])
+def test_a_factor_that_hardens_nothing_is_refused(factor: float) -> None:
+    with pytest.raises(ValueError, match="harden_factor"):
+        GradientNoise(clip=1.0, sigma=1.0, harden_factor=factor)
+
+
+def test_an_unknown_moment_to_freeze_is_refused() -> None:
+    with pytest.raises(ValueError, match="when='later' must be 'always' or 'hardened'"):
+        Freeze("head", when="later")  # type: ignore[arg-type]
+
+
+def test_hardening_leaves_what_torch_knows() -> None:
+    state = torch.get_rng_state()
+    assert GradientNoise(clip=None, sigma=1.0).harden() is not None
+    assert torch.equal(state, torch.get_rng_state())

@@ -6,13 +6,15 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.attention_membership import AttentionMembership
 from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.rounding import own_rounding
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import Freeze
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.callbacks.runs import Probe, fit
+from tests.callbacks.runs import Probe, assert_same, fit
 
 
 class Two(DDPStrategy):
@@ -56,6 +58,21 @@ def test_sharded_models_are_refused():
 def test_local_steps_are_refused():
     with pytest.raises(ValueError, match=r"'fc_membership' reads .* without local_steps"):
         LeakageMonitor([Probe(), FCMembership(1)], local_steps=4)
+
+
+def test_under_autocast_the_models_rounding_is_measured_and_training_not_disturbed(tmp_path):
+    attack = FCMembership(2)
+    monitor = LeakageMonitor(attack, every_n_steps=1)
+    watched = fit([monitor], tmp_path / "watched", n=16, precision="bf16-mixed")
+    plain = fit([], tmp_path / "plain", n=16, precision="bf16-mixed")
+    assert_same(plain, watched)
+    rounding = attack.config()["rounding"]
+    assert rounding is not None
+    anatomy = find_anatomy(watched.lightning_module.model)
+    assert own_rounding(anatomy, 2, 0.0, cast=torch.bfloat16) > 1e-4
+    assert own_rounding(anatomy, 2, 0.0) < 1e-5
+    assert monitor.latest["leakage/fc_membership/accuracy"] == 1
+    assert monitor.latest["leakage/fc_membership/auc"] == 1
 
 
 # ---- resuming -----------------------------------------------------------------------------------

@@ -337,9 +337,11 @@ def _add_invert(commands: Any) -> None:
     )
     invert.add_argument(
         "--budget-seconds",
-        type=_number(float, lambda x: 0 < x < float("inf"), "a positive number"),
+        type=_number(float, lambda x: x > 0, "a positive number"),
+        default=60.0,
         metavar="X",
-        help="wall time of an attack on the texts of one cell, after which its best so far counts",
+        help="wall time of an attack on the texts of one cell, after which its best so far counts; "
+        "'inf' for no bound",
     )
     invert.add_argument(
         "--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="of the model"

@@ -3,8 +3,8 @@
 from lightning_fedleak.inversion.adversaries import ADVERSARIES, make_adversary
 from lightning_fedleak.inversion.cells import Cell, run_cells
 from lightning_fedleak.inversion.noise import gaussian_noise, noised
-from lightning_fedleak.inversion.texts import TooLittleText, rows_of_length
 from lightning_fedleak.inversion.task import Utility, utility
+from lightning_fedleak.inversion.texts import TooLittleText, rows_of_length
 
 __all__ = [
     "ADVERSARIES",

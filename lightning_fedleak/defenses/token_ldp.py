@@ -63,7 +63,8 @@ class TokenLDP(Defense):
     trained on must have been chosen without regard to the words. Ids that the mask hides from the
     model and the loss are set to 0, except special ones. Fields of the batch that this class does
     not know stop training, since they may hold the text; name those that may pass in
-    ``public_fields``. Labels of a classifier are **not covered**. Validation is left alone.
+    ``public_fields``. Labels of a classifier are **not covered**. Validation is left alone, and
+    hooks of callbacks and of the module other than ``training_step`` see the true batch.
 
     **Labels.** Causal: the labels are the replaced inputs. Masked: at a position that is predicted
     the label is the word, so that the word's one replacement becomes the label, and the input too
@@ -185,7 +186,7 @@ class TokenLDP(Defense):
         self._settings = (decode, buckets, bits)
         self._adapter, self._writer = batch_adapter, batch_writer
         self._set = None if isinstance(domain, str) else _checked_set(domain)
-        self._randomizer(2 if buckets is None else max(2, buckets))  # checks the settings
+        self._randomizer(max(2, buckets or bits or 2))  # checks the settings
         self.batches = 0
         self.longest = 0
         self._earlier = 0

@@ -450,6 +450,16 @@ def test_models_that_do_not_fit_are_refused(gpt2: nn.Module) -> None:
         defended(TokenLDP("grr", 1.0), gpt2, {"ids": rows(2, 4)})
 
 
+def test_a_few_bits_of_a_few_buckets(gpt2: nn.Module) -> None:
+    ids = rows(4000, 3)
+    for settings_of in ({"bits": 16}, {"buckets": 10}, {"buckets": 10, "bits": 3}):
+        defense = TokenLDP("dbitflip", 6.0, "token", memoize=False, **settings_of)
+        kept = float((defended(defense, gpt2, ids) == ids).double().mean())
+        law = Randomizer.of("dbitflip", VOCAB - 3, None, **settings_of).law(6.0)
+        expected = float(law.diagonal().mean())
+        assert kept == pytest.approx(expected, abs=5 * math.sqrt(expected / ids.numel()))
+
+
 def test_no_words_no_draws(gpt2: nn.Module) -> None:
     for memoize in (True, False):
         for ids in (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64)):

@@ -56,7 +56,7 @@ MOST_NOISE = 1e6
 """Largest noise multiplier that :func:`noise_multiplier_for` considers."""
 ORDERS: tuple[float, ...] = (
     *(1 + x / 10 for x in range(1, 100)),
-    *(float(x) for x in (*range(11, 64), 80, 96, 128, 192, 256, 384, 512, 768, 1024)),
+    *(float(x) for x in (*range(11, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024)),
 )
 """Renyi orders that are tried."""
 
@@ -139,8 +139,8 @@ class Accountant:
 
         Args:
             delta: in (0, 1).
-            slack: of PRV only. For logs 0.02 is a good choice: about ``50 + 50 log(T / 50)`` calls
-                in T steps, and an epsilon that is at most about 1% too large.
+            slack: of PRV only. For logs 0.02 is a good choice: about ``100 + 55 log(T / 100)``
+                calls in T steps, and an epsilon that is at most about 1% too large.
 
         Returns:
             0 where nothing was released; ``inf`` as the module's docstring says.

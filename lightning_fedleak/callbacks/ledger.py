@@ -139,3 +139,28 @@ class Ledger:
         for series, kind in self.kinds.items():
             kind.load_state_dict(kinds.get("/".join(series), {}))
         self._waits = {s: waits[n] for s in self.kinds if (n := "/".join(s)) in waits}
+
+
+def check_names(mine: Ledger, all_of_run: Iterable[Ledger]) -> None:
+    """Refuses two monitors of one run that log under the same names.
+
+    Raises:
+        ValueError: names them.
+    """
+    for other in all_of_run:
+        both = {"/".join(series) for series in mine.kinds.keys() & other.kinds.keys()}
+        if other is not mine and both:
+            raise ValueError(
+                f"another LeakageMonitor of this run logs {', '.join(sorted(both))} too; give "
+                "the attacks of one of them other names"
+            )
+
+
+def values_of(outcomes: Mapping[Series, Outcome]) -> tuple[dict[str, float], dict[str, float]]:
+    """Numbers by log name, and those of this look alone."""
+    values: dict[str, float] = {}
+    now: dict[str, float] = {}
+    for (prefix, name), outcome in outcomes.items():
+        values |= outcome.values(prefix, name)
+        now |= outcome.values_now(prefix, name)
+    return values, now

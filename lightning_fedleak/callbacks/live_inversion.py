@@ -92,7 +92,7 @@ class LiveInversion:
         stages: that the monitor measures.
 
     Raises:
-        ValueError: the model lacks an attack's layer, or a stage does not exist there.
+        ValueError: a stage does not exist at an attack's layer.
     """
 
     def __init__(
@@ -112,17 +112,21 @@ class LiveInversion:
         self._tap: SplitTap | None = None
         self._cast: list[InversionAttack] = []
         self._done = False
-        if not attacks:
-            return
+        self._anatomy = anatomy
+        self._autocast = AUTOCAST.get(str(trainer.precision))
         defenses: Sequence[Defense] = getattr(trainer.strategy, "defenses", ())
         check_local(attacks, defenses, stages)
         self._defended = {layer for d in defenses for layer in d.activation_layers}
-        dtype = AUTOCAST.get(str(trainer.precision))
-        for attack in attacks:
-            if dtype is not None and getattr(attack, "autocast", dtype) is None:
-                attack.autocast = dtype  # type: ignore[attr-defined]
+
+    def install(self) -> None:
+        """Puts the hooks in, and tells the attacks the precision that the client computes in."""
+        if not self._attacks:
+            return
+        self._tap = SplitTap(self._anatomy, [a.layer for a in self._attacks], self._defended)
+        for attack in self._attacks:
+            if self._autocast and getattr(attack, "autocast", self._autocast) is None:
+                attack.autocast = self._autocast  # type: ignore[attr-defined]
                 self._cast.append(attack)
-        self._tap = SplitTap(anatomy, [a.layer for a in attacks], self._defended)
 
     def begin(self, step: int) -> None:
         """Training starts at ``step`` (after a resume not at 0), with the weights that are there.

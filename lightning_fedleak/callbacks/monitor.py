@@ -29,7 +29,7 @@ from lightning_fedleak.callbacks.checks import (
     plan_attack,
     resolve_client,
 )
-from lightning_fedleak.callbacks.ledger import MAX_WAITS, Ledger, Series
+from lightning_fedleak.callbacks.ledger import MAX_WAITS, Ledger, Series, check_names, values_of
 from lightning_fedleak.callbacks.live_games import LiveGames
 from lightning_fedleak.callbacks.live_inversion import LiveInversion, check_texts
 from lightning_fedleak.callbacks.look import Look, Plan
@@ -230,14 +230,8 @@ class LeakageMonitor(L.Callback):
         if stage != "fit":
             return
         self.cadence.next_step = self._deferrals = 0
-        for other in _monitors(trainer):
-            mine, others = self._ledger.kinds, other._ledger.kinds
-            both = {"/".join(series) for series in mine.keys() & others.keys()}
-            if other is not self and both:
-                raise ValueError(
-                    f"another LeakageMonitor of this run logs {', '.join(sorted(both))} too; give "
-                    "the attacks of one of them other names"
-                )
+        others = [c for c in trainer.callbacks if isinstance(c, LeakageMonitor)]  # type: ignore[attr-defined]
+        check_names(self._ledger, [c._ledger for c in others])
         self.client = resolve_client(self._client_given, trainer.strategy)
         check_games(self.attacks, trainer.strategy, self.stages, self.client)
         self._ledger.clear()
@@ -394,12 +388,8 @@ class LeakageMonitor(L.Callback):
     ) -> None:
         outcomes = self._ledger.wait(outcomes)
         self.pending = self._ledger.pending()
-        values: dict[str, float] = {}
-        now: dict[str, float] = {}
-        for (prefix, name), outcome in outcomes.items():
-            values |= outcome.values(prefix, name)
-            now |= outcome.values_now(prefix, name)
-            self.failures += outcome.unknown is not None
+        values, now = values_of(outcomes)
+        self.failures += sum(outcome.unknown is not None for outcome in outcomes.values())
         known = trainer.callback_metrics
         for name in self.utility:
             value = known.get(name)
@@ -481,7 +471,3 @@ class LeakageMonitor(L.Callback):
         self._restored = {
             name: saved for name, saved in state_dict["attacks"].items() if saved["tensors"]
         }
-
-
-def _monitors(trainer: L.Trainer) -> list[LeakageMonitor]:
-    return [c for c in trainer.callbacks if isinstance(c, LeakageMonitor)]  # type: ignore[attr-defined]

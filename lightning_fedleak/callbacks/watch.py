@@ -114,6 +114,7 @@ class Watch:
         if local_steps is None:
             self._install(trainer)
         self.follow()
+        self._inversion.install()
 
     def _install(self, trainer: L.Trainer) -> None:
         strategy = trainer.strategy

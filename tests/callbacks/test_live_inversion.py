@@ -318,6 +318,28 @@ def test_other_models_are_read(tmp_path, make):
     assert attack.seen[0][0].shape == (4, 12, 16)
 
 
+def hooks(module):
+    """Hooks of all kinds on a module and its parts."""
+    stores = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(m, store)) for m in module.modules() for store in stores)
+
+
+def test_no_hook_stays_behind(tmp_path):
+    module = still()
+    strategy = DefendedStrategy("auto", defenses=[Shift(1)])
+    monitor = LeakageMonitor(Recording(), stages=("local", "shared"))
+    fit([monitor], tmp_path, module=module, strategy=strategy, n=4)
+    assert hooks(module) == 0
+    for refused in (LeakageMonitor(exact(9)), LeakageMonitor(Recording(), assume=())):
+        with pytest.raises(ValueError, match=r"out of range|must be one that"):
+            fit([refused], tmp_path, module=module)
+        assert hooks(module) == 0
+    encoder = still(tiny_bert_mlm())
+    with pytest.raises(ValueError, match="not causal"):
+        fit([LeakageMonitor(exact(1))], tmp_path, module=encoder)
+    assert hooks(encoder) == 0
+
+
 # ---- what becomes of what it says ---------------------------------------------------------------
 
 

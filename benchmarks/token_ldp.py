@@ -37,9 +37,12 @@ from membership_games import cell, joined, texts_of
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.attention_membership import AttentionMembership
+from lightning_fedleak.attacks.crafted_fc import CraftedFC, Frozen, inputs_of
 from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.membership import MembershipAttack
+from lightning_fedleak.attacks.hidden import hidden_states
+from lightning_fedleak.attacks.membership import MembershipAttack, MembershipGuess, sentence_rows
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.trained_membership import TrainedMembership
 from lightning_fedleak.defenses import DefenseContext, TokenLDP
@@ -51,6 +54,72 @@ from lightning_fedleak.games import GameConfig, SentencePool, play
 MECHANISMS = ("grr", "rappor", "the", "dbitflip")
 WIDE = (1.0, *(float(step) for step in range(40, 2001, 20)))
 """Rungs of ``fc-wide`` in thousandths of the target's L1 norm (``tau`` of fp32 is one)."""
+
+
+class TokenCount(MembershipAttack):
+    """How many of the target's words stand at their places, the rare ones counting more.
+
+    Behind the embeddings' LayerNorm, x = gain u + bias with |u|^2 = d, a first layer of one neuron
+    for each position fires with relu((<u_T, u> / d - 1 + rho) / rho), 1 where the word is the
+    target's and 0 where it is not much like it. The second adds them up, weighted by the log of how
+    much likelier the word is there in a text that keeps it with probability ``keep`` than in public
+    text, and has one bias for each rung.
+    """
+
+    default_name = "count"
+
+    def __init__(
+        self, public: PublicText, tokens: int, keep: float = 0.2, rho: float = 0.1
+    ) -> None:
+        super().__init__(0, "full", tokens)
+        self.public, self.keep, self.rho = public, keep, rho
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        norm = anatomy.model.embeddings.LayerNorm
+        self.gain, self.shift = norm.weight.detach(), norm.bias.detach()
+        rows = [hidden_states(anatomy, 0, row[None]) for row in self.public.sentences]
+        self.seen = torch.cat([sentence_rows(row, None, self.tokens) for row in rows])
+
+    @property
+    def rungs(self) -> int:
+        return 100
+
+    def _layers(self, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """First layer's weight (tokens, d) and bias, second's weight (tokens,), thresholds."""
+        target = target.view(self.tokens, -1)
+        there = (target != 0).any(1)
+        u = (target - self.shift) / self.gain
+        scale = self.rho * u.shape[1]
+        weight = u / self.gain / scale * there[:, None]
+        bias = (1 - (weight * target).sum(1)) * there
+        seen = self._fires(self.seen, weight, bias).mean(0)
+        worth = torch.log(1 + self.keep / (seen + 1 / len(self.seen))) * there
+        return weight, bias, worth, torch.linspace(0, 1, self.rungs + 1)[:-1] * worth.sum()
+
+    def _fires(self, rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """(N, tokens)."""
+        return torch.relu((rows.view(len(rows), self.tokens, -1) * weight).sum(2) + bias)
+
+    def craft(self, target: Tensor) -> CraftedFC:
+        weight, bias, worth, thresholds = self._layers(target)
+        first = Frozen(torch.block_diag(*weight), bias)
+        return CraftedFC(first, worth[None], -thresholds, self.tokens)
+
+    def gradient(
+        self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
+    ) -> Tensor:
+        rows, samples, weights = inputs_of(hidden, mask, upstream, self.tokens)
+        out = torch.zeros(len(hidden), len(targets), self.rungs)
+        for g, target in enumerate(targets):
+            weight, bias, worth, thresholds = self._layers(target)
+            total = self._fires(rows, weight, bias) @ worth
+            fires = (total[:, None] > thresholds) * weights[:, None]
+            out[:, g] = torch.zeros(len(hidden), self.rungs).index_add_(0, samples, fires)
+        return out
+
+    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
+        scores = (gradient != 0).sum(1)
+        return MembershipGuess(scores, scores > self.rungs // 4)
 
 
 def context(root: nn.Module) -> DefenseContext:
@@ -136,7 +205,9 @@ def kept(args: argparse.Namespace) -> None:
 
 def attacks_of(args: argparse.Namespace, public: PublicText) -> list[MembershipAttack]:
     attacks: list[MembershipAttack] = []
-    for k in args.layers:
+    if "count" in args.attacks:
+        attacks.append(TokenCount(public, args.tokens))
+    for k in args.layers if "ladders" in args.attacks else ():
         wide = {"tokens": args.tokens, "ladder": WIDE, "tau": "auto"}
         attacks.append(FCMembership(k, "full", name="fc-wide-full", **wide))
         attacks.append(FCMembership(k, name="fc-wide", **wide))
@@ -148,8 +219,8 @@ def attacks_of(args: argparse.Namespace, public: PublicText) -> list[MembershipA
                     k, public, tokens=args.tokens, batch=args.batch, name="attention", beta=0.01
                 )
             )
-    if args.trained:
-        attacks = [TrainedMembership(k, public, "full", tokens=args.tokens) for k in args.layers]
+    for k in args.layers if "trained" in args.attacks else ():
+        attacks.append(TrainedMembership(k, public, "full", tokens=args.tokens))
     return attacks
 
 
@@ -260,7 +331,12 @@ def main() -> None:
     one.add_argument("--epsilon", type=float, nargs="+", default=[5, 7.5, 10])
     one.add_argument("--ldp", nargs="+", default=["published", "token", "sequence"])
     one.add_argument("--protocols", nargs="+", default=["game", "authors"])
-    one.add_argument("--trained", action="store_true", help="the trained baseline instead")
+    one.add_argument(
+        "--attacks",
+        nargs="+",
+        default=["count", "ladders"],
+        help="count; ladders (fc, fc-wide, attention at each layer); trained (seconds a target)",
+    )
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--json", type=Path)
     one.set_defaults(run=games)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,17 @@ HEAD_BIAS = "head.bias"
 EMBEDDING_WEIGHT = "embedding.weight"
 
 Kind = Literal["causal", "masked", "seq2seq", "classifier"]
+
+
+_looked_at: ContextVar[bool] = ContextVar("fedleak_looked_at", default=False)
+
+
+def is_looked_at() -> bool:
+    """Whether an :meth:`Anatomy.undisturbed` is open: what runs is the server's copy, say.
+
+    Hooks that stand for what a client does to its own data must do nothing then.
+    """
+    return _looked_at.get()
 
 
 class AnatomyError(ValueError):
@@ -150,10 +162,13 @@ class Anatomy:
 
         Put back are each module's own ``training`` flag, set directly so that no ``train()`` of a
         user's module runs, and the state of torch's global random number generators (CPU, and CUDA
-        for the model's devices). Gradients stay enabled or disabled as they are.
+        for the model's devices). Gradients stay enabled or disabled as they are. Meanwhile
+        :func:`is_looked_at` says so.
         """
         modules = list(self.root.modules())
         flags = [m.training for m in modules]
+        before = _looked_at.get()
+        _looked_at.set(True)
         with torch.random.fork_rng(devices=self._cuda_devices()):
             try:
                 for module in modules:
@@ -162,6 +177,7 @@ class Anatomy:
             finally:
                 for module, flag in zip(modules, flags, strict=True):
                     module.training = flag
+                _looked_at.set(before)
 
     def _cuda_devices(self) -> list[torch.device]:
         devices = {p.device for p in self.model.parameters() if p.device.type == "cuda"}

@@ -1,0 +1,174 @@
+"""What rewrites the hidden states at one layer, in every forward in which they leave the client."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.anatomy.parts import is_looked_at
+from lightning_fedleak.anatomy.text_layers import (
+    place_of,
+    states_in,
+    states_out,
+    with_states_in,
+    with_states_out,
+)
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
+
+
+class ActivationDefense(Defense):
+    """Rewrites the hidden states at one layer by a forward hook on the block.
+
+    It acts in every forward of the model, in training, in evaluation and (``inference``) where the
+    Trainer validates, tests or predicts without a fit; not where the model runs as the server's
+    copy would (:meth:`~lightning_fedleak.anatomy.Anatomy.undisturbed`). A training step in which no
+    hidden states passed the layer is refused. Under ``torch.compile`` the graph breaks at the hook;
+    what was compiled before the fit is compiled anew.
+
+    Args:
+        layer: 0 for the input of the first block, k for the output of block k; of an
+            encoder-decoder, of the encoder.
+        inference: also where no gradient is computed outside of training steps.
+        anatomy: arguments of :func:`~lightning_fedleak.anatomy.find_anatomy` that name parts of the
+            model which are not found, ``{"blocks": "path.to.blocks"}`` say.
+
+    Raises:
+        DefenseError: a layer that is no number of one; at setup, one that the model does not have;
+            in a forward, hidden states that are no (B, L, d) of numbers, or that do not pass there.
+    """
+
+    def __init__(
+        self, layer: int, *, inference: bool = True, anatomy: Mapping[str, str] | None = None
+    ) -> None:
+        if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+            raise DefenseError(
+                f"{type(self).__name__}: layer={layer!r} must be 0 (the input of the first block) "
+                "or k (the output of block k)"
+            )
+        self.layer = layer
+        self.activation_layers = (layer,)
+        self.acts_in_inference = inference
+        self._named = dict(anatomy or {})
+        self._handle: RemovableHandle | None = None
+        self._root: nn.Module | None = None
+        self._context: DefenseContext | None = None
+        self._passes = self._passes_before = 0
+        self._in_step = False
+
+    @abstractmethod
+    def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
+        """What leaves the client in place of ``states``, of the same shape and dtype.
+
+        Args:
+            states: (B, L, d).
+            recomputed: a checkpoint runs a forward again in backward: the result must be that of
+                the first time.
+            training: within a training step, or its backward.
+
+        Raises:
+            DefenseError: nothing can leave that holds the guarantee.
+        """
+
+    def before_setup(self, context: DefenseContext) -> None:
+        """Finds the layer and hooks its block."""
+        self.teardown()
+        try:
+            named: Mapping[str, Any] = self._named
+            place = place_of(find_anatomy(context.root, **named), self.layer)
+        except ValueError as error:
+            raise DefenseError(f"{type(self).__name__}: {error}") from error
+        self._root, self._context = context.root, context
+        _forget_compiled(context.root)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            changed = self._pass(states_in(args, kwargs))
+            return None if changed is None else with_states_in(args, kwargs, changed)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def leaving(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            changed = self._pass(states_out(output))
+            return None if changed is None else with_states_out(output, changed)
+
+        if place.side == "input":
+            self._handle = place.module.register_forward_pre_hook(entering, with_kwargs=True)
+        else:
+            self._handle = place.module.register_forward_hook(leaving)
+
+    def on_training_step(
+        self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
+    ) -> Any:
+        """Sees that hidden states passed the layer."""
+        self._passes_before = self._passes
+        self._in_step = True
+        try:
+            output = training_step()
+        finally:
+            self._in_step = False
+        if output is not None:
+            self._check_passed()
+        return output
+
+    def before_release(self) -> None:
+        """In manual optimization the update leaves within the training step."""
+        if self._in_step:
+            self._check_passed()
+
+    def teardown(self) -> None:
+        """Removes the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        if self._root is not None:
+            _forget_compiled(self._root)
+        self._root = self._context = None
+
+    def _check_passed(self) -> None:
+        if self._passes == self._passes_before:
+            raise DefenseError(
+                f"{type(self).__name__}: no hidden states passed layer {self.layer} in this "
+                "training step, so the model ran without the defence. Does it call its blocks by "
+                "something else than the module, or leave out this one? Name the blocks that it "
+                "calls with anatomy={'blocks': 'path.to.blocks'}."
+            )
+
+    def _pass(self, states: Any) -> Tensor | None:
+        """What goes on in place of ``states``; None for themselves."""
+        if self._handle is None:
+            return None
+        recomputed = torch._C._current_graph_task_id() != -1
+        training = self._in_step or recomputed
+        if not training and is_looked_at():
+            return None
+        if not (training or self.acts_in_inference or torch.is_grad_enabled()):
+            return None
+        if (
+            not isinstance(states, Tensor)
+            or isinstance(states, DTensor)
+            or states.dim() != 3
+            or not states.is_floating_point()
+        ):
+            found = f"{tuple(states.shape)} {states.dtype}" if isinstance(states, Tensor) else ""
+            raise DefenseError(
+                f"{type(self).__name__}: hidden states at layer {self.layer} should be a whole "
+                f"(B, L, d) tensor of floats; found {type(states).__name__} {found}"
+            )
+        if not recomputed:
+            self._passes += 1
+        return self.rewrite(states, recomputed=recomputed, training=training)
+
+
+def _forget_compiled(root: nn.Module) -> None:
+    """A graph that was compiled before a hook came or went would run on as it was."""
+    if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in root.modules()):
+        torch.compiler.reset()
+
+
+__all__ = ["ActivationDefense"]

@@ -539,3 +539,30 @@ def test_without_memoisation_every_epoch_of_a_fit_is_a_release() -> None:
     assert not torch.equal(module.seen[0]["input_ids"], module.seen[2]["input_ids"])
     assert defense.releases_per_example == 3
     assert defense.epsilon_spent == 36.0
+
+
+def test_a_checkpoint_carries_the_counts_and_no_secret(tmp_path: Any) -> None:
+    loader = ordered(random_token_loader(n=8))
+    options = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    first = TokenLDP("grr", 20.0, memoize=False)
+    trainer = pl.Trainer(strategy=DefendedStrategy("auto", [first]), max_epochs=2, **options)
+    before = Recording()
+    trainer.fit(before, loader)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["lightning_fedleak_defenses"]
+    assert state == {"token_ldp": {"batches": 4, "releases": 2, "longest": 12}}
+    second = TokenLDP("grr", 20.0, memoize=False)
+    trainer = pl.Trainer(strategy=DefendedStrategy("auto", [second]), max_epochs=3, **options)
+    after = Recording()
+    trainer.fit(after, loader, ckpt_path=tmp_path / "a.ckpt")
+    assert len(after.seen) == 2
+    assert second.releases_per_example == 3
+    assert second.epsilon_spent == 60.0
+    for seen in before.seen:
+        assert not torch.equal(seen["input_ids"], after.seen[0]["input_ids"])

@@ -14,6 +14,7 @@ from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.attacks.flatchat import FlatChat
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.defenses.activation_noise import ActivationNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule
@@ -135,6 +136,26 @@ def test_inversion_on_a_reentrant_checkpoint_does_not_disturb(tmp_path):
     assert_same(plain, fit(callbacks, tmp_path / "watched", module=reentrant()))
     assert monitor.failures == 0
     assert monitor.latest["leakage/descent_0/token_accuracy"] > 0.4
+
+
+@pytest.mark.parametrize("make", [lambda: None, checkpointed, reentrant])
+def test_inversion_neither_disturbs_noised_activations_nor_their_noise(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.urandom", lambda n: bytes(range(n)))
+
+    def strategy():
+        return DefendedStrategy("auto", defenses=[ActivationNoise(1, sigma=0.05)])
+
+    plain = fit([], tmp_path / "plain", module=make(), strategy=strategy())
+    attacks = [EmbeddingDescent(1, steps=20), PrefixInversion(1, None, language_model=False)]
+    monitor = LeakageMonitor(attacks, every_n_steps=4, stages=("local", "shared"), texts=2)
+    watched = fit([monitor], tmp_path / "watched", module=make(), strategy=strategy())
+    assert_same(plain, watched)
+    assert monitor.failures == 0
+    local, shared = (
+        monitor.latest[f"{stage}/embedding_descent/token_accuracy"]
+        for stage in ("leakage_local", "leakage")
+    )
+    assert local > shared
 
 
 def test_games_on_a_reentrant_checkpoint_do_not_disturb(tmp_path):

@@ -1,5 +1,7 @@
 """Defences: what changes an update before it leaves the client."""
 
+from lightning_fedleak.defenses.activation_compression import ActivationCompression
+from lightning_fedleak.defenses.activation_noise import ActivationNoise
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.canary import CanaryGradient
 from lightning_fedleak.defenses.dpsgd import DPSGD, BudgetSpent, Privacy
@@ -9,6 +11,8 @@ from lightning_fedleak.defenses.losses import mean_of_sample_means
 from lightning_fedleak.defenses.token_ldp import TokenLDP
 
 __all__ = [
+    "ActivationCompression",
+    "ActivationNoise",
     "DPSGD",
     "BudgetSpent",
     "CanaryGradient",

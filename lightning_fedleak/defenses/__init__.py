@@ -11,9 +11,9 @@ from lightning_fedleak.defenses.losses import mean_of_sample_means
 from lightning_fedleak.defenses.token_ldp import TokenLDP
 
 __all__ = [
+    "DPSGD",
     "ActivationCompression",
     "ActivationNoise",
-    "DPSGD",
     "BudgetSpent",
     "CanaryGradient",
     "Defense",

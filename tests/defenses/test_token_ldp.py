@@ -201,6 +201,45 @@ def test_causal_labels_are_the_new_inputs(gpt2: nn.Module, kind: str) -> None:
     assert not torch.equal(inputs, ids)
 
 
+@given(
+    data=st.data(),
+    shape=st.tuples(st.integers(0, 4), st.integers(1, 9)),
+    mechanism=st.sampled_from(["grr", "rappor", "the", "dbitflip"]),
+    per=st.sampled_from(["token", "sequence"]),
+    memoize=st.booleans(),
+    dtype=st.sampled_from([torch.int64, torch.int32]),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_the_batch_holds(
+    data: st.DataObject, shape: tuple, mechanism: str, per: str, memoize: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    ids, mask, ignored = (torch.randint(high, shape, generator=generator) for high in (12, 2, 2))
+    ids = ids.to(dtype)
+    labels = ids.masked_fill(ignored == 1, -100)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    before = copy.deepcopy(batch)
+    defense = TokenLDP(
+        mechanism,
+        data.draw(st.floats(0.01, 50)),
+        per,
+        domain=range(3, 90),
+        special_ids=SPECIAL,
+        kind="causal",
+        memoize=memoize,
+    )
+    new = defended(defense, nn.Identity(), batch)
+    torch.testing.assert_close(batch, before, rtol=0, atol=0)
+    special = ids < 3
+    read = (mask == 1) | (labels != -100)
+    assert torch.equal(new["input_ids"][special], ids[special])
+    assert (new["input_ids"][~special & ~read] == 0).all()
+    drawn = new["input_ids"][~special & read]
+    assert ((drawn >= 3) & (drawn < 90)).all()
+    assert torch.equal(new["labels"], new["input_ids"].masked_fill(labels == -100, -100))
+    assert new["input_ids"].dtype == new["labels"].dtype == dtype
+
+
 def test_original_labels_are_warned_about(gpt2: nn.Module) -> None:
     ids = rows(4, 6)
     with pytest.warns(UserWarning, match="voids the guarantee"):

@@ -30,6 +30,7 @@ import time
 import warnings
 from dataclasses import replace
 from datetime import date
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ from lightning_fedleak.defenses import DefenseContext, TokenLDP
 from lightning_fedleak.defenses.ldp_mechanisms import Randomizer
 from lightning_fedleak.defenses.ldp_reference import reference_sample
 from lightning_fedleak.game_cli import PLANTED, find_model
-from lightning_fedleak.games import GameConfig, SentencePool, play
+from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
 
 MECHANISMS = ("grr", "rappor", "the", "dbitflip")
 WIDE = (1.0, *(float(step) for step in range(40, 2001, 20)))
@@ -126,13 +127,15 @@ def context(root: nn.Module) -> DefenseContext:
     return DefenseContext(root, 0, 1, torch.device("cpu"), "32-true", 0, b"benchmark" * 4)
 
 
-def ldp(mechanism: str, epsilon: float, protocol: str, special_ids: object) -> TokenLDP:
+def ldp(
+    mechanism: str, epsilon: float, protocol: str, special_ids: object, memoize: bool
+) -> TokenLDP:
     settings = {"special_ids": special_ids, "kind": "causal", "seed": 0}
     if protocol == "published":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return TokenLDP.as_published(mechanism, epsilon, **settings)
-    return TokenLDP(mechanism, epsilon, protocol, memoize=False, **settings)
+    return TokenLDP(mechanism, epsilon, protocol, memoize=memoize, **settings)
 
 
 def speed(args: argparse.Namespace) -> None:
@@ -224,80 +227,87 @@ def attacks_of(args: argparse.Namespace, public: PublicText) -> list[MembershipA
     return attacks
 
 
+class Games:
+    """One model; the client's text under one protocol of LDP after another."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.tokenizer = AutoTokenizer.from_pretrained(args.model)
+        self.anatomy = find_model(args.model, torch.float32)
+        self.found: list[dict] = []
+
+    def ids(self, texts: list[str]) -> list[list[int]]:
+        length = self.args.tokens
+        return self.tokenizer(texts, truncation=True, max_length=length)["input_ids"]
+
+    def text(self, name: str) -> tuple[SentencePool, PublicText]:
+        private, public = texts_of(name, self.args.public)
+        public = public[: self.args.public_texts]
+        order = torch.randperm(len(private), generator=torch.Generator().manual_seed(1))
+        known = set(public)
+        private = [private[i] for i in order[: self.args.pool].tolist() if private[i] not in known]
+        pool = SentencePool.of(private, self.tokenizer, self.args.tokens)
+        return pool, PublicText(self.ids(public))
+
+    def play(self, protocol: str, name: str, defense: TokenLDP) -> list[GameResult]:
+        """All games on one text. With several rounds the same games are played in each, and the
+        adversary adds up its scores."""
+        args = self.args
+        pool, public = self.text(name)
+        where = context(self.anatomy.model)
+        defense.before_setup(where)
+
+        def defend(ids: Tensor, mask: Tensor | None) -> Tensor:
+            batch = {"input_ids": ids, "attention_mask": mask}
+            return defense.on_batch(batch, where)["input_ids"]
+
+        config = GameConfig(
+            games=args.games if protocol == "game" else args.authors_games,
+            batch=args.batch,
+            protocol=protocol,
+            seed=args.seed + 10_000 * args.text.index(name),
+            targets_per_batch=args.targets if protocol == "game" else 1,
+        )
+        planted = torch.tensor(self.ids([PLANTED])[0])
+        attacks = attacks_of(args, public)
+        rounds = [
+            play(self.anatomy, attacks, pool, config, planted=planted, defend=defend)
+            for _ in range(args.rounds)
+        ]
+        return [
+            replace(results[0], scores=torch.stack([r.scores for r in results]).sum(0))
+            for results in zip(*rounds, strict=True)
+        ]
+
+    def cell(self, rule: str, protocol: str, mechanism: str, epsilon: float) -> None:
+        """One mechanism at one epsilon, all texts together."""
+        together: dict[tuple, list[GameResult]] = {}
+        for name in self.args.text:
+            defense = ldp(mechanism, epsilon, rule, self.tokenizer, self.args.memoize)
+            for result in self.play(protocol, name, defense):
+                together.setdefault((result.attack, result.layer), []).append(result)
+        for (attack, layer), parts in together.items():
+            entry = joined(parts).to_dict(games=False)
+            told = {"ldp": rule, "mechanism": mechanism, "epsilon": epsilon}
+            self.found.append({**entry, **told})
+            rates = (entry["rates"]["auc"], entry["rates_fitted"]["accuracy"])
+            about = (rule, protocol, mechanism, f"{epsilon:g}", attack, layer, entry["games"])
+            print("| " + " | ".join([*map(str, about), *map(cell, rates)]) + " |", flush=True)
+
+
 def games(args: argparse.Namespace) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    anatomy = find_model(args.model, torch.float32)
-    length = args.tokens
-
-    def ids(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, truncation=True, max_length=length)["input_ids"]
-
-    found: list[dict] = []
     began = time.process_time()
+    table = Games(args)
     print("| LDP | game | mechanism | epsilon | attack | layer | games | AUC | accuracy, fitted |")
     print("|" + "---|" * 9)
-    for rule in args.ldp:
-        for protocol in args.protocols:
-            for mechanism in args.mechanisms:
-                for epsilon in args.epsilon:
-                    results: dict[tuple, list] = {}
-                    for number, name in enumerate(args.text):
-                        private, public = texts_of(name, args.public)
-                        order = torch.Generator().manual_seed(1)
-                        picked = torch.randperm(len(private), generator=order)[: args.pool]
-                        public = public[: args.public_texts]
-                        private = [private[i] for i in picked.tolist() if private[i] not in public]
-                        pool = SentencePool.of(private, tokenizer, length)
-                        defense = ldp(mechanism, epsilon, rule, tokenizer)
-                        where = context(anatomy.model)
-                        defense.before_setup(where)
-
-                        def defend(
-                            ids: Tensor,
-                            mask: Tensor | None,
-                            defense: TokenLDP = defense,
-                            where: DefenseContext = where,
-                        ) -> Tensor:
-                            batch = {"input_ids": ids, "attention_mask": mask}
-                            return defense.on_batch(batch, where)["input_ids"]
-
-                        config = GameConfig(
-                            games=args.games,
-                            batch=args.batch,
-                            protocol=protocol,
-                            seed=args.seed + 10_000 * number,
-                            targets_per_batch=args.targets if protocol == "game" else 1,
-                        )
-                        if protocol == "authors":
-                            config = replace(config, games=args.authors_games)
-                        planted = torch.tensor(ids([PLANTED])[0])
-                        attacks = attacks_of(args, PublicText(ids(public)))
-                        for result in play(
-                            anatomy, attacks, pool, config, planted=planted, defend=defend
-                        ):
-                            results.setdefault((result.attack, result.layer), []).append(result)
-                    for (attack, layer), parts in results.items():
-                        whole = joined(parts)
-                        entry = whole.to_dict(games=False)
-                        told = {"ldp": rule, "mechanism": mechanism, "epsilon": epsilon}
-                        found.append({**entry, **told})
-                        rates = (
-                            entry["rates"]["auc"],
-                            entry["rates_fitted"]["accuracy"],
-                        )
-                        print(
-                            f"| {rule} | {protocol} | {mechanism} | {epsilon:g} | {attack} | "
-                            f"{layer} | {len(whole)} | "
-                            + " | ".join(cell(rate) for rate in rates)
-                            + " |",
-                            flush=True,
-                        )
+    for settings in product(args.ldp, args.protocols, args.mechanisms, args.epsilon):
+        table.cell(*settings)
     seconds = time.process_time() - began
     print(f"\n{date.today()}, {platform.machine()}, one thread, {seconds:.0f} s of CPU")
     if args.json:
         settings = {k: str(v) for k, v in vars(args).items() if k not in ("run", "model", "json")}
         about = {"date": str(date.today()), "settings": settings, "cpu_seconds": seconds}
-        args.json.write_text(json.dumps(about | {"results": found}, indent=1))
+        args.json.write_text(json.dumps(about | {"results": table.found}, indent=1))
 
 
 def main() -> None:
@@ -326,6 +336,8 @@ def main() -> None:
     one.add_argument("--layers", type=int, nargs="+", default=[0, 1, 6])
     one.add_argument("--games", type=int, default=64, help="for each text")
     one.add_argument("--targets", type=int, default=4, help="games that share a batch")
+    one.add_argument("--rounds", type=int, default=1, help="batches of the same text, summed")
+    one.add_argument("--memoize", action="store_true", help="the same noise in every round")
     one.add_argument("--authors-games", type=int, default=16, help="worlds for each text")
     one.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS))
     one.add_argument("--epsilon", type=float, nargs="+", default=[5, 7.5, 10])

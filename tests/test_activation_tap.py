@@ -417,3 +417,32 @@ def test_snapshots_of_layers_that_do_not_pair_up_are_refused() -> None:
 def test_a_layer_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="layer=3 is out of range: the model has 2 blocks"):
         ActivationTap(find_anatomy(tiny_gpt2()), [1, 3])
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_first_hook_reads_what_later_ones_rewrite(layer: int) -> None:
+    model = tiny_gpt2(dropout=0.0).train()
+    block = model.transformer.h[0]
+
+    def shift(*args: Any) -> Any:
+        if layer == 0:
+            return (args[1][0] + 1, *args[1][1:])
+        out = args[2]
+        return (out[0] + 1, *out[1:]) if isinstance(out, tuple) else out + 1
+
+    if layer == 0:
+        block.register_forward_pre_hook(shift)
+    else:
+        block.register_forward_hook(shift)
+    anatomy = find_anatomy(model)
+    taps = [
+        ActivationTap(anatomy, [layer], gradients=False, first=first) for first in (True, False)
+    ]
+    for tap in taps:
+        tap.arm()
+    model(**batch()).loss.backward()
+    [before], [behind] = (tap.states(layer) for tap in taps)
+    assert torch.equal(behind, before + 1)
+    for tap in taps:
+        tap.close()
+    assert len(block._forward_hooks) + len(block._forward_pre_hooks) == 1

@@ -293,6 +293,21 @@ def test_a_defence_shows_in_what_an_attack_finds(tmp_path):
     assert monitor.latest[f"leakage/{name}"] < 0.6
 
 
+def test_virtual_tokens_of_prompt_tuning_are_no_text(tmp_path):
+    from peft import PromptTuningConfig, get_peft_model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        module = still(get_peft_model(tiny_gpt2(dropout=0.0), config))
+    attack = Recording(2)
+    monitor = LeakageMonitor([attack, exact(2)])
+    fit([monitor], tmp_path, module=module, n=4)
+    assert attack.seen[0][0].shape == (4, 12, 16)
+    assert monitor.failures == 0
+    assert monitor.latest["leakage/prefix_inversion/token_accuracy"] == 1
+
+
 def test_frozen_layers_give_as_much_away(tmp_path):
     module = still()
     module.model.transformer.requires_grad_(False)

@@ -78,6 +78,19 @@ def test_rouge_is_the_librarys() -> None:
     assert bool(sentence_scores(guessed, truth, rouge=False).rouge_l.isnan().all())
 
 
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 30), (7, 8), (5, 21), (29, 30)])
+def test_rouge_is_the_librarys_where_the_ends_are_right(start: int, end: int) -> None:
+    generator = torch.Generator().manual_seed(start)
+    truth = torch.randint(0, 9, (6, 30), generator=generator)
+    guessed = truth.clone()
+    guessed[:, start:end] = torch.randint(0, 9, (6, end - start), generator=generator)
+    got = sentence_scores(guessed, truth).rouge_l.tolist()
+    for mine, g, t in zip(got, guessed.tolist(), truth.tolist(), strict=True):
+        words = [" ".join(f"w{i}" for i in ids) for ids in (g, t)]
+        library = float(rouge_score(*words, rouge_keys="rougeL")["rougeL_fmeasure"])
+        assert mine == pytest.approx(library, rel=1e-6)
+
+
 def test_nothing_is_wrong_and_padding_is_neither() -> None:
     truth = torch.tensor([[5, 6, 7, 0], [0, 0, 8, 9]])
     mask = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,15 @@ class ActivationDefense(Defense):
         self._context: DefenseContext | None = None
         self._passes = self._passes_before = 0
         self._in_step = False
+
+    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+        """A per-sample defence leaves out training steps of empty batches, which none sees then."""
+        super().check_order(before, after)
+        if late := [defense.name for defense in after if defense.per_sample]:
+            raise DefenseError(
+                f"{type(self).__name__} would take a training step that {', '.join(late)} leaves "
+                f"out (an empty batch) for one without the defence. Put '{self.name}' behind."
+            )
 
     @abstractmethod
     def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:

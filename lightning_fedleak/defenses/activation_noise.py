@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses.activation_base import ActivationDefense
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.defenses.gaussian import gaussian_epsilon
 from lightning_fedleak.defenses.noise import noise_key, standard_normal
 from lightning_fedleak.defenses.shards import SHARD_BITS
@@ -54,6 +54,9 @@ class ActivationNoise(ActivationDefense):
             prediction.
         anatomy: names of parts of the model that are not found, see
             :func:`~lightning_fedleak.anatomy.find_anatomy`.
+        harden_factor: what a notch of a gate (:meth:`harden`) multiplies the noise by. Epsilon
+            counts the first sigma: more was decided in sight of the data.
+        most_notches: how often it may be turned up; None for as often as a gate asks.
 
     Raises:
         DefenseError: a setting out of range; ``relative`` with ``clip``, with a defence that works
@@ -70,6 +73,9 @@ class ActivationNoise(ActivationDefense):
         clip: float | None = None,
         inference: bool = True,
         anatomy: Mapping[str, str] | None = None,
+        *,
+        harden_factor: float = 2.0,
+        most_notches: int | None = None,
     ) -> None:
         super().__init__(layer, inference=inference, anatomy=anatomy)
         if not (math.isfinite(sigma) and sigma >= 0):
@@ -83,6 +89,13 @@ class ActivationNoise(ActivationDefense):
                 "ActivationNoise: noise that is relative to the states guarantees nothing, so that "
                 "a clip would only bend them. Give relative=False or clip=None."
             )
+        if not (math.isfinite(harden_factor) and harden_factor > 1):
+            raise DefenseError(
+                f"ActivationNoise: harden_factor={harden_factor!r} must be a number above 1"
+            )
+        self.harden_factor = harden_factor
+        self.most_notches = most_notches
+        self.notches = 0
         self.sigma = sigma
         self.relative = relative
         self.clip = clip
@@ -99,6 +112,30 @@ class ActivationNoise(ActivationDefense):
                 f"the batch, and {', '.join(names)} needs samples that do not influence each "
                 "other. Use relative=False."
             )
+
+    @property
+    def can_harden(self) -> bool:
+        """Whether there is noise that may be turned up."""
+        return self.sigma > 0 and self.most_notches != 0
+
+    def harden(self) -> str | None:
+        """Multiplies the noise by ``harden_factor``, from the next forward on."""
+        if not self.can_harden or self.notches == self.most_notches:
+            return None
+        self.notches += 1
+        return f"{self.name}: noise is {self._sigma_now:g} from now on (sigma)"
+
+    @property
+    def _sigma_now(self) -> float:
+        return self.sigma * self.harden_factor**self.notches
+
+    def state_dict(self) -> dict[str, Tensor | int | float | str]:
+        """How often the noise was turned up."""
+        return {"notches": self.notches}
+
+    def load_state_dict(self, state: State) -> None:
+        """A resumed run keeps the noise that it had."""
+        self.notches = max(self.notches, int(state.get("notches", 0)))
 
     def epsilon(self, delta: float, *, positions: int = 1) -> float:
         """Epsilon of what one forward sends of a text, in the local model.
@@ -166,13 +203,13 @@ class ActivationNoise(ActivationDefense):
         key = noise_key(context.entropy, context.client, number, place, self.name, stream)
         noise = standard_normal(key, states.shape, states.device, states.dtype)
         if not self.relative:
-            return noise * (self.sigma if self.clip is None else self.sigma * self.clip)
+            return noise * (self._sigma_now * (self.clip or 1.0))
         if states.shape[0] * states.shape[1] < 2:
             raise DefenseError(
                 "ActivationNoise: one token alone has no standard deviation that relative noise "
                 "could follow (text generated token by token?). Use relative=False."
             )
-        return noise * (self.sigma * states.detach().std(dim=(0, 1), correction=0))
+        return noise * (self._sigma_now * states.detach().std(dim=(0, 1), correction=0))
 
 
 def _guarantee(sigma: float, clip: float | None) -> str:

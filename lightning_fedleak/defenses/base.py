@@ -132,11 +132,12 @@ class Defense(ABC):
         Raises:
             DefenseError: says which to move where.
         """
-        if self.per_sample and (lost := [d.name for d in before if d.acts_on_gradients]):
+        rewriting = [d.name for d in before if type(d).on_gradients is not Defense.on_gradients]
+        if self.per_sample and rewriting:
             raise DefenseError(
                 f"{type(self).__name__} computes the update anew from the samples, so what "
-                f"{', '.join(lost)} did to the gradients before it would be lost. Put '{self.name}'"
-                " first among the defenses that act on gradients."
+                f"{', '.join(rewriting)} did to the gradients before it would be lost. Put "
+                f"'{self.name}' first among the defenses that act on gradients."
             )
 
     def before_setup(self, context: DefenseContext) -> None:  # noqa: B027

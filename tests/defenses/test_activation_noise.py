@@ -376,6 +376,20 @@ def test_what_guarantees_nothing_says_so() -> None:
     assert ActivationNoise(3, 1.0).activation_layers == (3,)
 
 
+def test_a_gate_turns_the_noise_up_and_a_resumed_run_keeps_it() -> None:
+    defense = ActivationNoise(1, 1.0, clip=1.0, most_notches=1)
+    before = float(noise_of(defense, runs=8).std())
+    epsilon = defense.epsilon(1e-5)
+    assert defense.can_harden
+    assert "2" in str(defense.harden())
+    assert defense.harden() is None
+    resumed = ActivationNoise(1, 1.0, clip=1.0)
+    resumed.load_state_dict(defense.state_dict())
+    assert float(noise_of(resumed, runs=8).std()) == pytest.approx(2 * before, rel=0.05)
+    assert resumed.epsilon(1e-5) == epsilon
+    assert not ActivationNoise(1, 0.0).can_harden
+
+
 class PerSample(Defense):
     name, guarantee, per_sample = "per_sample", "a test's", True
 
@@ -393,9 +407,14 @@ class PerSample(Defense):
         (lambda: ActivationNoise(1, 1.0, clip=0.0), "clip=0.0"),
         (lambda: ActivationNoise(1, 1.0, relative=True, clip=1.0), "relative=False or clip=None"),
         (
-            lambda: DefendedStrategy("auto", [ActivationNoise(1, 1.0, relative=True), PerSample()]),
+            lambda: DefendedStrategy("auto", [PerSample(), ActivationNoise(1, 1.0, relative=True)]),
             "per_sample needs samples that do not influence each other. Use relative=False",
         ),
+        (
+            lambda: DefendedStrategy("auto", [ActivationNoise(1, 1.0), PerSample()]),
+            "an empty batch.*Put 'activation_noise' behind",
+        ),
+        (lambda: ActivationNoise(1, 1.0, harden_factor=1.0), "harden_factor=1.0"),
         (
             lambda: ActivationNoise(4, 1.0).before_setup(context(tiny_gpt2(layers=3))),
             "ActivationNoise: layer=4 is out of range: the model has 3 blocks",

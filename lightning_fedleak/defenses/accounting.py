@@ -284,11 +284,12 @@ def noise_multiplier_for(
             f"which is accounted as no noise. Lower target_epsilon, or pass noise_multiplier="
             f"{LEAST_NOISE}."
         )
-    low, high = least, most
-    kinds: tuple[Kind, ...] = ("rdp", "prv") if kind == "prv" else ("rdp",)
-    for which in kinds:
-        log_noise = _first_below(functools.partial(excess, which=which), low, high)
-        low, high = max(least, log_noise - 0.5), log_noise
+    high = _first_below(functools.partial(excess, which="rdp"), least, most)
+    if kind == "prv":
+        low = high - 0.2
+        while low > least and excess(low, "prv") <= 0:
+            low, high = 2 * low - high, low
+        high = _first_below(functools.partial(excess, which="prv"), max(least, low), high)
     return math.exp(high)
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy import integrate
+from scipy.optimize import brentq
 
 from lightning_fedleak.auditing import gaussian_epsilon
 from lightning_fedleak.defenses import DefenseError
@@ -98,6 +100,31 @@ def test_full_batches_are_the_gaussian_mechanism(sigma: float, steps: int) -> No
     assert prv <= epsilon_of([(sigma, 1.0, steps)], 1e-5, "rdp")
 
 
+def hockey_stick(epsilon: float, sigma: float, rate: float) -> float:
+    """delta of one release, exactly, of the worse of adding and removing."""
+    upper = scipy.stats.norm(0, sigma).sf
+    raised = math.exp(epsilon)
+    cut = sigma**2 * math.log((raised - 1 + rate) / rate) + 0.5
+    removed = (1 - rate - raised) * upper(cut) + rate * upper(cut - 1)
+    if 1 / raised <= 1 - rate:
+        return float(removed)
+    cut = sigma**2 * math.log((1 / raised - 1 + rate) / rate) + 0.5
+    lower = scipy.stats.norm(0, sigma).cdf
+    added = lower(cut) - raised * ((1 - rate) * lower(cut) + rate * lower(cut - 1))
+    return float(max(removed, added))
+
+
+@given(sigma=st.floats(0.3, 5), rate=st.floats(0.01, 0.99))
+@settings(max_examples=6, deadline=None, phases=ONCE)
+def test_one_sampled_release_is_the_exact_hockey_stick(sigma: float, rate: float) -> None:
+    delta = 1e-4
+    if hockey_stick(1e-3, sigma, rate) < delta:
+        return
+    exact = brentq(lambda e: hockey_stick(e, sigma, rate) - delta, 1e-3, 150)
+    prv = epsilon_of([(sigma, rate, 1)], delta, "prv")
+    assert exact <= prv <= exact * 1.01 + 1e-3
+
+
 @pytest.mark.parametrize(("sigma", "rate"), [(0.5, 0.3), (1.0, 0.03), (2.0, 0.3), (5.0, 0.3)])
 def test_renyi_divergences_are_the_integrals(sigma: float, rate: float) -> None:
     for order in (1.1, 1.5, 3.3, 8.0):
@@ -117,6 +144,9 @@ def test_the_examples_of_the_literature() -> None:
     sigma = noise_multiplier_for(4, 1e-4, 1 / 32, 96, "prv")
     assert sigma == pytest.approx(0.7147, abs=2e-3)
     assert 3.99 < epsilon_of([(sigma, 1 / 32, 96)], 1e-4, "prv") <= 4
+    rare = noise_multiplier_for(0.05, 1e-5, 3e-5, 40, "prv")  # far below what RDP asks for
+    assert rare < 0.5 * noise_multiplier_for(0.05, 1e-5, 3e-5, 40, "rdp")
+    assert 0.049 < epsilon_of([(rare, 3e-5, 40)], 1e-5, "prv") <= 0.05
 
 
 @given(st.floats(0.3, 60), st.floats(0.001, 1), st.integers(1, 3000), DELTAS)

@@ -421,7 +421,7 @@ class DPSGD(Defense):
             top = outputs_of(loss, recorder.calls)
         else:
             top = self._form(loss, recorder.calls, recorder.samples)
-        layouts = frozenset((call.name, call.layout) for call in recorder.calls)
+        layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
         if layouts in self._seen_layouts:
             return
         self._unchecked = True

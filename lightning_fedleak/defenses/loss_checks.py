@@ -3,7 +3,7 @@
 Clipping bounds what a sample adds to the sum only if the sample's gradient does not depend on who
 else is in the batch. Three looks at the autograd graph, before backward:
 
-- *form*, in every step: from the loss down to the outputs of trainable layers, the reduction is a
+- *form*, in every step: from the loss down to the outputs of layers, the reduction is a
   mean over equally many terms of every sample. A token mean over samples with different numbers of
   labels is not.
 - *loss*, whenever layers are used in a new way: the second derivative between one sample's output
@@ -73,7 +73,7 @@ class FormCheck:
 
         Args:
             loss: scalar with a graph.
-            calls: of trainable layers in this step.
+            calls: of layers in this step.
             samples: B, at least 1.
 
         Returns:
@@ -115,7 +115,7 @@ class FormCheck:
     def _passes(self, node: Any, name: str, reduced: bool, samples: int, path: str) -> bool:
         """Whether a mean has been taken, after this node; refuses a node that breaks it."""
         if name in _SCALES:
-            self._check_scale(node, f"{path}/{name}")
+            self._check_scale(node, f"{path}/{name}", samples)
         if reduced:
             if name in _SELECTIONS:
                 raise _unknown(
@@ -141,17 +141,17 @@ class FormCheck:
             return False
         raise _unknown(f"{name} stands between the loss and its mean over samples")
 
-    def _check_scale(self, node: Any, path: str) -> None:
+    def _check_scale(self, node: Any, path: str, samples: int) -> None:
         """A factor for all samples alike must be a plain number."""
         for attribute in ("_saved_other", "_saved_self"):
             factor = getattr(node, attribute, None)
-            if not isinstance(factor, Tensor) or factor.numel() != 1 or factor.dim() > 0:
-                if isinstance(factor, Tensor) and factor.numel() == 1:
-                    raise _unknown("it is scaled by a tensor that may depend on the batch")
+            if not isinstance(factor, Tensor) or factor.numel() != 1:
                 continue
-            if factor.dtype == torch.float64:
+            if factor.dim() > 0 and samples == 1:
                 continue
-            if factor.is_floating_point():
+            if factor.dim() == 0 and factor.dtype == torch.float64:
+                continue
+            if factor.dim() > 0 or factor.is_floating_point():
                 raise _unknown("it is scaled by a tensor that may depend on the batch")
             value = float(factor)
             if self._constants.setdefault(f"{path}{attribute}", value) != value:
@@ -159,7 +159,7 @@ class FormCheck:
 
 
 def outputs_of(loss: Tensor, calls: Sequence[Call]) -> list[Call]:
-    """The calls of trainable layers that a loss of unknown form is computed from directly."""
+    """The calls of layers that a loss of unknown form is computed from directly."""
     outputs = {call.edge.node: call for call in calls}
     top: dict[int, Call] = {}
     seen: set[Node] = set()
@@ -191,7 +191,7 @@ def check_isolation(
     Args:
         loss: scalar with a graph, which is kept.
         top: the calls that it is computed from directly.
-        calls: all calls of trainable layers.
+        calls: all calls of layers.
         samples: B, at least 2.
         trusted: look at the network only, not at the loss.
 
@@ -206,7 +206,8 @@ def check_isolation(
         raise _unknown(f"its gradient cannot be looked at ({error})") from error
     if not trusted:
         _check_loss(gradients, top, edges, chosen, samples)
-    below = [call for call in calls if call.edge.node not in {edge.node for edge in edges}]
+    above = {edge.node for edge in edges}
+    below = [call for call in calls if call.trained and call.edge.node not in above]
     if not below:
         return
     masked = [_only(g.detach(), chosen, samples) for g in gradients]

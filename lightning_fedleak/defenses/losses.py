@@ -40,8 +40,9 @@ def mean_of_sample_means(
             )
         logits, labels = logits[:, :-1], labels[:, 1:]
     samples = len(labels)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
     losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, -2).float(),
+        wide.flatten(0, -2),
         labels.flatten(),
         reduction="none",
         ignore_index=ignore_index,

@@ -29,11 +29,14 @@ class Call:
         name: the layer's, in the root module.
         edge: where its output stands in the autograd graph.
         layout: how its first dimension counts samples.
+        trained: whether parameters of its own are trained. A frozen layer that gradients pass is
+            only kept for its place in the graph.
     """
 
     name: str
     edge: GradientEdge
     layout: Layout
+    trained: bool
 
 
 class Recorder:
@@ -120,7 +123,10 @@ class Recorder:
         return n > self.samples and torch.equal(ids, torch.arange(n, device=ids.device))
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not (self._open and torch.is_grad_enabled()) or not trains(module):
+        if not (self._open and torch.is_grad_enabled()):
+            return
+        if not trains(module):
+            self._pass(name, output)
             return
         if not isinstance(output, Tensor):
             if _ignored(module):
@@ -136,10 +142,19 @@ class Recorder:
             raise DefenseError(f"DPSGD: {reason}")
         source = first_input(args, kwargs)
         layout = self._layout(name, module, source, output)
-        self.calls.append(Call(name, get_gradient_edge(output), layout))
+        self.calls.append(Call(name, get_gradient_edge(output), layout, True))
         source = source.detach()
         arrived = functools.partial(self._arrived, module, source, self.parts)
         output.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _pass(self, name: str, output: Any) -> None:
+        """A frozen layer, where gradients pass it and its rows can be shared by the samples."""
+        if not isinstance(output, Tensor) or not output.requires_grad or output.dim() == 0:
+            return
+        rows = len(output)
+        if rows and rows % self.samples == 0:
+            layout = ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
+            self.calls.append(Call(name, get_gradient_edge(output), layout, False))
 
     def _layout(self, name: str, module: nn.Module, source: Any, output: Tensor) -> Layout:
         if not isinstance(source, Tensor) or source.dim() == 0 or output.dim() == 0:

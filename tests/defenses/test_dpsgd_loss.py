@@ -89,11 +89,19 @@ def squared(net: nn.Module) -> Tensor:
     return F.mse_loss(net(X), torch.zeros(B, 3))
 
 
+def adapted() -> nn.Module:
+    """Trains one layer in the middle; what follows it is frozen."""
+    model = tiny_gpt2(dropout=0.0).requires_grad_(False)
+    model.transformer.h[0].mlp.c_fc.requires_grad_(True)
+    return model
+
+
 GOOD: list[tuple[str, Callable[[], nn.Module], Loss, list[str]]] = [
     ("HF causal, equal counts", tiny_gpt2, built_in(IDS), ["lm_head"]),
     ("HF llama", tiny_llama, built_in(IDS), ["lm_head"]),
     ("HF masked, equal counts", tiny_bert_mlm, built_in(IDS), ["cls.predictions.decoder"]),
     ("HF classifier", tiny_bert_classifier, built_in(torch.tensor([0, 1, 2, 1])), ["classifier"]),
+    ("frozen above", adapted, mend, ["lm_head"]),
     ("mend, ragged", tiny_gpt2, mend, ["lm_head"]),
     ("mend, masked", tiny_bert_mlm, lambda m: mend(m, causal=False), ["cls.predictions.decoder"]),
     ("scaled by a number", tiny_gpt2, lambda m: 0.5 * mend(m) / 2, ["lm_head"]),
@@ -112,6 +120,11 @@ def test_a_mean_of_sample_means_is_taken(build, loss: Loss, top: list[str]) -> N
 def test_one_sample_is_its_own_mean() -> None:
     model = tiny_gpt2()
     assert check(model, lambda m: m(input_ids=IDS[:1], labels=RAGGED[:1]).loss, 1) == ["lm_head"]
+
+    def alone(model: nn.Module) -> Tensor:
+        return mean_of_sample_means(model(input_ids=IDS[:1]).logits, RAGGED[:1], causal=True)
+
+    assert check(model, alone, 1) == ["lm_head"]
 
 
 def test_checkpointing_that_shows_the_graph_is_taken() -> None:

@@ -1,0 +1,139 @@
+"""Fits under DPSGD that look at every release; shared by test_dpsgd_fit.py and its DDP worker."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
+from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.models import tiny_gpt2
+
+N, BATCH, CLIP = 24, 4, 0.9
+
+
+class CausalLM(L.LightningModule):
+    """Fine-tunes on the mean of per-sample means; sizes of its batches are kept."""
+
+    def __init__(self, model: nn.Module | None = None, lr: float = 0.05) -> None:
+        super().__init__()
+        self.model = tiny_gpt2(dropout=0.0).train() if model is None else model
+        self.lr = lr
+        self.sizes: list[int] = []
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = self.model(**inputs, use_cache=False).logits
+        return mean_of_sample_means(logits, batch["labels"], causal=True)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.sizes.append(len(batch["labels"]))
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+class Look(Callback):
+    """Keeps batches and, for each, how far what was shared is from a brute-force clipped sum.
+
+    Only right without noise. ``expected`` is the expected batch size.
+    """
+
+    def __init__(self, strategy: DefendedStrategy, expected: float) -> None:
+        self.strategy, self.expected = strategy, expected
+        self.batches: list[dict[str, Tensor]] = []
+        self.shared: list[Tensor] = []
+        self.aggregate: list[Tensor] = []
+        self.distances: list[float] = []
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.module, self.precision = module, trainer.precision
+        self.strategy.add_tap(self.tap)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append({key: value.clone() for key, value in batch.items()})
+
+    def tap(self, stage: Stage, optimizer: Optimizer) -> None:
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        if stage == Stage.LOCAL:
+            with torch.enable_grad():
+                self.brute = clipped_sum(self.module, self.batches[-1], self.precision)
+            return
+        flat = torch.cat(
+            [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]
+        )
+        if stage == Stage.AGGREGATE:
+            self.aggregate.append(flat.clone())
+            return
+        self.shared.append(flat.clone())
+        expected = self.brute / self.expected
+        self.distances.append(float((flat - expected).norm() / expected.norm().clamp(min=1e-12)))
+
+
+def clipped_sum(module: CausalLM, batch: dict[str, Tensor], precision: str) -> Tensor:
+    """One backward pass for each sample, on a copy."""
+    module = copy.deepcopy(module)
+    for inner in module.modules():
+        inner._forward_hooks.clear()
+        inner._forward_pre_hooks.clear()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
+    for i in range(len(batch["labels"])):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            loss = module.loss({key: value[i : i + 1] for key, value in batch.items()})
+        found = torch.autograd.grad(loss, trained)
+        flat = torch.cat([gradient.double().flatten() for gradient in found])
+        total += flat * min(1.0, CLIP / float(flat.norm()))
+    return total
+
+
+def trainer(strategy: Any, **settings: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(strategy=strategy, **{**defaults, **settings})
+
+
+def loader(n: int = N, batch_size: int = BATCH) -> DataLoader[Any]:
+    return random_token_loader(n=n, batch_size=batch_size, length=8, padded=True)
+
+
+def fit(
+    defenses: Any, module: CausalLM | None = None, *, name: str = "auto", **settings: Any
+) -> tuple[CausalLM, L.Trainer]:
+    """Fits with these defences, or with one."""
+    defenses = [defenses] if isinstance(defenses, DPSGD) else defenses
+    module = CausalLM() if module is None else module
+    ckpt_path = settings.pop("ckpt_path", None)
+    data = settings.pop("data", None) or loader()
+    run = trainer(DefendedStrategy(name, defenses), **settings)
+    run.fit(module, data, ckpt_path=ckpt_path)
+    return module, run
+
+
+def looked(
+    defense: DPSGD, module: CausalLM, expected: float, *, name: str = "auto", **settings: Any
+) -> Look:
+    """Fits while looking at every release."""
+    strategy = DefendedStrategy(name, [defense])
+    look = Look(strategy, expected)
+    trainer(strategy, callbacks=[look], **settings).fit(module, loader())
+    return look

@@ -1,0 +1,117 @@
+"""One of two gloo processes; started by test_dpsgd_fit.py. Writes what each case found as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_fedleak.defenses import DPSGD, DefenseError
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.models import tiny_gpt2
+from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, Look, N, fit, loader, looked, trainer
+
+
+def gathered(value: Any) -> list[Any]:
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, value)
+    return found
+
+
+def agree(module: torch.nn.Module) -> bool:
+    first, second = gathered([p.detach().clone() for p in module.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def exact(tied: bool, precision: str) -> dict[str, Any]:
+    module = CausalLM(tiny_gpt2(tied=tied, dropout=0.0).train())
+    defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1)
+    look = looked(defense, module, BATCH, name="ddp", devices=2, max_epochs=1, precision=precision)
+    sizes = [len(batch["labels"]) for batch in look.batches]
+    means = []
+    for mine, aggregate in zip(look.shared, look.aggregate, strict=True):
+        both = torch.stack(gathered(mine)).mean(0)
+        means.append(float((aggregate - both).abs().max() / both.abs().max().clamp(min=1e-12)))
+    return {
+        "distance": max(look.distances),
+        "mean": max(means),
+        "steps": len(sizes),
+        "masks differ": gathered(sizes)[0] != gathered(sizes)[1],
+        "agree": agree(module),
+        "rate": defense.privacy.sample_rate,
+        "releases": defense.privacy.releases,
+    }
+
+
+def noise(trust: Any) -> dict[str, Any]:
+    module = CausalLM(lr=1e-3)
+    strategy = DefendedStrategy("ddp", [DPSGD(CLIP, noise_multiplier=50.0, trust=trust)])
+    look = Look(strategy, BATCH)
+    trainer(strategy, callbacks=[look], devices=2, max_steps=2).fit(module, loader())
+    scaled = [shared * BATCH / (50.0 * CLIP) for shared in look.shared]
+    one, other = gathered(scaled[-1])
+    return {
+        "std": float(scaled[0].std()),
+        "correlation": float((one * other).mean() / (one.std() * other.std())),
+        "agree": agree(module),
+    }
+
+
+def world() -> dict[str, Any]:
+    try:
+        strategy = DefendedStrategy("ddp", [DPSGD(CLIP, noise_multiplier=1.0)], client="world")
+        trainer(strategy, devices=2).fit(CausalLM(), loader())
+    except DefenseError as error:
+        return {"refused": str(error)}
+    return {"refused": ""}
+
+
+def rare() -> dict[str, Any]:
+    """Batches so small that many are empty on one rank only."""
+    defense = DPSGD(CLIP, noise_multiplier=1.0)
+    module, run = fit(defense, name="ddp", devices=2, max_epochs=1, data=loader(n=20, batch_size=1))
+    return {
+        "ran": len(module.sizes),
+        "steps": run.global_step,
+        "releases": defense.privacy.releases,
+        "agree": agree(module),
+        "sizes positive": min(module.sizes, default=1) > 0,
+        "n": N,
+    }
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "exact tied 32": lambda: exact(True, "32-true"),
+    "exact untied 32": lambda: exact(False, "32-true"),
+    "exact tied bf16": lambda: exact(True, "bf16-mixed"),
+    "noise local": lambda: noise("local"),
+    "noise central": lambda: noise("central"),
+    "rare": rare,
+    "world": world,
+}
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        try:
+            found[name] = case()
+        except Exception:
+            found[name] = {"error": traceback.format_exc()}
+            break
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""DPSGD in Lightning: one device and two gloo processes, resume, budget, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+
+from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, Freeze
+from lightning_fedleak.strategies import DefendedStrategy, StepError
+from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
+from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, fit, loader, looked, trainer
+from tests.strategies.test_ddp import free_port
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 400
+Found = dict[str, dict[str, Any]]
+
+
+def lora() -> torch.nn.Module:
+    peft = pytest.importorskip("peft")
+    with own_rng(1):
+        config = peft.LoraConfig(
+            r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
+        )
+        return peft.get_peft_model(tiny_gpt2(dropout=0.0), config).train()
+
+
+MODELS = {
+    "gpt2 tied": lambda: tiny_gpt2(dropout=0.0).train(),
+    "llama": lambda: tiny_llama().train(),
+    "lora": lora,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "most"),
+    [
+        ("gpt2 tied", "32-true", 1e-6),
+        ("llama", "32-true", 1e-6),
+        ("lora", "32-true", 1e-6),
+        ("gpt2 tied", "bf16-mixed", 2e-2),
+        ("lora", "64-true", 1e-12),
+    ],
+)
+def test_what_is_shared_is_the_clipped_sum(name: str, precision: Any, most: float) -> None:
+    module = CausalLM(MODELS[name]())
+    look = looked(DPSGD(CLIP, noise_multiplier=0.0, seed=1), module, BATCH, precision=precision)
+    assert len(look.distances) == 6
+    assert max(look.distances) < most
+    assert len({len(batch["labels"]) for batch in look.batches}) > 1
+
+
+def test_empty_batches_are_released_and_not_run() -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0)
+    module, run = fit(defense, data=loader(batch_size=1))
+    assert run.global_step == defense.privacy.releases == 24
+    assert 0 < len(module.sizes) < 24
+    assert min(module.sizes) > 0
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+class Stop(Exception):
+    pass
+
+
+class Kill(Callback):
+    """Saves after a step, goes on for a few, and breaks down in the middle of one."""
+
+    def __init__(self, path: Path, saved: int, killed: int) -> None:
+        self.path, self.saved, self.killed = path, saved, killed
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.saved:
+            trainer.save_checkpoint(self.path)
+
+    def on_before_zero_grad(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.killed:
+            raise Stop
+
+
+def test_a_killed_run_forgets_no_release_and_repeats_no_noise(tmp_path: Path) -> None:
+    settings = {"noise_multiplier": 1.0, "target_delta": 1e-3, "accountant": "rdp"}
+    shared: list[torch.Tensor] = []
+    counts = []
+    path: Path | None = None
+    step = 0
+    generator = torch.Generator().manual_seed(0)
+    for number in range(5):
+        saved = int(torch.randint(1, 4, (), generator=generator)) + step
+        killed = saved + int(torch.randint(0, 3, (), generator=generator))
+        defense = DPSGD(CLIP, ledger=tmp_path / "ledger", **settings)
+        strategy = DefendedStrategy("auto", [defense])
+        strategy.add_tap(
+            lambda stage, optimizer: (
+                shared.append(
+                    torch.cat(
+                        [p.grad.flatten()[:20] for p in optimizer.param_groups[0]["params"][:4]]
+                    )
+                )
+                if stage == "shared"
+                else None
+            )
+        )
+        following = tmp_path / f"{number}.ckpt"
+        run = trainer(strategy, max_epochs=50, callbacks=[Kill(following, saved, killed)])
+        with pytest.raises(Stop):
+            run.fit(CausalLM(lr=1e-4), loader(), ckpt_path=path)
+        path, step = following, saved
+        counts.append(defense.accountant.steps)
+        assert counts[-1] == len(shared)
+    assert counts[-1] > step
+    draws = torch.stack(shared)
+    assert all(not torch.isin(a, b).any() for i, a in enumerate(draws) for b in draws[:i])
+
+
+def test_resume_goes_on_with_noise_and_account(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "target_epsilon": 5.0,
+        "target_delta": 1e-3,
+        "accountant": "rdp",
+    }
+    first = DPSGD(CLIP, **settings)
+    _, run = fit(first, max_epochs=1)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    assert first.privacy.epsilon == pytest.approx(5.0, rel=0.01)
+    second = DPSGD(CLIP, **settings)
+    with pytest.raises(BudgetSpent, match="after 6 releases"):
+        fit(second, max_epochs=3, ckpt_path=str(tmp_path / "a.ckpt"))
+    assert second.noise_multiplier == first.noise_multiplier
+    assert second.accountant.steps == 6
+
+
+def test_the_last_affordable_step_ends_the_fit() -> None:
+    defense = DPSGD(CLIP, target_epsilon=5.0, target_delta=1e-3, accountant="rdp")
+    fit(defense, max_epochs=2)
+    assert defense.accountant.steps == 12
+    _, run = fit(DPSGD(CLIP, noise_multiplier=1.0), max_epochs=2)
+    assert run.global_step == 12
+    longer = DPSGD(CLIP, target_epsilon=5.0, target_delta=1e-3, accountant="rdp")
+    longer.noise_multiplier = defense.noise_multiplier
+    _, run = fit(longer, max_epochs=4)
+    assert run.global_step == longer.accountant.steps == 12
+    assert longer.privacy.epsilon <= 5.0
+
+
+def test_with_freeze_only_what_is_trained_is_clipped() -> None:
+    module = CausalLM(tiny_gpt2(tied=False).train())
+    before = module.model.transformer.wte.weight.detach().clone()
+    defense = DPSGD(CLIP, noise_multiplier=1.0)
+    fit([Freeze("embeddings"), defense], module, max_steps=3)
+    assert torch.equal(before, module.model.transformer.wte.weight)
+    assert defense.privacy.releases == 3
+
+
+class LBFGS(CausalLM):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Manual(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Loose(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("build", "settings", "error", "message"),
+    [
+        (CausalLM, {"gradient_clip_val": 1.0}, DefenseError, "Leave gradient_clip_val out"),
+        (CausalLM, {"accumulate_grad_batches": 2}, DefenseError, "accumulate_grad_batches=1"),
+        (
+            CausalLM,
+            {"callbacks": [GradientAccumulationScheduler({0: 2})]},
+            DefenseError,
+            "accumulate_grad_batches|own optimizer step",
+        ),
+        (LBFGS, {}, StepError, "LBFGS"),
+        (Manual, {}, DefenseError, "automatic_optimization=True"),
+        (Loose, {}, DefenseError, "'scale' hang directly on the LightningModule"),
+        (lambda: CausalLM(tiny_gpt2().eval()), {}, DefenseError, r"Call `model.train\(\)`"),
+        (lambda: CausalLM(tiny_gpt2().requires_grad_(False)), {}, DefenseError, "frozen"),
+        (lambda: CausalLMModule(tiny_gpt2().train()), {}, DefenseError, "mean_of_sample_means"),
+    ],
+)
+def test_refused_with_the_mend(build: Any, settings: Any, error: Any, message: str) -> None:
+    module = build()
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(error, match=message):
+        fit(DPSGD(CLIP, noise_multiplier=1.0), module, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+# ---- two processes ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What each rank found, by case."""
+    folder = tmp_path_factory.mktemp("dpsgd")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": "2",
+    }
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    processes = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, "-m", "tests.strategies.dpsgd_worker", str(folder), str(rank)]
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env={**environment, "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        for process in processes:
+            process.wait(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    results = [folder / f"{rank}.json" for rank in range(2)]
+    if not all(path.exists() for path in results):
+        pytest.fail("\n".join(log.read_text()[-4000:] for log in logs))
+    return [json.loads(path.read_text()) for path in results]
+
+
+def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:
+    for found in ranks:
+        if name not in found or "error" in found[name]:
+            errors = [value["error"] for value in found.values() if "error" in value]
+            pytest.fail("\n".join(errors) or f"{name} did not run")
+    return [found[name] for found in ranks]
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("exact tied 32", 1e-6), ("exact untied 32", 1e-6), ("exact tied bf16", 2e-2)],
+)
+def test_each_rank_shares_its_own_clipped_sum(ranks, name: str, most: float) -> None:
+    for found in of(ranks, name):
+        assert found["distance"] < most
+        assert found["mean"] < 1e-6
+        assert found["masks differ"]
+        assert found["agree"]
+        assert found["rate"] == pytest.approx(BATCH / 12)
+        assert found["steps"] == found["releases"] == 3
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize(("name", "std"), [("noise local", 1.0), ("noise central", 2**-0.5)])
+def test_ranks_draw_different_noise_and_stay_equal(ranks, name: str, std: float) -> None:
+    for found in of(ranks, name):
+        assert found["std"] == pytest.approx(std, rel=0.05)
+        assert abs(found["correlation"]) < 0.05
+        assert found["agree"]
+
+
+@pytest.mark.ddp
+def test_a_rank_with_an_empty_batch_releases_with_the_others(ranks) -> None:
+    for found in of(ranks, "rare"):
+        assert found["steps"] == found["releases"] == 10
+        assert found["ran"] < 10
+        assert found["sizes positive"]
+        assert found["agree"]
+
+
+@pytest.mark.ddp
+def test_one_client_of_several_processes_is_refused(ranks) -> None:
+    for found in of(ranks, "world"):
+        assert "use client='rank'" in found["refused"]

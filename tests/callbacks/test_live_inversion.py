@@ -24,13 +24,14 @@ from lightning_fedleak.batches import BatchError
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.callbacks.kinds import Inverted, Texts, place_names
 from lightning_fedleak.defenses import Defense
+from lightning_fedleak.defenses.dpsgd import DPSGD
 from lightning_fedleak.metrics.text_reconstruction import (
     reconstruction_rates,
     sentence_scores,
 )
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import Capability, ThreatModelError
-from tests.callbacks.runs import Probe, fit
+from tests.callbacks.runs import Probe, assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
 
@@ -629,6 +630,40 @@ def test_an_empty_micro_batch_among_others_is_no_failure(tmp_path):
     trainer.fit(Poisson((4, 0, 3)))
     assert {line["n"] for line in lines(monitor) if line["attack"] == "recording"} == {7}
     assert monitor.failures == 0
+
+
+def test_poisson_batches_of_dpsgd_are_read_and_its_empty_ones_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "tests.callbacks.runs.random_token_loader", lambda n: random_token_loader(n, batch_size=1)
+    )
+
+    def run(callbacks, root):
+        strategy = DefendedStrategy("auto", defenses=[DPSGD(1.0, noise_multiplier=0.5, seed=3)])
+        module = CausalLMModule(tiny_gpt2(dropout=0.0, tied=False).train(), optimizer="adamw")
+        return fit(callbacks, root, module=module, strategy=strategy, n=10)
+
+    class Sizes(L.Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_batch_start(self, trainer, module, batch, index):
+            self.seen.append(len(batch["input_ids"]))
+
+    monitor = LeakageMonitor(
+        [exact(1), FCMembership(1), Probe()], every_n_steps=1, stages=("local", "shared")
+    )
+    sizes = Sizes()
+    watched = run([sizes, monitor], tmp_path / "watched")
+    assert_same(run([], tmp_path / "plain"), watched)
+    assert monitor.failures == 0
+    assert 0 in sizes.seen
+    found = lines(monitor)
+    looked = [line for line in found if line["attack"] == "prefix_inversion"]
+    for stage in ("local", "shared"):
+        steps = {line["step"]: line["n"] for line in looked if line["stage"] == stage}
+        assert steps == {i: min(n, 4) for i, n in enumerate(sizes.seen) if n}
+    assert all(line["metrics"]["token_accuracy"]["value"] == 1 for line in looked)
+    assert {line["attack"] for line in found} == {"prefix_inversion", "fc_membership", "probe"}
 
 
 # ---- refused ------------------------------------------------------------------------------------

@@ -52,17 +52,17 @@ class Words:
         Raises:
             TextError: an id that the model does not have.
         """
-        if (
-            self.size is not None
-            and len(ids)
-            and not 0 <= int(ids.min()) <= int(ids.max()) < self.size
-        ):
+        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
+        if self.size is not None and not 0 <= low <= high + 1 <= self.size:
             raise TextError(
                 f"the batch holds ids outside of the model's {self.size} words: it was made with "
                 "another model's tokenizer"
             )
-        near = (ids >= 0) & (ids < len(self._table))
-        index = torch.where(near, self._table[torch.where(near, ids, 0)], -1)
+        if low >= 0 and high < len(self._table):
+            index = self._table[ids]
+        else:
+            near = (ids >= 0) & (ids < len(self._table))
+            index = torch.where(near, self._table[torch.where(near, ids, 0)], -1)
         return index, index >= 0
 
 
@@ -136,6 +136,8 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
     if not keep_special:
         everything = torch.ones_like(seen)
         return Text(ids, everything, ~everything, words.kind, words.special[:0])
+    if not len(words.special):
+        return Text(ids, seen, ~seen, words.kind, words.special)
     word = ~torch.isin(ids, words.special)
     return Text(ids, word & seen, word & ~seen, words.kind, words.special)
 

@@ -180,15 +180,25 @@ def test_prv_gives_up_on_a_loss_beyond_floats_and_rdp_stands(monkeypatch) -> Non
 
 
 def test_prv_that_fails_is_said(monkeypatch) -> None:
-    from opacus.accountants import PRVAccountant
+    from opacus.accountants.analysis import prv
 
-    def fails(self, *args, **kwargs):
+    def fails(*args, **kwargs):
         raise RuntimeError("Discrete mean differs")
 
-    monkeypatch.setattr(PRVAccountant, "get_epsilon", fails)
+    monkeypatch.setattr(prv, "discretize", fails)
     with pytest.warns(UserWarning, match="Discrete mean differs.*RDP"):
         found = epsilon_of([(1.0, 0.1, 100)], 1e-5, "prv")
     assert found == epsilon_of([(1.0, 0.1, 100)], 1e-5, "rdp")
+
+
+def test_prv_is_that_of_opacus() -> None:
+    from opacus.accountants import PRVAccountant
+
+    history = [(1.0, 0.02, 300), (1.5, 0.05, 40)]
+    theirs = PRVAccountant()
+    theirs.history = list(history)
+    ours = epsilon_of(history, 1e-5, "prv")
+    assert ours == pytest.approx(theirs.get_epsilon(1e-5, eps_error=0.002 * ours), rel=1e-3)
 
 
 def test_the_mesh_of_prv_is_bounded(monkeypatch) -> None:

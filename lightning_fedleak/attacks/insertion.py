@@ -330,13 +330,13 @@ class _Masks:
         self._by_input: OrderedDict[int, Tensor | None] = OrderedDict()
 
     def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = _argument(model, "attention_mask", args, kwargs)
+        mask = argument_of(model, "attention_mask", args, kwargs)
         if mask is not None and mask.dim() != 2:
             raise ValueError(
                 f"crafted layers need an attention_mask (B, L), got {tuple(mask.shape)}"
             )
         if mask is None and hasattr(_peft_config(model), "num_virtual_tokens"):
-            ids = _argument(model, "input_ids", args, kwargs)
+            ids = argument_of(model, "input_ids", args, kwargs)
             mask = None if ids is None else torch.ones_like(ids)
         self._mask = mask
 
@@ -365,7 +365,7 @@ class _Masks:
         self._by_input.clear()
 
 
-def _argument(
+def argument_of(
     model: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
     """What a model is called with under this name, by keyword or by position."""
@@ -512,6 +512,7 @@ __all__ = [
     "EmbeddingModule",
     "Inserted",
     "Placement",
+    "argument_of",
     "direction_of",
     "insert",
     "upstream_of",

@@ -125,26 +125,30 @@ def audit_scores(
             f"{others.size}"
         )
     error = 1 - confidence
+
+    def shown(held: Floats, others: Floats, cut: float) -> float:
+        if threshold == "union":
+            return test.epsilon(*_at_ranks(held, others, error))
+        if threshold == "split":
+            return test.epsilon(*_at_chosen(held, others, test, error, np.random.default_rng(seed)))
+        return test.epsilon(*_at_cuts(np.array([cut]), held, others, error / 2))
+
+    cut = 0.0
     if threshold == "union":
         method = "union over thresholds"
-        fnr, fpr = _at_ranks(held, others, error)
     elif threshold == "split":
         method = "threshold chosen by one half, judged by the other"
-        fnr, fpr = _at_chosen(held, others, test, error, np.random.default_rng(seed))
     elif isinstance(threshold, (int, float)) and not math.isnan(threshold):
-        method = "threshold fixed beforehand"
-        fnr, fpr = _at_cuts(np.array([float(threshold)]), held, others, error / 2)
+        method, cut = "threshold fixed beforehand", float(threshold)
     else:
         raise ValueError(f"threshold must be 'union', 'split' or a number, got {threshold!r}")
-    none = np.zeros(1, dtype=np.int64)
-    best_fnr, best_fpr = (_above(none, n, error / 2) for n in (held.size, others.size))
     return EpsilonBound(
-        epsilon=math.nan if np.isnan(score).any() else test.epsilon(fnr, fpr),
+        epsilon=math.nan if np.isnan(score).any() else shown(held, others, cut),
         delta=delta,
         confidence=confidence,
         relation=accountant or relation,
         games=score.size,
-        limit=test.epsilon(best_fnr, best_fpr),
+        limit=shown(np.ones(held.size), np.zeros(others.size), 0.5),
         method=method + (", as a Gaussian mechanism" if claim == "gaussian" else ""),
     )
 
@@ -175,7 +179,8 @@ class _Test:
         rest = np.maximum(p - self.delta, 0.0)
         if not self.halved:
             return rest / q
-        factor: Floats = 2 * rest / (self.delta + np.sqrt(self.delta**2 + 4 * q * rest))
+        root = self.delta + np.sqrt(self.delta**2 + 4 * q * rest)
+        factor: Floats = np.divide(2 * rest, root, out=np.zeros_like(rest), where=root > 0)
         return factor
 
     def epsilon(self, fnr: Floats, fpr: Floats) -> float:

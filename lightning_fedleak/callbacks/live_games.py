@@ -27,11 +27,13 @@ from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.kinds import Played
 from lightning_fedleak.callbacks.ledger import AUDIT
 from lightning_fedleak.callbacks.look import Look, reason
+from lightning_fedleak.callbacks.model_ids import ModelIds
 from lightning_fedleak.callbacks.outcome import Waiting
 from lightning_fedleak.callbacks.sources import GameSettings, Sources
 from lightning_fedleak.callbacks.targets import Rows, Targets, special_ids
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.strategies import DefendedStrategy
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,11 @@ class LiveGames:
         self._client = client
         self._attacks: tuple[MembershipAttack, ...] = ()
         self._tap: ActivationTap | None = None
+        self._ids: ModelIds | None = None
+        strategy = trainer.strategy
+        defenses = strategy.defenses if isinstance(strategy, DefendedStrategy) else ()
+        self._replaced = any(d.acts_on_batches for d in defenses)
+        self._rewritten = {layer: d.name for d in defenses for layer in d.activation_layers}
         self._tables: dict[str, _Table] = {}
         self._leaving = False
 
@@ -108,7 +115,9 @@ class LiveGames:
         layers = {a.layer for a in attacks}
         if layers != {a.layer for a in self._attacks}:
             self.close()
-            self._tap = None if not layers else self._tap_at(sorted(layers))
+            if layers:
+                self._tap = self._tap_at(sorted(layers))
+                self._ids = ModelIds(self._anatomy) if self._replaced else None
         self._attacks = tuple(attacks)
 
     def _tap_at(self, layers: Sequence[int]) -> ActivationTap:
@@ -155,7 +164,9 @@ class LiveGames:
         """Removes the hooks."""
         if self._tap is not None:
             self._tap.close()
-        self._tap = None
+        if self._ids is not None:
+            self._ids.close()
+        self._tap = self._ids = None
 
     # ---- a look -----------------------------------------------------------------------------
 
@@ -163,11 +174,15 @@ class LiveGames:
         """Starts a look."""
         if self._tap is not None:
             self._tap.arm()
+        if self._ids is not None:
+            self._ids.arm()
 
     def disarm(self, batches: Sequence[TokenBatch]) -> None:
         """Ends a look, lets go of what it held, and remembers its batches."""
         if self._tap is not None:
             self._tap.disarm()
+        if self._ids is not None:
+            self._ids.arm(False)
         self._leaving = False
         self._tables.clear()
         for batch in batches:
@@ -211,6 +226,13 @@ class LiveGames:
         """The client's hidden states and the gradient of its loss in them."""
         assert self._tap is not None
         try:
+            for rewritten, name in self._rewritten.items():
+                if rewritten <= layer:
+                    raise UnusableObservation(
+                        f"the defence '{name}' rewrites the hidden states at layer {rewritten}, "
+                        f"and what layers of the server's own read at layer {layer} then is not "
+                        "computed: ask below it"
+                    )
             gradients = self._tap.gradients(layer, scale=scale)
             if len(gradients) != len(batches):
                 raise UnusableObservation(
@@ -223,10 +245,10 @@ class LiveGames:
                         f"the model was run on {tuple(gradient.shape[:2])} tokens at layer "
                         f"{layer}, the batch holds {tuple(batch.input_ids.shape)}"
                     )
+            read = batches if self._ids is None else self._ids.written(batches)
             with self._precision.forward_context():
                 client = [
-                    hidden_states(self._anatomy, layer, b.input_ids, b.attention_mask)
-                    for b in batches
+                    hidden_states(self._anatomy, layer, b.input_ids, b.attention_mask) for b in read
                 ]
         except Exception as error:
             return reason(error)

@@ -211,8 +211,21 @@ def test_infinite_scores_and_few_games_are_fine() -> None:
     scores, members = scores.repeat(100), members.repeat(100)
     for how in ("union", "split", 0.0):
         bound = audit_scores(scores, members, threshold=how)
-        assert 2 < bound.epsilon <= bound.limit
-    assert bound.epsilon == bound.limit
+        assert 2 < bound.epsilon == bound.limit
+
+
+def test_a_threshold_that_no_member_exceeds_spoils_no_other() -> None:
+    """A non-member above all others, and a replace-one game for an add/remove epsilon."""
+    scores, members = torch.cat([torch.zeros(500), torch.ones(500)]), torch.arange(1000) >= 500
+    for how in ("union", "split"):
+        audit = partial(
+            audit_scores, threshold=how, relation="replace_one", accountant="add_remove"
+        )
+        perfect = audit(scores, members).epsilon
+        scores[0] = 99.0
+        spoilt = audit(scores, members).epsilon
+        scores[0] = 0.0
+        assert 0.8 * perfect < spoilt < perfect
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.insertion import insert
 from lightning_fedleak.attacks.membership import CRAFTED, MembershipGuess
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.canaries import InclusionMismatch, with_canaries
 from lightning_fedleak.defenses import Defense, Freeze, GradientNoise
+from lightning_fedleak.defenses.activation_noise import ActivationNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
 from tests.callbacks.runs import Probe, fit
@@ -327,6 +329,71 @@ def test_freezing_does_not_freeze_the_servers_own_layers(tmp_path):
     assert monitor.latest["leakage/probe/exposed"] == 0
     assert monitor.latest["leakage/recording/exposed"] == 1
     assert monitor.latest[AUC] == 1
+
+
+class Writes(Defense):
+    """Gives the model other words in place of those from ``first`` on."""
+
+    name, guarantee = "writes", "none"
+
+    def __init__(self, first):
+        self.first = first
+        self.written = []
+
+    def on_batch(self, batch, context):
+        ids = batch["input_ids"].clone()
+        ids[:, self.first :] = (ids[:, self.first :] + 31) % 97
+        self.written.append(ids)
+        return batch | {"input_ids": ids}
+
+
+def test_the_client_reads_what_a_defence_has_written_in_place_of_its_batch(tmp_path):
+    attack, defense = Recording(), Writes(first=0)
+    monitor = LeakageMonitor(attack, every_n_steps=3, stages=("local", "shared"))
+    module = still()
+    fit([monitor], tmp_path, module=module, strategy=DefendedStrategy("auto", defenses=[defense]))
+    anatomy = find_anatomy(module)
+    batches = list(random_token_loader(32))
+    for look, step in enumerate([1, 3, 6]):
+        _, hidden, mask, _, _ = attack.computed[1 + look]
+        truth = batches[step]["input_ids"]
+        assert not torch.equal(truth, defense.written[step])
+        torch.testing.assert_close(hidden, hidden_states(anatomy, 1, defense.written[step], mask))
+        query = next(q for s, _, _, q in attack.seen if s == step)
+        assert sum(text in truth.tolist() for text in own_rows(query)) == len(truth)
+    assert monitor.failures == 0
+    assert monitor.latest["leakage/recording/accuracy"] == 0.5
+
+    untouched = LeakageMonitor(Recording(), every_n_steps=3)
+    strategy = DefendedStrategy("auto", defenses=[Writes(first=99)])
+    fit([untouched], tmp_path, module=still(), strategy=strategy)
+    assert untouched.latest[AUC] == 1
+
+
+def test_a_batch_that_is_replaced_and_cannot_be_seen_is_unknown(tmp_path):
+    class Embeds(CausalLMModule):
+        def training_step(self, batch, batch_idx):
+            states = self.model.transformer.wte(batch["input_ids"])
+            return self.model(inputs_embeds=states, labels=batch["labels"]).loss
+
+    monitor = LeakageMonitor(Recording(), every_n_steps=3)
+    strategy = DefendedStrategy("auto", defenses=[Writes(first=0)])
+    module = Embeds(tiny_gpt2(dropout=0.0).train(), lr=0.0)
+    with pytest.warns(UserWarning, match="which token ids the model was run on cannot be told"):
+        fit([monitor], tmp_path, module=module, strategy=strategy)
+    assert math.isnan(monitor.latest[AUC])
+
+
+def test_layers_behind_rewritten_hidden_states_are_unknown_and_those_below_are_not(tmp_path):
+    attacks = [FCMembership(k, name=f"fc_{k}") for k in (0, 1, 2)]
+    monitor = LeakageMonitor(attacks, every_n_steps=3, stages=("local", "shared"))
+    strategy = DefendedStrategy("auto", defenses=[ActivationNoise(1, sigma=50.0)])
+    with pytest.warns(UserWarning, match="rewrites the hidden states at layer 1"):
+        fit([monitor], tmp_path, module=still(), strategy=strategy)
+    for prefix in ("leakage", "leakage_local"):
+        assert monitor.latest[f"{prefix}/fc_0/auc"] > 0.8
+        assert math.isnan(monitor.latest[f"{prefix}/fc_1/auc"])
+        assert math.isnan(monitor.latest[f"{prefix}/fc_2/auc"])
 
 
 # ---- pending ------------------------------------------------------------------------------------

@@ -19,6 +19,10 @@ from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.bottom import BottomModel
 from lightning_fedleak.attacks.hidden import TOKENS_AT_ONCE, takes, virtual_tokens
 
+BLOCK = {"cpu": 16}
+BLOCK_OTHERWISE = 128
+"""Positions that attention kernels take together: where a text ends elsewhere in such a block, the
+states there differ by rounding. Whole texts are run up to the end of a block, or of the text."""
 _AGREE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _AGREE_OTHERWISE = 0.1
 """Standard deviations of the hidden states by which a trial with and without cache may differ."""
@@ -53,13 +57,19 @@ class Layout:
         for name, given in (("attention_mask", mask), ("position_ids", position_ids)):
             if given is not None and tuple(given.shape) != shape:
                 raise ValueError(f"{name} is {tuple(given.shape)}, but the batch is {shape}")
-        real = torch.ones(shape, dtype=torch.bool) if mask is None else mask != 0
+        if mask is not None:
+            real = mask != 0
+        else:
+            device = None if position_ids is None else position_ids.device
+            real = torch.ones(shape, dtype=torch.bool, device=device)
         counts = real.sum(1)
         if not bool(counts.all()):
             empty = int((counts == 0).nonzero()[0])
             raise ValueError(f"text {empty} is empty: its attention_mask is 0 everywhere")
         columns = (~real).int().argsort(dim=1, stable=True)[:, : int(counts.max())]
-        positions = columns if position_ids is None else position_ids.gather(1, columns)
+        positions = columns
+        if position_ids is not None:
+            positions = position_ids.to(columns.device).gather(1, columns)
         return cls(counts, columns, positions, mask, position_ids)
 
     def to(self, device: torch.device) -> Layout:
@@ -305,7 +315,9 @@ class Prefixes:
         """Hidden states (k, ``length``, d) by real token, of ``text`` (k, N) laid out as rows."""
         layout = self.layout[rows]
         sent = layout.spread(text, 0)
-        end = int(layout.columns[:, :length].max()) + 1
+        block = BLOCK.get(text.device.type, BLOCK_OTHERWISE)
+        end = -(-int(layout.columns[:, :length].max() + 1) // block) * block
+        end = min(end, sent.shape[1])
         mask = None if layout.mask is None else layout.mask[:, :end]
         ids = None if layout.position_ids is None else layout.position_ids[:, :end]
         step = max(1, TOKENS_AT_ONCE // end)

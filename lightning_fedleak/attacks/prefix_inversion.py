@@ -26,6 +26,8 @@ SKIPPED = 2
 """First positions of a public text, whose states are unlike all others."""
 COMPARED = 4
 """Public texts whose states are computed in two ways, to learn how far these differ."""
+LEAST_NOISE = 0.05
+"""Of a dimension's variance in public text: noise is taken to add at least half of that."""
 MARGIN = 1.5
 LEAST = 1 / 16
 """Of the dtype's precision, that states computed in two ways are taken to differ by at least."""
@@ -47,6 +49,10 @@ class PrefixInversion(InversionAttack):
             the others are predicted; None for all, which pays where many tokens are untrained.
         contexts: beginnings behind which they are run.
         language_model: let the server's top model say which token it expects next.
+        noised: whether the client is known to add noise, so that no token's state is the one sent;
+            None to find out, for the price of one verification of the whole vocabulary. Set False,
+            the nearest token is looked for in the whole vocabulary at every place.
+        beam: beginnings kept side by side where states are noised.
         batch: texts searched at once; None for 1 on a CPU and 8 elsewhere.
         autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
         refresh_every: optimizer steps after which the copy of the bottom model is renewed.
@@ -69,6 +75,8 @@ class PrefixInversion(InversionAttack):
         types: int | None = 4096,
         contexts: int = 1,
         language_model: bool = True,
+        noised: bool | None = None,
+        beam: int = 4,
         batch: int | None = None,
         autocast: torch.dtype | None = None,
         refresh_every: int = 1,
@@ -84,6 +92,7 @@ class PrefixInversion(InversionAttack):
         for setting, value, least in (
             ("types", types, 2),
             ("contexts", contexts, 1),
+            ("beam", beam, 1),
             ("batch", batch, 1),
             ("refresh_every", refresh_every, 1),
             ("renew_table_every", renew_table_every, 1),
@@ -94,6 +103,8 @@ class PrefixInversion(InversionAttack):
         self.types = types
         self.contexts = contexts
         self.language_model = language_model
+        self.noised = noised
+        self.beam = beam
         self.batch = batch
         self.autocast = autocast
         self.refresh_every = refresh_every
@@ -103,6 +114,7 @@ class PrefixInversion(InversionAttack):
         self._table: StateTable | None = None
         self._table_step = 0
         self._precision = 0.0
+        self._variance: Tensor | None = None
 
     @property
     def bottom(self) -> BottomModel:
@@ -157,6 +169,7 @@ class PrefixInversion(InversionAttack):
             self._table = StateTable(
                 typical, bottom.word_embeddings(), states[real], ids[real], self.seed
             )
+            self._variance = states[real].float().var(0)
             some = long[:COMPARED]
             differ = two_ways(bottom, ids[some], mask[some], states[some])
             self._precision = max(MARGIN * differ, LEAST * torch.finfo(bottom.dtype).eps)
@@ -193,23 +206,27 @@ class PrefixInversion(InversionAttack):
                 f"hidden states at layer {self.layer} are (B, L, {bottom.width}), got "
                 f"{tuple(hidden.shape)}"
             )
+        shape = (hidden.shape[0], hidden.shape[1])
+        whole = Layout.of(shape, attention_mask, position_ids).to(bottom.device)
         deadline = Deadline(self.budget_seconds)
         size = self.batch or (1 if bottom.device.type == "cpu" else 8)
         tokens, sure, finished, candidates = [], [], True, 0
+        noised, spread = self.noised, self._spread(hidden, attention_mask)
         with torch.no_grad(), bottom.session():
             for a in range(0, len(hidden), size):
-                mask = None if attention_mask is None else attention_mask[a : a + size]
-                positions = None if position_ids is None else position_ids[a : a + size]
                 part = hidden[a : a + size].to(bottom.device)
-                layout = Layout.of((part.shape[0], part.shape[1]), mask, positions)
-                layout = layout.to(bottom.device)
+                layout = whole[torch.arange(a, a + len(part), device=bottom.device)]
                 if deadline.passed:
                     tokens.append(torch.full_like(part[..., 0], NOTHING, dtype=torch.int64))
                     sure.append(torch.zeros_like(part[..., 0], dtype=torch.float32))
                     finished = False
                     continue
-                found = self._search(part, layout, deadline)
-                tokens.append(layout.spread(found.tokens, NOTHING))
+                left = -(-(len(hidden) - a) // size)
+                found = self._search(part, layout, deadline.share(left), spread, noised)
+                noised = True if found.noised else noised
+                ahead = torch.arange(found.tokens.shape[1], device=bottom.device)
+                ahead = ahead >= found.verified[:, None]
+                tokens.append(layout.spread(found.tokens.masked_fill(ahead, NOTHING), NOTHING))
                 sure.append(layout.spread(found.confidence, 0.0))
                 finished &= found.finished
                 candidates += found.candidates
@@ -220,7 +237,27 @@ class PrefixInversion(InversionAttack):
             candidates=candidates,
         )
 
-    def _search(self, hidden: Tensor, layout: Layout, deadline: Deadline) -> Recovered:
+    def _spread(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """(d,) what noise adds to the states, guessed from how they vary beyond public text."""
+        assert self._variance is not None
+        real = torch.ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.cpu() != 0
+        usual = real & (real.cumsum(1) > SKIPPED)
+        states = hidden[(usual if int(usual.sum()) > SKIPPED else real).to(hidden.device)].float()
+        own = self._variance.clamp(min=1e-12 * float(self._variance.max().clamp(min=1e-30)))
+        if len(states) < 2:
+            return own.sqrt()
+        more = states.to(own.device).var(0) - own
+        share = float((more / own).median().clamp(min=LEAST_NOISE))
+        return torch.maximum(more, 0.5 * share * own).sqrt()
+
+    def _search(
+        self,
+        hidden: Tensor,
+        layout: Layout,
+        deadline: Deadline,
+        spread: Tensor,
+        noised: bool | None,
+    ) -> Recovered:
         assert self._table is not None
         expects = None
         if self.language_model and predicts_next(self.bottom):
@@ -231,6 +268,9 @@ class PrefixInversion(InversionAttack):
             layout.packed_anew(hidden).float(),
             _Expected(expects, layout),
             precision=self._precision,
+            spread=spread,
+            noised=noised,
+            beam=self.beam,
             deadline=deadline,
         )
 
@@ -244,6 +284,8 @@ class PrefixInversion(InversionAttack):
             "types": self.types,
             "contexts": self.contexts,
             "language_model": self.language_model,
+            "noised": self.noised,
+            "beam": self.beam,
             "batch": self.batch,
             "autocast": None if self.autocast is None else str(self.autocast),
             "refresh_every": self.refresh_every,

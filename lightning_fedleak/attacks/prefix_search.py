@@ -7,16 +7,26 @@ the bottom model run once over the guesses verifies every one up to the first mi
 the failed candidate tells how this context shifts states, so that the next candidates are chosen
 around the right place. And a candidate is believed as soon as no other token can be the right one:
 were it another, that token's state would be as far from the candidate's as the observed one is.
+
+Runs with and without cache differ by rounding, which in bf16 hides the difference between near
+tokens. Where it might, the text is run once more as the client ran it, without cache: the right
+token's state is then equal bit for bit, on the same kind of machine; whether it is shows on tokens
+that are known already.
+
+Where no token's state is the observed one, the states were noised or the copy of the bottom model
+is stale; the rest is then left to :mod:`~lightning_fedleak.attacks.prefix_beam`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_fedleak.attacks.prefix_beam import beam_search
 from lightning_fedleak.attacks.prefix_cache import Prefixes
 from lightning_fedleak.attacks.sent import Deadline
 from lightning_fedleak.attacks.state_table import StateTable
@@ -28,7 +38,16 @@ READ = 256
 AHEAD = 4, 48
 """Tokens guessed ahead: at least, at most."""
 ROUNDS = 8, 16, 32, 64, 128, 256
-"""Candidates verified at once in the first, second, ... round at one place; then the last."""
+"""Candidates verified at once in the first, second, ... round at one place."""
+SWEEP = 512
+"""Candidates verified at once behind these rounds, until none is left that could be right."""
+SURELY_NOISED = 1000
+"""Tokens that could be right, of which none is: then no token is what was sent."""
+LOW_PRECISION = 1e-4
+SAME_AT_ONCE = 8
+"""Candidates that are run without cache at one place."""
+REOPENED = 8
+"""Places of one text that may be opened again."""
 LEARN_FROM, LEARN_MOST = 25, 65
 """Verified candidates at one place from which on they are learned from; at most so many."""
 FAR = 20.0
@@ -54,8 +73,11 @@ class _Place:
     distances: list[float] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     rivals: list[int] = field(default_factory=list)
+    run_again: set[int] = field(default_factory=set)
+    runner_up: float = float("inf")
     round: int = 0
     settled: int | None = None
+    certain: bool = False
 
     def add(self, token: int, state: Tensor, distance: float) -> None:
         if token not in self.seen:
@@ -63,6 +85,11 @@ class _Place:
             self.tokens.append(token)
             self.states.append(state)
             self.distances.append(distance)
+
+    def only_counted(self, tokens: list[int], distances: list[float]) -> None:
+        """Takes in verified tokens that are farther than the nearest, without their states."""
+        self.seen.update(tokens)
+        self.runner_up = min(self.runner_up, *distances)
 
     @property
     def best(self) -> int:
@@ -75,11 +102,12 @@ class Recovered:
     """What the search found.
 
     Attributes:
-        tokens: (B, N); beyond what was verified the best guess.
+        tokens: (B, N); valid up to ``verified``.
         verified: (B,) tokens that are verified.
         confidence: (B, N) one minus the ratio of the distances of best and runner-up, where the
             runner-up not verified is estimated; 0 where only guessed.
         residuals: (B, N) distance of the best to the observed state, nan where only guessed.
+        noised: whether it showed that no token's state is the observed one.
         finished: False if time ran out.
         candidates: tokens that went through the bottom model.
         runs: forwards of the bottom model.
@@ -89,6 +117,7 @@ class Recovered:
     verified: Tensor
     confidence: Tensor
     residuals: Tensor
+    noised: bool
     finished: bool
     candidates: int
     runs: int
@@ -101,6 +130,9 @@ def search(
     prior: Prior,
     *,
     precision: float,
+    spread: Tensor,
+    noised: bool | None = None,
+    beam: int = 4,
     deadline: Deadline | None = None,
 ) -> Recovered:
     """Recovers all texts of ``prefixes``, of which nothing is known yet.
@@ -111,9 +143,16 @@ def search(
         observed: (B, N, d) float32 states by real token.
         prior: of the next token.
         precision: share of a state's length by which two computations of it may differ.
+        spread: (d,) what noise adds, see :func:`~lightning_fedleak.attacks.prefix_beam.
+            beam_search`.
+        noised: whether it is known that the observed states are none of any token's; None to find
+            out, which takes the whole vocabulary at the first place where it is so. With False the
+            nearest token is taken at every place, at that price.
+        beam: beginnings kept where it is so.
         deadline: looked at before each forward; None for no bound.
     """
-    return _Search(prefixes, table, observed, prior, precision, deadline or Deadline()).run()
+    search = _Search(prefixes, table, observed, prior, precision, noised, deadline or Deadline())
+    return search.run(beam, spread)
 
 
 class _Search:
@@ -124,8 +163,14 @@ class _Search:
         observed: Tensor,
         prior: Prior,
         precision: float,
+        noised: bool | None,
         deadline: Deadline,
     ) -> None:
+        self.noised, self.may_be_noised = noised is True, noised is None
+        self.low_precision = precision > LOW_PRECISION
+        self.repeatable: bool | None = None
+        self.opened_again: list[set[int]] = [set() for _ in range(len(observed))]
+        self.extra_computed = self.extra_runs = 0
         self.prefixes = prefixes
         self.table = table
         self.observed = observed
@@ -155,24 +200,91 @@ class _Search:
             out[r, p] = tokens.gather(1, scores.topk(k, dim=1).indices)
         return out
 
-    def run(self) -> Recovered:
-        finished = True
-        while bool((self.prefixes.known < self.counts).any()):
-            if self.deadline.passed:
-                finished = False
-                break
+    def run(self, beam: int, spread: Tensor) -> Recovered:
+        while self._open() and not self.noised and not self.deadline.passed:
             self._pass()
         known = self.prefixes.known
-        ahead = torch.arange(self.guess.shape[1], device=known.device) >= known[:, None]
+        tokens = self.prefixes.tokens
+        if self.noised:
+            tokens, known = self._beams(beam, spread)
         return Recovered(
-            tokens=torch.where(ahead, self.guess, self.prefixes.tokens),
+            tokens=tokens,
             verified=known,
             confidence=self.confidence,
             residuals=self.residuals,
-            finished=finished,
-            candidates=self.prefixes.computed,
-            runs=self.prefixes.runs,
+            noised=self.noised,
+            finished=bool((known >= self.counts).all()),
+            candidates=self.prefixes.computed + self.extra_computed,
+            runs=self.prefixes.runs + self.extra_runs,
         )
+
+    def _open(self) -> bool:
+        """Whether a place is open, or is opened again since without cache its state is another."""
+        if bool((self.prefixes.known < self.counts).any()):
+            return True
+        if not (self.low_precision and self.repeatable) or self.deadline.passed:
+            return False
+        again = self._uncached(torch.arange(len(self.counts), device=self.counts.device))
+        nothing = self.prefixes.tokens[:, :0]
+        again.known = torch.zeros_like(again.known)
+        states = again.follow(self.prefixes.tokens, nothing).float()
+        self._count(again)
+        ahead = torch.arange(states.shape[1], device=states.device)
+        wrong = (states != self.observed).any(2) & (ahead < self.counts[:, None])
+        for i in wrong.any(1).nonzero().squeeze(1).tolist():
+            at = int(wrong[i].nonzero()[0])
+            self.confidence[i, at:] = 0.0
+            if at in self.opened_again[i] or len(self.opened_again[i]) >= REOPENED:
+                continue
+            self.opened_again[i].add(at)
+            self.guess[i, at:] = self.prefixes.tokens[i, at:]
+            self.prefixes.known[i] = at
+            self.places[i] = _Place(certain=True)
+        return bool((self.prefixes.known < self.counts).any())
+
+    def _beams(self, width: int, spread: Tensor) -> tuple[Tensor, Tensor]:
+        """The rest of each text, as far as time allows."""
+        tokens, known = self.prefixes.tokens.clone(), self.prefixes.known.clone()
+        for i in (known < self.counts).nonzero().squeeze(1).tolist():
+            n, start = int(self.counts[i]), int(known[i])
+            left = int((known[i:] < self.counts[i:]).sum())
+            found = beam_search(
+                self.prefixes.of_rows(self.rows[i : i + 1]),
+                self.table,
+                self.observed[i, :n],
+                self.first[i],
+                partial(self.prior.all, i),
+                width=width,
+                spread=spread,
+                deadline=self.deadline.share(left),
+            )
+            self.extra_computed += found.computed
+            self.extra_runs += found.runs
+            end = known[i] = found.verified
+            tokens[i, start:end] = found.tokens[start:end]
+            self.confidence[i, start:end] = found.confidence[start:end]
+            self.residuals[i, start:end] = found.residuals[start:end]
+        return tokens, known
+
+    def _uncached(self, rows: Tensor) -> Prefixes:
+        """The texts ``rows`` as the client runs them."""
+        again = self.prefixes.of_rows(rows)
+        again.cached = False
+        return again
+
+    def _may_match(self, i: int) -> bool:
+        """Whether a run without cache gives what the client sent, as far as known tokens tell."""
+        if self.repeatable is None and int(self.prefixes.known[i]):
+            again = self._uncached(self.rows[i : i + 1])
+            again.known = torch.zeros_like(again.known)
+            state = again.follow(again.tokens[:, :1]).float()[0, 0]
+            self._count(again)
+            self.repeatable = torch.equal(state, self.observed[i, 0])
+        return self.repeatable is not False
+
+    def _count(self, run: Prefixes) -> None:
+        self.extra_computed += run.computed
+        self.extra_runs += run.runs
 
     def _pass(self) -> None:
         known = self.prefixes.known
@@ -185,10 +297,14 @@ class _Search:
         states = self.prefixes.follow(chain, others).float()
         target = self.observed[self.rows[:, None], at]
         distances = (states[:, :width] - target).norm(dim=2)
-        believed = self._believed(chain, distances, self.noise.gather(1, at)) & inside
+        noise = self.noise.gather(1, at)
+        believed = self._believed(chain, distances, noise) & inside
+        certain = torch.tensor([p.certain for p in self.places], device=known.device)
+        believed[:, 0] &= ~certain
         head = torch.tensor([p.settled is not None for p in self.places], device=known.device)
         believed[:, 0] |= head & inside[:, 0]
         kept = believed.int().cumprod(1).sum(1)
+        kept = self._kept_uncached(kept, chain, distances, noise, inside)
         other = torch.full_like(kept, -1)
         alone = (states[:, width:] - target[:, :1]).norm(dim=2)
         for i in (kept == 0).logical_and(inside[:, 0]).nonzero().squeeze(1).tolist():
@@ -219,6 +335,64 @@ class _Search:
         believed: Tensor = self._radius(distances, noise) < alone
         return believed
 
+    def _kept_uncached(
+        self, kept: Tensor, chain: Tensor, distances: Tensor, noise: Tensor, inside: Tensor
+    ) -> Tensor:
+        """``kept``, and more where the chain stopped at a token that may well be right."""
+        at = kept.clamp(max=chain.shape[1] - 1)[:, None]
+        near = distances.gather(1, at) <= 2.0 * noise.gather(1, at)
+        stopped = (kept < chain.shape[1]) & inside.gather(1, at).squeeze(1) & near.squeeze(1)
+        stopped &= torch.tensor(
+            [
+                k > 0 or t not in p.run_again
+                for k, t, p in zip(kept.tolist(), chain[:, 0].tolist(), self.places, strict=True)
+            ],
+            device=kept.device,
+        )
+        rows = stopped.nonzero().squeeze(1)
+        if not len(rows) or not self._may_match(int(rows[0])):
+            return kept
+        again = self._uncached(rows)
+        states = again.follow(chain[rows]).float()
+        self._count(again)
+        places = self.prefixes.known[rows][:, None] + torch.arange(
+            chain.shape[1], device=rows.device
+        )
+        target = self.observed[rows[:, None], places.clamp(max=self.observed.shape[1] - 1)]
+        same = (states == target).all(2) & inside[rows]
+        equal = same.int().cumprod(1).sum(1)
+        if bool(equal.any()):
+            self.repeatable = True
+        for i, k in zip(rows.tolist(), kept[rows].tolist(), strict=True):
+            if k == 0:
+                self.places[i].run_again.add(int(chain[i, 0]))
+        out = kept.clone()
+        out[rows] = torch.where(equal > kept[rows], equal, kept[rows])
+        ahead = torch.arange(chain.shape[1], device=rows.device)
+        distances[rows] = distances[rows].masked_fill(ahead < equal[:, None], 0.0)
+        return out
+
+    def _same_uncached(self, i: int, place: _Place, noise: float) -> int | None:
+        """A candidate whose state, as the client computes it, is the observed one."""
+        if not self._may_match(i):
+            return None
+        order = sorted(range(len(place.tokens)), key=place.distances.__getitem__)
+        near = [place.tokens[o] for o in order if place.distances[o] <= 2.0 * noise]
+        near = [t for t in near if t not in place.run_again][:SAME_AT_ONCE]
+        if not near:
+            return None
+        again = self._uncached(self.rows[i : i + 1])
+        states = again.attempt(self.guess.new_tensor([near]))[0].float()
+        self._count(again)
+        place.run_again.update(near)
+        hits = (states == self.observed[i, int(self.prefixes.known[i])]).all(1).nonzero()
+        if not len(hits):
+            return None
+        self.repeatable = True
+        found = near[int(hits[0])]
+        place.distances[place.tokens.index(found)] = 0.0
+        return found
+
     def _look(
         self,
         i: int,
@@ -235,13 +409,25 @@ class _Search:
             place.add(token, states[i, width + j], far)
         best = place.best
         token, distance = place.tokens[best], place.distances[best]
-        noise = self.noise[i, self.prefixes.known[i]]
-        radius = float(self._radius(torch.tensor(distance), noise.cpu()))
-        if distance > 0 and radius >= float(self.table.alone(self.guess.new_tensor(token))):
-            rivals = self.table.within(token, radius)
-            place.rivals = rivals[self.table.rank[rivals].argsort()].tolist()
-            if any(r not in place.seen for r in place.rivals):
-                return None
+        noise = float(self.noise[i, self.prefixes.known[i]])
+        radius = self._radius_of(distance, noise)
+        if place.certain or radius >= float(self.table.alone(self.guess.new_tensor(token))):
+            same = self._same_uncached(i, place, noise)
+            if same is None:
+                rivals = self.table.within(token, radius)
+                place.rivals = rivals[self.table.rank[rivals].argsort()].tolist()
+                unseen = any(r not in place.seen for r in place.rivals)
+                hidden = distance <= 2.0 * noise and self.repeatable is True
+                if unseen and place.round < len(ROUNDS):
+                    return None
+                if unseen or hidden:
+                    self._sweep(i, place, noise)
+                    return None
+                if self._shows_noise(place, noise):
+                    return None
+                token = place.tokens[place.best]
+            else:
+                token = same
         if token == int(chain[i, 0]):
             return 0
         hits = (others[i] == token).nonzero().squeeze(1).tolist()
@@ -249,6 +435,54 @@ class _Search:
             return width + int(hits[0])
         place.settled = token
         return None
+
+    def _radius_of(self, distance: float, noise: float) -> float:
+        return float(self._radius(torch.tensor(distance), torch.tensor(noise)))
+
+    def _sweep(self, i: int, place: _Place, noise: float) -> None:
+        """Verifies all tokens that can still be right, and settles on the nearest."""
+        target = self.observed[i, int(self.prefixes.known[i])]
+        run = self.prefixes.of_rows(self.rows[i : i + 1])
+        exact = place.distances[place.best] <= 2.0 * noise and self.repeatable is True
+        run.cached &= not exact
+        open_ = torch.ones(self.table.size, dtype=torch.bool, device=target.device)
+        done = place.run_again if exact else place.seen
+        open_[torch.tensor(sorted(done), dtype=torch.int64, device=target.device)] = False
+        rivals = self.guess.new_tensor(place.rivals)
+        while True:
+            left = rivals[open_[rivals]][:SWEEP]
+            if not len(left) or self.deadline.passed:
+                break
+            states = run.attempt(left[None])[0].float()
+            open_[left] = False
+            far = (states - target).norm(dim=1)
+            nearest = int(far.argmin())
+            before = place.distances[place.best]
+            place.only_counted(left.tolist(), far[far > far[nearest]].tolist() or [float("inf")])
+            token, distance = int(left[nearest]), float(far[nearest])
+            place.tokens.append(token)
+            place.states.append(states[nearest])
+            place.distances.append(distance)
+            if exact and distance == 0:
+                break
+            if distance < before and not exact:
+                if self._same_uncached(i, place, noise) is not None:
+                    break
+                rivals = self.table.within(token, self._radius_of(distance, noise))
+                rivals = rivals[self.table.rank[rivals].argsort()]
+        self._count(run)
+        if bool(open_[rivals].any()) and place.distances[place.best] > 0:
+            return
+        place.rivals = rivals.tolist()
+        if not self._shows_noise(place, noise):
+            place.settled = place.tokens[place.best]
+
+    def _shows_noise(self, place: _Place, noise: float) -> bool:
+        """Whether of many tokens that could be right, all verified, none is."""
+        many = min(SURELY_NOISED, self.table.distinct // 2)
+        off = place.distances[place.best] > 2.0 * noise
+        self.noised = self.may_be_noised and off and len(place.rivals) > many
+        return self.noised
 
     def _others(self) -> Tensor:
         """Candidates beside the head of the chain, for texts that are stuck; pads with token 0."""
@@ -324,8 +558,8 @@ class _Search:
                 if j == 0:
                     if not bool(alone[i]):
                         place.add(int(chain[i, 0]), states[i, 0], float(distances[i, 0]))
-                    order = sorted(place.distances)
-                    best, second = order[0], order[1] if len(order) > 1 else float("inf")
+                    order = [*sorted(place.distances), float("inf")]
+                    best, second = order[0], min(order[1], place.runner_up)
                     token = place.tokens[place.best]
                 else:
                     best, second = float(distances[i, j]), float("inf")

@@ -102,6 +102,10 @@ class StateTable:
         """The ``k`` tokens with the highest of (V,) scores, of those that are tried."""
         return scores.masked_fill(self._idle, -float("inf")).topk(min(k, self.distinct)).indices
 
+    def only_tried(self, scores: Tensor) -> Tensor:
+        """(..., V) scores, in place minus infinity for tokens that another stands for."""
+        return scores.masked_fill_(self._idle, -float("inf"))
+
     @property
     def _kappa(self) -> float:
         return 10.0 + self.axes.shape[1] / 3.0

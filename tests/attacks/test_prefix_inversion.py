@@ -2,33 +2,287 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks import sent as sent_module
+from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.hidden import hidden_states
+from lightning_fedleak.attacks.inversion import NOTHING
 from lightning_fedleak.attacks.prefix_inversion import PrefixInversion
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 from tests.helpers import models
 
+STORIES = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "models" / "stories15M"
+LEFT = torch.tensor([[0, 0, 0, *[1] * 9], [1] * 12, [0] * 8 + [1] * 4])
+
+
+def texts(rows: int = 3, length: int = 12, seed: int = 0, vocab: int = models.VOCAB):
+    return torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def prepared(model, layer: int, **settings) -> PrefixInversion:
+    anatomy = find_anatomy(model)
+    public = PublicText(texts(40, 16, seed=7, vocab=anatomy.vocab_size))
+    attack = PrefixInversion(layer, public, **settings)
+    attack.prepare(anatomy)
+    return attack
+
+
+def noisy(hidden: torch.Tensor, sigma: float, seed: int = 3) -> torch.Tensor:
+    draw = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(seed))
+    return hidden + sigma * hidden.std() * draw
+
 
 @pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
-@pytest.mark.parametrize("layer", [1, 2])
-def test_without_noise_the_text_is_exact(make, layer):
-    model = make().eval()
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layer", [0, 1, 2, 3])
+def test_without_noise_the_text_is_exact(make, tied, layer) -> None:
+    model = make(tied=tied, layers=3)
+    sent = texts()
+    guess = prepared(model, layer).reconstruct(
+        hidden_states(find_anatomy(model), layer, sent), None, None
+    )
+    assert torch.equal(guess.tokens, sent)
+    assert guess.finished
+    assert float(guess.confidence.min()) > 0.5
+
+
+@pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_padded_batches_are_exact(make, side, positions, batch) -> None:
+    model = make(layers=3)
+    mask = LEFT if side == "left" else LEFT.flip(1)
+    given = (mask.cumsum(1) - 1).clamp(min=0) if positions else None
+    sent = texts()
     anatomy = find_anatomy(model)
-    generator = torch.Generator().manual_seed(0)
-    size = anatomy.vocab_size
-    public = PublicText(torch.randint(size, (40, 16), generator=generator))
-    sent = torch.randint(size, (3, 12), generator=generator)
-    attack = PrefixInversion(layer, public)
-    before = torch.random.get_rng_state()
-    attack.prepare(anatomy)
-    hidden = hidden_states(anatomy, layer, sent)
+    hidden = hidden_states(anatomy, 2, sent, mask, position_ids=given)
+    guess = prepared(model, 2, batch=batch).reconstruct(hidden, mask, given)
+    assert torch.equal(guess.tokens, sent.masked_fill(mask == 0, NOTHING))
+    assert bool((guess.confidence[mask == 0] == 0).all())
+
+
+@pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
+@pytest.mark.parametrize("layer", [1, 3])
+def test_models_in_bf16_are_exact(make, layer) -> None:
+    model = make(layers=3).to(torch.bfloat16)
+    sent = texts(length=20)
+    hidden = hidden_states(find_anatomy(model), layer, sent)
+    assert hidden.dtype == torch.bfloat16
+    guess = prepared(model, layer).reconstruct(hidden, None, None)
+    assert torch.equal(guess.tokens, sent)
+
+
+@pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
+def test_a_client_under_autocast_is_read_exactly(make) -> None:
+    model = make(layers=3)
+    sent = texts(length=20)
+    anatomy = find_anatomy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = hidden_states(anatomy, 2, sent)
+    guess = prepared(model, 2, autocast=torch.bfloat16).reconstruct(hidden, None, None)
+    assert torch.equal(guess.tokens, sent)
+
+
+def greedy(model, layer: int, hidden: torch.Tensor) -> tuple[list[int], float]:
+    """At each place the nearest of all tokens, behind those found; and their total distance."""
+    anatomy = find_anatomy(model)
+    found: list[int] = []
+    total = 0.0
+    for target in hidden:
+        tries = torch.tensor([[*found, t] for t in range(anatomy.vocab_size)])
+        far = (hidden_states(anatomy, layer, tries)[:, -1] - target).square().sum(1)
+        found.append(int(far.argmin()))
+        total += float(far.min())
+    return found, total
+
+
+@pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
+@pytest.mark.parametrize("sigma", [0.0, 0.01, 0.7, 1.5])
+def test_the_nearest_of_all_tokens_is_found(make, sigma) -> None:
+    model = make(layers=2)
+    hidden = noisy(hidden_states(find_anatomy(model), 2, texts(1, 8)), sigma)
+    guess = prepared(model, 2, noised=False).reconstruct(hidden, None, None)
+    assert guess.tokens[0].tolist() == greedy(model, 2, hidden[0])[0]
+
+
+@pytest.mark.parametrize("noised", [None, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_noised_states_are_explained_about_as_well_as_by_the_true_text(noised, seed) -> None:
+    model = models.tiny_llama(layers=2)
+    anatomy = find_anatomy(model)
+    sent = texts(2, 16, seed=seed)
+    clean = hidden_states(anatomy, 2, sent)
+    hidden = noisy(clean, 0.5, seed)
+    guess = prepared(model, 2, noised=noised).reconstruct(hidden, None, None)
+    left = (hidden_states(anatomy, 2, guess.tokens) - hidden).square().sum((1, 2))
+    assert bool((left <= 1.1 * (clean - hidden).square().sum((1, 2))).all())
+    assert guess.finished
+    assert float(guess.confidence.max()) < 0.9
+
+
+def test_the_budget_leaves_open_places_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.tiny_llama(layers=3)
+    sent = texts(3, 40)
+    hidden = noisy(hidden_states(find_anatomy(model), 2, sent), 0.3)
+    attack = prepared(model, 2, noised=True, budget_seconds=0.05)
+    clock = (i / 1000 for i in itertools.count())
+    monkeypatch.setattr(sent_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    guess = attack.reconstruct(hidden, None, None)
+    assert next(clock) < 0.1
+    assert not guess.finished
+    found = guess.tokens != NOTHING
+    assert bool(found.any(1).all())
+    assert not bool(found.all(1).any())
+    assert bool((found[:, 1:] <= found[:, :-1]).all())
+    assert bool((guess.confidence[~found] == 0).all())
+    assert float((guess.tokens == sent)[found].float().mean()) > 0.5
+
+
+def test_a_budget_that_is_over_at_once_finds_nothing() -> None:
+    model = models.tiny_gpt2()
+    attack = prepared(model, 1, budget_seconds=1e-9)
+    guess = attack.reconstruct(hidden_states(find_anatomy(model), 1, texts()), None, None)
+    assert not guess.finished
+    assert bool((guess.tokens == NOTHING).all())
+
+
+@pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
+def test_training_is_not_disturbed(make) -> None:
+    model = make(layers=3).train()
+    model.gradient_checkpointing_enable()
+    model.transformer.h[1].eval() if make is models.tiny_gpt2 else model.model.layers[1].eval()
+    seen: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(1))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    anatomy = find_anatomy(model)
+    sent = texts()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    buffers = {k: v.clone() for k, v in model.named_buffers()}
+    flags = [m.training for m in model.modules()]
+    ids = [id(p) for p in model.parameters()]
+    needs = [p.requires_grad for p in model.parameters()]
+    state = torch.random.get_rng_state()
+    hidden = hidden_states(anatomy, 2, sent)
+    attack = prepared(model, 2)
+    for sigma in (0.0, 0.5):
+        guess = attack.reconstruct(noisy(hidden, sigma), None, None)
+        assert sigma or torch.equal(guess.tokens, sent)
+    attack.refresh(anatomy, 1000)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not seen
+    assert [m.training for m in model.modules()] == flags
+    assert [id(p) for p in model.parameters()] == ids
+    assert [p.requires_grad for p in model.parameters()] == needs
+    assert all(bool((p.grad == 1).all()) for p in model.parameters())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(torch.equal(v, buffers[k]) for k, v in model.named_buffers())
+
+
+def test_a_model_with_lora_is_read_exactly() -> None:
+    with models.own_rng(1):
+        model = get_peft_model(
+            models.tiny_llama(layers=3),
+            LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        )
+    sent = texts()
+    hidden = hidden_states(find_anatomy(model), 2, sent)
+    assert torch.equal(prepared(model, 2).reconstruct(hidden, None, None).tokens, sent)
+
+
+def test_tokens_with_equal_embeddings_are_doubted() -> None:
+    model = models.tiny_llama()
+    weight = model.get_input_embeddings().weight
+    weight.data[5] = weight.data[9]
+    sent = torch.tensor([[3, 5, 8, 9, 4]])
+    guess = prepared(model, 1).reconstruct(hidden_states(find_anatomy(model), 1, sent), None, None)
+    assert guess.tokens[0, [0, 2, 4]].tolist() == [3, 8, 4]
+    assert set(guess.tokens[0, [1, 3]].tolist()) <= {5, 9}
+    assert guess.confidence[0, [1, 3]].tolist() == [0.0, 0.0]
+    assert float(guess.confidence[0, [0, 2, 4]].min()) > 0.5
+
+
+def test_a_stale_copy_still_reads_and_is_less_sure() -> None:
+    model = models.tiny_llama(layers=3)
+    anatomy = find_anatomy(model)
+    attack = prepared(model, 2, refresh_every=100)
+    sent = texts(2, 16)
+    fresh = attack.reconstruct(hidden_states(anatomy, 2, sent), None, None)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drift = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.3 * parameter.std(correction=0) * drift)
+    moved = hidden_states(anatomy, 2, sent)
+    attack.refresh(anatomy, 99)
+    assert attack.bottom.age(99) == 99
+    stale = attack.reconstruct(moved, None, None)
+    assert stale.finished
+    assert float((stale.tokens == sent).float().mean()) > 0.5
+    assert float(stale.confidence.mean()) < 0.9 * float(fresh.confidence.mean())
+    attack.refresh(anatomy, 100)
+    assert attack.bottom.age(100) == 0
+    again = attack.reconstruct(moved, None, None)
+    assert torch.equal(again.tokens, sent)
+
+
+def test_what_it_cannot_read_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"not causal.*EmbeddingDescent"):
+        PrefixInversion(2).prepare(find_anatomy(models.tiny_bert_mlm()))
+    with pytest.raises(ValueError, match="out of range"):
+        PrefixInversion(9).prepare(find_anatomy(models.tiny_gpt2()))
+    with pytest.raises(ValueError, match="beam must be at least 1"):
+        PrefixInversion(1, beam=0)
+    with pytest.raises(RuntimeError, match="prepare"):
+        _ = PrefixInversion(1).bottom
+    model = models.tiny_gpt2()
+    attack = prepared(model, 1)
+    hidden = hidden_states(find_anatomy(model), 1, texts())
+    with pytest.raises(ValueError, match=r"are \(B, L, 16\)"):
+        attack.reconstruct(hidden[..., :8], None, None)
+    with pytest.raises(ValueError, match="attention_mask is"):
+        attack.reconstruct(hidden, torch.ones(3, 5), None)
+    with pytest.raises(ValueError, match="text 1 is empty"):
+        attack.reconstruct(hidden, torch.tensor([[1], [0], [1]]).expand(3, 12), None)
+
+
+def test_an_observation_is_read_at_its_layer() -> None:
+    model = models.tiny_gpt2()
+    attack = prepared(model, 1)
+    sent = texts()
+    hidden = hidden_states(find_anatomy(model), 1, sent)
     view = Observation(activations=(ActivationSnapshot(0, Stage.SHARED, {"layer": hidden}),))
     guess = attack.run(view)
-    assert torch.equal(guess.tokens.cpu(), sent)
-    assert guess.finished
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(guess.tokens, sent)
+    assert guess.candidates >= sent.numel()
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="FEDLEAK_ASSETS has no stories15M")
+def test_a_trained_model_is_read_exactly_and_under_noise_no_worse_than_by_descent() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(STORIES)
+    model = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).eval()
+    text = "Once upon a time a fox and a hen went to the big red barn to look for corn."
+    sent = tokenizer(text, return_tensors="pt").input_ids[:, :16]
+    anatomy = find_anatomy(model)
+    attack = PrefixInversion(2, None, types=512)
+    attack.prepare(anatomy)
+    hidden = hidden_states(anatomy, 2, sent)
+    assert torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
+    attack.noised = True
+    noised = noisy(hidden, 1.0)
+    descent = EmbeddingDescent(2, steps=50)
+    descent.prepare(anatomy)
+    ours, theirs = (a.reconstruct(noised, None, None).tokens for a in (attack, descent))
+    assert int((ours == sent).sum()) >= int((theirs == sent).sum())

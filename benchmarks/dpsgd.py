@@ -1,0 +1,219 @@
+"""What a step of DP-SGD costs, against Opacus' own engine and a plain step, in turn, in one run.
+
+    python benchmarks/dpsgd.py                      # GPT-2 6 x 384 untied, V = 50,257, 8 x 64
+    python benchmarks/dpsgd.py --lora               # the same with LoRA of rank 8 on c_attn
+    python benchmarks/dpsgd.py --tied               # tied: Opacus' ghost clipping refuses it
+    python benchmarks/dpsgd.py --memory ours        # peak resident memory of one arm alone
+
+``ours`` is a step of Lightning's Trainer under DefendedStrategy, from on_train_batch_start to
+on_train_batch_end, monitors' seams and checks included; ``plain`` and the two of Opacus (per-sample
+hooks and ghost clipping) are bare loops outside of Lightning. Opacus' steps get position ids of
+shape (B, T): with GPT-2's own (1, T) its clipped sums are wrong. Fixed batches, one thread, SGD.
+Processor time; medians over rounds, and ratios to the best of Opacus and to plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import logging
+import platform
+import resource
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
+from lightning_fedleak.strategies import DefendedStrategy
+
+CLIP, SIGMA, LR = 1.0, 1.0, 1e-3
+Step = Callable[[], None]
+
+
+def build(options: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=options.layers,
+        n_embd=options.width,
+        n_head=6,
+        tie_word_embeddings=options.tied,
+        vocab_size=options.vocabulary,
+    )
+    model: nn.Module = GPT2LMHeadModel(config)
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True)
+        model = get_peft_model(model, lora)
+    return model.train()
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+class FineTuning(L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return mean_of_sample_means(self.model(batch[0]).logits, batch[0], causal=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(trained(self), lr=LR)
+
+
+def plain(model: nn.Module, ids: Tensor) -> Step:
+    optimizer = torch.optim.SGD(trained(model), lr=LR)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        mean_of_sample_means(model(ids).logits, ids, causal=True).backward()
+        optimizer.step()
+
+    return step
+
+
+def opacus(model: nn.Module, ids: Tensor, mode: str) -> Step:
+    from opacus import PrivacyEngine
+
+    optimizer = torch.optim.SGD(trained(model), lr=LR)
+    samples, length = ids.shape
+    positions = torch.arange(length).repeat(samples, 1)
+    loader = DataLoader(TensorDataset(ids), batch_size=samples)
+    settings: dict[str, Any] = {
+        "module": model,
+        "optimizer": optimizer,
+        "data_loader": loader,
+        "noise_multiplier": SIGMA,
+        "max_grad_norm": CLIP,
+        "poisson_sampling": False,
+        "grad_sample_mode": mode,
+    }
+    if mode == "ghost":
+        settings["criterion"] = nn.CrossEntropyLoss()
+        private, optimizer, criterion, _ = PrivacyEngine().make_private(**settings)
+    else:
+        private, optimizer, _ = PrivacyEngine().make_private(**settings)
+        criterion = None
+    labels = ids[:, 1:].flatten()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        logits = private(input_ids=ids, position_ids=positions).logits[:, :-1]
+        if criterion is None:
+            nn.functional.cross_entropy(logits.flatten(0, 1), labels).backward()
+        else:
+            criterion(logits.flatten(0, 1), labels, shape=(samples, length - 1)).backward()
+        optimizer.step()
+
+    return step
+
+
+def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
+    model = build(options)
+    found: dict[str, Step] = {}
+    for name in options.peers:
+        own = copy.deepcopy(model)
+        try:
+            step = plain(own, ids) if name == "plain" else opacus(own, ids, name)
+            step()
+        except NotImplementedError as error:
+            print(f"{name}: refused by Opacus: {str(error)[:100]}")
+            continue
+        found[name] = step
+    return found
+
+
+class InTurn(L.Callback):
+    """Times this step, then one of each peer."""
+
+    def __init__(self, peers: dict[str, Step], rounds: int) -> None:
+        self.peers, self.rounds = peers, rounds
+        self.times: dict[str, list[float]] = {"ours": [], **{name: [] for name in peers}}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.start = time.process_time()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.times["ours"].append(time.process_time() - self.start)
+        for name, step in self.peers.items():
+            start = time.process_time()
+            step()
+            self.times[name].append(time.process_time() - start)
+
+
+def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) -> DPSGD:
+    defense = DPSGD(CLIP, noise_multiplier=SIGMA, clipping=options.clipping, poisson=False)
+    trainer = L.Trainer(
+        strategy=DefendedStrategy("auto", [defense]),
+        accelerator="cpu",
+        max_steps=options.rounds + 1,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
+    loader = DataLoader(TensorDataset(ids), batch_size=len(ids))
+    trainer.fit(FineTuning(build(options)), loader)
+    return defense
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--vocabulary", type=int, default=50257)
+    parser.add_argument("--batch", type=int, nargs=2, default=(8, 64), metavar=("B", "T"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--clipping", choices=("auto", "per_sample", "ghost"), default="auto")
+    parser.add_argument("--peers", nargs="*", default=["plain", "hooks", "ghost"])
+    parser.add_argument("--memory", choices=("ours", "plain", "hooks", "ghost"))
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    shape = tuple(options.batch)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, options.vocabulary, shape, generator=generator)
+    where = f"{platform.machine()}, one thread, {datetime.date.today()}"
+    if options.memory:
+        options.rounds = 2
+        if options.memory == "ours":
+            ours(options, ids, [])
+        else:
+            options.peers = [options.memory]
+            for step in arms(options, ids).values():
+                step()
+                step()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(f"{options.memory}: peak {peak:.2f} GiB ({where})")
+        return
+    turns = InTurn(arms(options, ids), options.rounds)
+    ours(options, ids, [turns])
+    medians = {name: statistics.median(times[1:]) for name, times in turns.times.items()}
+    print(f"{where}; B x T {shape}, {options.rounds} rounds; first step of ours ", end="")
+    print(f"(with the checks) {turns.times['ours'][0]:.2f} s")
+    for name, seconds in medians.items():
+        spread = f"{min(turns.times[name][1:]):.3f} to {max(turns.times[name][1:]):.3f}"
+        print(
+            f"{name:>6} {seconds:7.3f} s ({spread})   ours/{name} {medians['ours'] / seconds:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,8 @@ from lightning_fedleak.defenses.per_sample import (
 
 GAUGED = 1 << 16
 """Coordinates of each parameter whose noise is measured."""
+FEWEST_GAUGED = 50
+"""Coordinates below which chi-square's tail would often pass for wrong noise."""
 LEAST_GAUGED = 1e-4
 PATIENCE = 3
 
@@ -152,12 +154,12 @@ class NoiseGauge:
         self._count += noise.numel()
 
     def measured(self) -> float | None:
-        """Standard deviation, None where nothing could be measured.
+        """Standard deviation, None where too little could be measured.
 
         Raises:
             DefenseError: it is not what it must be, by more than six standard errors and 1%.
         """
-        if not self._count:
+        if self._count < FEWEST_GAUGED:
             return None
         ratio = self._square / self._count / self.std**2
         if abs(ratio - 1) > 6 * math.sqrt(2 / self._count) + 0.02:

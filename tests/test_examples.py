@@ -60,6 +60,14 @@ def test_inversion_reads_texts_at_every_split(run) -> None:
             assert value(look[look.index(f"split {split}:") :], f"split {split}:") > 0.9
 
 
+def test_own_defense_hides_few_words_and_leaves_membership_unknown(run) -> None:
+    printed = run("own_defense.py")
+    local = value(printed, "leakage_local/aligned_flatchat/f1 =")
+    assert local - 0.2 < value(printed, "leakage/aligned_flatchat/f1 =") <= local
+    assert value(printed, "leakage_local/fc_membership/auc =") == 1
+    assert "leakage/fc_membership/auc = unknown" in printed
+
+
 @pytest.mark.ddp
 def test_defended_ddp(tmp_path: Path) -> None:
     done = subprocess.run(

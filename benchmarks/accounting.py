@@ -37,7 +37,7 @@ from lightning_fedleak.auditing.dp_sgd import (
 )
 from lightning_fedleak.auditing.planted import PlantedNeuron
 from lightning_fedleak.defenses import DPSGD
-from lightning_fedleak.defenses.accounting import ORDERS, Accountant, epsilon_of
+from lightning_fedleak.defenses.accounting import ORDERS, Accountant, epsilon_of, rdp_of
 from lightning_fedleak.defenses.poisson import PoissonBatchSampler
 from lightning_fedleak.metrics.clustered import auc
 
@@ -69,24 +69,29 @@ def google(kind: str, sigma: float, rate: float, steps: int, delta: float) -> fl
 
 
 def grid() -> None:
-    print("epsilon over Google's, cells with 0.1 <= epsilon <= 50")
-    print(f"{'kind':5} {'cells':>5} {'min':>8} {'median':>8} {'max':>8} {'time, ours/theirs':>18}")
+    print("epsilon over Google's; cells by Google's epsilon")
+    print(
+        f"{'kind':5} {'epsilon':>11} {'cells':>5} {'min':>8} {'median':>8} {'max':>8} "
+        f"{'within 1%':>9} {'time':>7}"
+    )
     for kind in ("rdp", "prv"):
-        ratios, times = [], []
+        rows = []
         for sigma, rate, steps, delta in GRID:
-            ours, t_ours = timed(
-                lambda c=(sigma, rate, steps), d=delta, k=kind: epsilon_of([c], d, k)
+            cell = sigma, rate, steps
+            rdp_of.cache_clear()
+            ours, t_ours = timed(lambda c=cell, d=delta, k=kind: epsilon_of([c], d, k))
+            theirs, t_theirs = timed(lambda c=cell, d=delta, k=kind: google(k, *c, d))
+            rows.append((theirs, ours / theirs if theirs else math.nan, t_ours / t_theirs))
+        for low, high in ((0.01, 0.1), (0.1, 10), (10, 100)):
+            ratios = [ratio for theirs, ratio, _ in rows if low <= theirs < high]
+            times = [time for theirs, _, time in rows if low <= theirs < high]
+            close = sum(abs(ratio - 1) <= 0.01 for ratio in ratios)
+            print(
+                f"{kind:5} {low:5g}-{high:<5g} {len(ratios):5} {min(ratios):8.4f} "
+                f"{statistics.median(ratios):8.4f} {max(ratios):8.4f} "
+                f"{close:4}/{len(ratios):<4} {statistics.median(times):7.2f}",
+                flush=True,
             )
-            theirs, t_theirs = timed(
-                lambda c=(sigma, rate, steps), d=delta, k=kind: google(k, *c, d)
-            )
-            if 0.1 <= theirs <= 50:
-                ratios.append(ours / theirs)
-                times.append(t_ours / t_theirs)
-        print(
-            f"{kind:5} {len(ratios):5} {min(ratios):8.4f} {statistics.median(ratios):8.4f} "
-            f"{max(ratios):8.4f} {statistics.median(times):18.2f}"
-        )
 
 
 def price() -> None:
@@ -175,7 +180,8 @@ def proof(games: int, audits: int, delta: float) -> None:
             f"{sigma:5} {rate:4} {found.value:7.4f} [{found.low:.4f}, {found.high:.4f}] "
             f"{sampled_gaussian_auc(sigma, rate):11.4f} {spread:11.4f} "
             f"{count.refuted:4}/{count.audits} {count.p_value:6.3f} {np.median(bounds):12.3f} "
-            f"{accounted:9.3f}"
+            f"{accounted:9.3f}",
+            flush=True,
         )
         if rate == 1:
             law = scipy.stats.kstest((noise / sigma).numpy(), "norm")

@@ -226,6 +226,20 @@ def _check_loader(loader: DataLoader[Any]) -> None:
             f"{_ALREADY} Pass batch_size=... instead of batch_sampler=..."
         )
     _sized(loader.dataset)
+    several = getattr(loader.dataset, "__getitems__", None)
+    if several is not None:
+        try:
+            none = len(several([]))
+        except Exception as error:
+            raise DefenseError(
+                f"`{type(loader.dataset).__name__}.__getitems__([])` fails ({error!r}), but a "
+                "Poisson batch may be empty: let it return an empty list."
+            ) from error
+        if none:
+            raise DefenseError(
+                f"`{type(loader.dataset).__name__}.__getitems__([])` gives {none} examples instead "
+                "of none: a Poisson batch may be empty."
+            )
 
 
 def _shard(loader: DataLoader[Any]) -> range:

@@ -231,6 +231,16 @@ class OwnLoader(DataLoader):
         return iter(())
 
 
+class FailsOnNothing(TensorDataset):
+    def __getitems__(self, indices):
+        return [indices[0]] * len(indices)
+
+
+class NeverEmpty(TensorDataset):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices or [0]]
+
+
 DATA = numbers()
 WEIGHTED = WeightedRandomSampler([1.0] * 20, 20)
 
@@ -256,6 +266,8 @@ WEIGHTED = WeightedRandomSampler([1.0] * 20, 20)
         (DataLoader(DATA, sampler=DistributedSamplerWrapper(WEIGHTED, 2, 0)), "WeightedRandom"),
         (poisson(DataLoader(DATA, batch_size=2)), "already"),
         (DataLoader(Subset(DATA, []), batch_size=2), "no examples"),
+        (DataLoader(FailsOnNothing(torch.ones(3)), batch_size=2), "IndexError"),
+        (DataLoader(NeverEmpty(torch.ones(3)), batch_size=2), "1 examples instead"),
     ],
 )
 def test_loaders_that_are_refused(loader, word: str) -> None:

@@ -241,8 +241,8 @@ class AttentionMembership(MembershipAttack):
         self._calibration = learned(states, self.design)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Calibrates anew once ``refresh_every`` steps have passed."""
-        if step - self._prepared_at >= self.refresh_every:
+        """Calibrates anew once ``refresh_every`` steps have passed, and in a fit from 0 on."""
+        if not 0 <= step - self._prepared_at < self.refresh_every:
             self._prepared_at = step
             self.prepare(anatomy)
 

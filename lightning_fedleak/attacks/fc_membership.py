@@ -183,8 +183,8 @@ class FCMembership(MembershipAttack):
             self._rounding = None if found is None else (precision, found)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Measures anew once :data:`MEASURE_EVERY` steps have passed."""
-        if step - self._measured_at >= MEASURE_EVERY:
+        """Measures anew once :data:`MEASURE_EVERY` steps have passed, and in a fit from 0 on."""
+        if not 0 <= step - self._measured_at < MEASURE_EVERY:
             self._measured_at = step
             self.prepare(anatomy)
 

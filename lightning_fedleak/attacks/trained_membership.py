@@ -162,7 +162,7 @@ class TrainedMembership(MembershipAttack):
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Embeds the public text by the model as it is now, every ``refresh_every`` steps."""
-        if step - self._embedded_at >= self.refresh_every:
+        if not 0 <= step - self._embedded_at < self.refresh_every:
             self._embedded_at = step
             self._embed_public(anatomy)
 

@@ -94,7 +94,7 @@ def _deals(
     if config.protocol == "authors":
         if planted is None:
             raise GameError("the authors' protocol needs planted=, the ids of its fixed sentence")
-        place = config.position if isinstance(config.position, int) else AUTHORS_POSITION
+        place = _authors_place(config)
         return authors_deals(pool.rows, planted, config.batch, config.games, place)
     return game_deals(
         pool,
@@ -105,6 +105,10 @@ def _deals(
         config.targets_per_batch,
         spare,
     )
+
+
+def _authors_place(config: GameConfig) -> int:
+    return config.position if isinstance(config.position, int) else AUTHORS_POSITION
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,9 @@ class _Table:
         settings = asdict(self.config)
         if self.config.gradients == "autograd":
             del settings["forwards"], settings["upstream"]
+        if self.config.protocol == "authors":
+            del settings["recompute"]
+            settings["position"] = _authors_place(self.config)
         return settings
 
     def _client(self, number: int, deal: Deal) -> _Client:

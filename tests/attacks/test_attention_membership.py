@@ -536,6 +536,9 @@ def test_refresh_waits_and_follows(public):
     attack.refresh(moved, 10)
     assert not torch.equal(attack.state_dict()["whitening.mean"], before["whitening.mean"])
     assert int(attack.state_dict()["prepared_at"]) == 10
+    attack.refresh(find_anatomy(models.tiny_gpt2()), 3)  # of another fit
+    assert torch.equal(attack.state_dict()["whitening.mean"], before["whitening.mean"])
+    assert int(attack.state_dict()["prepared_at"]) == 3
 
 
 def test_state_of_other_settings_is_refused(public):

@@ -515,16 +515,16 @@ def test_nothing_is_measured_in_float32_nor_for_a_tau_that_is_given():
 
 
 def test_rounding_is_measured_anew_as_weights_move(monkeypatch):
-    rounds = iter([1e-4, 2e-4, 3e-4])
+    rounds = iter([1e-4, 2e-4, 3e-4, 4e-4])
     monkeypatch.setattr(fc_membership, "own_rounding", lambda *_, **__: next(rounds))
     attack = FCMembership(1)
     anatomy = find_anatomy(models.tiny_gpt2().bfloat16())
     attack.prepare(anatomy)
     seen = []
-    for step in (0, 499, 500, 999, 1000):
+    for step in (0, 499, 500, 999, 1000, 0, 499):  # the last two are of another fit
         attack.refresh(anatomy, step)
         seen.append(attack.config()["rounding"])
-    assert seen == [1e-4, 1e-4, 2e-4, 2e-4, 3e-4]
+    assert seen == [1e-4, 1e-4, 2e-4, 2e-4, 3e-4, 4e-4, 4e-4]
 
 
 # --- noise

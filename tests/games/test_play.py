@@ -302,6 +302,16 @@ def test_a_planted_sentence_shorter_than_the_others_is_found(gradients: str) -> 
         assert torch.equal(result.guesses, result.bits)
 
 
+def test_results_of_the_authors_protocol_say_which_token_was_asked_for() -> None:
+    pool = pool_of(length=12)
+    config = GameConfig(games=2, batch=3, protocol="authors")
+    planted = torch.full((12,), 95)
+    [result] = play(anatomy_of("bert"), [ToyMembership(1)], pool, config, planted=planted)
+    assert result.positions.tolist() == [10, 10]
+    assert result.config["position"] == 10
+    assert "recompute" not in result.config  # the server pads as the client does
+
+
 def test_models_of_every_kind_have_a_loss_to_play_by_autograd() -> None:
     with own_rng(0):
         headless = BertModel(

@@ -1,13 +1,18 @@
 """How fast PrefixInversion reads a text off the hidden states at a split, and how exactly.
 
-    OMP_NUM_THREADS=1 python benchmarks/inversion_speed.py --model DIR --splits 1 3 5 6
+    OMP_NUM_THREADS=1 python benchmarks/inversion_speed.py --model DIR --splits 1 2 4 6 \\
+        --descent-steps 1000
     OMP_NUM_THREADS=1 python benchmarks/inversion_speed.py --model DIR --splits 10 --lengths 1000
+    OMP_NUM_THREADS=1 python benchmarks/inversion_speed.py --model DIR --splits 3 --lengths 64 \\
+        --noise 0.1 0.3 1 2 --descent-steps 1000
 
 Public text is WikiText-2, private text IMDB reviews, joined where one is too short; both from
-``$FEDLEAK_ASSETS/data``. For each split and length: token accuracy, milliseconds a token (wall time
-of ``run``, of all threads that the process may use), tokens that went through the bottom model and
-forwards of it, each per token of text, the least confidence, and once per split the seconds of
-``prepare``. Noise is Gaussian, in standard deviations of all hidden values of the text.
+``$FEDLEAK_ASSETS/data``. For each split and length: token accuracy with its standard error over
+texts, processor and wall time of ``run`` for each token, tokens that went through the bottom model
+for each token of text, the least confidence, and once per split the seconds of ``prepare``. With
+``--descent-steps`` EmbeddingDescent is run on the same states, text by text after PrefixInversion,
+for exactly so many steps and not one more: nothing is extrapolated. Noise is Gaussian, in standard
+deviations of each dimension over the text's positions.
 """
 
 from __future__ import annotations
@@ -16,9 +21,11 @@ import argparse
 import gzip
 import json
 import os
+import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -28,6 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.prefix_inversion import PrefixInversion
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
@@ -37,19 +45,31 @@ DATA = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data"
 
 @dataclass(frozen=True)
 class Line:
-    """One split and length; means over the texts."""
+    """One attack at one split, length and noise; a number for each text in the lists."""
 
+    attack: str
     split: int
     length: int
     noise: float
-    texts: int
-    accuracy: float
-    exact: float
-    ms_per_token: float
-    slowest_ms_per_token: float
-    candidates_per_token: float
+    accuracy: list[float]
+    cpu_ms_per_token: list[float]
+    wall_ms_per_token: list[float]
+    candidates_per_token: list[float]
     least_confidence: float
+    steps: int | None
     prepare_seconds: float
+
+    def __str__(self) -> str:
+        mean = statistics.fmean
+        n = len(self.accuracy)
+        error = statistics.stdev(self.accuracy) / n**0.5 if n > 1 else float("nan")
+        return (
+            f"{self.split:5d} {self.length:6d} {self.noise:5g}  {self.attack:14s} "
+            f"{mean(self.accuracy):8.4f} +- {error:.4f}  "
+            f"{mean(self.cpu_ms_per_token):9.1f} ({max(self.cpu_ms_per_token):.1f})  "
+            f"{mean(self.wall_ms_per_token):9.1f}  {mean(self.candidates_per_token):8.2f}  "
+            f"{self.least_confidence:.3f}"
+        )
 
 
 def public(tokenizer: PreTrainedTokenizerBase, characters: int) -> PublicText:
@@ -79,38 +99,51 @@ def private(tokenizer: PreTrainedTokenizerBase, n: int, length: int) -> Tensor:
     raise SystemExit(f"fewer than {n} texts of {length} tokens")
 
 
+Attack = PrefixInversion | EmbeddingDescent
+
+
 def measure(
-    anatomy: Anatomy, attack: PrefixInversion, texts: Tensor, noise: float, prepared: float
-) -> Line:
-    accuracies, seconds, candidates, sure = [], [], [], []
+    anatomy: Anatomy, attacks: dict[str, tuple[Attack, float]], texts: Tensor, noise: float
+) -> list[Line]:
+    """``attacks``: by name with the seconds that they took to prepare."""
     generator = torch.Generator().manual_seed(1)
+    found: dict[str, list[tuple[float, float, float, float, float]]] = {n: [] for n in attacks}
+    length = texts.shape[1]
     for text in texts:
-        hidden = hidden_states(anatomy, attack.layer, text[None])
+        split = next(iter(attacks.values()))[0].layer
+        hidden = hidden_states(anatomy, split, text[None])
         if noise:
             draw = torch.randn(hidden.shape, generator=generator).to(hidden)
-            hidden = hidden + noise * hidden.float().std().to(hidden.dtype) * draw
+            hidden = hidden + noise * hidden.float().std((0, 1)).to(hidden.dtype) * draw
         view = Observation(activations=(ActivationSnapshot(0, Stage.SHARED, {"split": hidden}),))
-        start = time.perf_counter()
-        guess = attack.run(view)
-        seconds.append(time.perf_counter() - start)
-        accuracies.append(float((guess.tokens[0].cpu() == text).float().mean()))
-        candidates.append(guess.candidates)
-        assert guess.confidence is not None
-        sure.append(float(guess.confidence.min()))
-    length = texts.shape[1]
-    return Line(
-        split=attack.layer,
-        length=length,
-        noise=noise,
-        texts=len(texts),
-        accuracy=statistics.fmean(accuracies),
-        exact=statistics.fmean(float(a == 1.0) for a in accuracies),
-        ms_per_token=1e3 * statistics.fmean(seconds) / length,
-        slowest_ms_per_token=1e3 * max(seconds) / length,
-        candidates_per_token=statistics.fmean(candidates) / length,
-        least_confidence=min(sure),
-        prepare_seconds=prepared,
-    )
+        for name, (attack, _) in attacks.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            guess = attack.run(view)
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            right = float((guess.tokens[0].cpu() == text).float().mean())
+            sure = float("nan") if guess.confidence is None else float(guess.confidence.min())
+            per = 1e3 / length
+            found[name].append((right, cpu * per, wall * per, guess.candidates / length, sure))
+    lines = []
+    for name, (attack, prepared) in attacks.items():
+        right, cpus, walls, candidates, sures = (list(c) for c in zip(*found[name], strict=True))
+        steps = attack.steps if isinstance(attack, EmbeddingDescent) else None
+        lines.append(
+            Line(
+                name,
+                attack.layer,
+                length,
+                noise,
+                right,
+                cpus,
+                walls,
+                candidates,
+                min(sures),
+                steps,
+                prepared,
+            )
+        )
+    return lines
 
 
 def main() -> None:
@@ -123,6 +156,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--types", type=int, default=4096, help="0 for the whole vocabulary")
     parser.add_argument("--no-language-model", action="store_true")
+    parser.add_argument("--descent-steps", type=int, default=0)
+    parser.add_argument("--noised", action="store_true", help="the adversary knows of the noise")
+    parser.add_argument("--beam", type=int, default=4)
     parser.add_argument("--budget-seconds", type=float)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -136,34 +172,47 @@ def main() -> None:
     anatomy = find_anatomy(model)
     text = public(tokenizer, 400_000)
     print(f"{args.model}, {args.dtype}, {torch.get_num_threads()} threads, {anatomy.device}")
-    print("split length noise  accuracy exact  ms/token (slowest)  candidates/token  confidence")
-    lines = []
+    print("split length noise  attack  accuracy +- error  CPU ms/token (slowest)  wall ms/token")
+    print("    tokens run per token  least confidence")
+    lines: list[Line] = []
     for split in args.splits:
-        attack = PrefixInversion(
+        prefix = PrefixInversion(
             split,
             text,
             args.budget_seconds,
             types=args.types or None,
             language_model=not args.no_language_model,
+            noised=True if args.noised else None,
+            beam=args.beam,
         )
-        start = time.perf_counter()
-        attack.prepare(anatomy)
-        prepared = time.perf_counter() - start
-        print(f"{split:5d} prepared in {prepared:.1f} s", flush=True)
+        attacks: dict[str, Attack] = {"prefix": prefix}
+        if args.descent_steps:
+            attacks[f"descent, {args.descent_steps} steps"] = EmbeddingDescent(
+                split, args.descent_steps, stop="cosine", cosine=1.0
+            )
+        ready: dict[str, tuple[Attack, float]] = {}
+        for name, attack in attacks.items():
+            start = time.process_time()
+            attack.prepare(anatomy)
+            ready[name] = attack, time.process_time() - start
+        print(f"{split:5d} prepared in {ready['prefix'][1]:.1f} CPU s", flush=True)
         for length in args.lengths:
             texts = private(tokenizer, args.texts, length)
             for noise in args.noise:
-                line = measure(anatomy, attack, texts, noise, prepared)
-                lines.append(line)
-                print(
-                    f"{split:5d} {length:6d} {noise:5g}  {line.accuracy:8.4f} {line.exact:5.2f}  "
-                    f"{line.ms_per_token:8.1f} ({line.slowest_ms_per_token:.1f})  "
-                    f"{line.candidates_per_token:16.2f}  {line.least_confidence:.3f}",
-                    flush=True,
-                )
-    if args.json:
-        rows = [asdict(line) for line in lines]
-        args.json.write_text(json.dumps({"model": args.model, "lines": rows}, indent=1))
+                new = measure(anatomy, ready, texts, noise)
+                lines += new
+                print(*new, sep="\n", flush=True)
+                if args.json:
+                    machine = f"{platform.processor() or platform.machine()}, {anatomy.device}"
+                    report = {
+                        "model": Path(args.model).name,
+                        "dtype": args.dtype,
+                        "threads": torch.get_num_threads(),
+                        "machine": machine,
+                        "date": date.today().isoformat(),
+                        "lines": [asdict(line) for line in lines],
+                    }
+                    args.json.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def table(results: Sequence[tuple[Cell, CellResult]], before: float | None) -> T
     for cell, result in results:
         row = [str(cell.defense), "failed" if result.val_loss is None else f"{result.val_loss:.3f}"]
         if with_epsilon:
-            row.append(f"{result.privacy['epsilon']:.3g}" if "epsilon" in result.privacy else "")
+            row.append(_epsilon(result))
         row += [_cell(result.leakage.get(name)) for name in attacks]
         shown.add_row(*row)
     return shown
@@ -226,6 +226,13 @@ def _line(cell: Cell, result: CellResult) -> str:
         return f"{cell.defense}: failed, {result.error}"
     loss = "unknown" if result.val_loss is None else f"{result.val_loss:.3f}"
     return f"{cell.defense}: val loss {loss} in {result.seconds:.0f} s"
+
+
+def _epsilon(result: CellResult) -> str:
+    if "epsilon" not in result.privacy:
+        return ""
+    epsilon = result.privacy["epsilon"]
+    return "inf" if epsilon is None else f"{epsilon:.3g}"
 
 
 def _cell(found: Leakage | None) -> str:

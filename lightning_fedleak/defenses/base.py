@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.canary import CanaryGradient
+from lightning_fedleak.defenses.privacy import Privacy
 
 State = Mapping[str, Tensor | int | float | str]
 
@@ -246,6 +247,11 @@ class Defense(ABC):
             DefenseError: what would leave cannot be told.
         """
         return canary
+
+    @property
+    def privacy(self) -> Privacy | None:
+        """What the releases so far have cost; None where nothing is accounted."""
+        return None
 
     def harden(self) -> str | None:
         """Makes the defence stronger by one notch, for every step that follows.

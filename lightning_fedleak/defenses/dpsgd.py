@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -35,6 +34,7 @@ from lightning_fedleak.defenses.loss_checks import FormCheck, check_isolation, o
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.per_sample import Clipping, Part
 from lightning_fedleak.defenses.poisson import PoissonBatchSampler, poisson_loader
+from lightning_fedleak.defenses.privacy import Privacy
 from lightning_fedleak.defenses.recorder import Layout, Recorder
 from lightning_fedleak.defenses.update import ClippedSum, Moves, NoiseGauge
 
@@ -47,26 +47,6 @@ _ACCOUNT = "accountant/"
 
 class BudgetSpent(DefenseError):
     """One more release would cost more than ``target_epsilon``; it was not made."""
-
-
-@dataclass(frozen=True)
-class Privacy:
-    """What the releases so far have cost one example of one client.
-
-    Attributes:
-        epsilon: an upper bound at ``delta``; infinite where there is nothing to speak of.
-        delta: of the guarantee.
-        noise_multiplier: accounted: standard deviation of the noise that the server cannot tell
-            apart from the sum, over the clip norm.
-        sample_rate: chance of an example to be in a batch; 1 without Poisson sampling.
-        releases: optimizer steps so far.
-    """
-
-    epsilon: float
-    delta: float
-    noise_multiplier: float
-    sample_rate: float
-    releases: int
 
 
 class DPSGD(Defense):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lightning_fedleak.defenses import mean_of_sample_means
 from lightning_fedleak.demo.assets import EMBEDDED_MODEL, SourceError
 
 
@@ -42,8 +43,11 @@ class CausalLMFineTuning(L.LightningModule):
         weight_decay: of AdamW.
         peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``), ``"bitfit"`` the
             biases only; None trains everything.
+        loss: ``"token_mean"`` over all tokens of a batch, as Hugging Face models return it, or
+            ``"sample_mean"``: over each text's tokens first, then over texts, which DP-SGD needs.
 
     Raises:
+        ValueError: an unknown ``loss``.
         SourceError: the model cannot be loaded, or has nothing that ``peft`` could train.
         ImportError: ``peft="lora"`` without the package peft.
     """
@@ -54,9 +58,13 @@ class CausalLMFineTuning(L.LightningModule):
         lr: float = 1e-4,
         weight_decay: float = 0.01,
         peft: Literal["lora", "bitfit"] | None = None,
+        loss: Literal["token_mean", "sample_mean"] = "token_mean",
     ) -> None:
         super().__init__()
-        self.save_hyperparameters("lr", "weight_decay", "peft")
+        if loss not in ("token_mean", "sample_mean"):
+            raise ValueError(f"loss must be 'token_mean' or 'sample_mean', got {loss!r}")
+        self.save_hyperparameters("lr", "weight_decay", "peft", "loss")
+        self.loss = loss
         self.lr = lr
         self.weight_decay = weight_decay
         language_model = model if isinstance(model, PreTrainedModel) else load_model(model)
@@ -70,6 +78,9 @@ class CausalLMFineTuning(L.LightningModule):
 
     def forward(self, **batch: Tensor) -> Tensor:
         """The mean next-token loss, a scalar."""
+        if self.loss == "sample_mean":
+            labels = batch.pop("labels")
+            return mean_of_sample_means(self.model(**batch).logits, labels, causal=True)
         loss: Tensor = self.model(**batch).loss
         return loss
 

@@ -119,14 +119,15 @@ class CellResult:
 
     Attributes:
         val_loss: on the validation texts after the last step, the defence still in place.
-        privacy: epsilon, delta and the like, by a defence that accounts for them.
+        privacy: the fields of :class:`~lightning_fedleak.defenses.Privacy`, by a defence that
+            accounts for them; None for an infinite epsilon.
         leakage: by attack.
         seconds: wall time of the run.
         error: why there is no result; None where there is one.
     """
 
     val_loss: float | None = None
-    privacy: Mapping[str, float] = field(default_factory=dict)
+    privacy: Mapping[str, float | None] = field(default_factory=dict)
     leakage: Mapping[str, Leakage] = field(default_factory=dict)
     seconds: float = 0.0
     error: str | None = None
@@ -145,6 +146,8 @@ class CellResult:
 def run_cell(cell: Cell, folder: Path) -> CellResult:
     """Fine-tunes a model under a defence, attacks it as it trains, and measures what it learnt.
 
+    The loss is a mean over texts of each text's mean, as DP-SGD needs it, in every cell.
+
     Args:
         cell: what to run.
         folder: of the run's ``leakage.jsonl``; what is in it is removed first.
@@ -157,7 +160,9 @@ def run_cell(cell: Cell, folder: Path) -> CellResult:
     setting, defenses = cell.setting, cell.defense.build()
     with quiet():
         L.seed_everything(setting.seed, verbose=False)
-        module = CausalLMFineTuning(setting.model, lr=setting.lr, peft=setting.peft)
+        module = CausalLMFineTuning(
+            setting.model, lr=setting.lr, peft=setting.peft, loss="sample_mean"
+        )
         attacks = make_attacks(setting, find_anatomy(module))
         monitor = LeakageMonitor(
             attacks, every_n_steps=setting.every_n_steps, window=setting.steps, log_dir=folder
@@ -177,9 +182,10 @@ def run_cell(cell: Cell, folder: Path) -> CellResult:
         )
         _fit(trainer, module, setting)
     loss = trainer.callback_metrics.get("val_loss")
-    privacy: dict[str, float] = {}
+    privacy: dict[str, float | None] = {}
     for defense in defenses:
-        privacy |= getattr(defense, "privacy", {})
+        if (cost := defense.privacy) is not None:
+            privacy |= {k: v if math.isfinite(v) else None for k, v in asdict(cost).items()}
     return CellResult(
         val_loss=None if loss is None else float(loss),
         privacy=privacy,
@@ -191,7 +197,7 @@ def run_cell(cell: Cell, folder: Path) -> CellResult:
 def loss_before(setting: Setting) -> float:
     """The validation loss of the model before any training."""
     with quiet():
-        module = CausalLMFineTuning(setting.model)
+        module = CausalLMFineTuning(setting.model, loss="sample_mean")
         trainer = L.Trainer(
             devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
         )

@@ -82,3 +82,19 @@ def test_lora_without_peft_says_what_to_install(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r"lightning-fedleak\[peft\]"):
         CausalLMFineTuning(folder, peft="lora")
+
+
+def test_the_mean_of_sample_means_weighs_texts_alike(folder: str) -> None:
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 3, 3]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+        "labels": torch.tensor([[5, 6, 7, 8], [9, 10, -100, -100]]),
+    }
+    module = CausalLMFineTuning(folder, loss="sample_mean").eval()
+    rows = [{name: tensor[i : i + 1] for name, tensor in batch.items()} for i in (0, 1)]
+    each = [module.model(**row).loss for row in rows]
+    assert torch.allclose(module(**batch), (each[0] + each[1]) / 2)
+    plain = CausalLMFineTuning(module.model).eval()
+    assert torch.allclose(plain(**batch), (3 * each[0] + each[1]) / 4)
+    with pytest.raises(ValueError, match="'token_mean' or 'sample_mean', got 'mean'"):
+        CausalLMFineTuning(folder, loss="mean")  # type: ignore[arg-type]

@@ -36,7 +36,8 @@ class PlantedNeuron:
         ids: (N, L) token ids of the examples, without padding, N at least 2. The last token of the
             last one is told from all others by its hidden state.
         defense: makes a new DPSGD; called twice, for the run with the target and the one without.
-        sample_rate: chance of an example to be in a batch; 1: inclusion is given.
+        sample_rate: chance of an example to be in a batch, a whole number of N-ths, as a loader
+            has it; 1: inclusion is given.
         layer: of the hidden states that the neuron reads.
 
     Attributes:
@@ -44,8 +45,8 @@ class PlantedNeuron:
         defenses: of the runs without and with the target.
 
     Raises:
-        ValueError: too few examples, the target is not alone in its neuron, or its gradient is
-            below the clip norm.
+        ValueError: too few examples, a rate that a batch size cannot give, the target is not alone
+            in its neuron, or its gradient is below the clip norm.
     """
 
     def __init__(
@@ -59,6 +60,12 @@ class PlantedNeuron:
     ) -> None:
         if len(ids) < 2:
             raise ValueError(f"ids must hold at least 2 examples, got {len(ids)}")
+        drawn = sample_rate * len(ids)
+        if not 1 <= round(drawn) <= len(ids) or abs(drawn - round(drawn)) > 1e-9:
+            raise ValueError(
+                f"sample_rate={sample_rate!r} of {len(ids)} examples is a batch of {drawn:g}: a "
+                f"loader's rate is a whole number of examples, 1 to {len(ids)}, over {len(ids)}"
+            )
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         anatomy = find_anatomy(model)

@@ -233,6 +233,12 @@ def test_under_poisson_sampling_it_is_the_mixture() -> None:
     assert float(games.scores[~games.members].abs().max()) < 0.6
 
 
+@pytest.mark.parametrize("rate", [0.3, 0.1, 1.25])
+def test_a_rate_that_no_batch_size_gives_is_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match="whole number of examples"):
+        planted(1.0, sample_rate=rate)
+
+
 def test_a_clip_above_the_targets_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match="max_grad_norm"):
         planted(1.0, clip=100.0)

@@ -322,6 +322,24 @@ def test_in_a_trainer_it_acts_in_inference_unless_told_not_to(inference: bool) -
     assert [float(model.model(**inputs).loss.detach()) for inputs in loader] != clean
 
 
+@pytest.mark.parametrize("checkpoints", [None, False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_without_noise_the_run_is_the_plain_one(checkpoints, precision: str) -> None:
+    """With dropout: neither the hook nor its noise touches the global generator."""
+    found = []
+    for defenses in ([], [ActivationNoise(1, 0.0), ActivationNoise(0, 0.0)]):
+        torch.manual_seed(3)
+        model = tiny_gpt2(layers=2, dropout=0.2).train()
+        if checkpoints is not None:
+            model = checkpointed(model, checkpoints)
+        if defenses:
+            defenses[1].name = "at_the_embeddings"
+        run = trainer(DefendedStrategy(defenses=defenses), max_steps=3, precision=precision)
+        run.fit(CausalLMModule(model), random_token_loader())
+        found.append([*(p.detach() for p in model.parameters()), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 class Elsewhere(CausalLMModule):
     """Runs its blocks in a way that no hook of the module sees."""
 

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_fedleak.defenses import Freeze, GradientNoise
+from lightning_fedleak.defenses import Defense, DefenseContext, Freeze, GradientNoise
 from lightning_fedleak.defenses.gradient_noise import _standard_normal
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
@@ -80,6 +80,16 @@ def sgd() -> ToyLM:
     return ToyLM("sgd")
 
 
+class Probe(Defense):
+    """Keeps where it acts."""
+
+    name, guarantee = "probe", "none"
+    context: DefenseContext
+
+    def before_setup(self, context: DefenseContext) -> None:
+        self.context = context
+
+
 # ----- without gradient defences: the plain strategy -----------------------------------------
 
 
@@ -106,6 +116,41 @@ CASES["identity accumulation"] = identity(accumulate_grad_batches=2)
 CASES["identity clipping"] = identity(gradient_clip_val=0.05)
 CASES["identity bf16-mixed"] = identity(precision="bf16-mixed")
 CASES["identity manual"] = identity(ManualLM)
+
+
+@case("identity resume")
+def identity_resume(folder: Path) -> dict[str, Any]:
+    """Without dropout, whose random state no checkpoint holds."""
+    folder = Path(gathered(str(folder))[0]) / "identity"
+    settings: dict[str, Any] = {"devices": 2, "shuffle": False}
+
+    def momentum() -> ToyLM:
+        return ToyLM("sgd", momentum=0.9)
+
+    plain = state_of(*fit("ddp", momentum, max_epochs=2, **settings))
+    keep = ModelCheckpoint(dirpath=folder, save_last=True)
+    fit(DefendedStrategy("ddp"), momentum, callbacks=[keep], enable_checkpointing=True, **settings)
+    path = str(folder / "last.ckpt")
+    ours = state_of(
+        *fit(DefendedStrategy("ddp"), momentum, max_epochs=2, ckpt_path=path, **settings)
+    )
+    return {
+        "same": all(same(plain[part], ours[part]) for part in ("weights", "optimizers", "logged")),
+        "losses": same(plain["losses"][-len(ours["losses"]) :], ours["losses"]),
+        "steps": len(ours["losses"]),
+    }
+
+
+@case("processes of one client")
+def processes(_: Path) -> dict[str, Any]:
+    found = {}
+    for client in ("rank", "world"):
+        probe = Probe()
+        fit(DefendedStrategy("ddp", [probe], client), sgd, devices=2, max_steps=1)
+        found[client] = [probe.context.client, probe.context.process]
+        entropies = gathered(probe.context.entropy)
+        found[f"{client} entropy alike"] = entropies[0] == entropies[1]
+    return found
 
 
 @case("freeze")

@@ -25,7 +25,7 @@ from lightning_fedleak.defenses import Defense, DefenseError, Freeze, GradientNo
 from lightning_fedleak.defenses.shards import joint_norm, local_part, shard_number
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import CHECKPOINT_KEY, DefendedStrategy
-from tests.strategies.ddp_worker import Batches, distance, flat, gathered
+from tests.strategies.ddp_worker import Batches, Probe, distance, flat, gathered
 from tests.strategies.test_stages import brute_force
 from tests.strategies.toy import ManualLM, ToyLM, fit, same
 
@@ -122,6 +122,38 @@ CASES["identity accumulation"] = identity(accumulate_grad_batches=2)
 CASES["identity clipping"] = identity(gradient_clip_val=0.05)
 CASES["identity bf16-mixed"] = identity(precision="bf16-mixed")
 CASES["identity manual"] = identity(ShardedManualLM)
+
+
+@case("identity resume")
+def identity_resume(folder: Path) -> dict[str, Any]:
+    """Without dropout, whose random state no checkpoint holds."""
+    folder = Path(gathered(str(folder))[0]) / "identity"
+    settings: dict[str, Any] = {"devices": 2, "shuffle": False}
+
+    def momentum() -> ToyLM:
+        return ShardedLM("sgd", momentum=0.9)
+
+    plain = state(*fit(fsdp2(), momentum, max_epochs=2, **settings))
+    keep = ModelCheckpoint(dirpath=folder, save_last=True)
+    fit(defended(), momentum, callbacks=[keep], enable_checkpointing=True, **settings)
+    path = str(folder / "last.ckpt")
+    ours = state(*fit(defended(), momentum, max_epochs=2, ckpt_path=path, **settings))
+    return {
+        "same": all(same(plain[part], ours[part]) for part in ("weights", "optimizers", "logged")),
+        "losses": same(plain["losses"][-len(ours["losses"]) :], ours["losses"]),
+        "steps": len(ours["losses"]),
+    }
+
+
+@case("processes of one client")
+def processes(_: Path) -> dict[str, Any]:
+    probe = Probe()
+    fit(defended(probe), sgd, devices=2, max_steps=1)
+    entropies = gathered(probe.context.entropy)
+    return {
+        "client": [probe.context.client, probe.context.process],
+        "alike": entropies[0] == entropies[1],
+    }
 
 
 # ----- all ranks one client -------------------------------------------------------------------

@@ -88,6 +88,19 @@ def test_without_gradient_defences_it_is_plain_ddp(ranks, name: str) -> None:
         assert found == expected
 
 
+def test_a_resumed_run_without_defences_is_the_uninterrupted_plain_one(ranks) -> None:
+    for found in of(ranks, "identity resume"):
+        assert found == {"same": True, "losses": True, "steps": 3}
+
+
+def test_a_defence_knows_its_client_and_its_share_of_the_clients_data(ranks) -> None:
+    for rank, found in enumerate(of(ranks, "processes of one client")):
+        assert found["rank"] == [rank, 0]
+        assert found["world"] == [0, rank]
+        assert found["world entropy alike"]
+        assert not found["rank entropy alike"]
+
+
 def test_freeze_acts_before_ddp_wraps(ranks) -> None:
     for found in of(ranks, "freeze"):
         assert found["moved"] == [False, True, True, True, True]

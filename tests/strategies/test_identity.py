@@ -8,8 +8,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from lightning_fedleak.defenses import Freeze
 from lightning_fedleak.strategies import CHECKPOINT_KEY, DefendedStrategy
-from tests.strategies.toy import ManualLM, ToyLM, fit, same, state_of
+from tests.strategies.toy import ManualLM, ToyLM, fit, loader, same, state_of, trainer
 
 CASES = {
     "fp32": {},
@@ -54,6 +55,18 @@ def test_a_skipping_grad_scaler_is_the_plain_one() -> None:
     strategy.add_tap(lambda stage, _: stages.append(stage))
     assert same(plain, state_of(*fit(strategy, Bursting, plugins=fp16())))
     assert len(stages) == 5 * 3
+
+
+def test_validation_without_a_fit_is_the_plain_one() -> None:
+    found = []
+    for strategy in ("auto", DefendedStrategy(), DefendedStrategy(defenses=[Freeze("head")])):
+        torch.manual_seed(0)
+        model = ToyLM()
+        [result] = trainer(strategy).validate(model, loader(8), verbose=False)
+        trained = all(p.requires_grad for p in model.parameters())
+        found.append((result, trained, torch.get_rng_state()))
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
 
 
 class Reseeding(ToyLM):

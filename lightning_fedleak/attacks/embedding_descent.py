@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,8 +17,12 @@ from lightning_fedleak.attacks.descent import (
     Weighting,
 )
 from lightning_fedleak.attacks.sent import Deadline, Sent
+from lightning_fedleak.attacks.state_readout import StateReadout
 from lightning_fedleak.attacks.sweeps import high_errors, sweep
 from lightning_fedleak.attacks.token_table import LIKENESSES, Likeness
+
+Initial = Literal["readout", "mean"]
+INITIALS: tuple[Initial, ...] = ("readout", "mean")
 
 
 class EmbeddingDescent(DescentAttack):
@@ -28,9 +33,9 @@ class EmbeddingDescent(DescentAttack):
 
     The paper's attack is ``weighting="paper", stop="cosine", likeness="cosine"`` with
     ``init_token`` the id of 'hello'. What is done otherwise by default finds more tokens in fewer
-    steps (measured in ``docs/inversion.md``): each position is weighed by itself, and the descent
-    starts at the mean of all word embeddings and ends at the likest token after whitening, so that
-    what the hidden states do not tell stays at the mean and does not decide.
+    steps (measured in ``docs/inversion.md``): each position is weighed by itself, the descent
+    starts from what a regression reads off the hidden states, and it ends at the likest token after
+    whitening, so that what the hidden states do not tell stays at the mean and does not decide.
 
     Args:
         layer: the split.
@@ -39,8 +44,10 @@ class EmbeddingDescent(DescentAttack):
         stop: ``"settled"`` or the paper's ``"cosine"``, see
             :class:`~lightning_fedleak.attacks.descent.DescentAttack`.
         cosine: the paper's .98.
-        init_token: id of the token whose embedding all positions start from; None for the mean of
-            the vocabulary.
+        initial: where the descent starts, ``"readout"``:
+            :class:`~lightning_fedleak.attacks.state_readout.StateReadout`, learned once in
+            :meth:`prepare`, or ``"mean"``, the vocabulary's.
+        init_token: id of the token whose embedding all positions start from, in place of that.
         weighting: ``"per_position"`` or ``"paper"``, see there.
         likeness: of embeddings and tokens, ``"whitened"`` or ``"cosine"``, see
             :class:`~lightning_fedleak.attacks.token_table.TokenTable`.
@@ -71,6 +78,7 @@ class EmbeddingDescent(DescentAttack):
         stop: Stop = "settled",
         *,
         cosine: float = 0.98,
+        initial: Initial = "readout",
         init_token: int | None = None,
         weighting: Weighting = "per_position",
         likeness: Likeness = "whitened",
@@ -98,11 +106,15 @@ class EmbeddingDescent(DescentAttack):
         )
         if likeness not in LIKENESSES:
             raise ValueError(f"likeness must be one of {', '.join(LIKENESSES)}, got {likeness!r}")
+        if initial not in INITIALS:
+            raise ValueError(f"initial must be one of {', '.join(INITIALS)}, got {initial!r}")
         if not 0 <= sweeps <= steps:
             raise ValueError(f"sweeps must lie between 0 and the {steps} steps, got {sweeps!r}")
         if candidates < 1:
             raise ValueError(f"candidates must be at least 1, got {candidates!r}")
+        self.initial: Initial = initial
         self.init_token = init_token
+        self._readout: StateReadout | None = None
         self.likeness: Likeness = likeness
         self.sweeps = sweeps
         self.candidates = candidates
@@ -110,7 +122,9 @@ class EmbeddingDescent(DescentAttack):
 
     def config(self) -> dict[str, object]:
         """Settings that name the attack in reports."""
-        return super().config() | {"likeness": self.likeness, "sweeps": self.sweeps}
+        initial = self.initial if self.init_token is None else self.init_token
+        own = {"initial": initial, "likeness": self.likeness, "sweeps": self.sweeps}
+        return super().config() | own
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Takes the copy of the bottom model, and checks the token ids.
@@ -129,6 +143,9 @@ class EmbeddingDescent(DescentAttack):
                         f"{which} holds the id {token}, but the vocabulary ends at "
                         f"{self.bottom.vocab_size - 1}"
                     )
+        if self.initial == "readout" and self.init_token is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._readout = StateReadout.of(self.bottom, self.table.embeddings)
 
     @property
     def step_size(self) -> float:
@@ -138,6 +155,9 @@ class EmbeddingDescent(DescentAttack):
     def start(self, sent: Sent) -> Tensor:
         """(B, L, e) word embeddings."""
         table = self.table
+        if self._readout is not None:
+            # What stands at padded positions may not even be finite.
+            return torch.where(sent.real[..., None], self._readout.words(sent.hidden), table.mean)
         point = table.mean if self.init_token is None else table.embeddings[self.init_token]
         return point.expand(*sent.real.shape, -1)
 
@@ -188,4 +208,4 @@ class EmbeddingDescent(DescentAttack):
             run.variables[rows] = torch.where(right[..., None], words, variables)
 
 
-__all__ = ["EmbeddingDescent"]
+__all__ = ["INITIALS", "EmbeddingDescent", "Initial"]

@@ -221,7 +221,7 @@ def test_sweeps_find_what_descent_left() -> None:
     model = tiny_bert_mlm(layers=3)
     ids, mask = text(6, 10)
     sent = hidden_states(find_anatomy(model), 3, ids, mask)
-    few = {"steps": 6, "lr": 0.05}
+    few = {"steps": 6, "lr": 0.05, "initial": "mean"}
     plain = prepared(model, 3, **few).reconstruct(sent, mask, None)
     swept = prepared(model, 3, sweeps=2, **few).reconstruct(sent, mask, None)
     right = [float((g.tokens == ids)[mask == 1].float().mean()) for g in (plain, swept)]

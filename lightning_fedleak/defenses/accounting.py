@@ -10,7 +10,8 @@ and decisions taken in sight of the data.
   order by order and converted after Balle et al. 2020, Theorem 21. Microseconds a step.
 - ``"prv"``: numerical composition of privacy loss random variables (Gopi, Lee & Wutschitz 2021).
   Tighter and slower. The upper end of its error interval counts, and never more than RDP's
-  epsilon, which is an upper bound too.
+  epsilon, which is an upper bound too. Where delta is so small that float64's rounding matters
+  (below ``4e-15`` times the number of releases) RDP's epsilon is reported.
 
 Below a noise multiplier of :data:`LEAST_NOISE`, and from :data:`LARGEST_EPSILON` on, epsilon is
 reported as infinite and PRV is not called: its mesh covers the whole range of the privacy loss,
@@ -403,8 +404,11 @@ def _prv_epsilon(
     """Upper bound by PRV with a mesh as fine as the answer asks for, ``inf`` where it has none.
 
     As ``opacus.accountants.PRVAccountant``, of the same parts, but with stored Renyi divergences
-    (which take most of the time there) and a mesh that is neither finer than ``PRV_ERROR`` of the
-    answer asks for nor larger than about ``PRV_POINTS``.
+    (which take most of the time there), a mesh that is neither finer than ``PRV_ERROR`` of the
+    answer asks for nor larger than about ``PRV_POINTS``, and an allowance for rounding: the T-th
+    power of a Fourier transform in float64 shifts delta by up to about ``0.3 T eps`` (measured
+    against the Gaussian mechanism), by which Opacus understates epsilon at a tiny delta (3.6% at
+    delta 1e-13 after 10,000 releases). Six times that is allowed for.
 
     Args:
         history: of releases.
@@ -414,7 +418,11 @@ def _prv_epsilon(
     """
     from opacus.accountants.analysis import prv
 
-    steps, delta_error = sum(row[2] for row in history), delta / 1000
+    steps = sum(row[2] for row in history)
+    rounding = 2 * steps * float(np.finfo(np.float64).eps)
+    if rounding > delta / 10:
+        return math.inf
+    delta_error = max(delta / 1000, rounding)
     loss = max(
         float(epsilons_of_rdp(rdp, delta_error / 4).min()),
         *(

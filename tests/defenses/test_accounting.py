@@ -114,6 +114,15 @@ def hockey_stick(epsilon: float, sigma: float, rate: float) -> float:
     return float(max(removed, added))
 
 
+@pytest.mark.parametrize(
+    ("sigma", "steps", "delta"),
+    [(100.0, 10_000, 1e-10), (100.0, 10_000, 1e-13), (30.0, 1000, 1e-13), (5.0, 10, 1e-14)],
+)
+def test_rounding_never_understates_epsilon(sigma: float, steps: int, delta: float) -> None:
+    exact = gaussian_epsilon(delta, sigma / math.sqrt(steps))
+    assert exact <= epsilon_of([(sigma, 1.0, steps)], delta, "prv") <= 1.05 * exact
+
+
 @given(sigma=st.floats(0.3, 5), rate=st.floats(0.01, 0.99))
 @settings(max_examples=6, deadline=None, phases=ONCE)
 def test_one_sampled_release_is_the_exact_hockey_stick(sigma: float, rate: float) -> None:

@@ -46,6 +46,8 @@ SURELY_NOISED = 1000
 LOW_PRECISION = 1e-4
 SAME_AT_ONCE = 8
 """Candidates that are run without cache at one place."""
+MOST_TWINS = 64
+"""Tokens with equal states among which the states that follow decide."""
 REOPENED = 8
 """Places of one text that may be opened again."""
 LEARN_FROM, LEARN_MOST = 25, 65
@@ -75,8 +77,10 @@ class _Place:
     rivals: list[int] = field(default_factory=list)
     run_again: set[int] = field(default_factory=set)
     runner_up: float = float("inf")
+    twins: list[int] = field(default_factory=list)
     round: int = 0
     settled: int | None = None
+    chosen: int | None = None
     certain: bool = False
 
     def add(self, token: int, state: Tensor, distance: float) -> None:
@@ -93,7 +97,9 @@ class _Place:
 
     @property
     def best(self) -> int:
-        """Index of the nearest."""
+        """Index of the nearest, or of one chosen among several."""
+        if self.chosen is not None:
+            return self.chosen
         return min(range(len(self.distances)), key=self.distances.__getitem__)
 
 
@@ -169,6 +175,7 @@ class _Search:
         self.noised, self.may_be_noised = noised is True, noised is None
         self.low_precision = precision > LOW_PRECISION
         self.repeatable: bool | None = None
+        self.twins: list[dict[int, list[int]]] = [{} for _ in range(len(observed))]
         self.opened_again: list[set[int]] = [set() for _ in range(len(observed))]
         self.extra_computed = self.extra_runs = 0
         self.prefixes = prefixes
@@ -224,16 +231,12 @@ class _Search:
             return True
         if not (self.low_precision and self.repeatable) or self.deadline.passed:
             return False
-        again = self._uncached(torch.arange(len(self.counts), device=self.counts.device))
-        nothing = self.prefixes.tokens[:, :0]
-        again.known = torch.zeros_like(again.known)
-        states = again.follow(self.prefixes.tokens, nothing).float()
-        self._count(again)
-        ahead = torch.arange(states.shape[1], device=states.device)
-        wrong = (states != self.observed).any(2) & (ahead < self.counts[:, None])
-        for i in wrong.any(1).nonzero().squeeze(1).tolist():
-            at = int(wrong[i].nonzero()[0])
-            self.confidence[i, at:] = 0.0
+        for i in range(len(self.counts)):
+            self._among_twins(i)
+        equal = self._equal(self.rows, self.prefixes.tokens)
+        for i in (equal < self.counts).nonzero().squeeze(1).tolist():
+            at = int(equal[i])
+            self.confidence[i, at] = 0.0
             if at in self.opened_again[i] or len(self.opened_again[i]) >= REOPENED:
                 continue
             self.opened_again[i].add(at)
@@ -241,6 +244,30 @@ class _Search:
             self.prefixes.known[i] = at
             self.places[i] = _Place(certain=True)
         return bool((self.prefixes.known < self.counts).any())
+
+    def _equal(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """(n,) first tokens of texts (n, N) whose states without cache are those of ``rows``."""
+        run = self._uncached(rows)
+        run.known = torch.zeros_like(run.known)
+        states = run.follow(tokens).float()
+        self._count(run)
+        ahead = torch.arange(states.shape[1], device=states.device)
+        same = (states == self.observed[rows]).all(2) & (ahead < self.counts[rows][:, None])
+        return same.int().cumprod(1).sum(1)
+
+    def _among_twins(self, i: int) -> None:
+        """Chooses among tokens with equal states by the states that follow."""
+        for at, twins in self.twins[i].items():
+            if self.deadline.passed:
+                return
+            texts = self.prefixes.tokens[i].repeat(len(twins), 1)
+            texts[:, at] = texts.new_tensor(twins)
+            equal = self._equal(self.rows[i].expand(len(twins)), texts)
+            best = int(equal.argmax())
+            self.prefixes.tokens[i, at] = twins[best]
+            if int((equal == equal[best]).sum()) == 1 and int(equal[best]) > at:
+                self.confidence[i, at] = 1.0
+        self.twins[i] = {}
 
     def _beams(self, width: int, spread: Tensor) -> tuple[Tensor, Tensor]:
         """The rest of each text, as far as time allows."""
@@ -268,8 +295,8 @@ class _Search:
 
     def _uncached(self, rows: Tensor) -> Prefixes:
         """The texts ``rows`` as the client runs them."""
-        again = self.prefixes.of_rows(rows)
-        again.cached = False
+        again = Prefixes(self.prefixes.bottom, self.prefixes.layout[rows], cached=False)
+        again.known, again.tokens = self.prefixes.known[rows], self.prefixes.tokens[rows]
         return again
 
     def _may_match(self, i: int) -> bool:
@@ -442,9 +469,9 @@ class _Search:
     def _sweep(self, i: int, place: _Place, noise: float) -> None:
         """Verifies all tokens that can still be right, and settles on the nearest."""
         target = self.observed[i, int(self.prefixes.known[i])]
-        run = self.prefixes.of_rows(self.rows[i : i + 1])
+        row = self.rows[i : i + 1]
         exact = place.distances[place.best] <= 2.0 * noise and self.repeatable is True
-        run.cached &= not exact
+        run = self._uncached(row) if exact else self.prefixes.of_rows(row)
         open_ = torch.ones(self.table.size, dtype=torch.bool, device=target.device)
         done = place.run_again if exact else place.seen
         open_[torch.tensor(sorted(done), dtype=torch.int64, device=target.device)] = False
@@ -463,8 +490,14 @@ class _Search:
             place.tokens.append(token)
             place.states.append(states[nearest])
             place.distances.append(distance)
-            if exact and distance == 0:
-                break
+            if exact:
+                new = left[far == 0].tolist()
+                if new and not place.twins:
+                    apart = (self.table.entries[rivals] - self.table.entries[new[0]]).norm(dim=1)
+                    rivals = rivals[apart.argsort()]
+                if place.twins and not new:
+                    break
+                place.twins += new
             if distance < before and not exact:
                 if self._same_uncached(i, place, noise) is not None:
                     break
@@ -473,9 +506,25 @@ class _Search:
         self._count(run)
         if bool(open_[rivals].any()) and place.distances[place.best] > 0:
             return
+        if place.twins:
+            self._choose_twin(i, place)
         place.rivals = rivals.tolist()
         if not self._shows_noise(place, noise):
             place.settled = place.tokens[place.best]
+
+    def _choose_twin(self, i: int, place: _Place) -> None:
+        """Of tokens with the observed state, the one expected most is taken for now."""
+        at = int(self.prefixes.known[i])
+        expected = self.prior.all(i, at)
+        if expected is not None:
+            order = expected[place.twins].argsort(descending=True).tolist()
+            place.twins = [place.twins[o] for o in order]
+        if len(place.twins) > 1:
+            self.twins[i][at] = place.twins[:MOST_TWINS]
+        place.tokens.append(place.twins[0])
+        place.states.append(self.observed[i, at])
+        place.distances.append(0.0)
+        place.chosen = len(place.tokens) - 1
 
     def _shows_noise(self, place: _Place, noise: float) -> bool:
         """Whether of many tokens that could be right, all verified, none is."""
@@ -567,6 +616,8 @@ class _Search:
                 if len(place.seen) < self.table.distinct or j > 0:
                     second = min(second, float(self.table.alone(self.guess.new_tensor(token))))
                 self.residuals[i, column] = best
+                if j == 0 and len(place.twins) > 1:
+                    continue
                 if not bool(self.table.doubtful[token]) and second > 0:
                     self.confidence[i, column] = max(0.0, 1.0 - best / second)
 

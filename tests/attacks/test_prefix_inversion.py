@@ -84,6 +84,29 @@ def test_models_in_bf16_are_exact(make, layer) -> None:
     assert torch.equal(guess.tokens, sent)
 
 
+def test_in_bf16_what_precision_hides_is_told_by_a_run_as_the_clients_or_doubted() -> None:
+    """Tokens of a crowd differ by less than runs with and without cache do."""
+    model = models.tiny_llama(layers=3)
+    weight = model.get_input_embeddings().weight.data
+    generator = torch.Generator().manual_seed(2)
+    apart = torch.randn(50, weight.shape[1], generator=generator)
+    weight[40:90] = weight[40] + 0.004 * weight[40].abs().mean() * apart
+    model = model.to(torch.bfloat16)
+    sent = torch.tensor([[5, 44, 7, 61, 9, 80, 11, 12, 52, 13, 14, 15, 16, 17, 18, 19, 41, 20]])
+    hidden = hidden_states(find_anatomy(model), 3, sent)
+    attack = prepared(model, 3)
+    assert attack.bottom.dtype == torch.bfloat16
+    guess = attack.reconstruct(hidden, None, None)
+    assert guess.finished
+    crowded = (sent >= 40) & (sent < 90)
+    assert torch.equal(guess.tokens[~crowded], sent[~crowded])
+    wrong = guess.tokens != sent
+    assert bool((guess.confidence[wrong] < 0.01).all())
+    assert int(wrong.sum()) <= 1
+    again = hidden_states(find_anatomy(model), 3, guess.tokens)
+    assert torch.equal(again[~wrong], hidden[~wrong])
+
+
 @pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
 def test_a_client_under_autocast_is_read_exactly(make) -> None:
     model = make(layers=3)

@@ -233,7 +233,8 @@ class RiskGate(L.Callback):
         if self.action in ("stop", "harden") and (trainer.min_epochs or trainer.min_steps):
             raise ValueError(
                 f"RiskGate(action='{self.action}') could not stop this run: the Trainer's "
-                "min_epochs or min_steps makes Lightning train on. Drop them, or use action='raise'."
+                "min_epochs or min_steps makes Lightning train on. Drop them, or use "
+                "action='raise'."
             )
         if (
             self.bound == "lower"

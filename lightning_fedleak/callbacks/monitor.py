@@ -34,6 +34,7 @@ from lightning_fedleak.callbacks.live_games import LiveGames
 from lightning_fedleak.callbacks.live_inversion import LiveInversion, check_texts
 from lightning_fedleak.callbacks.look import Look, Plan
 from lightning_fedleak.callbacks.outcome import Outcome
+from lightning_fedleak.callbacks.privacy import privacy_tags, privacy_values
 from lightning_fedleak.callbacks.reading import BatchReader
 from lightning_fedleak.callbacks.report import JsonLines, Report
 from lightning_fedleak.callbacks.reveal import RevealFiles
@@ -296,7 +297,13 @@ class LeakageMonitor(L.Callback):
         self._prepare_attacks(self._watch)
         games.check()
         if trainer.is_global_zero:
-            add_layout(trainer.loggers, self.utility, self.attacks, self._ledger.prefixes)
+            add_layout(
+                trainer.loggers,
+                self.utility,
+                self.attacks,
+                self._ledger.prefixes,
+                privacy_tags(trainer),
+            )
 
     def _prepare_attacks(self, watch: Watch) -> None:
         self._prepared = watch.prepared
@@ -395,6 +402,7 @@ class LeakageMonitor(L.Callback):
             value = known.get(name)
             if value is not None:
                 values[f"utility/{name}"] = float(value)
+        values |= privacy_values(trainer)
         values["monitor/failures"] = float(self.failures)
         values["monitor/seconds"] = look.seconds
         self.looks += 1

@@ -27,14 +27,16 @@ def add_layout(
     utility: Sequence[str],
     attacks: Sequence[Attack],
     prefixes: Sequence[str],
+    privacy: Sequence[str] = (),
 ) -> None:
-    """Puts utility, leakage and the monitor's own cost on one page of TensorBoard.
+    """Puts utility, leakage, epsilon and the monitor's own cost on one page of TensorBoard.
 
     Args:
         loggers: the run's loggers; only TensorBoard's are used.
         utility: names of the user's metrics.
         attacks: the monitor's.
         prefixes: ``"leakage"``, ``"leakage_local"``, ``"leakage_aggregate"`` as measured.
+        privacy: names of what defences account for.
     """
     page: dict[str, list[Any]] = {
         "utility": _lines([f"utility/{name}" for name in utility]),
@@ -52,6 +54,8 @@ def add_layout(
                 "Margin",
                 [f"{root}/{headline}{end}" for end in ("", "_low", "_high")],
             ]
+    if privacy:
+        page["privacy: epsilon"] = _lines(privacy)
     page["cost of monitoring (seconds a look)"] = _lines(["monitor/seconds"])
     for logger in tensorboards(loggers):
         logger.experiment.add_custom_scalars({"leakage and utility": page})

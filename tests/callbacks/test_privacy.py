@@ -1,0 +1,83 @@
+"""Epsilon beside utility and leakage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_fedleak.attacks import FCMembership
+from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.defenses import DPSGD, GradientNoise, Privacy
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.lightning_modules import random_token_loader
+from tests.strategies.dpsgd_runs import CausalLM
+
+
+class Accounted(GradientNoise):
+    """Says what it costs."""
+
+    def __init__(self, name: str, epsilon: float) -> None:
+        super().__init__(clip=1.0, sigma=1.0)
+        self.name, self._epsilon = name, epsilon
+
+    @property
+    def privacy(self) -> Privacy:
+        return Privacy(self._epsilon, 1e-5, 1.0, 1.0, self.releases)
+
+
+def run(tmp_path: Path, *defenses: Any) -> tuple[LeakageMonitor, L.Trainer]:
+    L.seed_everything(0, verbose=False)
+    monitor = LeakageMonitor(FCMembership(1), every_n_steps=2, utility="train_loss")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=DefendedStrategy("auto", list(defenses)),
+        max_steps=4,
+        callbacks=[monitor],
+        logger=TensorBoardLogger(tmp_path),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(CausalLM(), random_token_loader(24))
+    return monitor, trainer
+
+
+def test_epsilon_is_logged_beside_utility_and_leakage(tmp_path: Path) -> None:
+    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, accountant="rdp")
+    monitor, trainer = run(tmp_path, defense)
+    assert trainer.global_step == 4
+    assert monitor.last_step == 2
+    # The look at step 2 comes after the third release.
+    one = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, accountant="rdp")
+    rate = defense.privacy.sample_rate
+    one.accountant.step(1.0, rate, 3)
+    assert monitor.latest["privacy/epsilon"] == pytest.approx(
+        one.accountant.epsilon(1e-3), rel=0.02
+    )
+    assert monitor.latest["privacy/delta"] == pytest.approx(1e-3)
+    assert monitor.latest["privacy/noise_multiplier"] == 1.0
+    events = EventAccumulator(str(trainer.log_dir))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {"privacy/epsilon", "utility/train_loss", "leakage/fc_membership/auc"} <= set(tags)
+    assert float(trainer.callback_metrics["privacy/epsilon"]) > 0
+
+
+def test_several_are_told_apart_and_an_infinite_one_is_not_plotted(tmp_path: Path) -> None:
+    monitor, trainer = run(tmp_path, Accounted("a", 2.0), Accounted("b", float("inf")))
+    assert monitor.latest["privacy/a/epsilon"] == 2.0
+    assert monitor.latest["privacy/b/epsilon"] == float("inf")
+    events = EventAccumulator(str(trainer.log_dir))
+    events.Reload()
+    assert "privacy/a/epsilon" in events.Tags()["scalars"]
+    assert "privacy/b/epsilon" not in events.Tags()["scalars"]
+
+
+def test_nothing_is_logged_where_nothing_is_accounted(tmp_path: Path) -> None:
+    monitor, _ = run(tmp_path, GradientNoise(clip=1.0, sigma=1.0))
+    assert not [name for name in monitor.latest if name.startswith("privacy/")]

@@ -16,14 +16,37 @@ if TYPE_CHECKING:
         AttentionMembership,
         BagOfWords,
         BiasSign,
+        EmbeddingDescent,
         FCMembership,
         FlatChat,
+        PrefixInversion,
         PublicText,
         RevealLabels,
+        TokenRelaxation,
+        TrainedMembership,
     )
-    from lightning_fedleak.callbacks import LeakageLimitExceeded, LeakageMonitor, RiskGate
-    from lightning_fedleak.defenses import Freeze, GradientNoise
-    from lightning_fedleak.strategies import DefendedStrategy
+    from lightning_fedleak.callbacks import (
+        LeakageLimitExceeded,
+        LeakageMonitor,
+        RiskGate,
+    )
+    from lightning_fedleak.canaries import (
+        with_canaries,
+    )
+    from lightning_fedleak.defenses import (
+        DPSGD,
+        ActivationCompression,
+        ActivationNoise,
+        Defense,
+        DefenseError,
+        Freeze,
+        GradientNoise,
+        TokenLDP,
+        mean_of_sample_means,
+    )
+    from lightning_fedleak.strategies import (
+        DefendedStrategy,
+    )
 
 _HOMES = {
     "attacks": (
@@ -31,32 +54,63 @@ _HOMES = {
         "AttentionMembership",
         "BagOfWords",
         "BiasSign",
+        "EmbeddingDescent",
         "FCMembership",
         "FlatChat",
+        "PrefixInversion",
         "PublicText",
         "RevealLabels",
+        "TokenRelaxation",
+        "TrainedMembership",
     ),
-    "callbacks": ("LeakageLimitExceeded", "LeakageMonitor", "RiskGate"),
-    "defenses": ("Freeze", "GradientNoise"),
+    "callbacks": (
+        "LeakageLimitExceeded",
+        "LeakageMonitor",
+        "RiskGate",
+    ),
+    "canaries": ("with_canaries",),
+    "defenses": (
+        "ActivationCompression",
+        "ActivationNoise",
+        "DPSGD",
+        "Defense",
+        "DefenseError",
+        "Freeze",
+        "GradientNoise",
+        "TokenLDP",
+        "mean_of_sample_means",
+    ),
     "strategies": ("DefendedStrategy",),
 }
 
 __all__ = [
+    "DPSGD",
+    "ActivationCompression",
+    "ActivationNoise",
     "AlignedFlatChat",
     "AttentionMembership",
     "BagOfWords",
     "BiasSign",
     "DefendedStrategy",
+    "Defense",
+    "DefenseError",
+    "EmbeddingDescent",
     "FCMembership",
     "FlatChat",
     "Freeze",
     "GradientNoise",
     "LeakageLimitExceeded",
     "LeakageMonitor",
+    "PrefixInversion",
     "PublicText",
     "RevealLabels",
     "RiskGate",
+    "TokenLDP",
+    "TokenRelaxation",
+    "TrainedMembership",
     "__version__",
+    "mean_of_sample_means",
+    "with_canaries",
 ]
 
 

@@ -300,12 +300,13 @@ def _listed(values: Any) -> str:
 
 def table(cells: Sequence[Cell]) -> Table:
     """A line for each cell, in 80 columns; the token accuracy with its 95% interval."""
-    shown = Table(title="what the hidden states at the split give away", box=SIMPLE_HEAD)
+    title = "what the hidden states at the split give away"
+    shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     shown.add_column("attack", no_wrap=True)
-    for column in ("split", "tokens", "noise"):
+    for column in ("split", "len", "noise"):
         shown.add_column(column, justify="right", no_wrap=True)
     shown.add_column("token accuracy", no_wrap=True)
-    for column in ("exact", "ROUGE-L", "task", "ppl", "ms/token"):
+    for column in ("exact", "ROUGE", "task", "ppl", "ms"):
         shown.add_column(column, justify="right", no_wrap=True)
     for cell in cells:
         useful = cell.utility
@@ -348,7 +349,8 @@ def explanation(cells: Sequence[Cell]) -> str:
         "",
         "Token accuracy (Eq. 5): the share of a text's tokens that are right at their place, mean "
         "over texts; in brackets its 95% interval over texts. exact: texts without an error. "
-        f"split: block, of {cells[0].blocks}. noise: standard deviations"
+        "ROUGE: ROUGE-L. ms: wall time per token. "
+        f"split: block, of {cells[0].blocks}. len: tokens. noise: standard deviations"
         + (" in those of each dimension of the hidden states. " if cells[0].relative else ". ")
         + _task(cells),
     ]

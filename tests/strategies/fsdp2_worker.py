@@ -21,13 +21,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_fedleak.defenses import Defense, DefenseError, Freeze, GradientNoise
+from lightning_fedleak.defenses import (
+    ActivationNoise,
+    Defense,
+    DefenseError,
+    Freeze,
+    GradientNoise,
+)
 from lightning_fedleak.defenses.shards import joint_norm, local_part, shard_number
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import CHECKPOINT_KEY, DefendedStrategy
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.models import tiny_gpt2
 from tests.strategies.ddp_worker import Batches, Probe, distance, flat, gathered
 from tests.strategies.test_stages import brute_force
-from tests.strategies.toy import ManualLM, ToyLM, fit, same
+from tests.strategies.toy import ManualLM, ToyLM, fit, same, trainer
 
 CLIP, SIGMA = 0.05, 0.5
 Case = Callable[[Path], dict[str, Any]]
@@ -287,6 +295,45 @@ def resume(folder: Path) -> dict[str, Any]:
             "taps": len(taps),
         }
     return found
+
+
+class ShardedGPT2(CausalLMModule):
+    """A sharded model with blocks, and the states that leave its first block."""
+
+    def __init__(self) -> None:
+        super().__init__(tiny_gpt2(layers=2, dropout=0.0, tied=False).train())
+        self.sent: list[torch.Tensor] = []
+
+    def configure_model(self) -> None:
+        if not isinstance(self.model.lm_head.weight, DTensor):
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.model.transformer.h:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+    def on_train_start(self) -> None:
+        block = self.model.transformer.h[0]
+        block.register_forward_hook(lambda _, __, out: self.sent.append(out.detach().clone()))
+
+
+@case("activation noise")
+def activation_noise(_: Path) -> dict[str, Any]:
+    """The same text on both ranks, in one step whose states are read with and without noise."""
+    text = random_token_loader(n=1, batch_size=1)
+    found = []
+    for defenses in ([], [ActivationNoise(1, 0.5)]):
+        strategy = DefendedStrategy(fsdp2(), defenses, client="world")
+        model = ShardedGPT2()
+        run = trainer(strategy, devices=2, max_steps=1, use_distributed_sampler=False)
+        run.fit(model, text)
+        found.append(model.sent[0].double().flatten())
+    noise = found[1] - found[0]
+    pair = torch.stack(gathered(noise))
+    return {
+        "std": float(noise.std()) / 0.5,
+        "coordinates": noise.numel(),
+        "correlation": float(torch.corrcoef(pair)[0, 1]),
+    }
 
 
 # ----- what is refused ------------------------------------------------------------------------

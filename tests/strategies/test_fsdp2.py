@@ -13,7 +13,7 @@ import pytest
 import scipy.stats
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_fedleak.defenses import Defense, DefenseError, Freeze, GradientNoise
+from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, Freeze, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.test_ddp import ROOT, SECONDS, Found, free_port, of
 
@@ -108,6 +108,14 @@ def test_the_clip_bounds_the_norm_over_all_shards(ranks) -> None:
 
 
 @pytest.mark.ddp
+def test_activation_noise_differs_between_the_processes_of_one_client(ranks) -> None:
+    for found in of(ranks, "activation noise"):
+        assert found["std"] == pytest.approx(1.0, abs=0.2)
+        assert found["coordinates"] == 12 * 16
+        assert abs(found["correlation"]) < 0.4  # 1 if both processes drew the same
+
+
+@pytest.mark.ddp
 def test_freeze_reaches_shards_by_part_and_by_pattern(ranks) -> None:
     for found in of(ranks, "freeze"):
         assert found["moved"] == ["hidden.weight", "head.weight", "head.bias"]
@@ -159,6 +167,9 @@ def test_refusals_at_construction() -> None:
         DefendedStrategy(ModelParallelStrategy(), [GradientNoise(1.0, 1.0)])
     with pytest.raises(DefenseError, match=r"whole_only.*takes_shards = True"):
         DefendedStrategy(ModelParallelStrategy(), [WholeOnly()], client="world")
+    with pytest.raises(DefenseError, match=r"'dpsgd' \(DPSGD\) does not say"):
+        private = DPSGD(max_grad_norm=1.0, noise_multiplier=1.0)
+        DefendedStrategy(ModelParallelStrategy(), [private], client="world")
     strategy = DefendedStrategy(ModelParallelStrategy(), [Freeze("head")], client="world")
     assert isinstance(strategy, ModelParallelStrategy)
     assert strategy.separates_stages

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_fedleak.defenses import Defense, DefenseError, Freeze, GradientNoise
+from lightning_fedleak.defenses import (
+    DPSGD,
+    ActivationNoise,
+    Defense,
+    DefenseError,
+    Freeze,
+    GradientNoise,
+)
 from lightning_fedleak.strategies import DefendedStrategy
 
 
@@ -45,6 +52,15 @@ def test_a_wrong_order_is_refused_and_the_mend_works(defenses, message: str) -> 
     with pytest.raises(DefenseError, match=message):
         DefendedStrategy("auto", defenses)
     DefendedStrategy("auto", defenses[::-1])
+
+
+def test_dpsgd_is_such_a_defence() -> None:
+    private = DPSGD(max_grad_norm=1.0, noise_multiplier=1.0)
+    with pytest.raises(DefenseError, match="Put 'dpsgd' first among"):
+        DefendedStrategy("auto", [noise(), private])
+    with pytest.raises(DefenseError, match="Use relative=False"):
+        DefendedStrategy("auto", [private, ActivationNoise(1, 1.0, relative=True)])
+    DefendedStrategy("auto", [Freeze("head"), private, noise(), ActivationNoise(1, 1.0)])
 
 
 def test_freeze_before_all_and_noise_after_all() -> None:

@@ -5,6 +5,7 @@
     python benchmarks/inversion.py cells --model DIR --text imdb --splits 2 4 --texts 3 \
         --lengths 16 64 256 --noise 0 --json fig2.json
     python benchmarks/inversion.py stale --model DIR --text imdb --other tinystories --split 2
+    python benchmarks/inversion.py starts --model DIR --text tinystories --bos 1 --splits 4
     python benchmarks/inversion.py show fig1.json --against sigma --plot fig1.png
 
 ``cells`` is what ``fedleak invert`` does, with the processor's time and a table in Markdown; one
@@ -16,6 +17,8 @@ model from the noised activations; of a plain encoder the cosine of its mean-poo
 
 ``stale``: the client trains the model on other text (plain SGD, all weights) while the server keeps
 the bottom that it had. Noise-free activations of the newer bottom are attacked with the older one.
+
+``starts``: tokens right after some steps of EmbeddingDescent, by where it starts.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from word_recovery import read_texts
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.inversion import (
     ADVERSARIES,
@@ -184,6 +188,33 @@ def stale(args) -> None:
             )
 
 
+def starts(args) -> None:
+    tokenizer, anatomy = load(args.model)
+    rows = rows_of_length(
+        read_texts(args.text), tokenizer, args.length, args.texts, least=args.texts, seed=args.seed,
+        start_token_id=args.bos,
+    )  # fmt: skip
+    hello = tokenizer("hello", add_special_tokens=False)["input_ids"][-1]
+    print(f"| split | start | {' | '.join(f'{n} steps' for n in args.after)} |")
+    print("|" + "---|" * (2 + len(args.after)))
+    for layer in args.splits or thirds(anatomy):
+        sent = hidden_states(anatomy, layer, rows)
+        for name, start in (
+            ("'hello'", {"init_token": hello}),
+            ("mean", {"initial": "mean"}),
+            ("readout", {"initial": "readout"}),
+        ):
+            right = []
+            for steps in args.after:
+                attack = EmbeddingDescent(layer, steps=steps, **start)
+                attack.prepare(anatomy)
+                guess = attack.reconstruct(sent, None, None)
+                right.append(f"{float((guess.tokens == rows).float().mean()):.3f}")
+            print(
+                f"| {layer} of {len(anatomy.blocks)} | {name} | {' | '.join(right)} |", flush=True
+            )
+
+
 def show(args) -> None:
     done: list[Cell] = []
     for path in args.read:
@@ -222,8 +253,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     two.add_argument("--length", type=int, default=32)
     two.add_argument("--ages", type=int, nargs="+", default=[0, 1, 4, 16])
     two.add_argument("--batch", type=int, default=8)
-    two.add_argument("--lr", type=float, default=0.1)
+    two.add_argument("--lr", type=float, default=1e-3)
     two.set_defaults(run=stale)
+    start = commands.add_parser("starts", parents=[common])
+    start.add_argument("--length", type=int, default=64)
+    start.add_argument("--after", type=int, nargs="+", default=[1, 15, 60, 120])
+    start.set_defaults(run=starts)
     three = commands.add_parser("show")
     three.add_argument("read", type=Path, nargs="+", help="results of one model")
     three.add_argument("--against", choices=("sigma", "length"), default="sigma")

@@ -94,20 +94,24 @@ class PlantedNeuron:
         self._scale = math.copysign(clip, self.gradient)
         self._data = (ids[:-1], ids)
         batch = [max(1, round(sample_rate * len(data))) for data in self._data]
-        self._context = DefenseContext(
-            root=model,
-            client=0,
-            clients=1,
-            device=ids.device,
-            precision="32-true",
-            step=0,
-            entropy=os.urandom(32),
-        )
+        # Each run has entropy of its own: with one they would draw the same noise.
+        self._contexts = [
+            DefenseContext(
+                root=model,
+                client=0,
+                clients=1,
+                device=ids.device,
+                precision="32-true",
+                step=0,
+                entropy=os.urandom(32),
+            )
+            for _ in self._data
+        ]
         self._samplers: list[PoissonBatchSampler] = []
         for world, data in enumerate(self._data):
             loader = DataLoader(TensorDataset(data), batch_size=batch[world])
-            self.defenses[world].before_setup(self._context)
-            sampled = self.defenses[world].on_dataloader(loader, self._context)
+            self.defenses[world].before_setup(self._contexts[world])
+            sampled = self.defenses[world].on_dataloader(loader, self._contexts[world])
             self.defenses[world].teardown()
             assert isinstance(sampled.batch_sampler, PoissonBatchSampler)
             self._samplers.append(sampled.batch_sampler)
@@ -117,21 +121,20 @@ class PlantedNeuron:
         """One release along the target's direction, over the clip norm."""
         world = int(member)
         defense, sampler = self.defenses[world], self._samplers[world]
+        context = self._contexts[world]
         if self._hooked != world:
             self.close()
-            defense.before_setup(self._context)
+            defense.before_setup(context)
             self._hooked = world
         drawn = sampler.draw(sampler.step)
         sampler.step += 1
         batch = self._data[world][drawn]
         self._root.zero_grad()
-        loss = defense.on_training_step(
-            lambda: self._loss(batch), {"input_ids": batch}, self._context
-        )
+        loss = defense.on_training_step(lambda: self._loss(batch), {"input_ids": batch}, context)
         loss.backward()
         defense.before_release()
         with torch.no_grad():
-            defense.on_gradients([self._bias], self._context)
+            defense.on_gradients([self._bias], context)
         assert self._bias.grad is not None
         released = float(self._bias.grad)
         expected = sampler.rate * len(sampler.shard)

@@ -221,6 +221,9 @@ def test_a_planted_neuron_under_dpsgd_is_the_gaussian_mechanism(sigma: float) ->
     low, high = interval(games.scores, games.members)
     assert low <= sampled_gaussian_auc(sigma) <= high
     assert sum(d.accountant.steps for d in neuron.defenses) == 150
+    held, others = residues[games.members], residues[~games.members]
+    n = min(len(held), len(others))
+    assert scipy.stats.pearsonr(held[:n].numpy(), others[:n].numpy()).pvalue > 1e-4
     bound = audit_scores(games.scores, games.members, delta=1e-5, claim="gaussian")
     assert bound.epsilon <= gaussian_epsilon(1e-5, sigma)
 

@@ -396,18 +396,18 @@ class DPSGD(Defense):
 
     def _check_loss(self, loss: Tensor, recorder: Recorder) -> None:
         """The form in every step, the rest where layers are used in a new way."""
-        trusted = self.loss == "trusted"
-        if trusted:
-            top = outputs_of(loss, recorder.calls)
+        if self.loss == "trusted":
+            top, separate = outputs_of(loss, recorder.calls), True
         else:
             top = self._form(loss, recorder.calls, recorder.samples)
+            separate = self._form.separate
         layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
         if layouts in self._seen_layouts:
             return
         self._unchecked = True
         if recorder.samples > 1 and bool(torch.isfinite(loss.detach())):
             with recorder.looking():
-                check_isolation(loss, top, recorder.calls, recorder.samples, trusted=trusted)
+                check_isolation(loss, top, recorder.calls, recorder.samples, separate=separate)
             self._seen_layouts.add(layouts)
 
     def _clip(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> ClippedSum:

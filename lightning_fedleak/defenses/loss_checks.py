@@ -6,8 +6,10 @@ else is in the batch. Three looks at the autograd graph, before backward:
 - *form*, in every step: from the loss down to the outputs of layers, the reduction is a
   mean over equally many terms of every sample. A token mean over samples with different numbers of
   labels is not.
-- *loss*, whenever layers are used in a new way: the second derivative between one sample's output
-  and the others' is zero. It is not for contrastive losses.
+- *loss*, whenever layers are used in a new way: each operation from the mean down to the layers
+  works on one sample's numbers at a time, as in all losses above. Where that cannot be seen, the
+  second derivative between one sample's output and the others' must be zero; it is not for
+  contrastive losses. (It takes several times the memory of the logits, hence not always.)
 - *network*, then too: the gradient of one sample's output is zero in all rows of all layers that
   are taken for other samples' rows. It is not where samples are mixed (attention over the batch,
   batch statistics), or where the first dimension of a layer's output counts something else.
@@ -15,6 +17,7 @@ else is in the batch. Three looks at the autograd graph, before backward:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +56,7 @@ _ELEMENTWISE = {
     "MseLossBackward0",
     "SmoothL1LossBackward0",
 }
+_ROWWISE = {"AbsBackward0", "PowBackward0", "SliceBackward0", "UnsafeViewBackward0"}
 _SELECTIONS = {"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "TakeBackward0"}
 _REENTRANT = "CheckpointFunctionBackward"
 _MEAN = 1
@@ -63,9 +67,14 @@ _CHECKPOINTING = (
 
 
 class FormCheck:
-    """Looks at the form of every loss; remembers whole numbers that must stay what they are."""
+    """Looks at the form of every loss; remembers whole numbers that must stay what they are.
+
+    Attributes:
+        separate: whether it is seen from the last loss's operations that samples stay apart.
+    """
 
     def __init__(self) -> None:
+        self.separate = False
         self._constants: dict[str, float] = {}
 
     def __call__(self, loss: Tensor, calls: Sequence[Call], samples: int) -> list[Call]:
@@ -87,6 +96,7 @@ class FormCheck:
         outputs = {call.edge.node: call for call in calls}
         top: dict[int, Call] = {}
         seen: set[tuple[Node, bool]] = set()
+        self.separate = True
         stack: list[tuple[Node, bool, str]] = [(loss.grad_fn, False, "")]
         while stack:
             node, reduced, path = stack.pop()
@@ -106,6 +116,8 @@ class FormCheck:
                     "a parameter enters the loss other than through its layer (a penalty on "
                     "weights, say, which belongs into the optimizer's weight_decay)"
                 )
+            if reduced or name in _LIKELIHOODS | _ELEMENTWISE:
+                self.separate = self.separate and _keeps_apart(node, name, samples)
             reduced = self._passes(node, name, reduced, samples, path)
             for index, (below, _) in enumerate(node.next_functions):
                 if below is not None:
@@ -182,7 +194,7 @@ def check_isolation(
     calls: Sequence[Call],
     samples: int,
     *,
-    trusted: bool = False,
+    separate: bool = False,
 ) -> None:
     """Refuses a loss or a network in which one sample's gradient depends on another sample.
 
@@ -193,7 +205,7 @@ def check_isolation(
         top: the calls that it is computed from directly.
         calls: all calls of layers.
         samples: B, at least 2.
-        trusted: look at the network only, not at the loss.
+        separate: look at the network only: it is known that the loss keeps samples apart.
 
     Raises:
         DefenseError: samples are mixed, or it cannot be told.
@@ -201,16 +213,17 @@ def check_isolation(
     chosen = samples // 2
     edges = [call.edge for call in top]
     try:
-        gradients = torch.autograd.grad(loss, edges, retain_graph=True, create_graph=not trusted)
+        gradients = torch.autograd.grad(loss, edges, retain_graph=True, create_graph=not separate)
     except RuntimeError as error:
         raise _unknown(f"its gradient cannot be looked at ({error})") from error
-    if not trusted:
+    if not separate:
         _check_loss(gradients, top, edges, chosen, samples)
     above = {edge.node for edge in edges}
     below = [call for call in calls if call.trained and call.edge.node not in above]
+    masked = [_only(g.detach(), chosen, samples) for g in gradients]
+    del gradients
     if not below:
         return
-    masked = [_only(g.detach(), chosen, samples) for g in gradients]
     try:
         found = torch.autograd.grad(
             edges, [call.edge for call in below], masked, retain_graph=True, allow_unused=True
@@ -242,10 +255,9 @@ def _check_loss(
     for gradient in gradients:
         if not gradient.requires_grad:
             continue
-        direction = torch.randn(
-            gradient.shape, generator=generator, device=gradient.device, dtype=torch.float32
-        )
-        term = (_only(gradient, chosen, samples).float() * direction).sum()
+        own = gradient.reshape(samples, -1)[chosen].float()
+        direction = torch.randn(own.shape, generator=generator, device=own.device)
+        term = (own * direction).sum()
         total = term if total is None else total + term
     if total is None:
         return
@@ -261,15 +273,32 @@ def _check_loss(
             )
 
 
+def _keeps_apart(node: Any, name: str, samples: int) -> bool:
+    """Whether an operation is seen to work on one sample's numbers at a time.
+
+    Views keep the order of numbers, so a sample's are one block of B equal ones throughout.
+    """
+    ways = sum(below is not None for below, _ in node.next_functions)
+    if name == "LogSoftmaxBackward0":
+        shape = node._saved_result.shape
+        last = node._saved_dim % 2**64 in (len(shape) - 1, 2**64 - 1)
+        return bool(last and shape[:-1].numel() % samples == 0)
+    if name in ("SumBackward1", "MeanBackward1"):
+        return 0 not in node._saved_dim and -len(node._saved_self_sym_sizes) not in [
+            dim - 2**64 if dim >= 2**63 else dim for dim in node._saved_dim
+        ]
+    known = _SHAPES | _SUMS | _SCALES | _ELEMENTWISE | _ROWWISE | {"NllLossBackward0"}
+    return ways == 1 and name in known - {"StackBackward0", "SelectBackward0"}
+
+
 def _only(gradient: Tensor, chosen: int, samples: int) -> Tensor:
-    rows = gradient.reshape(samples, -1)
-    mask = torch.zeros(samples, 1, device=rows.device, dtype=rows.dtype)
-    mask[chosen] = 1
-    return (rows * mask).reshape(gradient.shape)
+    masked = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
+    masked.view(samples, -1)[chosen] = gradient.reshape(samples, -1)[chosen]
+    return masked
 
 
 def _spread(gradient: Tensor, chosen: int, samples: int) -> bool:
-    rows = gradient.detach().reshape(samples, -1).abs().amax(1)
+    rows = torch.linalg.vector_norm(gradient.detach().reshape(samples, -1), ord=math.inf, dim=1)
     rows[chosen] = 0
     return bool(rows.any())
 

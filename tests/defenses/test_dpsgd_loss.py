@@ -56,20 +56,27 @@ class NanoGPT(nn.Module):
         return self.head(self.tokens(ids) + self.positions(torch.arange(ids.shape[1])))
 
 
-def check(model: nn.Module, loss: Loss, samples: int = B, *, trusted: bool = False) -> list[str]:
-    """Names of the layers that the loss is computed from directly."""
+def check(
+    model: nn.Module, loss: Loss, samples: int = B, *, trusted: bool = False, both: bool = True
+) -> list[str]:
+    """Names of the layers that the loss is computed from directly.
+
+    With ``both`` losses that are seen to keep samples apart must pass the second derivative too.
+    """
     recorder = Recorder(model.train())
     try:
         with recorder.step(samples):
             value = loss(model)
-        top = (
-            outputs_of(value, recorder.calls)
-            if trusted
-            else FormCheck()(value, recorder.calls, samples)
-        )
+        form, separate = FormCheck(), True
+        if trusted:
+            top = outputs_of(value, recorder.calls)
+        else:
+            top = form(value, recorder.calls, samples)
+            separate = form.separate
         if samples > 1:
             with recorder.looking():
-                check_isolation(value, top, recorder.calls, samples, trusted=trusted)
+                for known in {separate, trusted or not both}:
+                    check_isolation(value, top, recorder.calls, samples, separate=known)
         assert all(p.grad is None for p in model.parameters())
         assert not recorder.parts
     finally:
@@ -115,6 +122,45 @@ GOOD: list[tuple[str, Callable[[], nn.Module], Loss, list[str]]] = [
 @pytest.mark.parametrize(("build", "loss", "top"), [g[1:] for g in GOOD], ids=[g[0] for g in GOOD])
 def test_a_mean_of_sample_means_is_taken(build, loss: Loss, top: list[str]) -> None:
     assert check(build(), loss) == top
+
+
+@pytest.mark.parametrize("loss", [mend, built_in(IDS)])
+def test_usual_losses_are_seen_to_keep_samples_apart(loss: Loss) -> None:
+    model, form = tiny_gpt2().train(), FormCheck()
+    recorder = Recorder(model)
+    with recorder.step(B):
+        value = loss(model)
+    form(value, recorder.calls, B)
+    assert form.separate
+
+
+def rows_joined(net: nn.Module) -> Tensor:
+    joined = net(X).reshape(B // 2, 6).log_softmax(-1)
+    return -joined.reshape(B, 3).mean()
+
+
+def columns(net: nn.Module) -> Tensor:
+    return -net(X).log_softmax(0).square().mean()
+
+
+def summed(net: nn.Module) -> Tensor:
+    return net(X).sum(0).square().unsqueeze(0).expand(B, 3).mean(1).mean()
+
+
+def pairs(net: nn.Module) -> Tensor:
+    hidden = net(X)[:, 0]
+    return (hidden[:, None] - hidden[None, :]).square().mean()
+
+
+def products(net: nn.Module) -> Tensor:
+    hidden = net(X)[:, 0]
+    return (hidden[:, None] * hidden[None, :]).mean()
+
+
+@pytest.mark.parametrize("loss", [rows_joined, columns, summed, pairs, products])
+def test_what_mixes_samples_after_the_last_layer_is_refused(loss: Loss) -> None:
+    with pytest.raises(DefenseError, match="depends on the output of 'above' for the others"):
+        check(Net(), loss, both=False)
 
 
 def test_one_sample_is_its_own_mean() -> None:

@@ -87,8 +87,12 @@ class FCMembership(MembershipAttack):
 
     Under noise of a known standard deviation the rungs up to ``tau`` are averaged from ``tau``
     downwards, as far as they help: a member has the same mean in all of them from its own distance
-    upwards, a non-member zero in all. Rungs share the norm under clipping: an adversary who expects
-    noise crafts ``ladder=(1.0,)``.
+    upwards, a non-member zero in all. But rungs share the norm under clipping, so that a ladder
+    tells less than one rung. Told that a defence acts on gradients (:meth:`expect`), which the
+    monitor does, ``ladder="auto"`` is therefore the rung ``tau`` alone.
+
+    The sign of the upstream gradient is not used unless it is given: it hangs on the client's own
+    loss and labels, so that a server knows it only where it chooses what follows its layers.
 
     Args:
         layer: as in :class:`~lightning_fedleak.attacks.membership.MembershipAttack`.
@@ -97,7 +101,8 @@ class FCMembership(MembershipAttack):
             precision and the model's own rounding, as said above.
         dead_zone: per coordinate, or ``"auto"``.
         ladder: the rungs as multiples of ``tau``, ascending, 1 among them; ``"auto"``: 5 below,
-            halving, and 8 above, up to half of ``‖T‖_1`` (with an absolute ``tau``: 32 times that).
+            halving, and 8 above, up to half of ``‖T‖_1`` (with an absolute ``tau``: 32 times that);
+            where a defence acts on gradients ``(1.0,)``.
         precision: of the hidden states, for ``"auto"`` values: ``"fp32"``, ``"tf32"``, ``"fp16"``,
             ``"bf16"``. ``"auto"``: the coarsest of the parameters' dtype (:meth:`prepare`), the
             trainer's precision (:meth:`set_precision`) and the target's own dtype.
@@ -156,6 +161,7 @@ class FCMembership(MembershipAttack):
         self.width = width
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.prefilter = prefilter
+        self._defended = False
         self._hints: dict[str, Precision] = {}
         self._rounding: tuple[Precision, float] | None = None
         self._measured_at = 0
@@ -207,15 +213,24 @@ class FCMembership(MembershipAttack):
                 f"no known precision: {precision!r}; give one of {list(SAFE)} or a Trainer's own"
             )
 
+    def expect(self, *, defended: bool) -> None:
+        """Against a defence that acts on gradients ``ladder="auto"`` is ``(1.0,)``."""
+        self._defended = defended
+
+    @property
+    def _steps(self) -> tuple[float, ...] | Literal["auto"]:
+        """The ladder; ``"auto"`` where it hangs on ``tau``."""
+        return (1.0,) if self.ladder == "auto" and self._defended else self.ladder
+
     @property
     def rungs(self) -> int:
         """K, the length of the ladder."""
-        return 14 if self.ladder == "auto" else len(self.ladder)
+        return 14 if self._steps == "auto" else len(self._steps)
 
     @property
     def guess_rung(self) -> int:
         """The rung whose bias is ``tau``."""
-        return 5 if self.ladder == "auto" else self.ladder.index(1.0)
+        return 5 if self._steps == "auto" else self._steps.index(1.0)
 
     def settings(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """What is crafted for each target.
@@ -252,8 +267,8 @@ class FCMembership(MembershipAttack):
         return min(tau, max(SAFE["fp32"][0], MARGIN * self._rounding[1])), zone
 
     def _multiples(self, safe_tau: float) -> Tensor:
-        if self.ladder != "auto":
-            return torch.tensor(self.ladder, dtype=torch.float64)
+        if self._steps != "auto":
+            return torch.tensor(self._steps, dtype=torch.float64)
         top = WIDEST / safe_tau if self.tau == "auto" else 32.0
         below = [0.5**i for i in range(5, 0, -1)]
         above = [top ** (i / 8) for i in range(1, 9)]
@@ -345,7 +360,7 @@ class FCMembership(MembershipAttack):
             "tau_relative": relative if self.tau == "auto" else None,
             "rounding": None if self._rounding is None else self._rounding[1],
             "dead_zone": self.dead_zone,
-            "ladder": self.ladder if self.ladder == "auto" else list(self.ladder),
+            "ladder": self._steps if self._steps == "auto" else list(self._steps),
             "precision": self.precision,
             "width": self.width or "auto",
             "tokens": self.tokens,

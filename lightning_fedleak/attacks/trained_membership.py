@@ -57,6 +57,9 @@ class TrainedMembership(MembershipAttack):
     sentence of 32 tokens. A server that asks for many targets in a live step takes :meth:`fast`
     (.02 s and .14 s, and firing more often without cause).
 
+    Told that a defence acts on gradients (:meth:`expect`, as the monitor does), the server crafts
+    the decision's rung alone, since rungs share the norm under clipping.
+
     Args:
         layer: as in :class:`~lightning_fedleak.attacks.membership.MembershipAttack`.
         public_text: text like the clients'; ``"sampled"``: text that a causal model writes itself;
@@ -140,6 +143,7 @@ class TrainedMembership(MembershipAttack):
         self.refresh_every = refresh_every
         self.seed = seed
         self.reader = RungReader(false_positive_rate, upstream_sign)
+        self._defended = False
         self._public: Tensor | None = None
         self._scale: Scale | None = None
         self._embedded_at = 0
@@ -197,15 +201,24 @@ class TrainedMembership(MembershipAttack):
         self._scale = Scale.of(self._public)
         self._neurons.clear()
 
+    def expect(self, *, defended: bool) -> None:
+        """Against a defence that acts on gradients one rung is crafted."""
+        self._defended = defended
+
+    @property
+    def _parts(self) -> tuple[float, ...]:
+        """The rungs, as parts of the way from the decision to the target's output."""
+        return (0.0,) if self._defended else (*HARDER, 0.0, *(-x for x in EASIER))
+
     @property
     def rungs(self) -> int:
         """K."""
-        return len(HARDER) + 1 + len(EASIER)
+        return len(self._parts)
 
     @property
     def guess_rung(self) -> int:
         """The rung at which b' is read."""
-        return len(HARDER)
+        return self._parts.index(0.0)
 
     def neuron(self, target: Tensor) -> Neuron:
         """The network of one target (D,); trained when first asked for, the same each time.
@@ -257,7 +270,7 @@ class TrainedMembership(MembershipAttack):
         middle = (neuron.on_target + neuron.on_public) / 2
         decision = middle if self.threshold == "midpoint" else torch.zeros_like(middle)
         way = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))
-        parts = torch.tensor([*HARDER, 0.0, *(-x for x in EASIER)]).to(way)
+        parts = torch.tensor(self._parts).to(way)
         return neuron.offset - decision - parts * way
 
     def craft(self, target: Tensor) -> CraftedFC:
@@ -318,6 +331,7 @@ class TrainedMembership(MembershipAttack):
             "public_rows": self.public_rows,
             "threshold": self.threshold,
             "seed": self.seed,
+            "rungs": self.rungs,
             "tokens": self.tokens,
             "false_positive_rate": self.reader.false_positive_rate,
             "upstream_sign": self.reader.upstream_sign,

@@ -103,6 +103,7 @@ class LiveGames:
         self._ids: ModelIds | None = None
         strategy = trainer.strategy
         defenses = strategy.defenses if isinstance(strategy, DefendedStrategy) else ()
+        self._defended = any(d.acts_on_gradients for d in defenses)
         self._replaced = any(d.acts_on_batches for d in defenses)
         self._rewritten = {layer: d.name for d in defenses for layer in d.activation_layers}
         self._tables: dict[str, _Table] = {}
@@ -111,7 +112,9 @@ class LiveGames:
     # ---- between looks ----------------------------------------------------------------------
 
     def follow(self, attacks: Sequence[MembershipAttack]) -> None:
-        """Plays for these attacks from now on."""
+        """Plays for these attacks from now on, which learn whether gradients are defended."""
+        for attack in attacks:
+            attack.expect(defended=self._defended)
         layers = {a.layer for a in attacks}
         if layers != {a.layer for a in self._attacks}:
             self.close()

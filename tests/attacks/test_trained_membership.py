@@ -193,6 +193,20 @@ def test_training_is_the_seeds_alone_and_leaves_no_trace(anatomy, public):
     assert all(p.grad is None for p in anatomy.model.parameters())
 
 
+def test_against_a_defence_of_gradients_the_decisions_rung_alone_is_crafted(attack, anatomy):
+    hidden = texts(anatomy, n=1)
+    full = attack.granularity == "full"
+    target = (sentence_rows(hidden, None, 8) if full else hidden[:, 0])[0]
+    whole = attack.craft(target).bias[attack.guess_rung]
+    attack.expect(defended=True)
+    try:
+        assert (attack.rungs, attack.guess_rung, attack.config()["rungs"]) == (1, 0, 1)
+        assert torch.equal(attack.craft(target).bias, whole[None])
+    finally:
+        attack.expect(defended=False)
+    assert attack.rungs == 14
+
+
 def test_only_the_rungs_are_trained_by_the_client(attack, anatomy):
     hidden = texts(anatomy, n=1)
     full = attack.granularity == "full"

@@ -297,6 +297,22 @@ def test_under_clip_and_noise_a_canary_leaks_as_the_gaussian_mechanism_does(tmp_
     assert {s.noise_std for _, st, s, _ in attack.seen if st == "shared"} == {sigma * clip}
 
 
+def test_under_clip_and_noise_the_default_ladder_leaks_no_less_than_one_rung(tmp_path):
+    noise = GradientNoise(clip=3.0, sigma=0.5, seed=0)
+    attacks = [FCMembership(1, name="default"), FCMembership(1, ladder=(1.0,), name="one")]
+    assert attacks[0].rungs == 14
+    monitor = LeakageMonitor(attacks, every_n_steps=1, window=200)
+    strategy = DefendedStrategy("auto", defenses=[noise])
+    fit([monitor], tmp_path / "noise", strategy=strategy, module=still(), n=400)
+    assert attacks[0].config()["ladder"] == [1.0]
+    one = "leakage/one/auc"
+    found = monitor.latest["leakage/default/auc"]
+    assert monitor.latest[f"{one}_low"] <= found <= monitor.latest[f"{one}_high"]
+    assert found > 0.78
+    fit([LeakageMonitor(attacks, every_n_steps=3)], tmp_path / "none", module=still())
+    assert attacks[0].rungs == 14
+
+
 def test_noise_without_a_clip_holds_no_server_back_that_scales_its_layers(tmp_path):
     strategy = DefendedStrategy("auto", defenses=[GradientNoise(clip=None, sigma=1.0)])
     monitor = LeakageMonitor(Recording(), every_n_steps=1)

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
@@ -20,6 +20,7 @@ from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks.kinds import Inverted, Played
 from lightning_fedleak.callbacks.outcome import Waiting
 from lightning_fedleak.callbacks.targets import NoTargets
+from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.snapshots import UpdateError
 
 
@@ -114,15 +115,21 @@ _OURS = (
     UpdateError,
     torch.OutOfMemoryError,
 )
+_PACKAGE = Path(__file__).parents[1]
 
 
 def reason(error: Exception) -> str:
     """Why there is no result, for logs: the error's kind, and its words or its place.
 
-    Only words written here are repeated: another error's may quote the private batch.
+    Only words written here are repeated: another error's may quote the private batch. So may a
+    ``DefenseError`` of a defence of the user's own, or one that repeats another error.
     """
     kind = type(error).__name__
     if isinstance(error, _OURS):
         return f"{kind}: {error}"
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{kind} at {PurePath(place.filename).name}:{place.lineno}"
+    path = Path(place.filename)
+    ours = path.is_relative_to(_PACKAGE) and error.__cause__ is None
+    if isinstance(error, DefenseError) and ours:
+        return f"{kind}: {error}"
+    return f"{kind} at {path.name}:{place.lineno}"

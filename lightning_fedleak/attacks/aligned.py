@@ -174,8 +174,8 @@ class AlignedFlatChat(Attack):
         self.calibration_seconds = time.perf_counter() - began
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Aligns with the model as it is now, once ``refresh_every`` steps have passed."""
-        if step - self._aligned_at < self.refresh_every:
+        """Aligns with the model as it is now, each ``refresh_every`` steps and in another fit."""
+        if 0 <= step - self._aligned_at < self.refresh_every:
             return
         self._aligned_at = step
         if self.readout == "sign":

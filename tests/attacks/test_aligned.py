@@ -326,6 +326,15 @@ def test_refresh_turns_with_the_hidden_states(trained, public, language):
     assert rates(attack.run(view).types, truth)[2] > 0.8 > rates(stale, truth)[2]
 
 
+def test_a_fit_that_begins_anew_aligns_anew(public, monkeypatch):
+    attack = AlignedFlatChat(public, readout="sign", refresh_every=10)
+    aligned = []
+    monkeypatch.setattr(attack, "_align", aligned.append)
+    for step in (0, 40, 45, 0, 9, 10):
+        attack.refresh(step, step)
+    assert aligned == [40, 0, 10]
+
+
 def test_refresh_learns_what_the_moved_model_expects(trained, public, language):
     moved = find_anatomy(copy.deepcopy(trained.model))
     optimizer = torch.optim.SGD(moved.model.parameters(), lr=0.3)

@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--utility-texts", type=int, default=64)
     parser.add_argument("--budget", type=float, default=30.0, help="seconds of an attack")
+    parser.add_argument("--only", default="", help="defences whose names hold this")
     parser.add_argument("--rounds", type=int, default=15, help="steps that are timed")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -133,6 +134,8 @@ def main() -> None:
     )
     print("| defence | loss | tokens recovered | step, ratio |\n|---|---|---|---|")
     for name, make in defences(args.layer, anatomy.hidden_size, public).items():
+        if args.only not in name:
+            continue
         print(f"| {name} | " + measured(args, anatomy, make, private) + " |", flush=True)
 
 
@@ -163,7 +166,9 @@ def measured(args: argparse.Namespace, anatomy: Anatomy, make: Make | None, priv
     snapshot = ActivationSnapshot(0, Stage.SHARED, {layer_name: states})
     guess = attack.run(Observation(activations=(snapshot,)))
     right = (guess.tokens[:, early:] == attacked[:, early:]).float().mean()
-    return f"{float(loss):.3f} | {float(right):.3f} | {cost(args, anatomy, defence, private):.3f}"
+    ratio = cost(args, anatomy, defence, private)
+    recovered = f"{float(right):.3f}" + ("" if guess.finished else " (time ran out)")
+    return f"{float(loss):.3f} | {recovered} | {ratio:.3f}"
 
 
 def cost(

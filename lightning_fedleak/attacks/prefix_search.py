@@ -46,6 +46,8 @@ SURELY_NOISED = 1000
 LOW_PRECISION = 1e-4
 SAME_AT_ONCE = 8
 """Candidates that are run without cache at one place."""
+WITHIN_ROUNDING = 0.5
+"""Of the rounding between runs with and without cache: nearer tokens may have equal states."""
 MOST_TWINS = 64
 """Tokens with equal states among which the states that follow decide."""
 REOPENED = 8
@@ -265,7 +267,8 @@ class _Search:
             equal = self._equal(self.rows[i].expand(len(twins)), texts)
             best = int(equal.argmax())
             self.prefixes.tokens[i, at] = twins[best]
-            if int((equal == equal[best]).sum()) == 1 and int(equal[best]) > at:
+            alone = int((equal == equal[best]).sum()) == 1 and int(equal[best]) > at
+            if alone and not bool(self.table.doubtful[twins[best]]):
                 self.confidence[i, at] = 1.0
         self.twins[i] = {}
 
@@ -526,6 +529,17 @@ class _Search:
         place.distances.append(0.0)
         place.chosen = len(place.tokens) - 1
 
+    def _has_twins(self, i: int, at: int, token: int) -> bool:
+        """Whether rounding hides the difference to other tokens; what follows is to decide then."""
+        reach = WITHIN_ROUNDING * float(self.noise[i, at])
+        if not self.low_precision or float(self.table.alone(self.rows.new_tensor(token))) >= reach:
+            return False
+        near = self.table.within(token, reach)
+        apart = (self.table.entries[near] - self.table.entries[token]).norm(dim=1)
+        nearest = near[apart.argsort()[:MOST_TWINS]].tolist()
+        self.twins[i].setdefault(at, [token, *(t for t in nearest if t != token)])
+        return True
+
     def _shows_noise(self, place: _Place, noise: float) -> bool:
         """Whether of many tokens that could be right, all verified, none is."""
         many = min(SURELY_NOISED, self.table.distinct // 2)
@@ -616,7 +630,7 @@ class _Search:
                 if len(place.seen) < self.table.distinct or j > 0:
                     second = min(second, float(self.table.alone(self.guess.new_tensor(token))))
                 self.residuals[i, column] = best
-                if j == 0 and len(place.twins) > 1:
+                if (j == 0 and len(place.twins) > 1) or self._has_twins(i, column, token):
                     continue
                 if not bool(self.table.doubtful[token]) and second > 0:
                     self.confidence[i, column] = max(0.0, 1.0 - best / second)

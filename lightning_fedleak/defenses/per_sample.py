@@ -27,6 +27,9 @@ CANCELLATION = 1e-5
 Below, rounding could make it too small, and a norm that is too small breaks the clip.
 """
 
+CHUNK = 1 << 24
+"""Numbers of factors that norms are computed from at once."""
+
 
 @dataclass(frozen=True)
 class Outer:
@@ -136,8 +139,11 @@ def squared_norms(parts: Sequence[Part]) -> Tensor:
     """
     if len(parts) == 1 and isinstance(parts[0], Dense):
         return _wide(parts[0].values).flatten(1).square().sum(1)
-    columns = [_squared(parts, b) for b in range(_samples(parts))]
-    return torch.stack(columns) if columns else _empty(parts)
+    samples = _samples(parts)
+    numbers = sum(value[0].numel() for part in parts for value in vars(part).values())
+    many = max(1, CHUNK // max(1, numbers))
+    pieces = [_squared(parts, slice(b, b + many)) for b in range(0, samples, many)]
+    return torch.cat(pieces)
 
 
 def weighted_sum(parts: Sequence[Part], weights: Tensor, shape: torch.Size) -> Tensor:
@@ -201,43 +207,39 @@ def probe(parts: Sequence[Part], left: Tensor, right: Tensor) -> tuple[Tensor, T
     return value, scale
 
 
-def _squared(parts: Sequence[Part], b: int) -> Tensor:
-    """Of one sample, so that float32 copies and Gram matrices stay small."""
+def _squared(parts: Sequence[Part], rows: slice) -> Tensor:
+    """Of some samples, so that float32 copies and Gram matrices stay small."""
     total: Tensor | None = None
     absolute: Tensor | None = None
-    matrices = [_wide(part.left[b]) for part in parts if isinstance(part, Outer)]
+    outer = next((part for part in parts if isinstance(part, Outer)), None)
+    if outer is not None:
+        left, right = _wide(outer.left[rows]), _wide(outer.right[rows])
+        total, absolute = _add(None, None, (left @ left.mT).mul_(right @ right.mT))
     for part in parts:
-        if isinstance(part, Outer):
-            left, right = matrices[0], _wide(part.right[b])
-            gram = (left @ left.T).mul_(right @ right.T)
-        elif isinstance(part, Rows):
-            ids, values = part.ids[b], _wide(part.values[b])
-            gram = (values @ values.T).masked_fill_(ids[:, None] != ids, 0.0)
-            for outer in parts:
-                if isinstance(outer, Outer):
-                    crossed = matrices[0][:, ids].mul_(_wide(outer.right[b]) @ values.T)
-                    total, absolute = _add(total, absolute, 2 * crossed)
-        else:
+        if isinstance(part, Dense):
             raise AssertionError("parts in full and factors together have no ghost norm")
-        total, absolute = _add(total, absolute, gram)
+        if not isinstance(part, Rows):
+            continue
+        ids, values = part.ids[rows], _wide(part.values[rows])
+        same = ids[:, :, None] == ids[:, None, :]
+        total, absolute = _add(total, absolute, (values @ values.mT).mul_(same))
+        if outer is not None:
+            index = ids[:, None, :].expand(-1, left.shape[1], -1)
+            crossed = left.gather(2, index).mul_(right @ values.mT)
+            total, absolute = _add(total, absolute, crossed.mul_(2))
     assert total is not None
     assert absolute is not None
     return torch.maximum(total, CANCELLATION * absolute)
 
 
 def _add(total: Tensor | None, absolute: Tensor | None, terms: Tensor) -> tuple[Tensor, Tensor]:
-    value, size = terms.sum(), terms.abs_().sum()
+    value, size = terms.sum((1, 2)), terms.abs_().sum((1, 2))
     return value if total is None else total + value, size if absolute is None else absolute + size
 
 
 def _samples(parts: Sequence[Part]) -> int:
     part = parts[0]
     return len(part.left if isinstance(part, Outer) else part.values)
-
-
-def _empty(parts: Sequence[Part]) -> Tensor:
-    part = parts[0]
-    return _wide(part.left if isinstance(part, Outer) else part.values).new_zeros(0)
 
 
 def _wide(values: Tensor) -> Tensor:

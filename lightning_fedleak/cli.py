@@ -169,6 +169,12 @@ def _add_game(commands: Any) -> None:
         help="the game of the paper's Fig. 2, or what the authors' published code does",
     )
     game.add_argument(
+        "--relation",
+        choices=("replace_one", "add_remove"),
+        default="replace_one",
+        help="what is in a target's place that is not in the batch: another sentence, or nothing",
+    )
+    game.add_argument(
         "--gradients",
         choices=("closed_form", "autograd"),
         default="closed_form",

@@ -61,7 +61,7 @@ class GameCommand:
             game.
         attack: names out of ``ATTACKS``.
         layer: where they read; None for the middle layer.
-        batch, games, position, protocol, gradients, targets_per_batch, seed: as in
+        batch, games, position, protocol, relation, gradients, targets_per_batch, seed: as in
             :class:`~lightning_fedleak.games.GameConfig`.
         forwards: as there; None is ``"pooled"`` in closed form.
         tokens: ids of a sentence, at most.
@@ -82,6 +82,7 @@ class GameCommand:
     games: int = 240
     position: Literal["random", "last"] | int = "random"
     protocol: Literal["game", "authors"] = "game"
+    relation: Literal["replace_one", "add_remove"] = "replace_one"
     gradients: Literal["closed_form", "autograd"] = "closed_form"
     forwards: Literal["fresh", "pooled"] | None = None
     targets_per_batch: int = 1
@@ -129,6 +130,7 @@ class GameCommand:
             games=self.games,
             batch=self.batch,
             protocol=self.protocol,
+            relation=self.relation,
             gradients=self.gradients,
             position=self.position,
             forwards=self.forwards or ("pooled" if closed else "fresh"),
@@ -305,6 +307,8 @@ def table(results: Sequence[GameResult]) -> Table:
         "game": "the game of Fig. 2: fair bit, random target",
         "authors": "the protocol of the authors' code: one planted sentence, two worlds",
     }[results[0].protocol]
+    if results[0].relation == "add_remove":
+        title = "the game that adds or removes: a random target, or nothing in its place"
     rows = []
     for result in results:
         rows.append((result.attack, result))

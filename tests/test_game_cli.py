@@ -117,6 +117,8 @@ def test_the_middle_layer_by_default_and_other_protocols(model: str, text: str) 
     printed = played(GameCommand(games=4, protocol="authors", **settings))
     assert "the authors' code" in printed
     assert printed.count(" 1 [") == 3
+    printed = played(GameCommand(games=4, relation="add_remove", **settings))
+    assert "the game that adds or removes" in printed
     printed = played(GameCommand(games=4, position=3, precision="bf16", bos=0, **settings))
     assert "(bf16)" in printed
 

@@ -8,7 +8,8 @@ smaller epsilon with it. A bound says nothing about leaks that this attack does 
 Two kinds of games are evidence, and they are not exchangeable:
 
 - *many runs* (:func:`audit_scores`): n games, each of a run of the mechanism of its own, with its
-  own noise and its own coin. What is audited is what was run: one step, if each game is one step.
+  own noise and its own coin. What is audited is what was run: one step, if each game is one step;
+  of games that :func:`~lightning_fedleak.games.play` played by :func:`audit_games`.
 - *one run* (:func:`audit_one_run`): m canaries, each included by a fair coin of its own, all
   scored after a single run; of texts that :func:`~lightning_fedleak.canaries.with_canaries` put
   into the data by :func:`audit_canaries`.
@@ -32,11 +33,13 @@ from lightning_fedleak.auditing.mechanisms import (
     randomised_response_delta,
 )
 from lightning_fedleak.auditing.one_run import audit_one_run, one_run_epsilon, one_run_p_value
+from lightning_fedleak.auditing.played import audit_games
 
 __all__ = [
     "EpsilonBound",
     "Relation",
     "audit_canaries",
+    "audit_games",
     "audit_one_run",
     "audit_scores",
     "dp_advantage",

@@ -9,6 +9,7 @@ from lightning_fedleak.attacks.insertion import Placement
 from lightning_fedleak.games.pool import GameError
 
 Protocol = Literal["game", "authors"]
+Relation = Literal["replace_one", "add_remove"]
 Gradients = Literal["autograd", "closed_form"]
 Upstream = Literal["generic", "loss"]
 Forwards = Literal["fresh", "pooled"]
@@ -16,6 +17,7 @@ Recompute = Literal["alone", "padded"]
 
 _CHOICES = {
     "protocol": get_args(Protocol),
+    "relation": get_args(Relation),
     "gradients": get_args(Gradients),
     "upstream": get_args(Upstream),
     "forwards": get_args(Forwards),
@@ -36,6 +38,10 @@ class GameConfig:
             of two worlds; no attention mask, so that padding is read; the token at index 10; and
             guesses by a threshold that is the mean of all scores of both worlds, which no
             adversary in the game of Fig. 2 has.
+        relation: what is in the target's place where it is not in D: ``"replace_one"``, another
+            sentence (Fig. 2: D always has ``batch`` sentences), or ``"add_remove"``, nothing: D is
+            ``batch - 1`` sentences and the target, or these alone, as accountants of DP-SGD compare
+            (:func:`lightning_fedleak.auditing.audit_games`).
         gradients: ``"autograd"`` by backward through crafted layers that are really inserted into
             the model (``upstream`` and ``forwards``, of the closed form, are then left as they
             are); ``"closed_form"`` by the attack's own formula.
@@ -69,6 +75,7 @@ class GameConfig:
     games: int = 240
     batch: int = 40
     protocol: Protocol = "game"
+    relation: Relation = "replace_one"
     gradients: Gradients = "closed_form"
     position: Literal["random", "last"] | int = "random"
     upstream: Upstream = "generic"
@@ -93,6 +100,18 @@ class GameConfig:
             raise GameError(f"position must be 'random', 'last' or an index, got {position!r}")
         if self.protocol == "authors" and (position == "last" or self.targets_per_batch > 1):
             raise GameError("the authors' protocol has one target at one index in each batch")
+        if self.relation == "add_remove":
+            if self.protocol == "authors":
+                raise GameError(
+                    "the authors' protocol puts one sentence in the place of another: leave "
+                    "relation='add_remove' out, or take protocol='game'"
+                )
+            if self.targets_per_batch > 1 or self.batch < 2:
+                raise GameError(
+                    "relation='add_remove' takes the target out of its batch: give batch of at "
+                    "least 2 and targets_per_batch=1, got "
+                    f"{self.batch} and {self.targets_per_batch}"
+                )
         if self.gradients == "autograd" and (self.forwards, self.upstream) != ("fresh", "generic"):
             raise GameError(
                 "gradients='autograd' runs the client's own forward and loss in every game, so "
@@ -103,4 +122,4 @@ class GameConfig:
             raise GameError("dropout=True needs gradients='closed_form' and forwards='fresh'")
 
 
-__all__ = ["GameConfig", "Gradients", "Protocol"]
+__all__ = ["GameConfig", "Gradients", "Protocol", "Relation"]

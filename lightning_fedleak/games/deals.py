@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_fedleak.games.config import Relation
 from lightning_fedleak.games.pool import GameError, SentencePool
 
 AUTHORS_POSITION = 10
@@ -44,12 +45,15 @@ def game_deals(
     generator: torch.Generator,
     targets_per_batch: int = 1,
     spare: int = 0,
+    relation: Relation = "replace_one",
 ) -> Iterator[Deal]:
     """The game of Fig. 2, ``games`` times.
 
     D is ``batch`` distinct sentences of the pool, the bit is fair, the target is uniform in D
     (b = 1) or among the pool's other sentences (b = 0). With several targets for one D each has a
     bit of its own and is drawn without regard to the others.
+
+    With ``relation="add_remove"`` the target is uniform in D, and taken out of it where b = 0.
 
     Args:
         pool: the distribution.
@@ -61,6 +65,7 @@ def game_deals(
         targets_per_batch: games that share one D.
         spare: tokens at the end of a sentence that are not asked for: 1 for a next-token loss,
             which no hidden state of the last token enters.
+        relation: as in :class:`~lightning_fedleak.games.GameConfig`.
 
     Raises:
         GameError: the pool has no more than ``batch`` sentences, or rows too short for
@@ -93,9 +98,13 @@ def game_deals(
         inside = torch.randint(batch, (now,), generator=generator)
         outside = torch.randint(len(pool) - batch, (now,), generator=generator) + batch
         places = torch.where(bits, inside, outside)
+        data = order[:batch]
+        if relation == "add_remove":
+            places = inside
+            data = data[bits | (torch.arange(batch) != inside)]
         targets = tuple(pool.rows[i] for i in order[places].tolist())
         yield Deal(
-            data=tuple(pool.rows[i] for i in order[:batch].tolist()),
+            data=tuple(pool.rows[i] for i in data.tolist()),
             targets=targets,
             bits=bits,
             positions=torch.tensor(

@@ -104,6 +104,7 @@ def _deals(
         torch.Generator().manual_seed(config.seed),
         config.targets_per_batch,
         spare,
+        config.relation,
     )
 
 
@@ -214,6 +215,7 @@ class _Table:
                     **truth,
                     **columns,
                     protocol=self.config.protocol,
+                    relation=self.config.relation,
                     gradients=self.config.gradients,
                     dtype=self.dtype,
                     config={

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fedleak.games.config import Gradients, Protocol
+from lightning_fedleak.games.config import Gradients, Protocol, Relation
 from lightning_fedleak.metrics.functional import Rate
 from lightning_fedleak.metrics.membership import membership_rates
 
@@ -35,6 +35,7 @@ class GameResult:
         dtype: of the hidden states.
         config: settings of game and attack, plain values.
         seconds: of the adversary's own work in all games (A_attack, gradient, A_guess).
+        relation: ``"replace_one"`` or ``"add_remove"``, see :class:`GameConfig`.
     """
 
     attack: str
@@ -51,6 +52,7 @@ class GameResult:
     dtype: str
     config: Mapping[str, object] = field(default_factory=dict)
     seconds: float = 0.0
+    relation: Relation = "replace_one"
 
     def __len__(self) -> int:
         return len(self.bits)
@@ -92,6 +94,7 @@ class GameResult:
             "layer": self.layer,
             "granularity": self.granularity,
             "protocol": self.protocol,
+            "relation": self.relation,
             "gradients": self.gradients,
             "dtype": self.dtype,
             "games": len(self),
@@ -115,7 +118,8 @@ class GameResult:
         right = int((self.guesses == self.bits).sum())
         return (
             f"GameResult({self.attack!r}, layer={self.layer}, protocol={self.protocol!r}, "
-            f"gradients={self.gradients!r}, {right} of {len(self)} right)"
+            f"relation={self.relation!r}, gradients={self.gradients!r}, "
+            f"{right} of {len(self)} right)"
         )
 
 

@@ -35,6 +35,28 @@ def test_deals_are_those_of_figure_2(targets_per_batch: int) -> None:
     assert len(deals) == -(-50 // targets_per_batch)
 
 
+def test_where_targets_are_added_or_removed_nothing_is_in_their_place() -> None:
+    pool = pool_of(30)
+
+    def deals(relation):
+        generator = torch.Generator().manual_seed(3)
+        return list(game_deals(pool, 7, 50, "random", generator, relation=relation))
+
+    bits = []
+    for deal, replaced in zip(deals("add_remove"), deals("replace_one"), strict=True):
+        (target,), data, whole = keys(deal.targets), keys(deal.data), keys(replaced.data)
+        assert target in whole
+        bits.append(bool(deal.bits))
+        if bits[-1]:
+            assert data == whole
+            assert data[int(deal.places)] == target
+        else:
+            assert data == [row for row in whole if row != target]
+            assert len(data) == 6
+            assert int(deal.places) == -1
+    assert 0 < sum(bits) < 50
+
+
 def test_bits_are_fair_and_targets_uniform_given_the_bit() -> None:
     """Chi-squared against the distributions of Fig. 2, at a level that this seed passes by far."""
     pool, batch, games = pool_of(12), 4, 6000

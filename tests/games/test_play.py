@@ -12,6 +12,7 @@ from lightning_fedleak.attacks.attention_membership import AttentionMembership
 from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.attacks.hidden import hidden_states
+from lightning_fedleak.auditing import audit_games, audit_scores
 from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
 from lightning_fedleak.games.inserted import autograd_gradient, generic_upstream, loss_upstream
 from lightning_fedleak.games.losses import default_loss
@@ -181,6 +182,32 @@ def test_results_say_how_they_came_about() -> None:
     assert plain["rates"]["tpr_at_fpr_0.001"]["value"] is None
     assert plain["rates_fitted"]["auc"] == plain["rates"]["auc"]
     assert "9 right" in repr(result) or "of 9" in repr(result)
+
+
+@pytest.mark.parametrize("gradients", ["closed_form", "autograd"])
+def test_games_that_add_or_remove_are_told_apart_and_audited_as_such(gradients: str) -> None:
+    anatomy = anatomy_of("gpt2")
+    config = GameConfig(games=20, batch=3, relation="add_remove", gradients=gradients)
+    [result] = play(anatomy, [FCMembership(1)], pool_of(), config)
+    assert result.relation == result.to_dict()["relation"] == "add_remove"
+    assert torch.equal(result.guesses | result.collides, result.bits | result.collides)
+    bound = audit_games(result, delta=1e-5)
+    assert bound.relation == "add_remove"
+    assert bound == audit_scores(result.scores, result.bits, delta=1e-5, relation="add_remove")
+    with pytest.raises(ValueError, match="add/remove game bounds no replace-one"):
+        audit_games(result, accountant="replace_one")
+
+
+def test_replaced_targets_bound_an_accountant_that_adds_and_removes_by_half() -> None:
+    [result] = play(anatomy_of("gpt2"), [FCMembership(1)], pool_of(), GameConfig(20, 3))
+    assert result.relation == "replace_one"
+    whole, half = audit_games(result), audit_games(result, accountant="add_remove")
+    assert whole.relation == "replace_one"
+    assert half.epsilon == pytest.approx(whole.epsilon / 2)
+    with pytest.raises(ValueError, match="protocol='game'"):
+        audit_games(replace(result, protocol="authors"))
+    with pytest.raises(ValueError, match="targets_per_batch=1"):
+        audit_games(replace(result, batches=torch.zeros_like(result.batches)))
 
 
 def test_a_threshold_can_be_fitted_on_other_games() -> None:
@@ -371,6 +398,10 @@ def test_generic_upstreams_are_not_zero() -> None:
         ({"gradients": "autograd", "upstream": "loss"}, "upstream='loss' would do nothing"),
         ({"dropout": True, "gradients": "autograd"}, "dropout=True needs"),
         ({"dropout": True, "forwards": "pooled"}, "dropout=True needs"),
+        ({"relation": "substitute"}, "relation must be one of"),
+        ({"relation": "add_remove", "protocol": "authors"}, "leave relation=.add_remove. out"),
+        ({"relation": "add_remove", "targets_per_batch": 2}, "targets_per_batch=1, got 40 and 2"),
+        ({"relation": "add_remove", "batch": 1}, "batch of at least 2"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes: dict, message: str) -> None:

@@ -22,7 +22,8 @@ def defenses_to_harden(trainer: L.Trainer) -> tuple[Defense, ...]:
         raise ValueError(
             f"RiskGate(action='harden') has nothing to turn up: this run has {names}. Give the "
             "Trainer strategy=DefendedStrategy('auto', defenses=[...]) with one that can be made "
-            "stronger: GradientNoise with sigma above 0, or Freeze(..., when='hardened')."
+            "stronger: GradientNoise or ActivationNoise with sigma above 0, or "
+            "Freeze(..., when='hardened')."
         )
     return found
 

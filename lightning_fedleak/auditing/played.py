@@ -43,7 +43,7 @@ def audit_games(
             "the authors' protocol flips no coin, so that its worlds bound no epsilon: play "
             "GameConfig(protocol='game')"
         )
-    if len(result.batches.unique()) != len(result):
+    if len(set(result.batches.tolist())) != len(result):
         raise ValueError(
             "games that share a batch are not independent: play GameConfig(targets_per_batch=1)"
         )

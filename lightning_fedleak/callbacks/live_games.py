@@ -35,6 +35,9 @@ from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 
+_EVERY = "every canary"
+_AT_ONCE = 64
+
 
 @dataclass(frozen=True)
 class _Games:
@@ -56,10 +59,12 @@ class _Table:
     Attributes:
         asked: the targets, or why there are none (yet).
         games: by the attack's name; or why there are none.
+        whole: all of them are asked for, also where the loss looks away.
     """
 
     asked: Targets | Waiting | str
     games: dict[str, _Games | str] = field(default_factory=dict)
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class LiveGames:
             settings, client, causal=anatomy.kind == "causal", special=_special(trainer, anatomy)
         )
         self._audits = settings.canaries is not None
+        self._scores = settings.score_canaries is not None
         self._scale = settings.scale
         self._client = client
         self._attacks: tuple[MembershipAttack, ...] = ()
@@ -209,6 +215,9 @@ class LiveGames:
         self._tables[str(Stage.SHARED)] = _Table(_drawn(self._sources.population, step, batches))
         if self._audits:
             self._tables[AUDIT] = _Table(_drawn(self._sources.canaries, step, batches))
+        if self._scores:
+            every = _drawn(lambda _, b: self._sources.all_canaries(b), step, batches)
+            self._tables[_EVERY] = _Table(every, whole=True)
         dealt = [t for t in self._tables.values() if isinstance(t.asked, Targets)]
         layers: dict[int, _Layer | str] = {}
         for attack in self._attacks if dealt else ():
@@ -220,7 +229,7 @@ class LiveGames:
                     table.games[attack.name] = (
                         layer
                         if isinstance(layer, str)
-                        else self._games(attack, batches, layer, table.asked)
+                        else self._games(attack, batches, layer, table.asked, table.whole)
                     )
                 except Exception as error:
                     table.games[attack.name] = reason(error)
@@ -279,6 +288,7 @@ class LiveGames:
         batches: Sequence[TokenBatch],
         layer: _Layer,
         asked: Targets | Waiting | str,
+        whole: bool,
     ) -> _Games:
         assert isinstance(asked, Targets)
         upstream = [
@@ -291,8 +301,11 @@ class LiveGames:
             )
             for batch, hidden, gradient in zip(batches, layer.client, layer.gradients, strict=True)
         ]
-        asked = _reached(attack, asked, upstream)
-        embedded = attack.embed(self._embedded(attack.layer, asked.rows), asked.query())
+        asked = asked if whole else _reached(attack, asked, upstream)
+        parts = [asked.at(i) for i in torch.split(torch.arange(len(asked.members)), _AT_ONCE)]
+        embedded = torch.cat(
+            [attack.embed(self._embedded(attack.layer, p.rows), p.query()) for p in parts]
+        )
         samples = [
             attack.gradient(embedded, hidden, batch.attention_mask, arrived)
             for batch, hidden, arrived in zip(batches, layer.client, upstream, strict=True)
@@ -342,6 +355,10 @@ class LiveGames:
             if self._audits and str(Stage.SHARED) in wanted:
                 said = self._guess(attack, AUDIT, look.step, Stage.SHARED)
                 look.guesses.setdefault((AUDIT, attack.name), said)
+            if self._scores and str(Stage.SHARED) in wanted:
+                said = self._guess(attack, _EVERY, look.step, Stage.SHARED)
+                if isinstance(said, Played):
+                    look.canary_scores.setdefault(attack.name, said.scores)
         if Stage.SHARED in stages:
             self._leaving = False
 

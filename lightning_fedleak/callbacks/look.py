@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.activations import ChangedInPlace
@@ -71,6 +72,7 @@ class Look:
         seconds: time spent so far.
         step_seconds: time that the step itself took so far; 0 until it is known.
         learning_rates: of what the attacks read, at each local step.
+        canary_scores: (m,) of all the user's canaries, by the attack's name.
     """
 
     step: int
@@ -85,6 +87,7 @@ class Look:
     started: float = field(default_factory=lambda: time.perf_counter())
     step_seconds: float = 0.0
     learning_rates: list[set[float]] = field(default_factory=list)
+    canary_scores: dict[str, Tensor] = field(default_factory=dict)
 
     def elapsed(self) -> float:
         """Seconds since the look began that were not its own."""

@@ -11,14 +11,17 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.inversion import InversionAttack
+from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import BatchAdapter
 from lightning_fedleak.callbacks.cadence import cadence_of
+from lightning_fedleak.callbacks.canary_scores import CanaryScores, Reduction
 from lightning_fedleak.callbacks.checks import (
     assumed_of,
     check_attacks,
@@ -123,6 +126,9 @@ class LeakageMonitor(L.Callback):
             the batch, membership attacks are also asked for these and for as many that were left
             out of the data; logged as ``audit/<attack>``.
         texts: of each client's batch that inversion attacks reconstruct at a look, at most.
+        score_canaries: ``"max"`` or ``"mean"``: at each look every canary is scored, included or
+            not, and one score for each is kept over looks by this rule (:meth:`canary_scores`). One
+            process only; costs a forward of all canaries at each look.
 
     Attributes:
         latest: the newest value by log name; NaN is unknown. Empty before the first look.
@@ -158,6 +164,7 @@ class LeakageMonitor(L.Callback):
         canary_scale: float = SCALE,
         canaries: CanarySet | None = None,
         texts: int = 4,
+        score_canaries: Reduction | None = None,
     ) -> None:
         self.attacks = [attacks] if isinstance(attacks, Attack) else list(attacks)
         check_attacks(self.attacks)
@@ -176,9 +183,13 @@ class LeakageMonitor(L.Callback):
         self.tokenizer = tokenizer
         self.log_dir = None if log_dir is None else Path(log_dir)
         self._anatomy_overrides = dict(anatomy or {})
-        self.games = GameSettings(targets, held_out, window, canary_scale, canaries)
+        self.games = GameSettings(targets, held_out, window, canary_scale, canaries, score_canaries)
         if canaries is not None:
             check_canaries(self.attacks, self.stages)
+        self._scores: CanaryScores | None = None
+        if canaries is not None and score_canaries is not None:
+            players = [a.name for a in self.attacks if isinstance(a, MembershipAttack)]
+            self._scores = CanaryScores(score_canaries, players)
         check_texts(self.attacks, self.stages, texts)
         self.texts = texts
         self._ledger = Ledger(
@@ -220,6 +231,32 @@ class LeakageMonitor(L.Callback):
         """Texts of each kind that membership games ask for at a look, at most."""
         return self.games.targets
 
+    def canary_scores(self, attack: str | None = None) -> Tensor:
+        """(m,) one score for each of ``canaries=``, for a one-run audit.
+
+        ::
+
+            monitor = LeakageMonitor(attack, canaries=train.canaries, score_canaries="max")
+            trainer.fit(...)
+            audit_canaries(train.canaries, monitor.canary_scores(), delta=1e-5)
+
+        Every canary has layers of its own at every look, and its score hangs on the others through
+        nothing: under per-sample clipping (DPSGD) that is what layers for all canaries at once
+        would give, since a sample is found by its own alone. Where the whole update is clipped
+        (GradientNoise) they would share the clip norm, and the bound does not hold. What is audited
+        is what left the client at the looks. Scores show which canaries are in the data as far as
+        the releases do: keep a checkpoint that holds them as you keep the record.
+
+        Args:
+            attack: name of the attack; may be left out where one membership attack is listed.
+
+        Raises:
+            ValueError: no ``score_canaries``, no such attack, or no look has scored them.
+        """
+        if self._scores is None:
+            raise ValueError("canaries are scored with canaries=... and score_canaries='max'")
+        return self._scores.of(attack)
+
     def subscribe(self, listener: Callable[[L.Trainer], None]) -> None:
         """Calls ``listener(trainer)`` on every process after each look, until the fit ends."""
         self._listeners.append(listener)
@@ -234,6 +271,13 @@ class LeakageMonitor(L.Callback):
         others = [c for c in trainer.callbacks if isinstance(c, LeakageMonitor)]  # type: ignore[attr-defined]
         check_names(self._ledger, [c._ledger for c in others])
         self.client = resolve_client(self._client_given, trainer.strategy)
+        if self._scores is not None:
+            self._scores.clear()
+            if trainer.world_size > 1:
+                raise ValueError(
+                    "score_canaries= needs every release of the run, and each process sees its own "
+                    "client's: run one process, or leave score_canaries out"
+                )
         check_games(self.attacks, trainer.strategy, self.stages, self.client)
         self._ledger.clear()
         if self.local_steps is not None and trainer.world_size > 1 and self.client == "rank":
@@ -372,6 +416,8 @@ class LeakageMonitor(L.Callback):
             why = f"nothing was shared in {self._deferrals} steps in a row"
             outcomes = self._ledger.all_unknown(why)
         self._deferrals = 0
+        if self._scores is not None:
+            self._scores.add(look.canary_scores)
         self._publish(trainer, look, outcomes)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -453,6 +499,7 @@ class LeakageMonitor(L.Callback):
             "latest": dict(self.latest),
             "ledger": self._ledger.state_dict(),
             "canaries": canaries.state_dict() if (canaries := self.games.canaries) else None,
+            "canary_scores": None if self._scores is None else self._scores.state_dict(),
             "attacks": {
                 a.name: {
                     "config": repr(sorted(a.config().items())),
@@ -476,6 +523,9 @@ class LeakageMonitor(L.Callback):
         committed = state_dict.get("canaries")
         if self.games.canaries is not None and committed is not None:
             self.games.canaries.load_state_dict(committed)
+        scores = state_dict.get("canary_scores")
+        if self._scores is not None and scores is not None:
+            self._scores.load_state_dict(scores)
         self._restored = {
             name: saved for name, saved in state_dict["attacks"].items() if saved["tensors"]
         }

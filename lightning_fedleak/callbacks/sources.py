@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.callbacks.canary_scores import Reduction
 from lightning_fedleak.callbacks.outcome import Waiting
 from lightning_fedleak.callbacks.targets import Deal, Rows, Targets
 from lightning_fedleak.canaries import CanarySet
@@ -38,6 +39,7 @@ class GameSettings:
     window: int = 100
     scale: float = SCALE
     canaries: CanarySet | None = None
+    score_canaries: Reduction | None = None
 
     def __post_init__(self) -> None:
         for name in ("targets", "window"):
@@ -51,6 +53,8 @@ class GameSettings:
             )
         if not self.scale > 0 or math.isinf(self.scale):
             raise ValueError(f"canary_scale must be a positive number, got {self.scale!r}")
+        if self.score_canaries is not None and self.canaries is None:
+            raise ValueError("score_canaries= scores the texts of canaries=: give these too")
 
 
 class Sources:
@@ -78,6 +82,7 @@ class Sources:
         self._in: set[tuple[int, ...]] = set()
         if (canaries := settings.canaries) is not None:
             marked = list(zip(canaries.token_ids, canaries.included.tolist(), strict=True))
+            self._all, self._included = canaries.token_ids, canaries.included
             self._in = {tuple(text.tolist()) for text, included in marked if included}
             self._out = [text for text, included in marked if not included]
 
@@ -121,6 +126,19 @@ class Sources:
         outside = self._deal.some(self._out, generator, like=inside)
         targets = self._deal.targets(inside, outside, generator, among=places)
         return targets or Waiting("every canary that was left out is in the batch")
+
+    def all_canaries(self, batches: Sequence[TokenBatch]) -> Targets:
+        """Every canary of the user's, included or not, in their order; the token asked for stays.
+
+        Raises:
+            NoTargets: a canary holds no token that may be asked for.
+        """
+        device = batches[0].input_ids.device
+        texts = [TokenBatch(t.to(device)[None], None, None, "causal") for t in self._all]
+        ones = [replace(t, attention_mask=torch.ones_like(t.input_ids)) for t in texts]
+        masked = any(b.attention_mask is not None for b in batches)
+        rows = replace(Rows.of(ones), masked=masked)
+        return self._deal.as_they_are(rows, self._included, torch.Generator().manual_seed(0))
 
     def _generator(self, step: int) -> torch.Generator:
         """Depends on the step and the client alone, so that a resumed run draws the same."""

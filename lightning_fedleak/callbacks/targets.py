@@ -134,9 +134,10 @@ class Targets:
         kept = torch.zeros_like(self.members)
         kept[self.members.nonzero()[:, 0][marked.cpu()]] = True
         kept[(~self.members).nonzero()[: int(marked.sum()), 0]] = True
-        return self._at(kept.nonzero()[:, 0])
+        return self.at(kept.nonzero()[:, 0])
 
-    def _at(self, index: Tensor) -> Targets:
+    def at(self, index: Tensor) -> Targets:
+        """The targets at these places."""
         positions = self.positions[index.to(self.positions.device)]
         return Targets(self.rows[index], positions, self.members[index], self.places[index])
 
@@ -208,7 +209,20 @@ class Deal:
         places = torch.cat([places, torch.full((count,), -1)])
         targets = Targets(rows, positions, places >= 0, places)
         # An order that says nothing of the bits, since an attack sees it.
-        return targets._at(torch.randperm(2 * count, generator=generator))
+        return targets.at(torch.randperm(2 * count, generator=generator))
+
+    def as_they_are(self, rows: Rows, members: Tensor, generator: torch.Generator) -> Targets:
+        """All rows in their order; in a causal model the tokens asked for draw nothing.
+
+        Raises:
+            NoTargets: a row holds no token that may be asked for.
+        """
+        askable = rows.askable(self.special, causal=self.causal)
+        short = int((~askable.any(1)).sum())
+        if short:
+            raise NoTargets(f"{short} of {len(rows)} texts hold no token that may be asked for")
+        positions = _token(askable, generator, causal=self.causal)
+        return Targets(rows, positions, members, torch.full((len(rows),), -1))
 
     def some(self, texts: Sequence[Tensor], generator: torch.Generator, *, like: Rows) -> Rows:
         """A random choice of texts, more than are asked for, cut to the length of ``like``."""

@@ -16,9 +16,10 @@ from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.insertion import insert
 from lightning_fedleak.attacks.membership import CRAFTED, MembershipGuess
+from lightning_fedleak.auditing import audit_canaries
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.canaries import InclusionMismatch, with_canaries
-from lightning_fedleak.defenses import Defense, Freeze, GradientNoise
+from lightning_fedleak.defenses import DPSGD, Defense, Freeze, GradientNoise
 from lightning_fedleak.defenses.activation_noise import ActivationNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
@@ -664,8 +665,8 @@ def test_games_are_pooled_over_the_window_and_a_look_has_its_own_values(tmp_path
 # ---- the user's own canaries --------------------------------------------------------------------
 
 
-def audited(root, every_n_steps=1, seed=3, **settings):
-    """Two epochs on 24 texts of the data and some of 16 canaries; gives monitor and data."""
+def audited(root, every_n_steps=1, seed=3, rule=None, lr=0.0, **settings):
+    """One epoch on 24 texts of the data and some of 16 canaries; gives monitor and data."""
     generator = torch.Generator().manual_seed(9)
     own = random_token_loader(24).dataset
     texts = torch.randint(3, 97, (16, 12), generator=generator)
@@ -674,9 +675,11 @@ def audited(root, every_n_steps=1, seed=3, **settings):
         own, [{"input_ids": t, "attention_mask": ones, "labels": t} for t in texts], seed=seed
     )
     attack = Recording()
-    monitor = LeakageMonitor(attack, every_n_steps=every_n_steps, canaries=data.canaries)
+    monitor = LeakageMonitor(
+        attack, every_n_steps=every_n_steps, canaries=data.canaries, score_canaries=rule
+    )
     loader = DataLoader(data, batch_size=4, shuffle=False)
-    fit_with(loader, monitor, root, still(), **settings)
+    fit_with(loader, monitor, root, still(lr=lr), **settings)
     return monitor, data, attack
 
 
@@ -703,6 +706,49 @@ def test_canaries_in_the_batch_are_members_and_those_left_out_of_the_data_are_no
     values = [x["metrics"]["auc"]["value"] for x in found if x["stage"] == "shared"]
     assert len(values) == len(batches) - 1 + len(holding)
     assert set(values) == {1.0}
+
+
+def test_all_canaries_are_scored_alike_at_each_look_and_by_one_rule_over_the_run(tmp_path):
+    monitor, data, attack = audited(tmp_path, rule="max")
+    texts = [t.tolist() for t in data.canaries.token_ids]
+    every = [(step, q) for step, *_, q in attack.seen if own_rows(q) == texts]
+    assert [step for step, _ in every] == list(range(math.ceil(len(data) / 4)))
+    assert {tuple(q.positions.tolist()) for _, q in every} == {(10,) * 16}
+    scores = monitor.canary_scores()
+    assert torch.equal(scores, monitor.canary_scores("recording"))
+    assert torch.equal(scores == attack.rungs, data.canaries.included)
+    said = [
+        attack.guess(s.tensors[CRAFTED]).scores
+        for _, _, s, q in attack.seen
+        if own_rows(q) == texts
+    ]
+    looks = torch.stack(said).double()
+    assert torch.equal(scores, looks.amax(0))
+    assert audit_canaries(data.canaries, scores).epsilon > 0.5
+    mean, *_ = audited(tmp_path / "mean", rule="mean")
+    torch.testing.assert_close(mean.canary_scores(), looks.mean(0))
+    with pytest.raises(ValueError, match="resume with score_canaries='max'"):
+        mean.load_state_dict(monitor.state_dict())
+    resumed = LeakageMonitor(Recording(), canaries=data.canaries, score_canaries="max")
+    with pytest.raises(ValueError, match="at no look"):
+        resumed.canary_scores()
+    resumed.load_state_dict(monitor.state_dict())
+    assert torch.equal(resumed.canary_scores(), scores)
+    with pytest.raises(ValueError, match="score_canaries='max'"):
+        audited(tmp_path / "none", every_n_steps=100)[0].canary_scores()
+    with pytest.raises(ValueError, match="must be 'max', 'mean' or None"):
+        LeakageMonitor(Recording(), canaries=data.canaries, score_canaries="sum")
+    with pytest.raises(ValueError, match="give these too"):
+        LeakageMonitor(Recording(), score_canaries="max")
+
+
+def test_scores_of_canaries_under_dpsgd_with_little_noise_tell_them_apart(tmp_path):
+    defense = DPSGD(max_grad_norm=1.0, noise_multiplier=0.01, poisson=False, loss="trusted")
+    strategy = DefendedStrategy("auto", defenses=[defense])
+    monitor, data, _ = audited(tmp_path, rule="max", lr=1e-3, strategy=strategy)
+    scores, inside = monitor.canary_scores(), data.canaries.included
+    assert monitor.failures == 0
+    assert float(scores[inside].min()) > 50 > float(scores[~inside].max())
 
 
 def marked(data):

@@ -115,6 +115,13 @@ class Attack(ABC):
         """Settings that name this attack in reports: plain numbers and strings."""
         return {}
 
+    def given(self) -> dict[str, object]:
+        """Those of :meth:`config` that were given, which a saved state must have been made with.
+
+        Default: all. An attack whose ``config`` tells what was measured leaves that out.
+        """
+        return self.config()
+
 
 __all__ = [
     "Attack",

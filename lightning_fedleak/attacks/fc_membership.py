@@ -8,7 +8,7 @@ input of the batch lies within ``tau`` of the target.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -194,12 +194,35 @@ class FCMembership(MembershipAttack):
             self._measured_at = step
             self.prepare(anatomy)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """When the rounding was measured, what it is, and the precisions heard of."""
+        order = list(SAFE)
+        state = {f"hint.{k}": torch.tensor(order.index(v)) for k, v in self._hints.items()}
+        if self._rounding is not None:
+            state["rounding"] = torch.tensor(self._rounding[1], dtype=torch.float64)
+            state["rounding.precision"] = torch.tensor(order.index(self._rounding[0]))
+        return state | {"measured_at": torch.tensor(self._measured_at)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what :meth:`state_dict` gave; what is heard afterwards counts more."""
+        if not state:
+            return
+        order = list(SAFE)
+        self._measured_at = int(state["measured_at"])
+        hints = {k.removeprefix("hint."): v for k, v in state.items() if k.startswith("hint.")}
+        self._hints |= {k: order[int(v)] for k, v in hints.items()}
+        self._rounding = None
+        if "rounding" in state:
+            precision = order[int(state["rounding.precision"])]
+            self._rounding = precision, float(state["rounding"])
+
     def set_precision(self, precision: str) -> None:
         """Says in which precision the client runs, in the Trainer's words (``"bf16-mixed"``).
 
-        Used by ``precision="auto"`` only.
+        Used by ``precision="auto"`` only. Where it is another one than before, what was measured no
+        longer holds, and the next :meth:`refresh` measures anew.
         """
-        name = str(precision)
+        name, before = str(precision), self._hints.get("trainer")
         if name in SAFE:
             self._hints["trainer"] = _known(name)
         elif name.startswith("bf16"):
@@ -212,6 +235,8 @@ class FCMembership(MembershipAttack):
             raise ValueError(
                 f"no known precision: {precision!r}; give one of {list(SAFE)} or a Trainer's own"
             )
+        if before not in (None, self._hints["trainer"]):
+            self._measured_at = -MEASURE_EVERY
 
     def expect(self, *, defended: bool) -> None:
         """Against a defence that acts on gradients ``ladder="auto"`` is ``(1.0,)``."""
@@ -345,6 +370,11 @@ class FCMembership(MembershipAttack):
             ValueError: it has another number of rungs, or the noise is negative.
         """
         return self.reader.guess(gradient, noise_std, self.rungs, self.guess_rung)
+
+    def given(self) -> dict[str, object]:
+        """The settings without what was measured."""
+        measured = ("tau_relative", "rounding")
+        return {name: value for name, value in self.config().items() if name not in measured}
 
     def config(self) -> dict[str, object]:
         """Settings for reports.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -64,6 +65,12 @@ class PublicText:
     def n_tokens(self) -> int:
         """Tokens in all texts together."""
         return sum(len(s) for s in self.sentences)
+
+    @property
+    def digest(self) -> str:
+        """The beginning of the SHA-256 of all token ids of the texts."""
+        rows = ",".join(" ".join(map(str, row.tolist())) for row in self.sentences)
+        return hashlib.sha256(rows.encode()).hexdigest()[:16]
 
     def draw(self, sentences: int, generator: torch.Generator) -> Tensor:
         """Indices of ``sentences`` texts, (sentences,), each once until all have been drawn."""

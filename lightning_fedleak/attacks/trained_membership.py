@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -133,6 +133,7 @@ class TrainedMembership(MembershipAttack):
         if public_text != "sampled" and not isinstance(public_text, PublicText):
             public_text = PublicText(public_text, tokenizer)
         self.public_text = public_text
+        self._text_digest = public_text if isinstance(public_text, str) else public_text.digest
         self.hidden_units = hidden_units
         self.steps = steps
         self.learning_rate = learning_rate
@@ -209,6 +210,21 @@ class TrainedMembership(MembershipAttack):
     def _parts(self) -> tuple[float, ...]:
         """The rungs, as parts of the way from the decision to the target's output."""
         return (0.0,) if self._defended else (*HARDER, 0.0, *(-x for x in EASIER))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The public samples, and when they were embedded; every neuron follows from them."""
+        if self._public is None:
+            return {}
+        return {"public": self._public, "embedded_at": torch.tensor(self._embedded_at)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what :meth:`state_dict` gave."""
+        if not state:
+            return
+        self._public = state["public"]
+        self._scale = Scale.of(self._public)
+        self._embedded_at = int(state["embedded_at"])
+        self._neurons.clear()
 
     @property
     def rungs(self) -> int:
@@ -319,7 +335,7 @@ class TrainedMembership(MembershipAttack):
         return self.reader.guess(gradient, noise_std, self.rungs, self.guess_rung)
 
     def config(self) -> dict[str, object]:
-        """Settings for reports."""
+        """Settings for reports; of the public text the beginning of its SHA-256."""
         return {
             "layer": self.layer,
             "granularity": self.granularity,
@@ -330,6 +346,8 @@ class TrainedMembership(MembershipAttack):
             "batch": self.batch,
             "public_rows": self.public_rows,
             "threshold": self.threshold,
+            "public_text": self._text_digest,
+            "refresh_every": self.refresh_every,
             "seed": self.seed,
             "rungs": self.rungs,
             "tokens": self.tokens,

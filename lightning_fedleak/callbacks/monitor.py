@@ -354,7 +354,7 @@ class LeakageMonitor(L.Callback):
         restored, self._restored = self._restored, {}
         for attack in (plan.attack for plan in watch.exposed):
             saved = restored.get(attack.name)
-            if saved is not None and saved["config"] == repr(sorted(attack.config().items())):
+            if saved is not None and saved["config"] == repr(sorted(attack.given().items())):
                 attack.load_state_dict(saved["tensors"])
                 self._prepared.add(attack.name)
             started = time.perf_counter()
@@ -502,7 +502,7 @@ class LeakageMonitor(L.Callback):
             "canary_scores": None if self._scores is None else self._scores.state_dict(),
             "attacks": {
                 a.name: {
-                    "config": repr(sorted(a.config().items())),
+                    "config": repr(sorted(a.given().items())),
                     "tensors": {k: v.detach().cpu() for k, v in a.state_dict().items()},
                 }
                 for a in self.attacks

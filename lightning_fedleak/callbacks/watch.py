@@ -107,6 +107,7 @@ class Watch:
         self._tried = self._midway = self._hurried = False
         self.look: Look | None = None
         self.prepared: set[str] = set()
+        self._told: set[str] = set()
 
         self._plans: list[Plan] = []
         self._tap = GradientTap({})
@@ -156,9 +157,11 @@ class Watch:
 
     def prepare(self, attack: Attack) -> None:
         """Calibrates an attack, once in a fit."""
-        if attack.name not in self.prepared:
+        if attack.name not in self._told:
+            self._told.add(attack.name)
             if (set_precision := getattr(attack, "set_precision", None)) is not None:
                 set_precision(str(self._trainer.precision))
+        if attack.name not in self.prepared:
             attack.prepare(self._anatomy)
             self.prepared.add(attack.name)
 

@@ -7,14 +7,17 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks import PublicText, fc_membership
 from lightning_fedleak.attacks.attention_membership import AttentionMembership
 from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.attacks.rounding import own_rounding
+from lightning_fedleak.attacks.trained_membership import TrainedMembership
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import Freeze
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, assert_same, fit
+from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.models import tiny_gpt2
 
 
 class Two(DDPStrategy):
@@ -109,3 +112,42 @@ def test_a_resumed_calibration_is_of_the_same_text_and_refresh_or_made_anew(tmp_
         assert prepared == ([attack] if anew else [])
         means = [m.attacks[0].state_dict()["whitening.mean"] for m in (first, resumed)]
         assert torch.equal(*means) is (case != "text")
+
+
+@pytest.mark.parametrize("kind", ["fc", "trained"])
+def test_what_was_measured_is_resumed_and_not_measured_twice(tmp_path, monkeypatch, kind):
+    measured = []
+    if kind == "fc":
+        plain = fc_membership.own_rounding
+        counted = lambda *a, **k: (measured.append(1), plain(*a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(fc_membership, "own_rounding", counted)
+    else:
+        embed = TrainedMembership._embed_public
+        counted = lambda self, a: (measured.append(1), embed(self, a))[1]  # noqa: E731
+        monkeypatch.setattr(TrainedMembership, "_embed_public", counted)
+
+    def built(seed=0):
+        if kind == "fc":
+            return FCMembership(2)
+        return TrainedMembership.fast(1, public(seed), steps=5, public_rows=32)
+
+    settings = {"n": 8, "precision": "bf16-mixed"}
+    first = LeakageMonitor(built(), every_n_steps=1)
+    fit([first], tmp_path / "first", **settings)
+    assert measured == [1]
+    state = first.state_dict()
+    resumed = LeakageMonitor(built(), every_n_steps=1)
+    resumed.load_state_dict(state)
+    moved = CausalLMModule(tiny_gpt2(seed=3).train(), optimizer="adamw")
+    fit([resumed], tmp_path / "resumed", module=moved, **settings)
+    assert measured == [1]
+    kept, again = (m.attacks[0].state_dict() for m in (first, resumed))
+    assert kept.keys() == again.keys()
+    assert all(torch.equal(kept[k], again[k]) for k in kept)
+    assert first.attacks[0].config() == resumed.attacks[0].config()
+    other = LeakageMonitor(built(seed=1), every_n_steps=1)
+    other.load_state_dict(state)
+    fit([other], tmp_path / "other", n=8)
+    assert len(measured) == (1 if kind == "fc" else 2)
+    if kind == "fc":
+        assert other.attacks[0]._resolved(torch.float32) == "fp32"

@@ -159,7 +159,7 @@ class BottomModel:
         return other
 
     def age(self, step: int) -> int:
-        """Optimizer steps that the copy is behind at ``step``."""
+        """Optimizer steps that the copy is behind at ``step``; negative in a fit begun since."""
         return step - self.step
 
     def hidden(

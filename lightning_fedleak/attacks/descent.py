@@ -130,8 +130,8 @@ class DescentAttack(InversionAttack):
             self._table = TokenTable.of(self._bottom.word_embeddings())
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Renews the copy, if it is old enough, with the weights that are there at ``step``."""
-        if self.bottom.age(step) < self.refresh_every:
+        """Renews the copy, if it is old enough or of another fit, with the weights at ``step``."""
+        if 0 <= self.bottom.age(step) < self.refresh_every:
             return
         with torch.inference_mode(False), torch.no_grad():
             self.bottom.refresh(anatomy, step)

@@ -143,13 +143,14 @@ class PrefixInversion(InversionAttack):
                 "right; use EmbeddingDescent, with sweeps, for encoders"
             )
         self._bottom = bottom
+        self._table_step = bottom.step
         self._learn()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Renews the copy, and the table, if they are old enough."""
-        if self.bottom.age(step) >= self.refresh_every:
+        """Renews the copy, and the table, if they are old enough or of another fit."""
+        if not 0 <= self.bottom.age(step) < self.refresh_every:
             self.bottom.refresh(anatomy, step)
-        if step - self._table_step >= self.renew_table_every:
+        if not 0 <= step - self._table_step < self.renew_table_every:
             self._table_step = step
             self._learn()
 

@@ -344,6 +344,8 @@ def test_the_copy_is_stale_until_it_is_refreshed() -> None:
     attack.refresh(anatomy, 12)
     assert attack.bottom.age(12) == 0
     assert attack.table is table
+    attack.refresh(anatomy, 3)
+    assert attack.bottom.age(3) == 0
 
 
 def test_under_the_clients_autocast() -> None:

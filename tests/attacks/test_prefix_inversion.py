@@ -285,6 +285,28 @@ def test_a_stale_copy_still_reads_and_is_less_sure() -> None:
     assert torch.equal(again.tokens, sent)
 
 
+def test_a_fit_that_counts_from_zero_again_has_its_own_copy_and_table() -> None:
+    model = models.tiny_llama(layers=3)
+    anatomy = find_anatomy(model)
+    attack = prepared(model, 2, refresh_every=100, renew_table_every=100)
+    attack.refresh(anatomy, 500)
+    assert attack.bottom.age(500) == 0
+    table = attack._table
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.roll(1, 0))
+    attack.refresh(anatomy, 3)
+    assert attack.bottom.age(3) == 0
+    assert attack._table is not table
+    sent = texts()
+    guess = attack.reconstruct(hidden_states(anatomy, 2, sent), None, None)
+    assert torch.equal(guess.tokens, sent)
+    table = attack._table
+    attack.refresh(anatomy, 102)
+    assert attack.bottom.age(102) == 99
+    assert attack._table is table
+
+
 def test_what_it_cannot_read_is_refused() -> None:
     with pytest.raises(ValueError, match=r"not causal.*EmbeddingDescent"):
         PrefixInversion(2).prepare(find_anatomy(models.tiny_bert_mlm()))

@@ -20,6 +20,7 @@ from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, 
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.inversion import InversionAttack
 from lightning_fedleak.attacks.membership import MembershipAttack
+from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks.look import Plan
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
@@ -117,6 +118,32 @@ def check_canaries(attacks: Sequence[Attack], stages: Sequence[Stage]) -> None:
         )
     if Stage.SHARED not in stages:
         raise ValueError("canaries= are measured on what leaves the client: add 'shared' to stages")
+
+
+def check_held_out(attacks: Sequence[Attack], held_out: PublicText | None) -> None:
+    """Refuses non-members that a membership attack was calibrated on.
+
+    Raises:
+        ValueError: the attack's public text is the text that is held out.
+    """
+    for attack in attacks:
+        public = getattr(attack, "public_text", None)
+        if not isinstance(attack, MembershipAttack) or held_out is None:
+            continue
+        if isinstance(public, PublicText) and same_texts(public, held_out):
+            raise ValueError(
+                f"held_out= is the public text that '{attack.name}' is calibrated on, so that the "
+                "games' non-members would be texts it knows to be outside: split the text, one "
+                "part for each"
+            )
+
+
+def same_texts(one: PublicText, other: PublicText) -> bool:
+    """Whether two public texts are one, token by token."""
+    if one is other:
+        return True
+    both = zip(one.sentences, other.sentences, strict=False)
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in both)
 
 
 def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:

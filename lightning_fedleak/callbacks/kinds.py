@@ -116,7 +116,8 @@ class Membership(Kind):
 
     Accuracy, F1 and advantage are of the adversary's own decisions, so that one look alone has
     them. The threshold of a TPR is fitted on other games than those scored. The games of one client
-    at one look are one cluster (:func:`~lightning_fedleak.metrics.membership.membership_rates`).
+    at one look are one cluster (:func:`~lightning_fedleak.metrics.membership.membership_rates`);
+    looks are taken as independent, also where an epoch brings back the texts of an earlier one.
 
     Args:
         targets: texts asked for at a look, at most, members and others together.

@@ -27,6 +27,7 @@ from lightning_fedleak.callbacks.checks import (
     check_attacks,
     check_canaries,
     check_games,
+    check_held_out,
     check_rounds,
     known_stages,
     plan_attack,
@@ -112,9 +113,10 @@ class LeakageMonitor(L.Callback):
         targets: of membership games: sentences asked for at a look, at most so many that are in
             the batch and as many that are not.
         held_out: of membership games: texts that are in no batch, a
-            :class:`~lightning_fedleak.attacks.public_text.PublicText`. Default: sentences of the
-            batches read shortly before a look; the first look, before which there was none,
-            then has no result of these games yet, and the next step is looked at too.
+            :class:`~lightning_fedleak.attacks.public_text.PublicText`, and not the one that an
+            attack is calibrated on. Default: sentences of the batches read shortly before a look;
+            the first look, before which there was none, then has no result of these games yet, and
+            the next step is looked at too.
         window: looks over which the games of membership attacks are pooled. At 16 targets a rate
             at 1% false positives is known after 63 looks.
         canary_scale: how strongly a dishonest server lets its own layers feed the model. It matters
@@ -184,6 +186,7 @@ class LeakageMonitor(L.Callback):
         self.log_dir = None if log_dir is None else Path(log_dir)
         self._anatomy_overrides = dict(anatomy or {})
         self.games = GameSettings(targets, held_out, window, canary_scale, canaries, score_canaries)
+        check_held_out(self.attacks, held_out)
         if canaries is not None:
             check_canaries(self.attacks, self.stages)
         self._scores: CanaryScores | None = None
@@ -244,8 +247,10 @@ class LeakageMonitor(L.Callback):
         nothing: under per-sample clipping (DPSGD) that is what layers for all canaries at once
         would give, since a sample is found by its own alone. Where the whole update is clipped
         (GradientNoise) they would share the clip norm, and the bound does not hold. What is audited
-        is what left the client at the looks. Scores show which canaries are in the data as far as
-        the releases do: keep a checkpoint that holds them as you keep the record.
+        is what left the client at the looks. Canaries are asked for without padding: a model that
+        counts positions from the first column hides them in batches padded on the left. Scores show
+        which canaries are in the data as far as the releases do: keep a checkpoint that holds them
+        as you keep the record.
 
         Args:
             attack: name of the attack; may be left out where one membership attack is listed.

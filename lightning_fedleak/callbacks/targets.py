@@ -42,8 +42,10 @@ class Rows:
     def of(cls, batches: Sequence[TokenBatch]) -> Rows:
         """The rows of ``batches`` as they stand there, filled up on the right to one length.
 
-        A row that is padded on the left keeps that padding: where a model counts positions from
-        the first column, the padding is a part of what it reads.
+        A row that is padded on the left keeps that padding. Where a model counts learned positions
+        from the first column (GPT-2, BERT, unless the batch gives position ids) the padding shifts
+        what it reads, by an offset that a server cannot see. Asking with the right one is the worst
+        case: a server that crafts a neuron for each offset up to the length finds it too.
         """
         length = max(b.input_ids.shape[1] for b in batches)
         ids, real = [], []

@@ -16,6 +16,7 @@ from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.insertion import insert
 from lightning_fedleak.attacks.membership import CRAFTED, MembershipGuess
+from lightning_fedleak.attacks.trained_membership import TrainedMembership
 from lightning_fedleak.auditing import audit_canaries
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.canaries import InclusionMismatch, with_canaries
@@ -764,6 +765,17 @@ def test_a_checkpoint_commits_to_the_canaries_and_refuses_others(tmp_path):
     other, *_ = audited(tmp_path / "other", seed=4)
     with pytest.raises(InclusionMismatch):
         other.load_state_dict(state)
+
+
+def test_the_text_that_an_attack_is_calibrated_on_is_not_held_out():
+    texts = [[1, 2, 3], [4, 5, 6]]
+    text = PublicText(texts)
+    attack = TrainedMembership(1, text)
+    for held_out in (text, PublicText(texts)):
+        with pytest.raises(ValueError, match="held_out= is the public text that 'trained_memb"):
+            LeakageMonitor(attack, held_out=held_out)
+    LeakageMonitor(attack, held_out=PublicText([[1, 2, 3], [4, 5, 7]]))
+    LeakageMonitor(FCMembership(1), held_out=text)
 
 
 def test_canaries_that_nothing_is_asked_about_are_refused():

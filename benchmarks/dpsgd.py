@@ -124,7 +124,7 @@ def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
     model = build(options)
     found: dict[str, Step] = {}
     for name in options.peers:
-        own = copy.deepcopy(model)
+        own = copy.deepcopy(model) if len(options.peers) > 1 else model
         try:
             step = plain(own, ids) if name == "plain" else opacus(own, ids, name)
             step()

@@ -47,9 +47,9 @@ class GradientNoise(Defense):
     Noise of release k on client c is a function of (secret base, c, k). The base is fresh entropy
     of the operating system in every fit and is never saved; k goes on over checkpoints. So no
     noise is used twice, neither by two clients nor after a resume. On CPU the noise comes from
-    Philox4x64 with a 128-bit key (torch's CPU generator uses only 32 bits of a seed, which an
-    adversary can try out on coordinates it knows), on other devices from that device's torch
-    generator with a 64-bit seed. Neither is a cryptographic generator. Each release waits once for
+    Philox4x64 with 256 secret bits (torch's CPU generator could be worked out from coordinates that
+    an adversary knows), on other devices from that device's torch generator with a 64-bit seed.
+    Neither is a cryptographic generator. Each release waits once for
     the device: the norm must be known to be finite before anything leaves.
 
     Args:

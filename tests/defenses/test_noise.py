@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import pytest
 import scipy.stats
@@ -20,23 +18,34 @@ def draw(key: bytes, n: int = 4096, dtype: torch.dtype = torch.float32) -> torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("twister", [True, False])
-def test_it_is_standard_normal(dtype, twister: bool, monkeypatch) -> None:
-    monkeypatch.setattr(noise, "_twister_is_known", lambda: twister)
-    sample = draw(b"k" * 32, 20_000, dtype)
+def test_it_is_standard_normal(dtype) -> None:
+    sample = draw(b"k" * 32, 100_001, dtype)
     assert sample.dtype == dtype
     assert scipy.stats.kstest(sample.numpy(), "norm").pvalue > 1e-4
+    half = (noise._BLOCK + 1) // 2
+    assert abs(np.corrcoef(sample[:half], sample[half : 2 * half])[0, 1]) < 5 / half**0.5
+    squares = sample.double().square().numpy()
+    assert abs(np.corrcoef(squares[:half], squares[half : 2 * half])[0, 1]) < 5 / half**0.5
 
 
-def test_the_twister_draws_what_numpy_draws_from_the_same_state() -> None:
-    assert noise._twister_is_known()
-    key = bytes(range(32))
-    words = np.frombuffer(hashlib.shake_256(key).digest(4 * 624), dtype="<u4")
-    reference = np.random.RandomState()
-    reference.set_state(("MT19937", words, 624))
-    expected = reference.randint(0, 2**32, 2000, dtype=np.uint32).astype(np.int64) % 2**20
-    drawn = torch.empty(2000, dtype=torch.int64).random_(0, 2**20, generator=noise._twister(key))
-    assert np.array_equal(drawn.numpy(), expected)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (3, 5), (noise._BLOCK + 1,)])
+def test_every_shape_is_filled(shape: tuple[int, ...]) -> None:
+    found = standard_normal(b"k" * 32, torch.Size(shape), CPU, torch.float32)
+    assert found.shape == shape
+    assert torch.isfinite(found).all()
+    assert (found != 0).all()
+
+
+def test_it_is_box_and_muller_of_philox() -> None:
+    # Not of a generator that is linear over bits, whose state follows from numbers it has drawn.
+    key, n = bytes(range(32)), 1000
+    counter = int.from_bytes(key[16:], "big") << 128
+    philox = np.random.Philox(key=int.from_bytes(key[:16], "big"), counter=counter)
+    words = philox.random_raw(n // 2).view(np.int32).astype(np.float64)
+    radius = np.sqrt(-2 * np.log((np.abs(words[: n // 2]) + 0.5) / 2**31))
+    angle = np.pi * words[n // 2 :] / 2**31
+    expected = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+    assert np.allclose(draw(key, n).numpy(), expected, atol=2e-6)
 
 
 def test_every_byte_of_the_key_counts() -> None:
@@ -64,7 +73,6 @@ def test_keys_differ_in_every_field() -> None:
 
 def test_the_global_generators_are_left_alone() -> None:
     before, legacy = torch.get_rng_state(), np.random.get_state()[1].copy()
-    noise._twister_is_known.cache_clear()
     draw(b"k" * 32)
     assert torch.equal(before, torch.get_rng_state())
     assert np.array_equal(legacy, np.random.get_state()[1])

@@ -388,7 +388,9 @@ def _half(cells: Sequence[Cell], layer: int, length: int) -> list[str]:
     if most == 0:
         return []
     found = ", ".join(
-        f"{c.attack} {_short(c.rates['token_accuracy'].value)}" for c in kept if c.sigma == most
+        f"{c.attack}{'' if c.finished else '*'} {_short(c.rates['token_accuracy'].value)}"
+        for c in kept
+        if c.sigma == most
     )
     return [
         f"Split {layer}, {length} tokens: at noise {most:g}, the most tried that leaves the model "

@@ -192,4 +192,6 @@ def test_says_what_is_read_where_half_of_the_task_is_left() -> None:
     said = explanation(cells)
     assert "at noise 0.5" in said
     assert "prefix .750." in said
+    cells[1] = replace(cells[1], finished=False)
+    assert "prefix* .750." in explanation(cells)
     assert "half" not in explanation([replace(c, sigma=c.sigma + 1) for c in cells])

@@ -190,10 +190,7 @@ class BottomModel:
                 f"word embeddings have {self.embedding_width} numbers, not {width}: give "
                 "(B, L, embedding_width)"
             )
-        padding = getattr(self._embedding, "padding_idx", None)
         ids = torch.full((rows, length), self._plain_id, device=self.device)
-        if padding is not None and attention_mask is not None:
-            ids = ids.masked_fill(attention_mask.to(ids.device) == 0, padding)
         with self.session(), self._embeddings_replaced(embeddings):
             return self._forward(ids, attention_mask, position_ids)
 
@@ -314,6 +311,10 @@ class BottomModel:
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         check_text(self.anatomy, ids, mask, positions)
+        padding = getattr(self._embedding, "padding_idx", None)
+        if padding is not None and mask is not None:
+            # RoBERTa counts its positions from the padding's id, whatever the mask says.
+            ids = ids.masked_fill(mask.to(ids.device) == 0, padding)
         given = self._inputs(ids, mask, positions)
         states = copy_context().run(self._run, **given, **self._no_cache)
         return states_of_text(states, ids.shape[1], self.anatomy, self.layer)

@@ -320,6 +320,15 @@ class Descent:
         self.tokens[rows], self.errors[rows] = tokens, errors.to(self.errors.dtype)
         self.confidence[rows] = confidence.to(self.confidence.dtype)
 
+    def take_better(self, other: DescentGuess) -> None:
+        """Sets the texts of which ``other`` is nearer to what was sent, by squared errors."""
+        assert other.errors is not None
+        assert other.confidence is not None
+        sums = (e.masked_fill(~self.sent.real, 0.0) for e in (other.errors, self.errors))
+        theirs, own = (e.square().sum(1) for e in sums)
+        rows = (theirs < own).nonzero().flatten()
+        self.take(rows, other.tokens[rows], other.errors[rows], other.confidence[rows])
+
     def guess(self) -> DescentGuess:
         """What is found."""
         real = self.sent.real

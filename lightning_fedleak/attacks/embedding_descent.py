@@ -156,7 +156,6 @@ class EmbeddingDescent(DescentAttack):
         """(B, L, e) word embeddings."""
         table = self.table
         if self._readout is not None:
-            # What stands at padded positions may not even be finite.
             return torch.where(sent.real[..., None], self._readout.words(sent.hidden), table.mean)
         point = table.mean if self.init_token is None else table.embeddings[self.init_token]
         return point.expand(*sent.real.shape, -1)
@@ -171,13 +170,24 @@ class EmbeddingDescent(DescentAttack):
         return ids[..., 0], likeness[..., 0] - likeness[..., -1]
 
     def solve(self, sent: Sent, deadline: Deadline) -> DescentGuess:
-        """Descends; with sweeps in phases, and a sweep after each."""
+        """Descends; with sweeps in phases, and a sweep after each.
+
+        Out of time, what an earlier sweep found stays where it is nearer to what was sent.
+        """
         run = Descent(self, sent, deadline)
         phases = max(1, self.sweeps)
         for phase in range(phases):
+            earlier = run.guess()
             run.descend(self.steps // phases + (phase < self.steps % phases))
-            if self.sweeps and not bool(run.done.all()):
+            if not self.sweeps or bool(run.done.all()):
+                break
+            if deadline.passed:
+                run.finished = False
+            else:
                 self._sweep(run, last=phase == phases - 1)
+            if not run.finished:
+                run.take_better(earlier)
+                break
         return run.guess()
 
     def _sweep(self, run: Descent, last: bool) -> None:

@@ -25,7 +25,7 @@ class Sent:
     """Hidden states of B texts as they were sent.
 
     Attributes:
-        hidden: (B, L, d) float32 or float64.
+        hidden: (B, L, d) float32 or float64; 0 where padded.
         real: (B, L) bool, False where padded.
         attention_mask: (B, L) as sent, or None.
         position_ids: (B, L) as sent, or None.
@@ -50,6 +50,8 @@ class Sent:
         else:
             real = attention_mask != 0
         wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+        # A number at padding that is not finite would be one in every gradient.
+        wide = wide.masked_fill(~real[..., None], 0.0)
         return cls(wide, real, attention_mask, position_ids)
 
     def __len__(self) -> int:

@@ -66,6 +66,7 @@ def make_adversary(
             lr=PAPER_LR,
             weighting="paper",
             likeness="cosine",
+            initial="mean",
             init_token=hello,
             **common,
         )

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import sent as sent_module
 from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.bottom import BottomModel
 from lightning_fedleak.attacks.descent import Descent
 from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.hidden import hidden_states
@@ -23,7 +24,7 @@ from lightning_fedleak.attacks.row_adam import RowAdam
 from lightning_fedleak.attacks.sent import Deadline, Sent
 from lightning_fedleak.attacks.token_table import TokenTable
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
-from tests.helpers.models import DIM, VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama
+from tests.helpers.models import DIM, VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_roberta_mlm
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: tiny_gpt2(layers=3),
@@ -268,6 +269,49 @@ def test_texts_that_the_budget_does_not_reach_are_left_open() -> None:
     assert guess.steps.tolist() == [0, 0, 0]
 
 
+def test_once_time_is_over_no_more_sweeps_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = slow_clock(monkeypatch)
+    model = tiny_bert_mlm(layers=3)
+    ids, mask = text(4)
+    sent = hidden_states(find_anatomy(model), 3, ids, mask)
+    noise = torch.randn(sent.shape, generator=torch.Generator().manual_seed(5))
+    attack = prepared(model, 3, budget_seconds=0.05, steps=10_000, sweeps=100, initial="mean")
+    late: list[float] = []
+    hidden = BottomModel.hidden
+
+    def timed(*args: Any, **kwargs: Any) -> Tensor:
+        if (now := next(clock)) > 0.05:
+            late.append(now)
+        return hidden(*args, **kwargs)
+
+    monkeypatch.setattr(BottomModel, "hidden", timed)
+    guess = attack.reconstruct(sent + 0.5 * noise, mask, None)
+    assert not guess.finished
+    assert len(late) == 1
+
+
+def test_what_a_sweep_found_is_not_lost_when_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_bert_mlm(layers=3)
+    ids, mask = text(6, 10)
+    sent = hidden_states(find_anatomy(model), 3, ids, mask)
+    noise = torch.randn(sent.shape, generator=torch.Generator().manual_seed(5))
+    few = {"lr": 0.05, "initial": "mean", "candidates": 6}
+    over = [False]
+    monkeypatch.setattr(Deadline, "passed", property(lambda _: over[0]))
+    sweep = EmbeddingDescent._sweep
+
+    def last_one(*args: Any, **kwargs: Any) -> None:
+        sweep(*args, **kwargs)
+        over[0] = True
+
+    once = prepared(model, 3, steps=6, sweeps=1, **few).reconstruct(sent + 0.2 * noise, mask, None)
+    monkeypatch.setattr(EmbeddingDescent, "_sweep", last_one)
+    cut = prepared(model, 3, steps=60, sweeps=10, **few).reconstruct(sent + 0.2 * noise, mask, None)
+    assert once.finished
+    assert not cut.finished
+    assert torch.equal(cut.tokens, once.tokens)
+
+
 # ---- no trace -------------------------------------------------------------------------------
 
 
@@ -384,6 +428,26 @@ def test_positions_are_the_models_own_or_those_sent() -> None:
 
 
 # ---- what it is given -----------------------------------------------------------------------
+
+
+def test_what_stands_at_padding_does_not_matter() -> None:
+    model = tiny_gpt2(layers=2)
+    ids, mask = text()
+    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    sent[mask == 0] = torch.nan
+    guess = prepared(model, 1, steps=200).reconstruct(sent, mask, None)
+    assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
+
+
+def test_positions_that_are_counted_from_padding() -> None:
+    model = tiny_roberta_mlm()
+    ids, mask = text(side="left")
+    ids = ids.masked_fill(mask == 0, model.config.pad_token_id)
+    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    guess = prepared(model, 1, steps=200, sweeps=2).reconstruct(sent, mask, None)
+    assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
+    assert guess.errors is not None
+    assert float(guess.errors[mask == 1].max()) < 1e-4
 
 
 def test_it_reads_the_newest_activations_of_its_layer() -> None:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.inversion import InversionAttack, TextGuess
+from lightning_fedleak.attacks.sent import Sent
 from lightning_fedleak.inversion import Cell, make_adversary, run_cells
 from lightning_fedleak.inversion.adversaries import ADVERSARIES
 from lightning_fedleak.inversion.noise import gaussian_noise
@@ -151,6 +153,17 @@ def test_every_adversary_reads_a_text_at_the_embeddings(name: str) -> None:
     tokens = ids(2, 6)
     guess = attack.reconstruct(hidden_states(anatomy, 0, tokens), None, None)
     assert float((guess.tokens == tokens).float().mean()) >= 0.5
+
+
+def test_the_papers_attack_without_hello_starts_at_the_mean() -> None:
+    anatomy = find_anatomy(tiny_gpt2())
+    attack = make_adversary("paper", 1, hello=None)
+    assert isinstance(attack, EmbeddingDescent)
+    attack.prepare(anatomy)
+    tokens = ids(2, 6)
+    start = attack.start(Sent.of(hidden_states(anatomy, 1, tokens)))
+    mean = anatomy.embedding.weight.mean(0)
+    torch.testing.assert_close(start, mean.expand_as(start))
 
 
 def test_unknown_adversaries_are_refused() -> None:

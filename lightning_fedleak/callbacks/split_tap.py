@@ -80,8 +80,7 @@ class SplitTap:
         self._before = ActivationTap(anatomy, both, gradients=False, first=True)
         self._twice = frozenset(both)
         self._given: list[dict[str, Any]] = []
-        core = without_peft(anatomy.model)
-        self._names = list(inspect.signature(core.forward).parameters)
+        self._names = _argument_names(anatomy.model)
         self._armed = False
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -169,6 +168,14 @@ class SplitTap:
                 )
             found.append(value)
         return found
+
+
+def _argument_names(model: nn.Module) -> list[str]:
+    """Of ``forward``, in order: PEFT's wrappers have an order of their own, or hand all on."""
+    own = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in own):
+        own = inspect.signature(without_peft(model).forward).parameters.values()
+    return [p.name for p in own]
 
 
 __all__ = ["Crossed", "SplitTap"]

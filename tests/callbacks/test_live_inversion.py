@@ -33,7 +33,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import Capability, ThreatModelError
 from tests.callbacks.runs import Probe, assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
-from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
+from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
 
 ACCURACY = "leakage/recording/token_accuracy"
 
@@ -238,6 +238,30 @@ def test_the_mask_is_the_models_own(tmp_path):
     attack = Recording()
     fit([LeakageMonitor(attack)], tmp_path, module=Blind(tiny_gpt2(), lr=0.0))
     assert attack.seen[0][1] is None
+
+
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_a_mask_given_by_its_place_is_the_one_that_the_model_takes(tmp_path, task):
+    peft = pytest.importorskip("peft")
+
+    class ByPlace(CausalLMModule):
+        def training_step(self, batch, _):
+            ids = batch["input_ids"]
+            mask = torch.ones_like(ids)
+            mask[:, :2] = 0
+            given = (ids, mask) if task else (ids, None, mask)
+            loss = self.model(*given, labels=batch["labels"]).loss
+            self.log("train_loss", loss)
+            return loss
+
+    with own_rng(0):
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], task_type=task)
+        model = peft.get_peft_model(tiny_gpt2(), config)
+    attack = Recording()
+    fit([LeakageMonitor(attack)], tmp_path, module=ByPlace(model, lr=0.0))
+    mask = attack.seen[0][1]
+    assert mask is not None
+    assert mask.sum(1).tolist() == [10] * 4
 
 
 def test_a_module_that_calls_the_models_parts_gives_the_batchs_mask(tmp_path):

@@ -563,7 +563,9 @@ def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)
     real = dpsgd_file.standard_normal
     monkeypatch.setattr(dpsgd_file, "standard_normal", lambda *a: 0.9 * real(*a))
-    with pytest.raises(DefenseError, match=r"noise measured has a standard deviation of 0\.9"):
+    with pytest.raises(
+        DefenseError, match=r"noise measured has a standard deviation of 0\.(89|90|91)"
+    ):
         run.step(first(0))
 
 

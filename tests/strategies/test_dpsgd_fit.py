@@ -120,7 +120,8 @@ def test_a_killed_run_forgets_no_release_and_repeats_no_noise(tmp_path: Path) ->
         assert counts[-1] == len(shared)
     assert counts[-1] > step
     draws = torch.stack(shared)
-    assert all(not torch.isin(a, b).any() for i, a in enumerate(draws) for b in draws[:i])
+    alike = torch.corrcoef(draws).fill_diagonal_(0.0)
+    assert float(alike.abs().max()) < 0.7
 
 
 def test_resume_goes_on_with_noise_and_account(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_refused_with_the_mend(build: Any, settings: Any, error: Any, message: s
     module = build()
     before = [p.detach().clone() for p in module.parameters()]
     with pytest.raises(error, match=message):
-        fit(DPSGD(CLIP, noise_multiplier=1.0), module, **settings)
+        fit(DPSGD(CLIP, noise_multiplier=1.0, seed=1), module, **settings)
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 

@@ -102,14 +102,21 @@ class PoissonBatchSampler(Sampler[list[int]]):
 class EmptyCollate:
     """Collates as ``collate`` does, and gives a batch of the same form for no examples at all.
 
-    For that it collates one example once and twice. Whatever grew with the number of examples is
-    per example and is cut to nothing: tensors in the dimension that grew (dimension 0 of most), and
-    sequences of other things to empty ones. What did not grow belongs to the batch and stays.
+    A batch in which all tensors have the same first dimension, but not one row for each example, is
+    refused: what is clipped row by row would then not be what one example adds.
+
+    For no examples it collates one example once and twice. Whatever grew with the number of
+    examples is per example and is cut to nothing: tensors in the dimension that grew (dimension 0
+    of most), and sequences of other things to empty ones. What did not grow belongs to the batch
+    and stays.
 
     Args:
         collate: the loader's own.
         dataset: where the example comes from.
         index: of the example; no number of it is left in an empty batch.
+
+    Raises:
+        DefenseError: in a call, another number of rows than of examples.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, index: int) -> None:
@@ -120,7 +127,15 @@ class EmptyCollate:
     def __call__(self, examples: list[Any]) -> Any:
         """The batch of these examples."""
         if examples:
-            return self.collate(examples)
+            batch = self.collate(examples)
+            sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+            if len(sizes) == 1 and sizes != {len(examples)}:
+                raise DefenseError(
+                    f"the collate function made {sizes.pop()} rows of {len(examples)} examples. "
+                    "Each row would be clipped by itself, while privacy is accounted for an "
+                    "example: let it give one row for each, and split or pack texts in the dataset."
+                )
+            return batch
         once = self.collate([self.dataset[self.index]])
         twice = self.collate([self.dataset[self.index], self.dataset[self.index]])
         return _emptied(once, twice)
@@ -267,6 +282,17 @@ def _sized(dataset: Dataset[Any]) -> Any:
             "sampling needs a map-style dataset."
         )
     return dataset
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _emptied(once: Any, twice: Any) -> Any:

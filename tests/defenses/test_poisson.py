@@ -339,6 +339,18 @@ def test_batches_with_examples_are_the_collate_functions_own() -> None:
     assert EmptyCollate(sum, [1, 2], 0)([3, 4]) == 7
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_collate_function_that_splits_or_packs_examples_is_refused(rows: int) -> None:
+    def collate(examples: list[int]) -> dict:
+        n = rows if len(examples) == 3 else len(examples)
+        return {"ids": torch.ones(n, 4), "pair": (torch.ones(n), ["a"])}
+
+    kept = EmptyCollate(collate, [1, 2], 0)
+    assert kept([5, 6])["ids"].shape == (2, 4)
+    with pytest.raises(DefenseError, match=f"made {rows} rows of 3 examples"):
+        kept([5, 6, 7])
+
+
 def test_a_dataset_of_hugging_face() -> None:
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"ids": [[1, 2, 3]] * 9}).with_format("torch")

@@ -75,9 +75,9 @@ class TokenLDP(Defense):
     **Repeated epochs.** Each new draw for the same example is one more release, and epsilons add
     up. With memoisation (the default, as RAPPOR and dBitFlipPM define it) a row's replacement is a
     function of the fit's secret and the row's words, so that every epoch sees the same one and
-    epsilon is spent once in a fit. Two rows of equal words then get equal replacements, which shows
-    that they are equal: give ``example_ids`` where texts repeat. A resumed fit has a new secret and
-    is a new release, and so is the same example on another client.
+    epsilon is spent once in a fit by each client that has the row. Two rows of equal words then get
+    equal replacements, which shows that they are equal: give ``example_ids`` where texts repeat. A
+    resumed fit has a new secret and is a new release, and so is the same example on another client.
 
     **Randomness** comes from the fit's secret entropy, never from a global generator, and is not
     replayed after a resume. It is drawn on the CPU (SHAKE-128 with a secret 256-bit key) on every
@@ -114,7 +114,8 @@ class TokenLDP(Defense):
             copy is read again and must hold them.
         implementation: ``"multi-freq-ldpy"`` draws by that package's clients: for comparison only,
             slow, and from a generator with a seed of 32 bits.
-        seed: for tests only: whoever knows it can take the replacement back.
+        seed: for tests only: whoever knows it can take the replacement back, so nothing is
+            guaranteed.
 
     Raises:
         DefenseError: a setting out of range.
@@ -212,9 +213,10 @@ class TokenLDP(Defense):
     def epsilon_per_sequence(self) -> float:
         """Epsilon of one release of one row; inf where nothing is guaranteed.
 
-        With ``per="token"``: epsilon times the most words that a row has had so far.
+        With ``per="token"``: epsilon times the most words that a row has had so far on this
+        process.
         """
-        if self.domain == "batch" or self.labels == "original":
+        if self.guarantee.startswith("none"):
             return math.inf
         return self.epsilon if self.per == "sequence" else self.epsilon * self.longest
 
@@ -223,7 +225,10 @@ class TokenLDP(Defense):
         """How often at most one example has been released so far, earlier fits included.
 
         Examples are told apart by their words (and ``example_ids``): a random crop of a text
-        counts as another example.
+        counts as another example. Counted on this process alone: where a sampler moves examples
+        between processes, as Lightning's does under DDP with ``shuffle=True``, others release them
+        too, and this number times that of the processes bounds all their releases where rows are
+        memoised.
         """
         return self._earlier + self._most
 
@@ -304,13 +309,18 @@ class TokenLDP(Defense):
             )
         if self.labels == "original":
             return "none: the inputs are randomised, but the labels hold the original words"
+        if self.seed is not None:
+            return "none: whoever knows or guesses `seed` can take the replacement back (for tests)"
+        if self.implementation == "multi-freq-ldpy":
+            return "none: the generator has a seed of 32 bits, which can be tried out"
         unit, total = (
             ("row of a batch", "")
             if self.per == "sequence"
             else ("token", ", that is, words x epsilon for a row")
         )
         releases = (
-            "once in a fit, since a row keeps its replacement (rows of equal words show as equal"
+            "once in a fit by each client that has the row, which keeps its replacement (rows of "
+            "equal words show as equal"
             + (" unless their example ids differ)" if self.example_ids else ")")
             if self.memoize
             else "in every epoch anew: epsilons add up"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +152,17 @@ def test_the_reference_path_has_the_same_law(gpt2: nn.Module) -> None:
         assert p_value(drawn[:, 0], expected) > 1e-4
         if memoize:
             assert torch.equal(defense.on_batch(ids, context(gpt2)), drawn)
+
+
+def test_what_can_be_guessed_guarantees_nothing(gpt2: nn.Module) -> None:
+    found = [TokenLDP("grr", 4.0, seed=0)]
+    if importlib.util.find_spec("multi_freq_ldpy"):
+        with pytest.warns(UserWarning, match="seed of 32 bits"):
+            found.append(TokenLDP("grr", 4.0, implementation="multi-freq-ldpy"))
+    for defense in found:
+        defended(defense, gpt2, rows(2, 5))
+        assert defense.guarantee.startswith("none")
+        assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
 
 
 def test_special_tokens_stay_and_none_comes_in(gpt2: nn.Module) -> None:

@@ -176,6 +176,11 @@ class Release:
                 f"the checkpoint was trained with the defences {missing}, which this run does not "
                 "have: updates from here on leave without them."
             )
+        if new := [defense.name for defense in self.defenses if defense.name not in states]:
+            rank_zero_warn(
+                f"the checkpoint was trained without the defences {new}: what was released before "
+                "it is neither defended nor accounted by them."
+            )
         for defense in self.defenses:
             defense.load_state_dict(states.get(defense.name, {}))
 

@@ -289,6 +289,13 @@ def test_a_checkpoint_of_a_defended_run_warns_where_the_defence_is_gone(tmp_path
         run.fit(sgd(), loader(), ckpt_path=str(tmp_path / "last.ckpt"))
 
 
+def test_a_checkpoint_of_an_undefended_run_warns_where_there_are_defences(tmp_path) -> None:
+    fit("auto", sgd, **checkpointed(tmp_path))
+    run = trainer(DefendedStrategy("auto", [GradientNoise(1.0, 1.0)]), max_epochs=2)
+    with pytest.warns(UserWarning, match="without the defences .'gradient_noise'."):
+        run.fit(sgd(), loader(), ckpt_path=str(tmp_path / "last.ckpt"))
+
+
 def test_the_optimizers_own_state_is_untouched_by_defences() -> None:
     model, run = fit(DefendedStrategy("auto", [GradientNoise(1.0, 0.0)]))
     plain, plain_run = fit("auto")

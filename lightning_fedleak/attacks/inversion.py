@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import place_of
+from lightning_fedleak.anatomy.text_layers import place_of, text_blocks
 from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces, UnusableObservation
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation
 from lightning_fedleak.threats import Capability, ThreatModel
@@ -101,7 +101,7 @@ class InversionAttack(Attack):
 
         Raises:
             UnusableObservation: they are not finite.
-            KeyError: ``view`` holds no activations.
+            KeyError: ``view`` holds no activations, or those of other layers.
         """
         if not view.activations:
             raise KeyError("no activations in this observation")
@@ -112,15 +112,24 @@ class InversionAttack(Attack):
         return self.reconstruct(hidden, snapshot.attention_mask, snapshot.position_ids)
 
     def _at_layer(self, snapshot: ActivationSnapshot) -> Tensor:
-        if len(snapshot.tensors) == 1:
-            return next(iter(snapshot.tensors.values()))
-        return snapshot.tensors[self._layer_name]
+        """A single tensor may have a name of its own, but not that of another layer."""
+        held = snapshot.tensors
+        if self._layer_name in held:
+            return held[self._layer_name]
+        if len(held) == 1 and not self._other_layers.intersection(held):
+            return next(iter(held.values()))
+        raise KeyError(
+            f"'{self.name}' reads '{self._layer_name}', but this observation holds {sorted(held)}"
+        )
 
     _layer_name: str = ""
+    _other_layers: frozenset[str] = frozenset()
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Remembers the layer's name; subclasses take their copy of the bottom model here."""
+        """Remembers the layers' names; subclasses take their copy of the bottom model here."""
         self._layer_name = place_of(anatomy, self.layer).name
+        layers = range(len(text_blocks(anatomy)) + 1)
+        self._other_layers = frozenset(place_of(anatomy, layer).name for layer in layers)
 
 
 __all__ = ["NOTHING", "InversionAttack", "TextGuess"]

@@ -462,6 +462,10 @@ def test_it_reads_the_newest_activations_of_its_layer() -> None:
     )
     guess = attack.run(Observation(activations=(snapshot,)))
     assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
+    other = find_anatomy(model).block_names[1]
+    for held in ({other: sent}, {"one": sent, "two": sent}):
+        with pytest.raises(KeyError, match=name):
+            attack.run(Observation(activations=(ActivationSnapshot(0, Stage.SHARED, held),)))
     broken = ActivationSnapshot(0, Stage.SHARED, {name: sent * torch.nan})
     with pytest.raises(UnusableObservation, match="not finite"):
         attack.run(Observation(activations=(broken,)))

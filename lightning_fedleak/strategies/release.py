@@ -14,6 +14,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.snapshots import Stage
@@ -66,6 +68,8 @@ class Release:
         self._canaries: dict[int, CanaryHook] = {}
         self._next_tap = 0
         self._removers: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
+        self._watch: RemovableHandle | None = None
+        self._just_released: set[int] = set()
 
     def add_tap(self, fn: Tap) -> Callable[[], None]:
         """Registers ``fn``; returns what takes it out again."""
@@ -95,6 +99,8 @@ class Release:
     def open(self, context: DefenseContext, step: Callable[[], int]) -> None:
         """Says where the defences act; ``step`` tells the current optimizer step."""
         self._context, self._step = context, step
+        if self.gradient_defenses:
+            self._watch = register_optimizer_step_post_hook(self._stepped)
 
     def begin(self, *, fitting: bool = True) -> None:
         """Lets every defence prepare the model; without a fit those that act in inference."""
@@ -121,6 +127,7 @@ class Release:
         if not self.defenses:
             return run(batch, *rest)
         context = self._now()
+        self._just_released.clear()
         for defense in self.defenses:
             if defense.acts_on_batches:
                 if isinstance(batch, Iterator):
@@ -158,6 +165,9 @@ class Release:
         for _, remove in self._removers.values():
             remove()
         self._removers.clear()
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
         self._taps.clear()
         self._canaries.clear()
         self._context = self._step = None
@@ -194,12 +204,29 @@ class Release:
             if self.gradient_defenses:
                 parameters = _released(optimizer)
                 self._defend(parameters)
+                self._just_released.update(map(id, parameters))
                 self._tap(Stage.SHARED, optimizer)
                 if self.reduces:
                     _average_gradients(parameters)
             else:
                 self._tap(Stage.SHARED, optimizer)
         self._tap(Stage.AGGREGATE, optimizer)
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """Refuses an optimizer that Lightning does not know: what it applied was not defended.
+
+        One inside of an optimizer that is guarded steps after the release.
+        """
+        if self._paused or self._context is None or id(optimizer) in self._removers:
+            return
+        trained = {id(p) for p in self._context.root.parameters() if p.requires_grad}
+        open_ = [p for p in _released(optimizer) if p.grad is not None and id(p) in trained]
+        if any(id(p) not in self._just_released for p in open_):
+            raise DefenseError(
+                f"DefendedStrategy: a {type(optimizer).__name__} that Lightning does not know "
+                "stepped with gradients that no defence has seen. Return it from "
+                "`configure_optimizers` and step it through `self.optimizers()`."
+            )
 
     def _now(self) -> DefenseContext:
         if self._context is None or self._step is None:

@@ -289,6 +289,46 @@ def test_a_checkpoint_of_a_defended_run_warns_where_the_defence_is_gone(tmp_path
         run.fit(sgd(), loader(), ckpt_path=str(tmp_path / "last.ckpt"))
 
 
+def test_an_optimizer_that_lightning_does_not_know_is_refused() -> None:
+    class Own(ToyLM):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx: int) -> None:
+            own = torch.optim.SGD(self.parameters(), lr=0.1)
+            own.zero_grad()
+            self.loss(batch).backward()
+            own.step()
+
+    with pytest.raises(DefenseError, match="no defence has seen"):
+        fit(DefendedStrategy("auto", [GradientNoise(1.0, 1.0)]), Own)
+    fit(DefendedStrategy(), Own)
+
+
+@pytest.mark.parametrize("hands_on", [False, True])
+def test_an_optimizer_inside_another_is_fed_what_was_released(hands_on: bool) -> None:
+    class Outer(torch.optim.SGD):
+        def __init__(self, parameters) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+
+        def step(self, closure=None):
+            if hands_on:
+                return self.inner.step(closure)
+            loss = closure()
+            self.inner.step()
+            return loss
+
+    class Nested(ToyLM):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return Outer(self.parameters())
+
+    noise = GradientNoise(1.0, 1.0)
+    fit(DefendedStrategy("auto", [noise]), Nested)
+    assert noise.releases > 0
+
+
 def test_a_checkpoint_of_an_undefended_run_warns_where_there_are_defences(tmp_path) -> None:
     fit("auto", sgd, **checkpointed(tmp_path))
     run = trainer(DefendedStrategy("auto", [GradientNoise(1.0, 1.0)]), max_epochs=2)

@@ -193,7 +193,10 @@ class InvertCommand:
             ids = tokenizer(
                 read_texts(self.public)[:PUBLIC_TEXTS], truncation=True, max_length=PUBLIC_TOKENS
             )["input_ids"]
-            settings["public_text"] = PublicText(ids)
+            try:
+                settings["public_text"] = PublicText(ids)
+            except ValueError as error:
+                raise SourceError(f"--public '{self.public}': {error}") from error
         return [(name, partial(make_adversary, name, **settings)) for name in attacks]
 
     # ---- the run --------------------------------------------------------------------------

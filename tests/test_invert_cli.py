@@ -128,6 +128,10 @@ def test_prefix_on_an_encoder_no_text_and_no_folder(
     arguments = ["invert", "--model", model, "--out", str(tmp_path / "o")]
     assert main([*arguments, "--text", str(empty)]) == 1
     assert "holds no text" in capsys.readouterr().err
+    short = tmp_path / "short.txt"
+    short.write_text("a\n")
+    assert main([*arguments, "--text", text, "--public", str(short)]) == 1
+    assert "--public" in capsys.readouterr().err
     assert main(["invert", "--model", model, "--text", text, "--out", str(empty)]) == 1
     assert "--out" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -42,12 +42,14 @@ class Beam:
 
     Attributes:
         tokens: (N,); valid up to ``verified``.
-        verified: tokens that were recovered before time ran out.
+        verified: tokens that were recovered before time ran out; of the last one, that may be the
+            nearest of those looked at by then.
         confidence: (N,) one minus the ratio of the distances of the chosen token and the nearest
             other one, behind the beginning chosen in the end; 0 where nothing was recovered here.
         residuals: (N,) distance of the chosen token's state to the observed one.
         computed: tokens that went through the bottom model.
         runs: forwards of it.
+        finished: False if time ran out.
     """
 
     tokens: Tensor
@@ -56,6 +58,7 @@ class Beam:
     residuals: Tensor
     computed: int
     runs: int
+    finished: bool
 
 
 def beam_search(
@@ -118,10 +121,9 @@ class _Beams:
         self.lengths = self.entries.square().sum(1)
 
     def run(self, learn: bool, deadline: Deadline) -> Beam:
-        n, due = len(self.observed), LEARN_AT
-        while self.place < n and not deadline.passed:
-            if not self._step(deadline):
-                break
+        n, due, whole = len(self.observed), LEARN_AT, True
+        while whole and self.place < n and not deadline.passed:
+            whole = self._step(deadline)
             if learn and self.place - self.start >= due:
                 due *= 2
                 self._learn()
@@ -135,22 +137,28 @@ class _Beams:
             self.residuals[0],
             self.computed + self.prefixes.computed,
             self.runs + self.prefixes.runs,
+            whole and self.place == n,
         )
 
     def _step(self, deadline: Deadline) -> bool:
-        """Chooses the token at one place; False if time ran out before all was looked at."""
+        """Chooses the token at one place; False if time ran out before all was looked at.
+
+        Then it is the nearest of those looked at, and its confidence 0.
+        """
         rows = torch.arange(len(self.squares), device=self.observed.device)
         target = self.observed[self.place]
         tokens = self.first[self.place, :OPENING].expand(len(rows), -1)
         states = self._opened(tokens)
         squares = ((states - target) / self.spread).square().sum(2)
+        whole = True
         for count in ROUNDS:
             best = squares.argmin(1)
             more = self._around(tokens, states[rows, best], tokens[rows, best], count)
             if not more.shape[1]:
                 break
-            if deadline.passed:
-                return False
+            whole = not deadline.passed
+            if not whole:
+                break
             found = self.prefixes.attempt(more).float()
             far = ((found - target) / self.spread).square().sum(2)
             nearer = far.amin(1) < squares[rows, best]
@@ -159,7 +167,9 @@ class _Beams:
             if not bool(nearer.any()):
                 break
         self._choose(tokens, states, squares)
-        return True
+        if not whole:
+            self.confidence[:, self.place - 1] = 0.0
+        return whole
 
     def _opened(self, candidates: Tensor) -> Tensor:
         """States of the first candidates, behind the tokens chosen last, which become known."""

@@ -49,11 +49,12 @@ class Recovered:
 
     Attributes:
         tokens: (B, N); valid up to ``verified``.
-        verified: (B,) tokens that are verified.
+        verified: (B,) tokens that were found. Where time ran out, the last one is the best of those
+            looked at by then.
         confidence: (B, N) one minus the ratio of the distances of best and runner-up, where the
             runner-up not verified is estimated; 0 where only guessed.
         residuals: (B, N) distance of the best to the observed state, nan where only guessed.
-        noised: whether it showed that no token's state is the observed one.
+        noised: whether it showed that no token's state is the observed one, or is assumed.
         finished: False if time ran out.
         candidates: tokens that went through the bottom model.
         runs: forwards of the bottom model.
@@ -92,8 +93,9 @@ def search(
         spread: (d,) what noise adds, see :func:`~lightning_fedleak.attacks.prefix_beam.
             beam_search`.
         noised: whether it is known that the observed states are none of any token's; None to find
-            out, which takes the whole vocabulary at the first place where it is so. With False the
-            nearest token is taken at every place, at that price.
+            out, which takes the whole vocabulary at the first place where it is so, but no more
+            than half of the time left. With False the nearest token is taken at every place, at
+            that price.
         beam: beginnings kept where it is so.
         deadline: looked at before each forward; None for no bound.
     """
@@ -150,17 +152,19 @@ class _Search:
     def run(self, beam: int, spread: Tensor) -> Recovered:
         while self._open() and not self.settling.noised and not self.deadline.passed:
             self._advance()
-        known = self.prefixes.known
-        tokens = self.prefixes.tokens
+        tokens, known = self.prefixes.tokens.clone(), self.prefixes.known.clone()
+        finished = True
         if self.settling.noised:
-            tokens, known = self._beams(beam, spread)
+            finished = self._beams(tokens, known, beam, spread)
+        finished &= bool((known >= self.counts).all())
+        self._take_best(tokens, known)
         return Recovered(
             tokens=tokens,
             verified=known,
             confidence=self.confidence,
             residuals=self.residuals,
             noised=self.settling.noised,
-            finished=bool((known >= self.counts).all()),
+            finished=finished,
             candidates=self.prefixes.computed + self.task.beside.computed,
             runs=self.prefixes.runs + self.task.beside.runs,
         )
@@ -185,9 +189,9 @@ class _Search:
             self.places[i] = Place(certain=True)
         return bool((self.prefixes.known < self.counts).any())
 
-    def _beams(self, width: int, spread: Tensor) -> tuple[Tensor, Tensor]:
-        """The rest of each text, as far as time allows."""
-        tokens, known = self.prefixes.tokens.clone(), self.prefixes.known.clone()
+    def _beams(self, tokens: Tensor, known: Tensor, width: int, spread: Tensor) -> bool:
+        """Fills in the rest of each text; False if time ran out."""
+        finished = True
         for i in (known < self.counts).nonzero().squeeze(1).tolist():
             n, start = int(self.counts[i]), int(known[i])
             left = int((known[i:] < self.counts[i:]).sum())
@@ -206,7 +210,19 @@ class _Search:
             tokens[i, start:end] = found.tokens[start:end]
             self.confidence[i, start:end] = found.confidence[start:end]
             self.residuals[i, start:end] = found.residuals[start:end]
-        return tokens, known
+            finished &= found.finished
+        return finished
+
+    def _take_best(self, tokens: Tensor, known: Tensor) -> None:
+        """Fills in the best so far at places that were looked at when time ran out."""
+        for i in (known < self.counts).nonzero().squeeze(1).tolist():
+            place, at = self.places[i], int(known[i])
+            if self.opened_again[i]:
+                known[i] = self.counts[i]
+            elif place.tokens and at == int(self.prefixes.known[i]):
+                tokens[i, at] = place.tokens[place.best]
+                self.residuals[i, at] = place.distances[place.best]
+                known[i] = at + 1
 
     def _advance(self) -> None:
         """One forward over the guesses; what it verifies becomes known."""

@@ -3,7 +3,8 @@
 A candidate is believed as soon as no other token can be the right one: were it another, that
 token's state would be as far from the candidate's as the observed one is. Where many rounds of
 candidates have not come so far, all tokens that can still be right are verified. If of very many
-none is, no token is what was sent.
+none is, no token is what was sent; the same is assumed where half of the time that is left has not
+sufficed to find one, so that the other half is left for a search that does not expect one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Settling:
         noised: whether it is known that no token's state is the observed one; None to find out.
 
     Attributes:
-        noised: whether it is known, or has shown.
+        noised: whether it is known, has shown, or is assumed for want of time.
     """
 
     def __init__(self, task: Task, as_sent: AsSent, noised: bool | None) -> None:
@@ -93,13 +94,15 @@ class Settling:
         row = torch.tensor([i], device=target.device)
         exact = place.distances[place.best] <= 2.0 * noise and self.as_sent.repeatable is True
         run = self.as_sent.begun(row) if exact else prefixes.of_rows(row)
+        whole = self.task.deadline
+        limit = whole.share(2) if self._may_be_noised and not exact else whole
         open_ = torch.ones(table.size, dtype=torch.bool, device=target.device)
         done = place.run_again if exact else place.seen
         open_[torch.tensor(sorted(done), dtype=torch.int64, device=target.device)] = False
         rivals = torch.tensor(place.rivals, dtype=torch.int64, device=target.device)
         while True:
             left = rivals[open_[rivals]][:SWEEP]
-            if not len(left) or self.task.deadline.passed:
+            if not len(left) or limit.passed:
                 break
             states = run.attempt(left[None])[0].float()
             open_[left] = False
@@ -122,19 +125,20 @@ class Settling:
                     break
                 rivals = self._rivals(token, self._radius_of(distance, noise))
         self.task.beside.add(run)
-        if bool(open_[rivals].any()) and place.distances[place.best] > 0:
+        cut = bool(open_[rivals].any()) and place.distances[place.best] > 0
+        if cut and whole.passed:
             return
         if place.twins:
             self.as_sent.choose_twin(i, place)
         place.rivals = rivals.tolist()
-        if not self._shows_noise(place, noise):
+        if not self._shows_noise(place, noise, cut):
             place.settled = place.tokens[place.best]
 
-    def _shows_noise(self, place: Place, noise: float) -> bool:
-        """Whether of many tokens that could be right, all verified, none is."""
+    def _shows_noise(self, place: Place, noise: float, cut: bool = False) -> bool:
+        """Whether of many tokens that could be right, all verified unless ``cut``, none is."""
         many = min(SURELY_NOISED, self.task.table.distinct // 2)
         off = place.distances[place.best] > 2.0 * noise
-        self.noised = self._may_be_noised and off and len(place.rivals) > many
+        self.noised = self._may_be_noised and off and (cut or len(place.rivals) > many)
         return self.noised
 
 

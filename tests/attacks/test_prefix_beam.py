@@ -108,5 +108,33 @@ def test_time_that_is_over_leaves_all_open() -> None:
     case = Case(models.tiny_gpt2, 0, 0.5)
     found = case.read(4, Deadline(0.0))
     assert found.verified == 0
+    assert not found.finished
     assert found.computed == 0
     assert bool(found.residuals.isnan().all())
+
+
+class Ticks(Deadline):
+    """Over after being looked at ``count`` times."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.left = count
+
+    @property
+    def passed(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 15])
+def test_the_place_at_which_time_runs_out_has_the_nearest_seen(count) -> None:
+    case = Case(models.tiny_gpt2, 0, 0.5)
+    whole, found = case.read(1), case.read(1, Ticks(count))
+    assert whole.finished
+    assert not found.finished
+    assert 0 < found.verified < LENGTH
+    done = found.verified - 1
+    assert torch.equal(found.tokens[:done], whole.tokens[:done])
+    assert bool(found.residuals[: found.verified].isfinite().all())
+    assert bool((found.residuals[:done] == whole.residuals[:done]).all())
+    assert float(found.residuals[done]) >= float(whole.residuals[done]) * (1 - 1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +14,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks import PublicText, prefix_search, prefix_settling
 from lightning_fedleak.attacks import sent as sent_module
 from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.hidden import hidden_states
-from lightning_fedleak.attacks.inversion import NOTHING
+from lightning_fedleak.attacks.inversion import NOTHING, TextGuess
 from lightning_fedleak.attacks.prefix_cache import Prefixes
 from lightning_fedleak.attacks.prefix_inversion import PrefixInversion
+from lightning_fedleak.attacks.sent import Deadline
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 from tests.helpers import models
 
@@ -213,22 +215,109 @@ def test_noised_states_are_explained_about_as_well_as_by_the_true_text(noised, s
     assert float(guess.confidence.max()) < 0.9
 
 
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
+    """Budgets run by a clock that goes on by a millisecond each time it is read."""
+    clock = (i / 1000 for i in itertools.count())
+    monkeypatch.setattr(sent_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    return clock
+
+
+def begun(guess: TextGuess) -> torch.Tensor:
+    """(B, L) where a token was found, at the beginning of each text only."""
+    found = guess.tokens != NOTHING
+    assert not guess.finished
+    assert bool((found[:, 1:] <= found[:, :-1]).all())
+    assert bool((guess.confidence[~found] == 0).all())
+    return found
+
+
 def test_the_budget_leaves_open_places_open(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.tiny_llama(layers=3)
     sent = texts(3, 40)
     hidden = noisy(hidden_states(find_anatomy(model), 2, sent), 0.3)
     attack = prepared(model, 2, noised=True, budget_seconds=0.05)
-    clock = (i / 1000 for i in itertools.count())
-    monkeypatch.setattr(sent_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    clock = slow_clock(monkeypatch)
     guess = attack.reconstruct(hidden, None, None)
     assert next(clock) < 0.1
-    assert not guess.finished
-    found = guess.tokens != NOTHING
+    found = begun(guess)
     assert bool(found.any(1).all())
     assert not bool(found.all(1).any())
-    assert bool((found[:, 1:] <= found[:, :-1]).all())
-    assert bool((guess.confidence[~found] == 0).all())
     assert float((guess.tokens == sent)[found].float().mean()) > 0.5
+
+
+@pytest.mark.parametrize("noised", [None, True, False])
+def test_whatever_was_looked_at_in_time_is_answered(monkeypatch, noised) -> None:
+    model = models.tiny_llama(layers=3)
+    hidden = noisy(hidden_states(find_anatomy(model), 2, texts(1, 30)), 0.5)
+    attack = prepared(model, 2, noised=noised)
+    slow_clock(monkeypatch)
+    cut = 0
+    for milliseconds in (2, 3, 4, 5, 7, 9, 12, 16):
+        attack.budget_seconds = (milliseconds + 0.5) / 1000
+        guess = attack.reconstruct(hidden, None, None)
+        if not guess.finished:
+            assert bool(begun(guess)[0, 0]) == (guess.candidates > 0)
+            cut += guess.candidates > 0
+    assert cut > 0
+
+
+def test_a_check_of_the_whole_vocabulary_leaves_time_to_read(monkeypatch) -> None:
+    model = models.tiny_llama(layers=3)
+    sent = texts(2, 40)
+    hidden = noisy(hidden_states(find_anatomy(model), 2, sent), 0.3)
+    attack = prepared(model, 2, budget_seconds=0.12)
+    monkeypatch.setattr(prefix_settling, "ROUNDS", (8,))
+    monkeypatch.setattr(prefix_settling, "SWEEP", 1)
+    slow_clock(monkeypatch)
+    found = begun(attack.reconstruct(hidden, None, None))
+    assert int(found.sum(1).min()) > 3
+    attack.noised = False
+    guess = attack.reconstruct(hidden, None, None)
+    assert begun(guess)[:, 0].tolist() == [True, True]
+    assert float(guess.confidence[:, 0].max()) == 0.0
+
+
+def careless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are believed too soon, within the rounding of a cache."""
+    believed = prefix_settling.Settling.believed
+
+    def sooner(self, tokens, distances, noise) -> torch.Tensor:
+        return believed(self, tokens, distances, noise) | (distances <= 0.5 * noise)
+
+    monkeypatch.setattr(prefix_settling.Settling, "believed", sooner)
+    rough_cache(monkeypatch)
+
+
+def test_what_was_believed_too_soon_is_mended_by_a_run_of_the_whole_text(monkeypatch) -> None:
+    model, sent = crowded_llama()
+    hidden = hidden_states(find_anatomy(model), 3, sent)
+    careless(monkeypatch)
+    attack = prepared(model, 3)
+    assert torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
+    monkeypatch.setattr(prefix_search, "REOPENED", 0)
+    assert not torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
+
+
+def test_a_text_that_is_being_mended_when_time_runs_out_is_answered_whole(monkeypatch) -> None:
+    model, sent = crowded_llama()
+    hidden = hidden_states(find_anatomy(model), 3, sent)
+    careless(monkeypatch)
+    attack = prepared(model, 3, budget_seconds=60.0)
+    is_open, over = prefix_search._Search._open, []
+
+    def over_then(self) -> bool:
+        found = is_open(self)
+        if any(self.opened_again):
+            over.append(True)
+        return found
+
+    monkeypatch.setattr(prefix_search._Search, "_open", over_then)
+    monkeypatch.setattr(Deadline, "passed", property(lambda _: bool(over)))
+    guess = attack.reconstruct(hidden, None, None)
+    assert over
+    assert not guess.finished
+    assert bool((guess.tokens != NOTHING).all())
+    assert float((guess.tokens == sent).float().mean()) > 0.5
 
 
 def test_a_budget_that_is_over_at_once_finds_nothing() -> None:

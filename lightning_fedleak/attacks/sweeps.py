@@ -40,7 +40,8 @@ class Swept:
         errors: (B, L) relative errors of their hidden states.
         confidence: (B, L) in [0, 1]: ``1 - (e / e')**2`` for the error e at a position and the
             least error e' there with one of four other candidates in its place, those of every
-            second position tried at once. 1 where a whole text is as sent but for rounding.
+            second position tried at once. 1 where a whole text is as sent but for rounding; 0 where
+            it is not and the deadline had passed before others were tried.
         exact: (B,) which texts are.
         finished: False where the deadline passed.
         candidates: that were verified.
@@ -98,9 +99,9 @@ def sweep(
                 if deadline.passed or text.exact:
                     break
                 better = text.jointly()
-                if not (text.alone() or better):
+                if deadline.passed or not (text.alone() or better):
                     break
-        confidence = [t.confidence() for t in texts]
+        confidence = [t.confidence(late=deadline.passed) for t in texts]
     return Swept(
         torch.stack([t.tokens for t in texts]),
         torch.stack([t.errors / t.norms for t in texts]),
@@ -218,10 +219,10 @@ class _Text:
         first = rise.argsort()[:ALONE]
         return first[rise[first] < 0]
 
-    def confidence(self) -> Tensor:
-        """(L,) as in :class:`Swept`."""
-        if self.exact:
-            return self.real.to(self.errors.dtype)
+    def confidence(self, *, late: bool) -> Tensor:
+        """(L,) as in :class:`Swept`; ``late``: the deadline has passed."""
+        if self.exact or late:
+            return self.real.to(self.errors.dtype) * self.exact
         same = (self.options == self.tokens[:, None]).int()
         rivals = self.options.gather(1, same.argsort(dim=1, stable=True))[:, :RIVALS]
         least = torch.full_like(self.errors, torch.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,28 @@ def test_a_deadline_that_has_passed_leaves_the_text_as_it_is() -> None:
     assert not swept.finished
     assert swept.candidates == 0
     assert torch.equal(swept.tokens, start)
+    assert not bool(swept.confidence.any())
+
+
+def test_a_deadline_that_passes_in_a_round_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bottom, ids, _, sent, candidates = case(b=3)
+    over, late = [False], []
+    monkeypatch.setattr(Deadline, "passed", property(lambda _: over[0]))
+    jointly, hidden = _Text.jointly, BottomModel.hidden
+
+    def round_begins(text: _Text) -> bool:
+        over[0] = True
+        return jointly(text)
+
+    def counted(self: BottomModel, texts: Tensor, *more: Any) -> Tensor:
+        late.extend([len(texts)] if over[0] else [])
+        return hidden(self, texts, *more)
+
+    monkeypatch.setattr(_Text, "jointly", round_begins)
+    monkeypatch.setattr(BottomModel, "hidden", counted)
+    swept = sweep(bottom, sent, spoilt(ids, [2]), candidates, deadline=Deadline())
+    assert not swept.finished
+    assert sum(late) == candidates.shape[2] + 1
 
 
 def test_the_same_twice() -> None:

@@ -41,6 +41,8 @@ def add_layout(
     page: dict[str, list[Any]] = {
         "utility": _lines([f"utility/{name}" for name in utility]),
     }
+    if privacy:
+        page["privacy: epsilon"] = _lines(privacy)
     for prefix in prefixes:
         seen = [a for a in attacks if exists_at(a, STAGE_OF[prefix])]
         for headline in dict.fromkeys(headline_of(a) for a in seen):
@@ -54,8 +56,6 @@ def add_layout(
                 "Margin",
                 [f"{root}/{headline}{end}" for end in ("", "_low", "_high")],
             ]
-    if privacy:
-        page["privacy: epsilon"] = _lines(privacy)
     page["cost of monitoring (seconds a look)"] = _lines(["monitor/seconds"])
     for logger in tensorboards(loggers):
         logger.experiment.add_custom_scalars({"leakage and utility": page})

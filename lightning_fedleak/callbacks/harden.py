@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import lightning.pytorch as L
 
-from lightning_fedleak.defenses import Defense
+from lightning_fedleak.defenses import DPSGD, Defense
 from lightning_fedleak.strategies import DefendedStrategy
+
+_DPSGD_MEND = (
+    " DPSGD can be only with accountant='filter' (with target_epsilon and target_delta, and "
+    "most_notches above 0): other accountants do not cover noise that is chosen in the run."
+)
 
 
 def defenses_to_harden(trainer: L.Trainer) -> tuple[Defense, ...]:
@@ -23,7 +28,7 @@ def defenses_to_harden(trainer: L.Trainer) -> tuple[Defense, ...]:
             f"RiskGate(action='harden') has nothing to turn up: this run has {names}. Give the "
             "Trainer strategy=DefendedStrategy('auto', defenses=[...]) with one that can be made "
             "stronger: GradientNoise or ActivationNoise with sigma above 0, or "
-            "Freeze(..., when='hardened')."
+            "Freeze(..., when='hardened')." + _DPSGD_MEND * any(isinstance(d, DPSGD) for d in given)
         )
     return found
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.accounting import (
+    MOST_NOISE,
     Accountant,
     Kind,
     Trust,
@@ -21,6 +22,8 @@ from lightning_fedleak.defenses.accounting import (
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.defenses.canary import CanaryGradient
 from lightning_fedleak.defenses.dpsgd_checks import (
+    check_choices,
+    check_hardening,
     check_loader,
     check_model,
     check_settings,
@@ -28,6 +31,7 @@ from lightning_fedleak.defenses.dpsgd_checks import (
     count_samples,
     loss_of,
     planned_steps,
+    sizes_of,
     trainer_of,
 )
 from lightning_fedleak.defenses.loss_checks import FormCheck, check_isolation, outputs_of
@@ -36,6 +40,7 @@ from lightning_fedleak.defenses.per_sample import Clipping, Part
 from lightning_fedleak.defenses.poisson import PoissonBatchSampler, poisson_loader
 from lightning_fedleak.defenses.privacy import Privacy
 from lightning_fedleak.defenses.recorder import Layout, Recorder
+from lightning_fedleak.defenses.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.update import ClippedSum, Moves, NoiseGauge
 
 CHECK_EVERY = 100
@@ -68,10 +73,18 @@ class DPSGD(Defense):
     gradients that the layers do not explain, noise that is not what was accounted, and weights that
     do not move. What a module sends or logs itself is not covered, neither are validation metrics,
     leakage logs and decisions taken in sight of them. Noise is floating-point and not from a
-    cryptographic generator.
+    cryptographic generator (:mod:`~lightning_fedleak.defenses.noise` says where from).
 
     An empty batch does not run ``training_step``. Under DDP do not log with ``sync_dist=True``
     there: a rank with an empty batch would not take part.
+
+    A gate may turn the noise up (:meth:`harden`) with ``accountant="filter"`` alone. PRV, and RDP
+    with the best order picked at the end, are proven for noise that was settled before the run. The
+    filter (:class:`~lightning_fedleak.defenses.renyi_filter.RenyiFilter`) keeps the run within
+    (``target_epsilon``, ``target_delta``) although later noise is chosen in sight of earlier
+    releases. A release with more noise takes less of that budget, so that more of them fit. What it
+    does not cover is the decision itself, where it was taken by what was not released: that a gate
+    fired on a leakage metric, which reads the true batch, is told by how large the noise is.
 
     Args:
         max_grad_norm: C.
@@ -79,7 +92,12 @@ class DPSGD(Defense):
         target_epsilon: what the whole run may cost; sigma is then found from the number of steps.
         target_delta: delta of the guarantee; must be below one over the number of examples. With
             ``noise_multiplier`` it may be left out: a tenth of one over the number of examples.
-        accountant: ``"prv"`` (tight) or ``"rdp"``.
+        accountant: ``"prv"`` (tight), ``"rdp"``, or ``"filter"``: a budget in Renyi divergence, at
+            one order that is fixed before the first release. It needs ``target_epsilon`` and
+            ``target_delta``; sigma is found from the number of steps unless ``noise_multiplier`` is
+            given too. Then :attr:`privacy` shows ``target_epsilon`` from the first step to the
+            last: the budget is what holds at whatever step the run ends, there is no smaller
+            epsilon "so far". :attr:`share_spent` says how much of it is used up.
         clipping: ``"ghost"`` keeps factors, ``"per_sample"`` multiplies every per-sample gradient
             out, ``"auto"`` does for each layer what takes less.
         poisson: sample batches by chance. Without it the loader's batches are taken as they are,
@@ -89,14 +107,20 @@ class DPSGD(Defense):
             ``"central"``: it sees nothing but the sum over clients (secure aggregation, which this
             package does not provide), so each adds sigma C over the root of their number.
         on_budget: once ``target_epsilon`` is spent, ``"stop"`` ends the fit as usual, after the
-            last release that fits; ``"raise"`` goes on to the first that does not. None is
-            released beyond.
+            last release that fits with the noise of then; ``"raise"`` goes on to the first that
+            does not. None is released beyond.
         loss: ``"checked"``, or ``"trusted"``: you have proved that the loss is a mean over samples
             of terms that depend on one sample each.
         ledger: file that remembers every release through a crash, see
             :class:`~lightning_fedleak.defenses.ledger.Ledger`; with several clients ``.<client>``
             is appended.
         seed: for tests only: noise and samples follow from it, and epsilon is infinite.
+        harden_factor: what a notch multiplies the noise by, with ``accountant="filter"``.
+        most_notches: how often it may be turned up; None for as often as a gate asks.
+
+    Attributes:
+        noise_multiplier: sigma that the run begins with; None until it is found.
+        notches: how often the noise was turned up.
 
     Raises:
         DefenseError: a setting out of range, or contradicting another.
@@ -111,7 +135,7 @@ class DPSGD(Defense):
         noise_multiplier: float | None = None,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
-        accountant: Kind = "prv",
+        accountant: Kind | Literal["filter"] = "prv",
         clipping: Clipping = "auto",
         poisson: bool = True,
         trust: Trust = "local",
@@ -119,17 +143,25 @@ class DPSGD(Defense):
         loss: Literal["checked", "trusted"] = "checked",
         ledger: str | os.PathLike[str] | None = None,
         seed: int | None = None,
+        *,
+        harden_factor: float = 2.0,
+        most_notches: int | None = None,
     ) -> None:
-        check_settings(max_grad_norm, noise_multiplier, target_epsilon, target_delta)
-        choices: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-            ("clipping", clipping, ("auto", "per_sample", "ghost")),
-            ("trust", trust, ("local", "central")),
-            ("on_budget", on_budget, ("stop", "raise")),
-            ("loss", loss, ("checked", "trusted")),
+        check_settings(
+            max_grad_norm,
+            noise_multiplier,
+            target_epsilon,
+            target_delta,
+            fixed_budget=accountant == "filter",
         )
-        for argument, value, known in choices:
-            if value not in known:
-                raise DefenseError(f"DPSGD: {argument}={value!r} must be one of {known}")
+        check_choices(
+            accountant=(accountant, ("prv", "rdp", "filter")),
+            clipping=(clipping, ("auto", "per_sample", "ghost")),
+            trust=(trust, ("local", "central")),
+            on_budget=(on_budget, ("stop", "raise")),
+            loss=(loss, ("checked", "trusted")),
+        )
+        check_hardening(harden_factor, most_notches)
         if seed is not None and target_epsilon is not None:
             raise DefenseError(
                 "DPSGD: with a seed the noise can be guessed and no epsilon holds. Leave out seed "
@@ -145,10 +177,15 @@ class DPSGD(Defense):
         self.on_budget = on_budget
         self.loss = loss
         self.seed = seed
-        self.accountant = Accountant(accountant)
+        self.harden_factor = harden_factor
+        self.most_notches = most_notches
+        self.notches = 0
+        self._kind: Kind | Literal["filter"] = accountant
+        self.accountant = self._new_accountant(None)
         self.releases = 0
         self.measured_noise_multiplier = math.nan
-        self.guarantee = _guarantee(trust, poisson, seed)
+        self.guarantee = _guarantee(trust, poisson, seed, accountant == "filter")
+        self._calibrates = noise_multiplier is None
         self._ledger = ledger
         self._seeded = seed is not None
         self._delta = target_delta
@@ -166,21 +203,61 @@ class DPSGD(Defense):
 
     @property
     def privacy(self) -> Privacy:
-        """Epsilon and delta of the releases so far.
+        """Epsilon and delta of the releases so far, and the noise of the next.
+
+        With ``accountant="filter"`` epsilon is ``target_epsilon``, however much of it is used up.
 
         Raises:
             DefenseError: before the training data are known.
         """
         if self._rate is None or self._delta is None or self.noise_multiplier is None:
             raise DefenseError("DPSGD.privacy is known once a fit has begun")
-        epsilon = math.inf
-        if not self._seeded:
-            epsilon = self.accountant.epsilon(self._delta, slack=EPSILON_SLACK)
-        if self.target_epsilon is not None and epsilon > self.target_epsilon:
-            epsilon = self.accountant.epsilon(self._delta)
-        return Privacy(
-            epsilon, self._delta, self.noise_multiplier, self._rate, self.accountant.steps
-        )
+        account, epsilon = self.accountant, math.inf
+        if isinstance(account, RenyiFilter):
+            epsilon = account.epsilon
+        elif not self._seeded:
+            epsilon = account.epsilon(self._delta, slack=EPSILON_SLACK)
+            if self.target_epsilon is not None and epsilon > self.target_epsilon:
+                epsilon = account.epsilon(self._delta)
+        return Privacy(epsilon, self._delta, self.noise_multiplier_now, self._rate, account.steps)
+
+    @property
+    def share_spent(self) -> float | None:
+        """Renyi divergence of the releases so far over the budget's, at the filter's order.
+
+        None with another accountant.
+
+        Raises:
+            DefenseError: before the training data are known.
+        """
+        return self.accountant.share_spent if isinstance(self.accountant, RenyiFilter) else None
+
+    @property
+    def noise_multiplier_now(self) -> float:
+        """Sigma of the next release, as it is turned up now.
+
+        Raises:
+            DefenseError: before the training data are known, where sigma is found from them.
+        """
+        if self.noise_multiplier is None:
+            raise DefenseError("DPSGD: no training data yet, so no noise is settled")
+        return self.noise_multiplier * self.harden_factor**self.notches
+
+    @property
+    def can_harden(self) -> bool:
+        """Only with ``accountant="filter"``: the others hold for noise settled beforehand."""
+        return self._kind == "filter" and self.most_notches != 0
+
+    def harden(self) -> str | None:
+        """Multiplies the noise by ``harden_factor``, from the next release on."""
+        if not self.can_harden or self.notches == self.most_notches:
+            return None
+        before = self.noise_multiplier_now
+        if before * self.harden_factor > MOST_NOISE:
+            return None
+        self.notches += 1
+        self._unchecked = True
+        return f"dpsgd: noise multiplier {before:g} -> {self.noise_multiplier_now:g}"
 
     def before_setup(self, context: DefenseContext) -> None:
         """Checks model and Trainer, and hooks the layers.
@@ -193,7 +270,7 @@ class DPSGD(Defense):
         self.teardown()
         if self._ledger is not None:
             path = os.fspath(self._ledger) + (f".{context.client}" if context.clients > 1 else "")
-            remembered = Accountant(self.accountant.kind, path)
+            remembered = self._new_accountant(path)
             remembered.load_state_dict(self.accountant.state_dict())
             self.accountant, self._ledger = remembered, None
         self._recorder = Recorder(context.root)
@@ -204,9 +281,10 @@ class DPSGD(Defense):
         """A loader of Poisson samples; settles the noise.
 
         Raises:
-            DefenseError: a loader that cannot be sampled, or delta does not fit its size.
+            DefenseError: a loader that cannot be sampled, delta does not fit its size, or the
+                filter's budget does not fit one release.
         """
-        examples, batch_size = _sizes(dataloader)
+        examples, batch_size = sizes_of(dataloader)
         delta = 0.1 / examples if self.target_delta is None else self.target_delta
         check_delta_for(delta, examples)
         replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
@@ -230,10 +308,13 @@ class DPSGD(Defense):
         if self.noise_multiplier is None:
             assert self.target_epsilon is not None
             steps = planned_steps(context, len(dataloader))
+            kind: Kind = "prv" if self._kind == "prv" else "rdp"
             self.noise_multiplier = noise_multiplier_for(
-                self.target_epsilon, delta, rate, steps, self.accountant.kind
+                self.target_epsilon, delta, rate, steps, kind
             )
             self._covered = steps if self.accountant.steps == 0 else 0
+        if isinstance(self.accountant, RenyiFilter):
+            self.accountant.begin(self.noise_multiplier, rate)
         return dataloader
 
     def on_training_step(
@@ -359,8 +440,10 @@ class DPSGD(Defense):
         return released
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Releases, what they were accounted as, and the noise that was settled."""
+        """Releases, what they were accounted as, and the noise: as settled, and how turned up."""
         state: dict[str, Tensor | int | float | str] = {"releases": self.releases}
+        if self.notches:
+            state["notches"] = self.notches
         if self.noise_multiplier is not None:
             state["noise_multiplier"] = self.noise_multiplier
             state["covered"] = self._covered
@@ -369,15 +452,29 @@ class DPSGD(Defense):
         return state
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on counting; neither the counter nor the account ever runs backwards."""
+        """Goes on counting; neither the counters nor the account ever run backwards.
+
+        Raises:
+            DefenseError: the releases were made under another kind of accountant or, with
+                ``accountant="filter"``, under another budget.
+        """
         if "releases" not in state:
             self._seeded = False
             return
+        account = {k.removeprefix(_ACCOUNT): v for k, v in state.items() if k.startswith(_ACCOUNT)}
+        filtered = "orders" in account
+        if int(state["releases"]) and filtered != (self._kind == "filter"):
+            raise DefenseError(
+                f"DPSGD: the checkpoint's {int(state['releases'])} releases were "
+                f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
+                f"accountant={self._kind!r}. A budget holds from the first release on: go on with "
+                "the accountant of the checkpoint, or begin a new run."
+            )
         self.releases = max(self.releases, int(state["releases"]))
-        if self.target_epsilon is not None and "noise_multiplier" in state:
+        self.notches = max(self.notches, int(state.get("notches", 0)))
+        if self._calibrates and "noise_multiplier" in state:
             self.noise_multiplier = float(state["noise_multiplier"])
             self._covered = int(state["covered"])
-        account = {k.removeprefix(_ACCOUNT): v for k, v in state.items() if k.startswith(_ACCOUNT)}
         self.accountant.load_state_dict(account)
 
     def teardown(self) -> None:
@@ -425,48 +522,39 @@ class DPSGD(Defense):
 
     def _client_noise(self, context: DefenseContext) -> float:
         """Noise multiplier of what this client adds itself."""
-        if self.noise_multiplier is None:
-            raise DefenseError("DPSGD: no training data yet, so no noise is settled")
         share = context.clients if self.trust == "central" else 1
-        return self.noise_multiplier / math.sqrt(share)
+        return self.noise_multiplier_now / math.sqrt(share)
 
     def _settled(self, accounted: float) -> float:
         """The noise multiplier as it was settled: the root and its square may differ by an ulp."""
-        assert self.noise_multiplier is not None
-        if not math.isclose(accounted, self.noise_multiplier, rel_tol=1e-9):
-            raise DefenseError(
-                f"DPSGD: noise multiplier {accounted} is not {self.noise_multiplier}, as settled"
-            )
-        return self.noise_multiplier
+        settled = self.noise_multiplier_now
+        if not math.isclose(accounted, settled, rel_tol=1e-9):
+            raise DefenseError(f"DPSGD: noise multiplier {accounted} is not {settled}, as settled")
+        return settled
 
     def _affords_another(self) -> bool:
         if self.target_epsilon is None:
             return True
         if self._rate is None or self._delta is None or self.noise_multiplier is None:
             return True
+        if isinstance(self.accountant, RenyiFilter):
+            return self.accountant.allows(self.noise_multiplier_now, self._rate)
         if self.accountant.steps < self._covered and len(self.accountant.history) < 2:
             return True
         return self.accountant.allows(
             self.target_epsilon, self._delta, self.noise_multiplier, self._rate
         )
 
+    def _new_accountant(self, ledger: str | None) -> Accountant | RenyiFilter:
+        if self._kind == "filter":
+            assert self.target_epsilon is not None
+            assert self.target_delta is not None
+            return RenyiFilter(self.target_epsilon, self.target_delta, None, ledger)
+        return Accountant(self._kind, ledger)
+
     def _key(self, context: DefenseContext, release: int, index: int, stream: str) -> bytes:
         base = base_of(context.entropy, self.seed if self._seeded else None)
         return noise_key(base, context.client, release, index, self.name, stream)
-
-
-def _sizes(dataloader: Any) -> tuple[int, int]:
-    """Examples of all clients, and the batch size."""
-    dataset, batch_size = (
-        getattr(dataloader, "dataset", None),
-        getattr(dataloader, "batch_size", None),
-    )
-    if dataset is None or not hasattr(dataset, "__len__") or not batch_size:
-        raise DefenseError(
-            f"DPSGD needs one DataLoader with batch_size and a dataset that has a length, got "
-            f"{type(dataloader).__name__}."
-        )
-    return len(dataset), int(batch_size)
 
 
 def _zero_on_the_graph(root: nn.Module) -> Tensor:
@@ -475,7 +563,7 @@ def _zero_on_the_graph(root: nn.Module) -> Tensor:
     return parameter.flatten()[:1].sum() * 0.0
 
 
-def _guarantee(trust: Trust, poisson: bool, seed: int | None) -> str:
+def _guarantee(trust: Trust, poisson: bool, seed: int | None, fixed_budget: bool) -> str:
     if seed is not None:
         return "none: with a seed the noise can be guessed and subtracted"
     server = (
@@ -484,10 +572,16 @@ def _guarantee(trust: Trust, poisson: bool, seed: int | None) -> str:
         else "whoever sees only the sum of all clients' updates (secure aggregation)"
     )
     unit = "added or removed" if poisson else "put in the place of nothing"
+    budget = (
+        "with the budget (`target_epsilon`, `target_delta`) that was fixed before the run, at "
+        "whatever step it ends, also where noise was turned up in sight of earlier releases"
+        if fixed_budget
+        else "with the epsilon that `privacy` gives"
+    )
     return (
         f"against {server}: (epsilon, delta)-differential privacy of one example {unit}, for all "
-        "releases together, with the epsilon that `privacy` gives. Not covered: what is logged or "
-        "sent otherwise, and decisions taken in sight of the data."
+        f"releases together, {budget}. Not covered: what is logged or sent otherwise, and "
+        "decisions taken in sight of the data."
     )
 
 

@@ -184,20 +184,73 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+def sizes_of(dataloader: Any) -> tuple[int, int]:
+    """Examples of all clients, and the batch size.
+
+    Raises:
+        DefenseError: not a DataLoader that can be sampled.
+    """
+    dataset, batch_size = (
+        getattr(dataloader, "dataset", None),
+        getattr(dataloader, "batch_size", None),
+    )
+    if dataset is None or not hasattr(dataset, "__len__") or not batch_size:
+        raise DefenseError(
+            f"DPSGD needs one DataLoader with batch_size and a dataset that has a length, got "
+            f"{type(dataloader).__name__}."
+        )
+    return len(dataset), int(batch_size)
+
+
+def check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
+    """Refuses a value that is not one of those known; each argument with its value and those.
+
+    Raises:
+        DefenseError: says which argument.
+    """
+    for argument, (value, known) in choices.items():
+        if value not in known:
+            raise DefenseError(f"DPSGD: {argument}={value!r} must be one of {known}")
+
+
+def check_hardening(harden_factor: float, most_notches: int | None) -> None:
+    """Refuses a factor that hardens nothing, and what is no number of notches.
+
+    Raises:
+        DefenseError: says which.
+    """
+    if not (math.isfinite(harden_factor) and harden_factor > 1):
+        raise DefenseError(f"DPSGD: harden_factor={harden_factor!r} must be a number above 1")
+    whole = isinstance(most_notches, int) and not isinstance(most_notches, bool)
+    if most_notches is not None and (not whole or most_notches < 0):
+        raise DefenseError(
+            f"DPSGD: most_notches={most_notches!r} must be a whole number of at least 0, or None"
+        )
+
+
 def check_settings(
     max_grad_norm: float,
     noise_multiplier: float | None,
     target_epsilon: float | None,
     target_delta: float | None,
+    *,
+    fixed_budget: bool = False,
 ) -> None:
     """Refuses numbers that are out of range or contradict each other.
+
+    With a ``fixed_budget`` the noise may be given together with the epsilon, which must be.
 
     Raises:
         DefenseError: says which.
     """
     if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
         raise DefenseError(f"DPSGD: max_grad_norm={max_grad_norm!r} must be a positive number")
-    if (noise_multiplier is None) == (target_epsilon is None):
+    if fixed_budget and target_epsilon is None:
+        raise DefenseError(
+            "DPSGD: accountant='filter' keeps the run within a budget that is fixed before it. "
+            "Give target_epsilon and target_delta."
+        )
+    if not fixed_budget and (noise_multiplier is None) == (target_epsilon is None):
         given = "neither" if noise_multiplier is None else "both"
         raise DefenseError(
             f"DPSGD: {given} of noise_multiplier and target_epsilon given. Give one: the noise, or "
@@ -223,6 +276,8 @@ def check_settings(
 
 __all__ = [
     "PRECISIONS",
+    "check_choices",
+    "check_hardening",
     "check_loader",
     "check_model",
     "check_settings",
@@ -230,5 +285,6 @@ __all__ = [
     "count_samples",
     "loss_of",
     "planned_steps",
+    "sizes_of",
     "trainer_of",
 ]

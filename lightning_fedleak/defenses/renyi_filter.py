@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses.accounting import (
@@ -50,7 +51,7 @@ class RenyiFilter:
         epsilon: of the whole run.
         delta: of the whole run.
         orders: Renyi orders above 1. One alone pays no union: :func:`best_order` finds the one for
-            the noise that the run begins with.
+            the noise that the run begins with. None: :meth:`begin` fixes that one.
         ledger: as for :class:`~lightning_fedleak.defenses.accounting.Accountant`.
 
     Raises:
@@ -61,30 +62,34 @@ class RenyiFilter:
         self,
         epsilon: float,
         delta: float,
-        orders: Sequence[float] = DEFAULT_ORDERS,
+        orders: Sequence[float] | None = DEFAULT_ORDERS,
         ledger: str | os.PathLike[str] | None = None,
     ) -> None:
         if not (math.isfinite(epsilon) and epsilon > 0):
             raise DefenseError(f"epsilon={epsilon!r} must be a positive number")
         if not 0 < delta < 1:
             raise DefenseError(f"delta={delta!r} must lie in (0, 1)")
-        unknown = sorted(set(orders) - set(ORDERS))
-        if not orders or unknown:
-            raise DefenseError(
-                f"orders={tuple(orders)!r}: give at least one, out of accounting.ORDERS"
-                + (f"; {unknown} are not in it" if unknown else "")
-            )
         self.epsilon = epsilon
         self.delta = delta
-        self.orders = tuple(sorted(set(orders)))
-        self._places = np.array([ORDERS.index(order) for order in self.orders])
-        self._budget = epsilon - conversion(delta / len(self.orders))[self._places]
-        if not (self._budget > 0).any():
-            raise DefenseError(
-                f"epsilon={epsilon!r} at delta={delta!r} leaves no budget at the orders "
-                f"{self.orders}: take larger orders, or a larger epsilon or delta"
-            )
+        self.orders: tuple[float, ...] = ()
+        if orders is not None:
+            self._fix(orders)
         self._ledger = Ledger(ledger)
+
+    def begin(self, noise_multiplier: float, sample_rate: float) -> None:
+        """Fixes the order for the noise that the run begins with, unless orders are fixed already.
+
+        Where a ledger holds releases of an earlier process, for the noise of the first of them: the
+        order stays the one that the run began with.
+
+        Raises:
+            DefenseError: not one such release fits in the budget at any order.
+        """
+        if not self.orders:
+            for sigma, rate, _ in self._ledger:
+                noise_multiplier, sample_rate = sigma, rate
+                break
+            self._fix((best_order(self.epsilon, self.delta, noise_multiplier, sample_rate),))
 
     @property
     def steps(self) -> int:
@@ -110,8 +115,8 @@ class RenyiFilter:
         check_noise_multiplier(noise_multiplier)
         check_sample_rate(sample_rate)
         check_count(count, "count")
-        more = count * self._rdp(noise_multiplier, sample_rate)
-        return self._share(self._spent() + more) <= 1
+        spent = self._spent()
+        return self._share(spent + count * self._rdp(noise_multiplier, sample_rate)) <= 1
 
     def step(self, noise_multiplier: float, sample_rate: float, count: int = 1) -> None:
         """Counts releases that are about to happen.
@@ -144,13 +149,55 @@ class RenyiFilter:
             low, high = (middle, high) if fits else (low, middle)
         return low
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """For the checkpoint: ``releases``, (K, 3) float64."""
-        return self._ledger.state_dict()
+    def state_dict(self) -> dict[str, Tensor | float]:
+        """For the checkpoint: ``releases``, (K, 3) float64; the budget and (K,) ``orders``."""
+        orders = torch.tensor(self.orders, dtype=torch.float64)
+        budget: dict[str, Tensor | float] = {"epsilon": self.epsilon, "delta": self.delta}
+        return {**self._ledger.state_dict(), **budget, "orders": orders}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on counting: of every kind of release the larger count stays."""
+        """Goes on counting: of every kind of release the larger count stays.
+
+        Raises:
+            DefenseError: the state is of another budget or of other orders, which are fixed before
+                the run.
+        """
+        if "orders" in state:
+            self._check_budget(float(state["epsilon"]), float(state["delta"]))
+            fixed = tuple(torch.as_tensor(state["orders"], dtype=torch.float64).tolist())
+            if fixed and not self.orders:
+                self._fix(fixed)
+            elif fixed and fixed != self.orders:
+                raise DefenseError(
+                    f"orders={self.orders} differ from those of the checkpoint, {fixed}: they are "
+                    "fixed before the run, so go on with those"
+                )
         self._ledger.load_state_dict(state)
+
+    def _check_budget(self, epsilon: float, delta: float) -> None:
+        if (epsilon, delta) != (self.epsilon, self.delta):
+            raise DefenseError(
+                f"the checkpoint's budget is (epsilon={epsilon!r}, delta={delta!r}), this run's "
+                f"(epsilon={self.epsilon!r}, delta={self.delta!r}): a budget is fixed before the "
+                "run, so go on with the checkpoint's"
+            )
+
+    def _fix(self, orders: Sequence[float]) -> None:
+        unknown = sorted(set(orders) - set(ORDERS))
+        if not orders or unknown:
+            raise DefenseError(
+                f"orders={tuple(orders)!r}: give at least one, out of accounting.ORDERS"
+                + (f"; {unknown} are not in it" if unknown else "")
+            )
+        known = tuple(sorted(set(orders)))
+        places = np.array([ORDERS.index(order) for order in known])
+        budget = self.epsilon - conversion(self.delta / len(known))[places]
+        if not (budget > 0).any():
+            raise DefenseError(
+                f"epsilon={self.epsilon!r} at delta={self.delta!r} leaves no budget at the orders "
+                f"{known}: take larger orders, or a larger epsilon or delta"
+            )
+        self.orders, self._places, self._budget = known, places, budget
 
     def _rdp(self, noise_multiplier: float, sample_rate: float) -> Floats:
         if noise_multiplier < LEAST_NOISE:
@@ -159,6 +206,8 @@ class RenyiFilter:
         return rdp
 
     def _spent(self) -> Floats:
+        if not self.orders:
+            raise DefenseError("a RenyiFilter without orders has no budget yet: call begin first")
         spent = np.zeros(len(self.orders))
         for sigma, rate, count in self._ledger:
             spent = spent + count * self._rdp(sigma, rate)

@@ -89,9 +89,9 @@ def test_beams_leave_no_more_than_greedy_search_over_all_tokens(make, seed) -> N
 
 def test_beams_find_what_greedy_search_misses() -> None:
     better = 0
-    for seed in range(8):
+    for seed in range(2, 6):
         case = Case(models.tiny_llama, seed, 1.5)
-        one, many = case.total(case.read(1).tokens), case.total(case.read(8).tokens)
+        one, many = case.total(case.read(1).tokens), case.total(case.read(6).tokens)
         assert many <= one * (1 + 1e-5)
         better += many < one * (1 - 1e-5)
     assert better > 0

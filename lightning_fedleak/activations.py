@@ -197,6 +197,8 @@ class ActivationTap:
         what: Literal["states", "gradients"] = "states",
         client: int = 0,
         scale: float = 1.0,
+        attention_masks: Sequence[Tensor | None] | None = None,
+        position_ids: Sequence[Tensor | None] | None = None,
     ) -> tuple[ActivationSnapshot, ...]:
         """One for each micro-batch since :meth:`arm`, by the names of the layers' places.
 
@@ -206,9 +208,13 @@ class ActivationTap:
             what: hidden states, or the gradient of the loss in them.
             client: rank of the client.
             scale: as in :meth:`gradients`.
+            attention_masks: (B, L) of each micro-batch, which the tap does not see; without them
+                padding counts as text.
+            position_ids: (B, L) of each micro-batch, where they are not the model's own.
 
         Raises:
             ChangedInPlace: a tensor was overwritten.
+            ValueError: another number of masks or positions than of micro-batches.
             RuntimeError: the layers were not passed equally often.
         """
         found = {
@@ -221,10 +227,14 @@ class ActivationTap:
                 f"{what} of the layers do not pair up to micro-batches, their numbers are {counts}:"
                 " tap those layers one by one"
             )
-        batches = zip(*found.values(), strict=True)
+        batches = list(zip(*found.values(), strict=True))
+        masks = _one_each("attention_masks", attention_masks, len(batches))
+        positions = _one_each("position_ids", position_ids, len(batches))
         return tuple(
-            ActivationSnapshot(step, stage, dict(zip(found, tensors, strict=True)), client)
-            for tensors in batches
+            ActivationSnapshot(
+                step, stage, dict(zip(found, tensors, strict=True)), client, mask, position
+            )
+            for tensors, mask, position in zip(batches, masks, positions, strict=True)
         )
 
     def close(self) -> None:
@@ -233,6 +243,14 @@ class ActivationTap:
             handle.remove()
         self._handles.clear()
         self.disarm()
+
+
+def _one_each(name: str, given: Sequence[Tensor | None] | None, n: int) -> Sequence[Tensor | None]:
+    if given is None:
+        return [None] * n
+    if len(given) != n:
+        raise ValueError(f"{name} holds {len(given)} tensors for {n} micro-batches")
+    return given
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -34,10 +34,11 @@ from lightning_fedleak.inversion import (
     rows_of_length,
     run_cells,
 )
-from lightning_fedleak.inversion.plots import draw, worth_drawing
+from lightning_fedleak.inversion.plots import Axis, draw, worth_drawing
 
 UserError = (SourceError, AnatomyError)
 INTERRUPTED = 130
+PLOTS: dict[Axis, str] = {"sigma": "noise.png", "length": "length.png"}
 
 UTILITY_TEXTS = 16
 PUBLIC_TEXTS, PUBLIC_TOKENS = 64, 64
@@ -284,6 +285,8 @@ class InvertCommand:
             ) from error
 
     def _plot(self, console: Console, cells: Sequence[Cell]) -> None:
+        for name in PLOTS.values():  # of an earlier run, with other numbers
+            (self.out / name).unlink(missing_ok=True)
         if importlib.util.find_spec("matplotlib") is None:
             console.print(
                 "No plots: they need matplotlib (pip install 'lightning-fedleak\\[plots]').",
@@ -291,9 +294,9 @@ class InvertCommand:
             )
             return
         model = "embedded model" if self.model is None else Path(self.model).name
-        for against, name in (("sigma", "noise.png"), ("length", "length.png")):
-            if worth_drawing(cells, against):  # type: ignore[arg-type]
-                draw(cells, against, self.out / name, model=model)  # type: ignore[arg-type]
+        for against, name in PLOTS.items():
+            if worth_drawing(cells, against):
+                draw(cells, against, self.out / name, model=model)
                 console.print(f"Plot: {self.out / name}", highlight=False, soft_wrap=True)
 
 

@@ -405,6 +405,20 @@ def test_snapshots_name_the_places() -> None:
     assert torch.equal(gradients[0].tensors["transformer.h.1"] * 4, tap.gradients(2)[0])
 
 
+def test_snapshots_hold_the_masks_and_positions_they_are_given() -> None:
+    model = tiny_gpt2().train()
+    tap = ActivationTap(find_anatomy(model), [2])
+    tap.arm()
+    step(model, batch(1), batch(2, length=5))
+    masks = [torch.ones(4, 12), None]
+    positions = [None, torch.arange(5).expand(4, 5)]
+    found = tap.snapshots(0, Stage.LOCAL, attention_masks=masks, position_ids=positions)
+    assert [s.attention_mask for s in found] == masks
+    assert [s.position_ids for s in found] == positions
+    with pytest.raises(ValueError, match="attention_masks holds 1 tensors for 2 micro-batches"):
+        tap.snapshots(0, Stage.LOCAL, attention_masks=[None])
+
+
 def test_snapshots_of_layers_that_do_not_pair_up_are_refused() -> None:
     model = lora([1])
     tap = ActivationTap(find_anatomy(model), [1, 2])

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.bottom import BottomModel
-from lightning_fedleak.attacks.hidden import needed_hooks_only
 from lightning_fedleak.attacks.inversion import NOTHING, InversionAttack, TextGuess
 from lightning_fedleak.attacks.next_tokens import NextTokens, predicts_next
 from lightning_fedleak.attacks.prefix_cache import Layout, Prefixes
@@ -44,7 +43,9 @@ class PrefixInversion(InversionAttack):
         layer: the split.
         public_text: text that the adversary owns, for the table of typical states; ``"sampled"``
             has the model write it, None takes random tokens.
-        budget_seconds: wall time for one observation.
+        budget_seconds: wall time for one observation. Where it ends a text, the tokens that were
+            not reached are those that the table ranks first, with confidence 0; a text that was
+            not begun is left open. Renewing the table is not part of it.
         types: tokens that are run through the whole bottom in ``prepare``, from which the states of
             the others are predicted; None for all, which pays where many tokens are untrained.
         contexts: beginnings behind which they are run.
@@ -113,7 +114,7 @@ class PrefixInversion(InversionAttack):
         self.seed = seed
         self._bottom: BottomModel | None = None
         self._table: StateTable | None = None
-        self._table_step = 0
+        self._table_step: int | None = None
         self._precision = 0.0
         self._variance: Tensor | None = None
 
@@ -144,11 +145,13 @@ class PrefixInversion(InversionAttack):
                 "right; use EmbeddingDescent, with sweeps, for encoders"
             )
         self._bottom = bottom
-        self._table_step = bottom.step
+        self._table_step = None
         self._learn()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Renews the copy, and the table, if they are old enough or of another fit."""
+        if self._table_step is None:
+            self._table_step = self.bottom.step
         if not 0 <= self.bottom.age(step) < self.refresh_every:
             self.bottom.refresh(anatomy, step)
         if not 0 <= step - self._table_step < self.renew_table_every:
@@ -185,7 +188,7 @@ class PrefixInversion(InversionAttack):
             shape = (PUBLIC_TEXTS, length)
             ids = torch.randint(bottom.vocab_size, shape, generator=generator).to(bottom.device)
             return ids, torch.ones_like(ids)
-        with needed_hooks_only(anatomy.root):
+        with bottom.session():
             text = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
         order = text.draw(len(text), generator).tolist()
         long = sorted(order, key=lambda i: -min(length, len(text.sentences[i])))[:PUBLIC_TEXTS]
@@ -226,9 +229,8 @@ class PrefixInversion(InversionAttack):
                 left = -(-(len(hidden) - a) // size)
                 found = self._search(part, layout, deadline.share(left), spread, noised)
                 noised = True if found.noised else noised
-                ahead = torch.arange(found.tokens.shape[1], device=bottom.device)
-                ahead = ahead >= found.verified[:, None]
-                tokens.append(layout.spread(found.tokens.masked_fill(ahead, NOTHING), NOTHING))
+                told = found.tokens if found.candidates else found.tokens.fill_(NOTHING)
+                tokens.append(layout.spread(told, NOTHING))
                 sure.append(layout.spread(found.confidence, 0.0))
                 finished &= found.finished
                 candidates += found.candidates

@@ -48,9 +48,9 @@ class Recovered:
     """What the search found.
 
     Attributes:
-        tokens: (B, N); valid up to ``verified``.
-        verified: (B,) tokens that were found. Where time ran out, the last one is the best of those
-            looked at by then.
+        tokens: (B, N). Where time ran out, the one behind the last that is verified is the best of
+            those looked at, and the others are ranked first and not looked at.
+        verified: (B,) tokens that were found.
         confidence: (B, N) one minus the ratio of the distances of best and runner-up, where the
             runner-up not verified is estimated; 0 where only guessed.
         residuals: (B, N) distance of the best to the observed state, nan where only guessed.
@@ -214,15 +214,15 @@ class _Search:
         return finished
 
     def _take_best(self, tokens: Tensor, known: Tensor) -> None:
-        """Fills in the best so far at places that were looked at when time ran out."""
+        """Fills in the best so far at places that are open when time runs out."""
         for i in (known < self.counts).nonzero().squeeze(1).tolist():
             place, at = self.places[i], int(known[i])
             if self.opened_again[i]:
-                known[i] = self.counts[i]
-            elif place.tokens and at == int(self.prefixes.known[i]):
+                continue
+            tokens[i, at:] = self.guess[i, at:]
+            if place.tokens and at == int(self.prefixes.known[i]):
                 tokens[i, at] = place.tokens[place.best]
                 self.residuals[i, at] = place.distances[place.best]
-                known[i] = at + 1
 
     def _advance(self) -> None:
         """One forward over the guesses; what it verifies becomes known."""

@@ -222,16 +222,16 @@ def slow_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     return clock
 
 
-def begun(guess: TextGuess) -> torch.Tensor:
-    """(B, L) where a token was found, at the beginning of each text only."""
-    found = guess.tokens != NOTHING
+def sure(guess: TextGuess) -> torch.Tensor:
+    """(B, L) where a token was verified; a text is answered whole, or not at all."""
+    answered = guess.tokens != NOTHING
     assert not guess.finished
-    assert bool((found[:, 1:] <= found[:, :-1]).all())
-    assert bool((guess.confidence[~found] == 0).all())
-    return found
+    assert torch.equal(answered.any(1), answered.all(1))
+    assert bool(answered.any()) == (guess.candidates > 0)
+    return guess.confidence > 0
 
 
-def test_the_budget_leaves_open_places_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_that_the_budget_does_not_reach_are_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.tiny_llama(layers=3)
     sent = texts(3, 40)
     hidden = noisy(hidden_states(find_anatomy(model), 2, sent), 0.3)
@@ -239,10 +239,12 @@ def test_the_budget_leaves_open_places_open(monkeypatch: pytest.MonkeyPatch) -> 
     clock = slow_clock(monkeypatch)
     guess = attack.reconstruct(hidden, None, None)
     assert next(clock) < 0.1
-    found = begun(guess)
+    found = sure(guess)
     assert bool(found.any(1).all())
-    assert not bool(found.all(1).any())
-    assert float((guess.tokens == sent)[found].float().mean()) > 0.5
+    assert float(found.float().mean()) < 0.7
+    right = guess.tokens == sent
+    assert float(right[found].float().mean()) > 0.5
+    assert float(right[~found].float().mean()) > 20 / models.VOCAB
 
 
 @pytest.mark.parametrize("noised", [None, True, False])
@@ -256,7 +258,7 @@ def test_whatever_was_looked_at_in_time_is_answered(monkeypatch, noised) -> None
         attack.budget_seconds = (milliseconds + 0.5) / 1000
         guess = attack.reconstruct(hidden, None, None)
         if not guess.finished:
-            assert bool(begun(guess)[0, 0]) == (guess.candidates > 0)
+            sure(guess)
             cut += guess.candidates > 0
     assert cut > 0
 
@@ -269,12 +271,11 @@ def test_a_check_of_the_whole_vocabulary_leaves_time_to_read(monkeypatch) -> Non
     monkeypatch.setattr(prefix_settling, "ROUNDS", (8,))
     monkeypatch.setattr(prefix_settling, "SWEEP", 1)
     slow_clock(monkeypatch)
-    found = begun(attack.reconstruct(hidden, None, None))
+    found = sure(attack.reconstruct(hidden, None, None))
     assert int(found.sum(1).min()) > 3
     attack.noised = False
     guess = attack.reconstruct(hidden, None, None)
-    assert begun(guess)[:, 0].tolist() == [True, True]
-    assert float(guess.confidence[:, 0].max()) == 0.0
+    assert not bool(sure(guess)[:, 0].any())
 
 
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,6 +429,37 @@ def test_a_fit_that_counts_from_zero_again_has_its_own_copy_and_table() -> None:
     attack.refresh(anatomy, 102)
     assert attack.bottom.age(102) == 99
     assert attack._table is table
+
+
+def test_a_table_is_as_old_as_the_copy_it_was_learned_with() -> None:
+    model = models.tiny_llama(layers=3)
+    attack = prepared(model, 2, refresh_every=100, renew_table_every=100)
+    table = attack._table
+    attack.bottom.step = 5000  # a run that resumed there tells the attack so
+    attack.refresh(find_anatomy(model), 5001)
+    assert attack._table is table
+    attack.refresh(find_anatomy(model), 5100)
+    assert attack._table is not table
+
+
+def test_public_text_is_written_by_the_copy_and_not_by_the_client(monkeypatch) -> None:
+    model = models.tiny_llama(layers=3)
+    attack = PrefixInversion(2, "sampled", refresh_every=10**6, renew_table_every=1)
+    attack.prepare(find_anatomy(model))
+    own, read = model.model.layers[0].self_attn.q_proj.weight, []
+    held = own.detach().clone()
+    with torch.no_grad():
+        own.add_(1.0)
+    given = PublicText.given_or_sampled
+
+    def watched(*args):
+        read.append(model.model.layers[0].self_attn.q_proj.weight.detach().clone())
+        return given(*args)
+
+    monkeypatch.setattr(PublicText, "given_or_sampled", watched)
+    attack.refresh(find_anatomy(model), 1)
+    assert torch.equal(read[0], held)
+    assert model.model.layers[0].self_attn.q_proj.weight is own
 
 
 def test_what_it_cannot_read_is_refused() -> None:

@@ -29,7 +29,7 @@ from lightning_fedleak.defenses.dpsgd_checks import (
     check_settings,
     check_trainer,
     count_samples,
-    loss_of,
+    loss_with_graph,
     planned_steps,
     sizes_of,
     trainer_of,
@@ -283,6 +283,7 @@ class DPSGD(Defense):
         Raises:
             DefenseError: a loader that cannot be sampled, delta does not fit its size, or the
                 filter's budget does not fit one release.
+            BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
         examples, batch_size = sizes_of(dataloader)
         delta = 0.1 / examples if self.target_delta is None else self.target_delta
@@ -315,6 +316,8 @@ class DPSGD(Defense):
             self._covered = steps if self.accountant.steps == 0 else 0
         if isinstance(self.accountant, RenyiFilter):
             self.accountant.begin(self.noise_multiplier, rate)
+        else:
+            self._check_not_overdrawn()
         return dataloader
 
     def on_training_step(
@@ -323,7 +326,8 @@ class DPSGD(Defense):
         """Records the forward pass and looks at the loss; an empty batch gives a loss of zero.
 
         Raises:
-            DefenseError: the loss is not a mean of per-sample means, or samples are mixed.
+            DefenseError: there is no loss with a graph, it is not a mean of per-sample means, or
+                samples are mixed.
         """
         recorder = self._recorder
         if recorder is None or self._rate is None:
@@ -342,12 +346,8 @@ class DPSGD(Defense):
             return _zero_on_the_graph(context.root)
         with recorder.step(samples):
             output = training_step()
-        loss = loss_of(output)
-        if loss is None:
-            recorder.clear()
-        elif loss.requires_grad:
-            self._check_loss(loss, recorder)
-            recorder.calls = []
+        self._check_loss(loss_with_graph(output, samples), recorder)
+        recorder.calls = []
         return output
 
     def before_release(self) -> None:
@@ -447,12 +447,16 @@ class DPSGD(Defense):
         if self.noise_multiplier is not None:
             state["noise_multiplier"] = self.noise_multiplier
             state["covered"] = self._covered
+            state["covered_target"] = self._target
         for key, value in self.accountant.state_dict().items():
             state[_ACCOUNT + key] = value
         return state
 
     def load_state_dict(self, state: State) -> None:
         """Goes on counting; neither the counters nor the account ever run backwards.
+
+        Noise that was found from ``target_epsilon`` stays what it is. Under another target the
+        releases that it may make are counted anew.
 
         Raises:
             DefenseError: the releases were made under another kind of accountant or, with
@@ -474,7 +478,8 @@ class DPSGD(Defense):
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self._calibrates and "noise_multiplier" in state:
             self.noise_multiplier = float(state["noise_multiplier"])
-            self._covered = int(state["covered"])
+            same = state.get("covered_target") == self._target
+            self._covered = int(state["covered"]) if same else 0
         self.accountant.load_state_dict(account)
 
     def teardown(self) -> None:
@@ -532,6 +537,34 @@ class DPSGD(Defense):
             raise DefenseError(f"DPSGD: noise multiplier {accounted} is not {settled}, as settled")
         return settled
 
+    @property
+    def _target(self) -> str:
+        """What the noise was found for: with another one it covers another number of releases."""
+        return f"{self._kind} {self.target_epsilon!r} {self.target_delta!r}"
+
+    def _is_covered(self, releases: int) -> bool:
+        """Whether so many are within what the noise was found for, and all of that noise."""
+        event = self.noise_multiplier, self._rate
+        return releases <= self._covered and all(
+            row[:2] == event for row in self.accountant.history
+        )
+
+    def _check_not_overdrawn(self) -> None:
+        """Refuses to begin where ``target_epsilon`` was passed already, under another target."""
+        account = self.accountant
+        if self.target_epsilon is None or account.steps == 0 or self._is_covered(account.steps):
+            return
+        assert self._delta is not None
+        assert isinstance(account, Accountant)
+        epsilon = account.epsilon(self._delta)
+        if epsilon > self.target_epsilon:
+            raise BudgetSpent(
+                f"DPSGD: the {account.steps} releases of the checkpoint or ledger cost epsilon="
+                f"{epsilon:.4g} at delta={self._delta} already, more than target_epsilon="
+                f"{self.target_epsilon}. They cannot be taken back: raise target_epsilon, or begin "
+                "a new run from a model that this data did not train."
+            )
+
     def _affords_another(self) -> bool:
         if self.target_epsilon is None:
             return True
@@ -539,7 +572,7 @@ class DPSGD(Defense):
             return True
         if isinstance(self.accountant, RenyiFilter):
             return self.accountant.allows(self.noise_multiplier_now, self._rate)
-        if self.accountant.steps < self._covered and len(self.accountant.history) < 2:
+        if self._is_covered(self.accountant.steps + 1):
             return True
         return self.accountant.allows(
             self.target_epsilon, self._delta, self.noise_multiplier, self._rate

@@ -166,11 +166,22 @@ def count_samples(batch: Any) -> int:
     return int(sizes.pop())
 
 
-def loss_of(output: Any) -> Tensor | None:
-    """The loss in what ``training_step`` returned; None where it returned none."""
-    if isinstance(output, Mapping):
-        output = output.get("loss")
-    return output if isinstance(output, Tensor) else None
+def loss_with_graph(output: Any, samples: int) -> Tensor:
+    """The loss in what ``training_step`` returned for a batch with samples in it.
+
+    Raises:
+        DefenseError: there is none, or no gradient could flow through it.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        return loss
+    found = "a loss that needs no gradient" if isinstance(loss, Tensor) else "no loss"
+    raise DefenseError(
+        f"DPSGD: training_step returned {found} for a batch of {samples} samples. If what is in a "
+        "batch decides whether it counts, one sample can take away what all others add, which no "
+        "clip bounds. Return a loss for every batch: filter the dataset instead, and let a sample "
+        "without labels count as zero, as mean_of_sample_means does."
+    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -283,7 +294,7 @@ __all__ = [
     "check_settings",
     "check_trainer",
     "count_samples",
-    "loss_of",
+    "loss_with_graph",
     "planned_steps",
     "sizes_of",
     "trainer_of",

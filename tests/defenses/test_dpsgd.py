@@ -159,16 +159,6 @@ def test_an_empty_batch_does_not_run_the_module() -> None:
     assert bool(torch.isfinite(run.release()).all())
 
 
-def test_a_step_without_a_loss_releases_noise_alone() -> None:
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=1))
-    batch = first(5)
-    run.root.zero_grad()
-    assert run.defense.on_training_step(lambda: None, batch, run.context) is None
-    nothing = run.release()
-    other = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=1))
-    torch.testing.assert_close(other.step(first(0)), nothing)
-
-
 def test_noise_differs_by_client_and_release_and_is_not_replayed() -> None:
     draws = []
     for client in range(2):

@@ -1,0 +1,87 @@
+"""What one sample, a second release or another target could otherwise slip past DPSGD."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError
+from tests.defenses.test_dpsgd import CLIP, Net, Run, first, trainer
+
+# ---- a batch without a loss ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (None, "returned no loss for a batch of 5"),
+        ({"log": 1.0}, "returned no loss for a batch of 5"),
+        (torch.ones(()), "a loss that needs no gradient"),
+        ({"loss": torch.ones(())}, "a loss that needs no gradient"),
+    ],
+)
+def test_a_batch_without_a_loss_is_not_released_as_noise_alone(output: Any, message: str) -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    with pytest.raises(DefenseError, match=message):
+        run.defense.on_training_step(lambda: output, first(5), run.context)
+    assert run.defense.releases == run.defense.accountant.steps == 0
+
+
+# ---- another target on resume ----------------------------------------------------------------
+
+
+def targeted(epsilon: float, delta: float = 1e-3, kind: Any = "rdp") -> DPSGD:
+    return DPSGD(CLIP, target_epsilon=epsilon, target_delta=delta, accountant=kind)
+
+
+def resumed(defense: DPSGD, state: Any) -> Run:
+    defense.load_state_dict(state)
+    root = Net()
+    root._trainer = trainer(max_epochs=100)
+    return Run(defense, root)
+
+
+def spent(releases: int) -> DPSGD:
+    """A run planned for 10 releases within 8."""
+    root = Net()
+    root._trainer = trainer()
+    run = Run(targeted(8.0), root)
+    for _ in range(releases):
+        run.step(first(3))
+    return run.defense
+
+
+def test_a_lower_target_on_resume_is_held_from_its_own_count() -> None:
+    state = spent(1).state_dict()
+    lower = targeted(6.0)
+    run = resumed(lower, state)
+    most = 1
+    while lower.accountant.allows(6.0, 1e-3, lower.noise_multiplier, 0.2, most):
+        most += 1
+    assert 2 <= most <= 9
+    for _ in range(most - 1):
+        run.step(first(3))
+    with pytest.raises(BudgetSpent, match=f"after {most} releases one more would cost"):
+        run.step(first(3))
+    assert lower.privacy.epsilon <= 6.0
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: targeted(4.0), lambda: targeted(8.0, 1e-6)], ids=["epsilon", "delta"]
+)
+def test_a_target_that_is_spent_already_is_refused_at_setup(other: Any) -> None:
+    state = spent(10).state_dict()
+    with pytest.raises(BudgetSpent, match=r"10 releases of the checkpoint or ledger cost"):
+        resumed(other(), state)
+    same = resumed(targeted(8.0), state)
+    with pytest.raises(BudgetSpent, match="after 10 releases"):
+        same.step(first(3))
+
+
+def test_a_checkpoint_that_does_not_name_its_target_covers_nothing() -> None:
+    state = spent(10).state_dict()
+    del state["covered_target"]
+    with pytest.raises(BudgetSpent, match="cost epsilon"):
+        resumed(targeted(4.0), state)

@@ -195,7 +195,8 @@ class DPSGD(Defense):
         self._sampler: PoissonBatchSampler | None = None
         self._recorder: Recorder | None = None
         self._form = FormCheck()
-        self._seen_layouts: set[frozenset[tuple[str, Layout]]] = set()
+        self._seen: set[tuple[frozenset[tuple[str, Layout]], frozenset[tuple[str, str]]]] = set()
+        self._looked = 0
         self._moves = Moves()
         self._clipped: ClippedSum | None = None
         self._batches = self._canaries = 0
@@ -274,7 +275,7 @@ class DPSGD(Defense):
             remembered.load_state_dict(self.accountant.state_dict())
             self.accountant, self._ledger = remembered, None
         self._recorder = Recorder(context.root)
-        self._form, self._moves, self._seen_layouts = FormCheck(), Moves(), set()
+        self._form, self._moves, self._seen = FormCheck(), Moves(), set()
         self._forget_step()
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
@@ -497,20 +498,22 @@ class DPSGD(Defense):
             self._recorder.clear()
 
     def _check_loss(self, loss: Tensor, recorder: Recorder) -> None:
-        """The form in every step, the rest where layers are used in a new way."""
+        """The form in every step, the rest where it or the use of layers is new, and at times."""
         if self.loss == "trusted":
             top, separate = outputs_of(loss, recorder.calls), True
         else:
             top = self._form(loss, recorder.calls, recorder.samples)
             separate = self._form.separate
         layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
-        if layouts in self._seen_layouts:
+        kind = layouts, self._form.form
+        if kind in self._seen and self.releases < self._looked + CHECK_EVERY:
             return
         self._unchecked = True
         if recorder.samples > 1 and bool(torch.isfinite(loss.detach())):
             with recorder.looking():
                 check_isolation(loss, top, recorder.calls, recorder.samples, separate=separate)
-            self._seen_layouts.add(layouts)
+            self._seen.add(kind)
+            self._looked = self.releases
 
     def _clip(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> ClippedSum:
         """Norms and clip factors of this step's samples; computed once."""

@@ -1,18 +1,25 @@
 """Whether a loss is a mean over samples of terms that depend on one sample each.
 
 Clipping bounds what a sample adds to the sum only if the sample's gradient does not depend on who
-else is in the batch. Three looks at the autograd graph, before backward:
+else is in the batch. Three looks at the autograd graph, before backward. They follow gradients and
+nothing else: they find mistakes, and prove nothing about a loss that was built to pass them.
 
 - *form*, in every step: from the loss down to the outputs of layers, the reduction is a
   mean over equally many terms of every sample. A token mean over samples with different numbers of
   labels is not.
-- *loss*, whenever layers are used in a new way: each operation from the mean down to the layers
+- *loss*, whenever layers are used in a new way or the loss has a new :attr:`~FormCheck.form`, and
+  now and then: each operation from the mean down to the layers
   works on one sample's numbers at a time, as in all losses above. Where that cannot be seen, the
   second derivative between one sample's output and the others' must be zero; it is not for
   contrastive losses. (It takes several times the memory of the logits, hence not always.)
 - *network*, then too: the gradient of one sample's output is zero in all rows of all layers that
   are taken for other samples' rows. It is not where samples are mixed (attention over the batch,
   batch statistics), or where the first dimension of a layer's output counts something else.
+
+Not seen is whatever reaches a sample's term without a gradient: statistics of the batch that were
+detached (whitening by a detached mean, buffers, negatives without gradient), and factors with
+several elements that need no gradient. ``mask / mask.sum()`` is such a factor: it looks as weights
+of each sample's own do, and cannot be told from them.
 """
 
 from __future__ import annotations
@@ -60,6 +67,7 @@ _ROWWISE = {"AbsBackward0", "PowBackward0", "SliceBackward0", "UnsafeViewBackwar
 _SELECTIONS = {"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "TakeBackward0"}
 _REENTRANT = "CheckpointFunctionBackward"
 _MEAN = 1
+_ALONG = ("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1")
 _CHECKPOINTING = (
     "DPSGD: gradient checkpointing with use_reentrant=True hides whether samples are mixed. Use "
     'gradient_checkpointing_enable({"use_reentrant": False}).'
@@ -67,14 +75,21 @@ _CHECKPOINTING = (
 
 
 class FormCheck:
-    """Looks at the form of every loss; remembers whole numbers that must stay what they are.
+    """Looks at the form of every loss; remembers numbers that must stay what they are.
+
+    A number that scales the loss, be it a Python number or a float64 tensor without dimensions,
+    must not change from step to step: ``mask.sum().item()`` is one too. A factor with several
+    elements is taken as it is where it needs no gradient, whatever it was computed from.
 
     Attributes:
         separate: whether it is seen from the last loss's operations that samples stay apart.
+        form: the last loss's operations down to the layers: which stands on which, along which
+            dimensions.
     """
 
     def __init__(self) -> None:
         self.separate = False
+        self.form: frozenset[tuple[str, str]] = frozenset()
         self._constants: dict[str, float] = {}
 
     def __call__(self, loss: Tensor, calls: Sequence[Call], samples: int) -> list[Call]:
@@ -97,13 +112,16 @@ class FormCheck:
         top: dict[int, Call] = {}
         seen: set[tuple[Node, bool]] = set()
         self.separate = True
-        stack: list[tuple[Node, bool, str]] = [(loss.grad_fn, False, "")]
+        form: set[tuple[str, str]] = set()
+        stack: list[tuple[Node, bool, str, str]] = [(loss.grad_fn, False, "", "")]
         while stack:
-            node, reduced, path = stack.pop()
+            node, reduced, path, above = stack.pop()
+            name = node.name()
+            own = f"layer {outputs[node].name}" if node in outputs else _signature(node, name)
+            form.add((above, own))
             if (node, reduced) in seen:
                 continue
             seen.add((node, reduced))
-            name = node.name()
             if node in outputs:
                 if not reduced:
                     raise _unknown("a layer's output reaches the loss without a mean over samples")
@@ -121,13 +139,16 @@ class FormCheck:
             reduced = self._passes(node, name, reduced, samples, path)
             for index, (below, _) in enumerate(node.next_functions):
                 if below is not None:
-                    stack.append((below, reduced, f"{path}/{name}.{index}"))
+                    stack.append((below, reduced, f"{path}/{name}.{index}", own))
+        self.form = frozenset(form)
         return list(top.values())
 
     def _passes(self, node: Any, name: str, reduced: bool, samples: int, path: str) -> bool:
         """Whether a mean has been taken, after this node; refuses a node that breaks it."""
         if name in _SCALES:
             self._check_scale(node, f"{path}/{name}", samples)
+        if name in _SUMS:
+            self._check_constant(f"{path}/{name}", float(node._saved_alpha))
         if reduced:
             if name in _SELECTIONS:
                 raise _unknown(
@@ -154,20 +175,32 @@ class FormCheck:
         raise _unknown(f"{name} stands between the loss and its mean over samples")
 
     def _check_scale(self, node: Any, path: str, samples: int) -> None:
-        """A factor for all samples alike must be a plain number."""
+        """A factor for all samples alike must be a plain number, and stay what it is."""
         for attribute in ("_saved_other", "_saved_self"):
             factor = getattr(node, attribute, None)
             if not isinstance(factor, Tensor) or factor.numel() != 1:
                 continue
             if factor.dim() > 0 and samples == 1:
                 continue
-            if factor.dim() == 0 and factor.dtype == torch.float64:
-                continue
-            if factor.dim() > 0 or factor.is_floating_point():
+            plain = factor.dtype == torch.float64 or not factor.is_floating_point()
+            if factor.dim() > 0 or not plain:
                 raise _unknown("it is scaled by a tensor that may depend on the batch")
-            value = float(factor)
-            if self._constants.setdefault(f"{path}{attribute}", value) != value:
-                raise _unknown("it is divided by a count that depends on the batch")
+            self._check_constant(f"{path}{attribute}", float(factor))
+
+    def _check_constant(self, path: str, value: float) -> None:
+        before = self._constants.setdefault(path, value)
+        if before != value:
+            raise _unknown(
+                f"it is scaled by a number that was {before:g} in an earlier step and is {value:g} "
+                "now, such as a count that depends on the batch (a weight that follows a schedule "
+                "may, but cannot be told from one)"
+            )
+
+
+def _signature(node: Any, name: str) -> str:
+    """An operation and the dimensions it works along."""
+    along = (getattr(node, attribute, None) for attribute in _ALONG)
+    return f"{name} {[dims for dims in along if isinstance(dims, int | tuple)]}"
 
 
 def outputs_of(loss: Tensor, calls: Sequence[Call]) -> list[Call]:

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError
+from lightning_fedleak.defenses import dpsgd as dpsgd_file
 from tests.defenses.test_dpsgd import CLIP, Net, Run, first, trainer
 
 # ---- a batch without a loss ------------------------------------------------------------------
@@ -85,3 +88,54 @@ def test_a_checkpoint_that_does_not_name_its_target_covers_nothing() -> None:
     del state["covered_target"]
     with pytest.raises(BudgetSpent, match="cost epsilon"):
         resumed(targeted(4.0), state)
+
+
+# ---- a loss that changes ---------------------------------------------------------------------
+
+
+def contrastive(hidden: Tensor) -> Tensor:
+    return F.cross_entropy(hidden @ hidden.T, torch.arange(len(hidden)))
+
+
+def over_samples(hidden: Tensor) -> Tensor:
+    return -hidden.softmax(0).log().mean()
+
+
+def over_classes(hidden: Tensor) -> Tensor:
+    return -hidden.softmax(1).log().mean()
+
+
+@pytest.mark.parametrize("before", [F.cross_entropy, None], ids=["cross-entropy", "softmax"])
+@pytest.mark.parametrize("mixing", [contrastive, over_samples])
+def test_a_loss_that_mixes_samples_is_refused_from_whichever_step(before: Any, mixing: Any) -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+
+    def good(batch: Any) -> Tensor:
+        hidden = run.root(batch[0])
+        return over_classes(hidden) if before is None else before(hidden, batch[1])
+
+    run.loss = good
+    for _ in range(3):
+        run.step(first(5))
+    run.loss = lambda batch: mixing(run.root(batch[0]))
+    with pytest.raises(DefenseError, match="as in contrastive learning"):
+        run.step(first(5))
+    assert run.defense.releases == 3
+
+
+def test_what_changes_without_a_new_form_is_looked_for_now_and_then(monkeypatch) -> None:
+    monkeypatch.setattr(dpsgd_file, "CHECK_EVERY", 6)
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    partners = torch.eye(5)
+
+    def paired(batch: Any) -> Tensor:
+        hidden = run.root(batch[0])
+        return (hidden * (partners @ hidden)).mean(1).mean()
+
+    run.loss = paired
+    for step in range(6):
+        partners = torch.eye(5) if step < 2 else torch.eye(5).flip(0)
+        run.step(first(5))
+    with pytest.raises(DefenseError, match="as in contrastive learning"):
+        run.step(first(5))
+    assert run.defense.releases == 6

@@ -231,18 +231,47 @@ def test_another_loss_is_refused_with_the_mend(build, loss: Loss, message: str) 
     assert "loss='trusted'" in str(refused.value)
 
 
-def test_a_count_that_changes_is_refused() -> None:
+def by_alpha(loss: Tensor, count: float) -> Tensor:
+    return torch.add(loss, loss, alpha=1 / count)
+
+
+SCALED: list[Callable[[Tensor, float], Tensor]] = [
+    lambda loss, count: loss / torch.tensor(int(count)),
+    lambda loss, count: loss / torch.tensor(count, dtype=torch.float64),
+    lambda loss, count: loss * (12 / torch.tensor(count).sum().item()),
+    by_alpha,
+]
+
+
+@pytest.mark.parametrize("scaled", SCALED, ids=["whole", "float64", "Python", "alpha"])
+def test_a_number_that_changes_is_refused(scaled: Callable[[Tensor, float], Tensor]) -> None:
     form, net = FormCheck(), Net()
-    for count in (3, 3, 4):
+    for count in (3.0, 3.0, 4.0):
         recorder = Recorder(net)
         with recorder.step(B):
-            value = squared(net) / torch.tensor(count)
+            value = scaled(squared(net), count)
         if count == 3:
             form(value, recorder.calls, B)
         else:
-            with pytest.raises(DefenseError, match="divided by a count"):
+            with pytest.raises(DefenseError, match=r"scaled by a number that was .* and is"):
                 form(value, recorder.calls, B)
         recorder.remove()
+
+
+def test_weights_without_gradient_cannot_be_told() -> None:
+    """As the docstring says: the test holds what is not promised."""
+    mask = (X > 0).float()[:, :3]
+    own, joint = mask / mask.sum(1, keepdim=True) / B, mask / mask.sum()
+    forms = []
+    for weights in (own, joint):
+        form, net = FormCheck(), Net()
+        recorder = Recorder(net)
+        with recorder.step(B):
+            value = (net(X).square() * weights).mean()
+        form(value, recorder.calls, B)
+        forms.append(form.form)
+        recorder.remove()
+    assert forms[0] == forms[1]
 
 
 NETWORKS: list[tuple[str, Callable[[], nn.Module], Loss, str]] = [

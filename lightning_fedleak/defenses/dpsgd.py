@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -29,15 +30,23 @@ from lightning_fedleak.defenses.dpsgd_checks import (
     check_settings,
     check_trainer,
     count_samples,
+    drawn_batch,
     loss_with_graph,
     planned_steps,
+    same_draw,
     sizes_of,
     trainer_of,
+    unsharded,
 )
 from lightning_fedleak.defenses.loss_checks import FormCheck, check_isolation, outputs_of
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.per_sample import Clipping, Part
-from lightning_fedleak.defenses.poisson import PoissonBatchSampler, poisson_loader
+from lightning_fedleak.defenses.poisson import (
+    PoissonBatchSampler,
+    checked_loader,
+    is_sharded,
+    poisson_loader,
+)
 from lightning_fedleak.defenses.privacy import Privacy
 from lightning_fedleak.defenses.recorder import Layout, Recorder
 from lightning_fedleak.defenses.renyi_filter import RenyiFilter
@@ -100,12 +109,14 @@ class DPSGD(Defense):
             epsilon "so far". :attr:`share_spent` says how much of it is used up.
         clipping: ``"ghost"`` keeps factors, ``"per_sample"`` multiplies every per-sample gradient
             out, ``"auto"`` does for each layer what takes less.
-        poisson: sample batches by chance. Without it the loader's batches are taken as they are,
-            each example is accounted as if it were in all of them, and the unit of privacy is an
-            example replaced by nothing at its place.
+        poisson: sample batches by chance. Without it the loader's batches are taken as they are
+            (of a sampler of torch's own, without replacement), each example is accounted as if it
+            were in all of them, and the unit of privacy is an example replaced by nothing at its
+            place.
         trust: ``"local"``: the server sees each client's update, so each adds noise of sigma C.
             ``"central"``: it sees nothing but the sum over clients (secure aggregation, which this
-            package does not provide), so each adds sigma C over the root of their number.
+            package does not provide), so each adds sigma C over the root of their number, and L is
+            the loader's ``batch_size``, which all clients must have alike.
         on_budget: once ``target_epsilon`` is spent, ``"stop"`` ends the fit as usual, after the
             last release that fits with the noise of then; ``"raise"`` goes on to the first that
             does not. None is released beyond.
@@ -197,6 +208,8 @@ class DPSGD(Defense):
         self._form = FormCheck()
         self._seen: set[tuple[frozenset[tuple[str, Layout]], frozenset[tuple[str, str]]]] = set()
         self._looked = 0
+        self._drawn: Any = None
+        self._released: Any = None
         self._moves = Moves()
         self._clipped: ClippedSum | None = None
         self._batches = self._canaries = 0
@@ -276,6 +289,7 @@ class DPSGD(Defense):
             self.accountant, self._ledger = remembered, None
         self._recorder = Recorder(context.root)
         self._form, self._moves, self._seen = FormCheck(), Moves(), set()
+        self._drawn = self._released = None
         self._forget_step()
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
@@ -290,6 +304,8 @@ class DPSGD(Defense):
         delta = 0.1 / examples if self.target_delta is None else self.target_delta
         check_delta_for(delta, examples)
         replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
+        if context.clients > 1 and not is_sharded(dataloader):
+            warnings.warn(unsharded(context.clients, self.trust), stacklevel=2)
         if self.poisson:
             rate = min(1.0, batch_size / max(1, examples // replicas))
             first = 0 if self._sampler is None else self._sampler.step
@@ -304,7 +320,11 @@ class DPSGD(Defense):
             sampler = dataloader.batch_sampler
             assert isinstance(sampler, PoissonBatchSampler)
             self._sampler, self._expected = sampler, rate * len(sampler.shard)
+            if self.trust == "central" and context.clients > 1:
+                # The same on all clients: shards differ in size, and with them rate * size.
+                self._expected = float(batch_size)
         else:
+            dataloader = checked_loader(dataloader)
             rate, self._expected = 1.0, float(batch_size)
         self._rate, self._delta = rate, delta
         if self.noise_multiplier is None:
@@ -334,6 +354,14 @@ class DPSGD(Defense):
         if recorder is None or self._rate is None:
             raise DefenseError("DPSGD: a training step outside of fit; nothing was released")
         check_loader(context)
+        self._drawn = drawn_batch(context, batch)
+        if self.poisson and self._released is not None and same_draw(self._drawn, self._released):
+            raise DefenseError(
+                "DPSGD: this batch was released already (a second optimizer step on it, in an "
+                "overridden optimizer_step perhaps). Every release is accounted as a Poisson "
+                "sample of its own. Take one optimizer step on each batch, or pass poisson=False: "
+                "then each example is accounted as if it were in all of them."
+            )
         self._batches += 1
         if self._batches > 1:
             raise DefenseError(
@@ -403,6 +431,7 @@ class DPSGD(Defense):
                 self.measured_noise_multiplier = measured / self.max_grad_norm
         if sigma > 0:
             self._moves.remember(parameters)
+        self._released = self._drawn
         self._forget_step()
         if self.on_budget == "stop" and trainer is not None and not self._affords_another():
             trainer.should_stop = True
@@ -489,6 +518,7 @@ class DPSGD(Defense):
             self._recorder.remove()
             self._recorder = None
         self._clipped = None
+        self._drawn = self._released = None
 
     def _forget_step(self) -> None:
         self._batches = self._canaries = 0
@@ -616,7 +646,8 @@ def _guarantee(trust: Trust, poisson: bool, seed: int | None, fixed_budget: bool
     )
     return (
         f"against {server}: (epsilon, delta)-differential privacy of one example {unit}, for all "
-        f"releases together, {budget}. Not covered: what is logged or sent otherwise, and "
+        f"releases together, {budget}. An example that several clients hold pays at each of them: "
+        "the loader must be split among them. Not covered: what is logged or sent otherwise, and "
         "decisions taken in sight of the data."
     )
 

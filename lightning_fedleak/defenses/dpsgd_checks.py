@@ -119,6 +119,33 @@ def check_loader(context: DefenseContext) -> None:
         )
 
 
+def drawn_batch(context: DefenseContext, batch: Any) -> Any:
+    """What tells a batch from those drawn before: its number in the fit, or itself without one."""
+    epoch_loop = getattr(getattr(trainer_of(context), "fit_loop", None), "epoch_loop", None)
+    progress = getattr(epoch_loop, "batch_progress", None)
+    return batch if progress is None else int(progress.total.ready)
+
+
+def same_draw(one: Any, other: Any) -> bool:
+    """Whether two of :func:`drawn_batch` are of the same batch."""
+    return bool(one == other) if isinstance(one, int) and isinstance(other, int) else one is other
+
+
+def unsharded(clients: int, trust: str) -> str:
+    """What to warn of where several clients may hold the same examples."""
+    alike = (
+        " trust='central' also needs the same batch_size and noise on all of them."
+        if trust == "central"
+        else ""
+    )
+    return (
+        f"DPSGD: {clients} clients, and no DistributedSampler splits the training data among them. "
+        "The guarantee is for an example that one client alone holds: one that all of them hold "
+        "is in every client's releases, and pays for each. Leave use_distributed_sampler=True, or "
+        f"see to it that each process loads data of its own.{alike}"
+    )
+
+
 def trainer_of(context: DefenseContext) -> Any:
     """The Trainer of the module that is trained, None where it has none."""
     return getattr(context.root, "_trainer", None)
@@ -294,8 +321,11 @@ __all__ = [
     "check_settings",
     "check_trainer",
     "count_samples",
+    "drawn_batch",
     "loss_with_graph",
     "planned_steps",
+    "same_draw",
     "sizes_of",
     "trainer_of",
+    "unsharded",
 ]

@@ -3,10 +3,14 @@
 Every example of a client's shard is in a batch with chance ``rate``, independently of every other
 example and of every other batch. Batches vary in size and may be empty; an empty one is a release
 like every other and must not be skipped.
+
+Where batches are taken as a loader makes them, :func:`checked_loader` sees to it that no example is
+in one of them twice.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,8 +35,8 @@ from lightning_fedleak.defenses.ledger import check_count, check_sample_rate
 DOMAIN = b"lightning-fedleak poisson sampling 1\0"
 LEAST_ENTROPY = 16
 _ALREADY = (
-    "DP-SGD samples each example independently; it replaces the sampler and must know what it "
-    "replaces."
+    "DP-SGD samples each example independently and replaces the sampler, or with poisson=False "
+    "counts each example once in a batch: it must know what the sampler does."
 )
 
 
@@ -99,11 +103,37 @@ class PoissonBatchSampler(Sampler[list[int]]):
         """Nothing: every batch is drawn anew anyway."""
 
 
-class EmptyCollate:
-    """Collates as ``collate`` does, and gives a batch of the same form for no examples at all.
+class RowCollate:
+    """Collates as ``collate`` does, and refuses another number of rows than of examples.
 
-    A batch in which all tensors have the same first dimension, but not one row for each example, is
-    refused: what is clipped row by row would then not be what one example adds.
+    That is, a batch in which all tensors have the same first dimension, but not one row for each
+    example: what is clipped row by row would then not be what one example adds.
+
+    Args:
+        collate: the loader's own.
+
+    Raises:
+        DefenseError: in a call, another number of rows than of examples.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, examples: list[Any]) -> Any:
+        """The batch of these examples."""
+        batch = self.collate(examples)
+        sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+        if len(sizes) == 1 and sizes != {len(examples)}:
+            raise DefenseError(
+                f"the collate function made {sizes.pop()} rows of {len(examples)} examples. "
+                "Each row would be clipped by itself, while privacy is accounted for an "
+                "example: let it give one row for each, and split or pack texts in the dataset."
+            )
+        return batch
+
+
+class EmptyCollate(RowCollate):
+    """The same, and gives a batch of the same form for no examples at all.
 
     For no examples it collates one example once and twice. Whatever grew with the number of
     examples is per example and is cut to nothing: tensors in the dimension that grew (dimension 0
@@ -120,22 +150,14 @@ class EmptyCollate:
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, index: int) -> None:
-        self.collate = collate
+        super().__init__(collate)
         self.dataset = dataset
         self.index = index
 
     def __call__(self, examples: list[Any]) -> Any:
         """The batch of these examples."""
         if examples:
-            batch = self.collate(examples)
-            sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
-            if len(sizes) == 1 and sizes != {len(examples)}:
-                raise DefenseError(
-                    f"the collate function made {sizes.pop()} rows of {len(examples)} examples. "
-                    "Each row would be clipped by itself, while privacy is accounted for an "
-                    "example: let it give one row for each, and split or pack texts in the dataset."
-                )
-            return batch
+            return super().__call__(examples)
         once = self.collate([self.dataset[self.index]])
         twice = self.collate([self.dataset[self.index], self.dataset[self.index]])
         return _emptied(once, twice)
@@ -189,6 +211,7 @@ def poisson_loader(
         steps = max(1, round(1 / rate))
     check_count(steps, "steps")
     _check_loader(loader)
+    _check_none_of_several(loader)
     shard = _shard(loader)
     if not shard:
         raise DefenseError(
@@ -212,10 +235,35 @@ def poisson_loader(
     return DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **keep)
 
 
+def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same loader where it gives an example once in a batch and an epoch at most, as one row.
+
+    Under a DistributedSampler an example may be repeated on another process, in one batch of an
+    epoch.
+
+    Args:
+        loader: with a map-style dataset and a sampler of torch's own.
+
+    Raises:
+        DefenseError: a loader that may give an example twice, or whose sampler is not known.
+    """
+    _check_loader(loader)
+    _shard(loader)
+    checked = copy.copy(loader)
+    checked._iterator = None
+    checked.collate_fn = RowCollate(loader.collate_fn)
+    return checked
+
+
+def is_sharded(loader: Any) -> bool:
+    """Whether its sampler splits the dataset among processes."""
+    return isinstance(getattr(loader, "sampler", None), DistributedSampler)
+
+
 def _check_loader(loader: DataLoader[Any]) -> None:
     if not isinstance(loader, DataLoader):
         raise DefenseError(
-            f"Poisson sampling needs a torch DataLoader, got {type(loader).__name__}. Return one "
+            f"DP-SGD needs a torch DataLoader, got {type(loader).__name__}. Return one "
             "DataLoader from `train_dataloader`."
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
@@ -241,6 +289,9 @@ def _check_loader(loader: DataLoader[Any]) -> None:
             f"{_ALREADY} Pass batch_size=... instead of batch_sampler=..."
         )
     _sized(loader.dataset)
+
+
+def _check_none_of_several(loader: DataLoader[Any]) -> None:
     several = getattr(loader.dataset, "__getitems__", None)
     if several is not None:
         try:
@@ -332,4 +383,11 @@ def _rebuilt(like: Mapping[Any, Any], fields: dict[Any, Any]) -> Any:
         ) from error
 
 
-__all__ = ["EmptyCollate", "PoissonBatchSampler", "poisson_loader"]
+__all__ = [
+    "EmptyCollate",
+    "PoissonBatchSampler",
+    "RowCollate",
+    "checked_loader",
+    "is_sharded",
+    "poisson_loader",
+]

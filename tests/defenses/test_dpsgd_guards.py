@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, default_collate
 
 from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError
 from lightning_fedleak.defenses import dpsgd as dpsgd_file
-from tests.defenses.test_dpsgd import CLIP, Net, Run, first, trainer
+from tests.defenses.test_dpsgd import CLIP, Net, Run, data, first, trainer
 
 # ---- a batch without a loss ------------------------------------------------------------------
 
@@ -139,3 +141,87 @@ def test_what_changes_without_a_new_form_is_looked_for_now_and_then(monkeypatch)
     with pytest.raises(DefenseError, match="as in contrastive learning"):
         run.step(first(5))
     assert run.defense.releases == 6
+
+
+# ---- the loader ------------------------------------------------------------------------------
+
+
+def twice(examples: list[Any]) -> Any:
+    return default_collate(examples + examples)
+
+
+LOADERS: list[tuple[dict[str, Any], str]] = [
+    ({"sampler": RandomSampler(data(), replacement=True), "batch_size": 8}, "RandomSampler"),
+    ({"sampler": RandomSampler(data(), num_samples=90), "batch_size": 8}, "RandomSampler"),
+    ({"sampler": [0, 0, 1], "batch_size": 2}, "sampler list"),
+]
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize(("settings", "message"), LOADERS)
+def test_a_loader_that_gives_an_example_twice_is_refused(settings, message, poisson) -> None:
+    given = DataLoader(data(), **settings)
+    with pytest.raises(DefenseError, match=f"{message} chooses examples in its own way"):
+        Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=poisson), loader=given)
+
+
+def test_without_poisson_a_row_is_an_example_and_the_loader_stays() -> None:
+    given = DataLoader(data(), batch_size=8, shuffle=True, drop_last=True)
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=False), loader=given)
+    assert run.loader is not given
+    assert type(given.collate_fn) is not type(run.loader.collate_fn)
+    seen = torch.cat([batch[0] for batch in run.loader])
+    assert len(seen) == len(torch.unique(seen, dim=0)) == 40
+    doubled = DataLoader(data(), batch_size=8, collate_fn=twice)
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=False), loader=doubled)
+    with pytest.raises(DefenseError, match="16 rows of 8 examples"):
+        next(iter(run.loader))
+
+
+# ---- one batch, one release ------------------------------------------------------------------
+
+
+def test_a_batch_is_released_once() -> None:
+    run, batch = Run(DPSGD(CLIP, noise_multiplier=1.0)), first(5)
+    run.step(batch)
+    with pytest.raises(DefenseError, match="this batch was released already"):
+        run.step(batch)
+    assert run.defense.accountant.steps == 1
+    run.defense._forget_step()
+    run.step(first(5))
+    each = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=False))
+    each.step(batch)
+    each.step(batch)
+    assert each.defense.accountant.history == ((1.0, 1.0, 2),)
+
+
+# ---- several clients -------------------------------------------------------------------------
+
+
+def sharded(client: int, n: int = 5, batch_size: int = 2) -> DataLoader[Any]:
+    sampler = DistributedSampler(data(n), num_replicas=2, rank=client)
+    return DataLoader(sampler.dataset, batch_size=batch_size, sampler=sampler)
+
+
+def test_under_central_trust_all_clients_divide_alike() -> None:
+    """Else the sample on the larger share's client weighs more than the noise was made for."""
+    released = []
+    for client in range(2):
+        defense = DPSGD(CLIP, noise_multiplier=0.0, trust="central", target_delta=1e-3)
+        run = Run(defense, loader=sharded(client), client=client, clients=2)
+        assert len(run.loader.batch_sampler.shard) == 3 - client
+        released.append(run.step(first(1)))
+    assert torch.equal(released[0], released[1])
+    assert float(released[0].norm()) == pytest.approx(CLIP / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_clients_that_may_share_examples_are_warned(poisson: bool) -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0, poisson=poisson)
+    assert "pays at each of them" in defense.guarantee
+    with pytest.warns(UserWarning, match="2 clients, and no DistributedSampler splits"):
+        Run(defense, clients=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Run(defense, loader=sharded(0), clients=2)
+        Run(defense)

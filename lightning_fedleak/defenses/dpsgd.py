@@ -23,6 +23,7 @@ from lightning_fedleak.defenses.accounting import (
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.defenses.canary import CanaryGradient
 from lightning_fedleak.defenses.dpsgd_checks import (
+    Buffers,
     check_choices,
     check_hardening,
     check_loader,
@@ -77,12 +78,23 @@ class DPSGD(Defense):
     it is the *local* gradient that monitors see. Kept inputs take memory for as long as the graph
     would; gradient checkpointing does not free them.
 
-    Refused at setup is what would break the guarantee (:mod:`~.dpsgd_checks`), in a step a loss
-    that is not a mean of per-sample means or a network that mixes samples (:mod:`~.loss_checks`),
-    gradients that the layers do not explain, noise that is not what was accounted, and weights that
-    do not move. What a module sends or logs itself is not covered, neither are validation metrics,
-    leakage logs and decisions taken in sight of them. Noise is floating-point and not from a
-    cryptographic generator (:mod:`~lightning_fedleak.defenses.noise` says where from).
+    Refused at setup is what would break the guarantee (:mod:`~.dpsgd_checks`). Refused in a step
+    are a batch without a loss, a loss that is not a mean of per-sample means or a network that
+    mixes samples, through the graph (:mod:`~.loss_checks`), gradients that the layers do not
+    explain, noise that is not what was accounted, a second release of one batch, buffers that
+    ``training_step`` writes to, and weights that do not move.
+
+    These looks find mistakes; they follow gradients, and prove nothing. Samples that meet without a
+    gradient are not seen and void the guarantee: whitening by detached statistics of the batch,
+    in-batch negatives that are detached, weights without gradient such as ``mask / mask.sum()``,
+    labels or masks that are made from the whole batch, batches rewritten in hooks, plain attributes
+    that keep something of earlier batches, and whether a network mixes samples in some steps only
+    (it is looked at where layers are used in a new way, and every 100 releases).
+
+    What a module sends or logs itself is not covered, neither are validation metrics, leakage logs
+    and decisions taken in sight of them, nor buffers that are written outside of ``training_step``.
+    Noise is floating-point and not from a cryptographic generator
+    (:mod:`~lightning_fedleak.defenses.noise` says where from).
 
     An empty batch does not run ``training_step``. Under DDP do not log with ``sync_dist=True``
     there: a rank with an empty batch would not take part.
@@ -347,8 +359,8 @@ class DPSGD(Defense):
         """Records the forward pass and looks at the loss; an empty batch gives a loss of zero.
 
         Raises:
-            DefenseError: there is no loss with a graph, it is not a mean of per-sample means, or
-                samples are mixed.
+            DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
+                samples are mixed, or a buffer was changed.
         """
         recorder = self._recorder
         if recorder is None or self._rate is None:
@@ -373,8 +385,10 @@ class DPSGD(Defense):
         if samples == 0:
             recorder.clear()
             return _zero_on_the_graph(context.root)
+        buffers = Buffers(context.root)
         with recorder.step(samples):
             output = training_step()
+        buffers.check_unchanged()
         self._check_loss(loss_with_graph(output, samples), recorder)
         recorder.calls = []
         return output

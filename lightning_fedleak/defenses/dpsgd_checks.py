@@ -105,6 +105,39 @@ def _check_statistics(name: str, module: nn.Module) -> None:
         )
 
 
+class Buffers:
+    """The buffers of a model as they are now, to see whether a training step writes to one.
+
+    A buffer that training data change (an average of activations, a codebook, a sum of inputs)
+    leaves with the model, and no noise covers it. Only that one was written to is seen, not with
+    what, so that a step counter is refused too.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._before = {name: (b, _version(b)) for name, b in root.named_buffers()}
+
+    def check_unchanged(self) -> None:
+        """Refuses where one was written to, replaced or added since.
+
+        Raises:
+            DefenseError: says which.
+        """
+        for name, buffer in self._root.named_buffers():
+            old, version = self._before.get(name, (None, 0))
+            if buffer is not old or _version(buffer) != version:
+                raise DefenseError(
+                    f"DPSGD: training_step changed the buffer '{name}', which leaves with the "
+                    "model and which no noise covers. Put the layer that keeps it into eval mode, "
+                    "or keep what training data do not decide (a step counter) in a plain "
+                    "attribute or outside of training_step."
+                )
+
+
+def _version(buffer: Tensor) -> int:
+    return -1 if buffer.is_inference() else buffer._version
+
+
 def check_loader(context: DefenseContext) -> None:
     """Refuses several training loaders at once.
 
@@ -314,6 +347,7 @@ def check_settings(
 
 __all__ = [
     "PRECISIONS",
+    "Buffers",
     "check_choices",
     "check_hardening",
     "check_loader",

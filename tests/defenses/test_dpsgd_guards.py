@@ -225,3 +225,52 @@ def test_clients_that_may_share_examples_are_warned(poisson: bool) -> None:
         warnings.simplefilter("error")
         Run(defense, loader=sharded(0), clients=2)
         Run(defense)
+
+
+# ---- what leaves without noise ---------------------------------------------------------------
+
+
+class Averaging(Net):
+    """Keeps an average of its inputs, written in place or anew."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6))
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            if self.in_place:
+                self.average.lerp_(x.detach().mean(0), 0.1)
+            else:
+                self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_a_batch_changes_is_refused(in_place: bool) -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0), Averaging(in_place))
+    with pytest.raises(DefenseError, match="changed the buffer 'average'"):
+        run.step(first(5))
+    assert run.defense.releases == 0
+
+
+def test_buffers_that_stay_are_taken() -> None:
+    root = Averaging(in_place=True)
+    root.training = False
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0), root)
+    run.step(first(5))
+    run.step(first(0))
+    assert run.defense.releases == 2
+
+
+class Whitened(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+def test_statistics_of_the_batch_without_a_gradient_are_not_seen() -> None:
+    """As docs/dpsgd.md says: the test holds what is not promised."""
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0), Whitened())
+    run.step(first(5))
+    assert run.defense.releases == 1

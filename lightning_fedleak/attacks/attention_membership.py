@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
@@ -49,6 +49,9 @@ from lightning_fedleak.threats import Capability, ThreatModel
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Half-widths of the bands around a member's response, in units of it."""
+
+DEFENDED_WIDTH = 0.1
+"""The one that holds members in any precision."""
 
 BETA = 0.3
 """Default of what multiplies the products of whitened hidden states."""
@@ -173,6 +176,7 @@ class AttentionMembership(MembershipAttack):
         check_positive("refresh_every", refresh_every)
         check_positive("calibration_tokens", calibration_tokens or 1)
         own = None if isinstance(gamma, str) or score == "coordinates" else float(gamma)
+        self._open_widths = tuple(widths) == WIDTHS and own is None
         self.design = AttentionDesign(
             beta=beta,
             gamma=gamma,
@@ -223,6 +227,12 @@ class AttentionMembership(MembershipAttack):
         return cls(layer, public_text, **given)
 
     # ---- A_init -----------------------------------------------------------------------------
+
+    def expect(self, *, defended: bool) -> None:
+        """Against a defence that acts on gradients the default widths are one."""
+        if self._open_widths:
+            widths = (DEFENDED_WIDTH,) if defended else WIDTHS
+            self.design = replace(self.design, widths=widths_of(widths, None))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """A_init: whitening and gamma, from the hidden states of public text.

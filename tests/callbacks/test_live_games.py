@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks.attention_membership import WIDTHS, AttentionMembership
 from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.insertion import insert
@@ -313,6 +314,21 @@ def test_under_clip_and_noise_the_default_ladder_leaks_no_less_than_one_rung(tmp
     assert found > 0.78
     fit([LeakageMonitor(attacks, every_n_steps=3)], tmp_path / "none", module=still())
     assert attacks[0].rungs == 14
+
+
+def test_under_clip_and_noise_attention_has_one_width_and_leaks_no_less(tmp_path):
+    generator = torch.Generator().manual_seed(5)
+    public = PublicText(list(torch.randint(3, 97, (200, 12), generator=generator)))
+    default = AttentionMembership(1, public, tokens=12, batch=4, name="default")
+    many = AttentionMembership(1, public, tokens=12, batch=4, widths=(*WIDTHS, 0.6), name="many")
+    monitor = LeakageMonitor([default, many], every_n_steps=1, window=200)
+    strategy = DefendedStrategy("auto", defenses=[GradientNoise(clip=3.0, sigma=0.5, seed=0)])
+    fit([monitor], tmp_path / "noise", strategy=strategy, module=still(), n=400)
+    assert default.config()["widths"] == [0.1]
+    found, before = (monitor.latest[f"leakage/{n}/auc"] for n in ("default", "many"))
+    assert found > max(0.7, before + 0.05)
+    fit([LeakageMonitor(default, every_n_steps=3)], tmp_path / "none", module=still())
+    assert tuple(default.config()["widths"]) == WIDTHS
 
 
 def test_noise_without_a_clip_holds_no_server_back_that_scales_its_layers(tmp_path):

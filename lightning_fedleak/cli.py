@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import sys
@@ -408,61 +409,36 @@ def _demo(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    # Threads that spin while they wait starve each other where other programs use the cores too;
-    # OpenMP reads this when torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from lightning_fedleak.demo.run import INTERRUPTED, Demo, UserError
-
-    try:
-        return Demo(**vars(options)).run()
-    except UserError as error:
-        print(f"fedleak: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("fedleak: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return _run("lightning_fedleak.demo.run", "Demo", options)
 
 
 def _game(options: argparse.Namespace) -> int:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from lightning_fedleak.game_cli import GameCommand, UserError
-
-    try:
-        return GameCommand(**vars(options)).run()
-    except UserError as error:
-        print(f"fedleak: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("fedleak: interrupted", file=sys.stderr)
-        return 130
+    return _run("lightning_fedleak.game_cli", "GameCommand", options)
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from lightning_fedleak.sweep_cli import SweepCommand, UserError
-
-    try:
-        return SweepCommand(**vars(options)).run()
-    except UserError as error:
-        print(f"fedleak: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("fedleak: interrupted", file=sys.stderr)
-        return 130
+    return _run("lightning_fedleak.sweep_cli", "SweepCommand", options)
 
 
 def _invert(options: argparse.Namespace) -> int:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from lightning_fedleak.invert_cli import InvertCommand, UserError
+    return _run("lightning_fedleak.invert_cli", "InvertCommand", options)
 
+
+def _run(module: str, command: str, options: argparse.Namespace) -> int:
+    """Runs a command's class, and says what the user can mend."""
+    # Threads that spin while they wait starve each other where other programs use the cores too;
+    # OpenMP reads this when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    home = importlib.import_module(module)
     try:
-        return InvertCommand(**vars(options)).run()
-    except UserError as error:
+        status: int = getattr(home, command)(**vars(options)).run()
+    except home.UserError as error:
         print(f"fedleak: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("fedleak: interrupted", file=sys.stderr)
         return 130
+    return status
 
 
 def _fit(arguments: Sequence[str] | None) -> int:

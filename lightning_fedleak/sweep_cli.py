@@ -217,6 +217,7 @@ def explanation(results: Sequence[tuple[Cell, CellResult]]) -> str:
         if found.unknown
     }
     lines += sorted(unknown)
+    lines += [f"{cell.defense} warns: {text}" for cell, r in results for text in r.warnings]
     lines += [f"{cell.defense} failed: {r.error}" for cell, r in results if r.error is not None]
     return "\n".join(lines)
 

@@ -123,6 +123,7 @@ class CellResult:
             accounts for them; None for an infinite epsilon.
         leakage: by attack.
         seconds: wall time of the run.
+        warnings: what this package warned of, but for reasons that stand in ``leakage``.
         error: why there is no result; None where there is one.
     """
 
@@ -130,6 +131,7 @@ class CellResult:
     privacy: Mapping[str, float | None] = field(default_factory=dict)
     leakage: Mapping[str, Leakage] = field(default_factory=dict)
     seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,7 +142,8 @@ class CellResult:
     def from_dict(cls, values: Mapping[str, Any]) -> CellResult:
         """Takes back what :meth:`to_dict` gave."""
         leakage = {name: Leakage(**entry) for name, entry in values["leakage"].items()}
-        return cls(**{**values, "leakage": leakage})
+        told = tuple(values["warnings"])
+        return cls(**{**values, "leakage": leakage, "warnings": told})
 
 
 def run_cell(cell: Cell, folder: Path) -> CellResult:
@@ -158,7 +161,7 @@ def run_cell(cell: Cell, folder: Path) -> CellResult:
     began = time.perf_counter()
     shutil.rmtree(folder, ignore_errors=True)
     setting, defenses = cell.setting, cell.defense.build()
-    with quiet():
+    with quiet() as heard:
         L.seed_everything(setting.seed, verbose=False)
         module = CausalLMFineTuning(
             setting.model, lr=setting.lr, peft=setting.peft, loss="sample_mean"
@@ -191,6 +194,7 @@ def run_cell(cell: Cell, folder: Path) -> CellResult:
         privacy=privacy,
         leakage=leakage_of(folder / "leakage.jsonl", attacks),
         seconds=time.perf_counter() - began,
+        warnings=tuple(dict.fromkeys(heard)),
     )
 
 
@@ -311,19 +315,22 @@ def _fit(trainer: L.Trainer, module: L.LightningModule, setting: Setting) -> Non
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps the libraries' own notices out of the table."""
+def quiet() -> Iterator[list[str]]:
+    """Keeps notices out of the table; gives, in the end, what this package warned of."""
     levels = {name: logging.getLogger(name).level for name in _CHATTY}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    heard: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for name in levels:
             logging.getLogger(name).setLevel(logging.ERROR)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
-            yield
+            yield heard
         finally:
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
+            ours = (str(w.message) for w in caught if "lightning_fedleak" in w.filename)
+            heard += [text for text in ours if "gave no result" not in text]
 
 
 __all__ = [

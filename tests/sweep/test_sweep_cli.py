@@ -9,8 +9,9 @@ from rich.console import Console
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.demo.assets import SourceError
-from lightning_fedleak.sweep.cell import ATTACKS, Setting, _leakage
-from lightning_fedleak.sweep_cli import DEFENSES, SweepCommand
+from lightning_fedleak.sweep.cell import ATTACKS, Cell, CellResult, Setting, _leakage, run_cell
+from lightning_fedleak.sweep.specs import parse_defenses
+from lightning_fedleak.sweep_cli import DEFENSES, SweepCommand, explanation
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 
@@ -58,6 +59,18 @@ def test_a_grid_is_run_written_plotted_and_gone_on_with(
     again = swept(command, status=1)
     assert "3 cells, 2 of them done before" in again
     assert "none: val loss" not in again
+
+
+def test_what_the_package_warns_of_is_told(model: str, text: str, tmp_path: Path) -> None:
+    (spec,) = parse_defenses("freeze:part=head+embeddings")
+    setting = Setting(model=model, text=text, attacks=("flatchat",), steps=1, length=12)
+    result = run_cell(Cell(setting, spec), tmp_path)
+    (told,) = result.warnings
+    assert "which is not shared in this run" in told
+    assert not result.leakage["flatchat"].exposed
+    again = CellResult.from_dict(json.loads(json.dumps(result.to_dict())))
+    assert again == result
+    assert f"{spec} warns: {told}" in explanation([(Cell(setting, spec), result)])
 
 
 def test_the_command_line_and_the_class_agree(

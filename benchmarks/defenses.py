@@ -22,6 +22,8 @@ defence, frozen head, embeddings or both, noise on the update, and DP-SGD, and w
 got from the shared update meanwhile. Head and embeddings must be two matrices to be frozen by
 themselves, so a tied model is untied: the head starts as a copy of the embeddings. Results are
 kept in ``--out``; the same command goes on where it was stopped, and ``--cells`` runs some only.
+Over several ``--seeds`` there are means with 95% intervals (Student's t), and the loss that a
+defence costs is taken seed by seed.
 """
 
 from __future__ import annotations
@@ -58,7 +60,15 @@ from lightning_fedleak.demo.data import TextDataModule
 from lightning_fedleak.demo.module import CausalLMFineTuning
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.sweep.cell import Cell, CellResult, Setting, leakage_of, loss_before, quiet
+from lightning_fedleak.sweep.cell import (
+    Cell,
+    CellResult,
+    Leakage,
+    Setting,
+    leakage_of,
+    loss_before,
+    quiet,
+)
 from lightning_fedleak.sweep.grid import Grid
 from lightning_fedleak.sweep.plots import plot_pareto
 from lightning_fedleak.sweep.specs import parse_defenses
@@ -252,43 +262,60 @@ def utility(args: argparse.Namespace) -> None:
         public = tokens_of(
             read_texts(args.public), AutoTokenizer.from_pretrained(model), None, args.seed + 2, 1000
         )
-    setting = Setting(
-        model=model,
-        text=str(path),
-        attacks=("flatchat", "aligned_flatchat", "bag_of_words", "fc"),
-        layer=args.layer,
-        steps=args.steps,
-        batch_size=args.batch_size,
-        length=args.length,
-        every_n_steps=args.every_n_steps,
-        lr=args.lr,
-        seed=args.seed,
-    )
-    grid = Grid([Cell(setting, spec) for text in CELLS for spec in parse_defenses(text)], args.out)
-    chosen = [c for i, c in enumerate(grid.cells) if args.cells is None or i in args.cells]
+    settings = [
+        Setting(
+            model=model,
+            text=str(path),
+            attacks=("flatchat", "aligned_flatchat", "bag_of_words", "fc"),
+            layer=args.layer,
+            steps=args.steps,
+            batch_size=args.batch_size,
+            length=args.length,
+            every_n_steps=args.every_n_steps,
+            lr=args.lr,
+            seed=seed,
+        )
+        for seed in args.seeds
+    ]
+    specs = [spec for text in CELLS for spec in parse_defenses(text)]
+    grid = Grid([Cell(s, spec) for s in settings for spec in specs], args.out)
+    chosen = [c for c in grid.cells if args.cells is None or specs.index(c.defense) in args.cells]
     Grid(chosen, args.out).run(
         lambda cell, folder: run_one(cell, folder, public),
         on_result=lambda cell, r: print(
-            f"{cell.defense}: {r.val_loss}, {r.error or ''}", flush=True
+            f"seed {cell.setting.seed}, {cell.defense}: {r.val_loss}, {r.error or ''}", flush=True
         ),
     )
-    before = loss_before(setting)
+    before = sum(loss_before(s) for s in settings) / len(settings)
     results = grid.results()
     grid.write(args.out / "results.json")
     print(f"head and embeddings {'were tied and are untied' if untied else 'are not tied'}")
     print(f"loss before training {before:.3f}")
-    names = setting.attacks
-    print(f"| defence | val loss | epsilon | {' | '.join(names)} | seconds |")
-    print("|---|---|---|" + "---|" * (len(names) + 1))
-    for cell, result in results:
-        loss = "failed" if result.val_loss is None else f"{result.val_loss:.3f}"
-        read = " | ".join(_leak(result.leakage.get(name)) for name in names)
-        print(f"| {cell.defense} | {loss} | {_epsilon(result)} | {read} | {result.seconds:.0f} |")
-        if result.error:
-            print(f"|  | {result.error} |")
-    print(_about(args))
+    names = settings[0].attacks
+    print(f"| defence | val loss | more than none | epsilon | {' | '.join(names)} | seconds |")
+    print("|---|---|---|---|" + "---|" * (len(names) + 1))
+    bare = {c.setting.seed: r.val_loss for c, r in results if c.defense == specs[0]}
+    for spec in specs:
+        own = {c.setting.seed: r for c, r in results if c.defense == spec and r.error is None}
+        for cell, result in results:
+            if cell.defense == spec and result.error:
+                print(f"| {spec} | failed with seed {cell.setting.seed}: {result.error} |")
+        if not own:
+            continue
+        losses = {seed: r.val_loss for seed, r in own.items() if r.val_loss is not None}
+        more = [v - b for s, v in losses.items() if (b := bare.get(s)) is not None]
+        read = " | ".join(_leak([r.leakage.get(name) for r in own.values()]) for name in names)
+        epsilon = _epsilon(next(iter(own.values())))
+        seconds = sum(r.seconds for r in own.values())
+        price = _pm(more) if more else "unknown"
+        print(
+            f"| {spec} | {_pm(list(losses.values()))} | {price} | {epsilon} | {read} "
+            f"| {seconds:.0f} |"
+        )
+    print(f"seeds {args.seeds}; {_about(args)}")
     if args.plot:
-        plot_pareto(results, args.plot, loss_before=before)
+        shown = [(c, r) for c, r in results if c.setting.seed == args.seeds[0]]
+        plot_pareto(shown, args.plot, loss_before=loss_before(settings[0]))
 
 
 def untied_copy(model: str, folder: Path) -> tuple[str, bool]:
@@ -361,15 +388,21 @@ def run_one(cell: Cell, folder: Path, public: PublicText) -> CellResult:
     )
 
 
-def _leak(found) -> str:
-    if found is None:
+def _leak(found: list[Leakage | None]) -> str:
+    """Over seeds: mean and 95% interval of Student's t. Of one seed its own interval."""
+    known = [entry for entry in found if entry is not None]
+    if not known:
         return ""
-    if not found.exposed:
+    if not any(entry.exposed for entry in known):
         return "not shared"
-    if found.value is None:
-        return f"unknown ({found.why})"
-    low = "" if found.low is None else f" ({found.low:.2f} to {found.high:.2f})"
-    return f"{found.value:.3f}{low}"
+    values = [entry.value for entry in known if entry.value is not None]
+    unknown = [entry.why for entry in known if entry.value is None]
+    if unknown:
+        return f"unknown {len(unknown)} of {len(known)} times ({unknown[0]})"
+    if len(known) > 1:
+        return _pm(values)
+    low, high = known[0].low, known[0].high
+    return f"{values[0]:.3f}" + ("" if low is None else f" ({low:.2f} to {high:.2f})")
 
 
 def _epsilon(result: CellResult) -> str:
@@ -381,7 +414,7 @@ def _epsilon(result: CellResult) -> str:
 
 def _pm(values: list[float]) -> str:
     mean, half = summary(values)
-    return f"{mean:.3f} ± {half:.3f}"
+    return f"{mean:.3f}" + (f" ± {half:.3f}" if len(values) > 1 else "")
 
 
 def _about(args: argparse.Namespace) -> str:
@@ -400,7 +433,7 @@ def main() -> None:
     shared.add_argument("--model", required=True, help="folder or hub id of a causal model")
     shared.add_argument("--private", default="imdb", help="as in word_recovery.py")
     shared.add_argument("--public", default="wikitext2")
-    shared.add_argument("--seed", type=int, default=0)
+    shared.add_argument("--seed", type=int, default=0, help="of the choice of texts")
     shared.add_argument("--threads", type=int, default=1)
     shared.add_argument("--plot", type=Path, help="where to draw a PNG")
     commands = parser.add_subparsers(required=True)
@@ -424,7 +457,8 @@ def main() -> None:
     two.add_argument("--length", type=int, default=64)
     two.add_argument("--every-n-steps", type=int, default=10)
     two.add_argument("--lr", type=float, default=1e-4)
-    two.add_argument("--cells", type=int, nargs="+", help="indices of the cells to run, from 0")
+    two.add_argument("--cells", type=int, nargs="+", help="indices of the defences, from 0")
+    two.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the fine-tuning runs")
     two.set_defaults(run=utility)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

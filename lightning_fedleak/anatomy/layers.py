@@ -54,6 +54,7 @@ def layers_of(root: nn.Module, types: tuple[type[nn.Module], ...]) -> list[Named
 def listed_layers(
     root: nn.Module, types: tuple[type[nn.Module], ...], outside: Iterable[int] = ()
 ) -> list[str]:
+    """For an error: layers of these types, but for those whose ids are ``outside``."""
     skip = set(outside)
     return [
         f"'{n}' ({type(leaf(m)).__name__}, {rows_of(m)} rows)"
@@ -63,6 +64,11 @@ def listed_layers(
 
 
 def shape_of(module: nn.Module, argument: str) -> tuple[int, int]:
+    """Rows and columns of the layer's weight matrix.
+
+    Raises:
+        AnatomyError: it has none; the user's ``argument`` is named.
+    """
     shape = matrix_shape(module)
     if shape is None:
         raise AnatomyError(
@@ -78,6 +84,11 @@ def rows_of(module: nn.Module, argument: str = "part") -> int:
 
 
 def path_in(root: nn.Module, module: nn.Module, part: str) -> str:
+    """Where ``module`` hangs in ``root``.
+
+    Raises:
+        AnatomyError: nowhere; ``part`` says what was looked for.
+    """
     path = path_of(root, module)
     if path is None:
         raise AnatomyError(f"the {part} ({type(module).__name__}) is not inside the module given.")
@@ -87,6 +98,7 @@ def path_in(root: nn.Module, module: nn.Module, part: str) -> str:
 def missing_part(
     root: nn.Module, part: str, looked_for: str, found: list[str], *arguments: str
 ) -> AnatomyError:
+    """The error for a part that was not found: what was, and which arguments name one."""
     named = ", ".join(f"{a}='path.to.module'" for a in arguments)
     return AnatomyError(
         f"found no {part} in {type(root).__name__}. Looked for: {looked_for}. "
@@ -96,6 +108,7 @@ def missing_part(
 
 
 def listed(items: list[str], most: int = 12) -> str:
+    """The first items for an error's text, and how many more there are."""
     if not items:
         return "nothing"
     more = f", and {len(items) - most} more" if len(items) > most else ""

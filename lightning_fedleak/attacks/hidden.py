@@ -222,6 +222,11 @@ def states_of_text(states: Any, length: int, anatomy: Anatomy, layer: int) -> Te
 def check_text(
     anatomy: Anatomy, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None
 ) -> None:
+    """Refuses texts (B, L) that the model cannot read, masks and positions of another shape.
+
+    Raises:
+        ValueError: an empty or too long text, a wrong shape, or positions the model does not take.
+    """
     shape = tuple(input_ids.shape)
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be (B, L), got {shape}")

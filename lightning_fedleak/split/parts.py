@@ -39,6 +39,7 @@ class Arrive(nn.Module):
         self.states: Tensor | None = None
 
     def forward(self, *_: Any, **__: Any) -> Any:
+        """The hidden states that came, in the form that a block returns."""
         if self.states is None:
             raise RuntimeError("no hidden states have come")
         return with_states_out(self._like, self.states)
@@ -48,6 +49,7 @@ class Leave(nn.Module):
     """In place of the blocks behind: ends the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Never returns: carries the hidden states out."""
         raise _Reached(states_in(args, kwargs))
 
 
@@ -60,6 +62,7 @@ class Nothing(nn.Module):
         self.register_buffer("zero", weight.new_zeros(1).detach(), persistent=False)
 
     def forward(self, *_: Any, **__: Any) -> Any:
+        """A zero that broadcasts to any shape, (1,)."""
         return self.zero
 
 

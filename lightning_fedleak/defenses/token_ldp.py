@@ -11,37 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, AnatomyError, Kind, find_anatomy
-from lightning_fedleak.batches import (
-    BatchAdapter,
-    BatchError,
-    BatchWriter,
-    TokenBatch,
-    other_fields,
-    read_batch,
-    write_batch,
-)
+from lightning_fedleak.anatomy import Kind
+from lightning_fedleak.batches import BatchAdapter, BatchWriter
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.defenses.ldp_mechanisms import Decode, Mechanism, Randomizer
-from lightning_fedleak.defenses.ldp_reference import clients, reference_sample
+from lightning_fedleak.defenses.ldp_reference import clients
 from lightning_fedleak.defenses.noise import base_of
-from lightning_fedleak.defenses.token_streams import batch_key, row_digests, row_keys, uniforms
-from lightning_fedleak.defenses.token_text import (
-    TextError,
-    Words,
-    public_set,
-    special_of_config,
-    special_of_tokenizer,
-    text_of,
-)
-
-Per = Literal["token", "sequence"]
-Implementation = Literal["torch", "multi-freq-ldpy"]
-
-PUBLIC_FIELDS = frozenset(
-    ("position_ids", "token_type_ids", "special_tokens_mask", "length", "lengths")
-)
-"""Fields of a batch that say where words stand, not which: they are handed on as they are."""
+from lightning_fedleak.defenses.token_batches import PUBLIC_FIELDS, BatchForm
+from lightning_fedleak.defenses.token_draws import Implementation, draw
+from lightning_fedleak.defenses.token_promise import Per, Promise
+from lightning_fedleak.defenses.token_releases import ReleaseCounter
+from lightning_fedleak.defenses.token_streams import batch_key, row_digests, row_keys
+from lightning_fedleak.defenses.token_text import text_of
+from lightning_fedleak.defenses.token_words import TextError, Words, public_set, words_of
 
 
 class TokenLDP(Defense):
@@ -185,17 +167,15 @@ class TokenLDP(Defense):
         self.implementation = implementation
         self.seed = seed
         self._settings = (decode, buckets, bits)
-        self._adapter, self._writer = batch_adapter, batch_writer
+        self._form = BatchForm(self.public_fields, example_ids, batch_adapter, batch_writer)
         self._set = None if isinstance(domain, str) else _checked_set(domain)
         self._randomizer(max(2, buckets or bits or 2))  # checks the settings
-        self.batches = 0
-        self.longest = 0
-        self._earlier = 0
-        self._counts: dict[bytes, int] = {}
-        self._most = 0
+        self._releases = ReleaseCounter()
         self._ready: Words | None = None
-        self.guarantee = self._guarantee()
-        self._warn()
+        promise = self._promise()
+        self.guarantee = promise.guarantee
+        for what in promise.warnings:
+            warnings.warn(f"TokenLDP: {what}", UserWarning, stacklevel=2)
 
     @classmethod
     def as_published(cls, mechanism: Mechanism, epsilon: float, **settings: Any) -> TokenLDP:
@@ -208,6 +188,16 @@ class TokenLDP(Defense):
         rule = None if mechanism == "grr" else "argmax" if mechanism == "the" else "first"
         published = {"per": "token", "domain": "batch", "keep_special": False, "decode": rule}
         return cls(mechanism, epsilon, **{**published, **settings})
+
+    @property
+    def batches(self) -> int:
+        """How many batches were randomised so far on this process, earlier fits included."""
+        return self._releases.batches
+
+    @property
+    def longest(self) -> int:
+        """Words of the longest row so far on this process."""
+        return self._releases.longest
 
     @property
     def epsilon_per_sequence(self) -> float:
@@ -230,7 +220,7 @@ class TokenLDP(Defense):
         too, and this number times that of the processes bounds all their releases where rows are
         memoised.
         """
-        return self._earlier + self._most
+        return self._releases.most
 
     @property
     def epsilon_spent(self) -> float:
@@ -244,8 +234,7 @@ class TokenLDP(Defense):
         Raises:
             DefenseError: one of them cannot be told and is not given, or the domain is empty.
         """
-        self._earlier, self._most = self.releases_per_example, 0
-        self._counts.clear()
+        self._releases.next_fit()
         self._ready = self._prepare(context.root)
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
@@ -262,92 +251,41 @@ class TokenLDP(Defense):
     def _on_batch(self, batch: Any, context: DefenseContext) -> Any:
         ready = self._ready or self._prepare(context.root)
         self._ready = ready
-        tokens = self._read(batch, ready.kind)
+        tokens = self._form.read(batch, ready.kind)
         text = text_of(tokens, ready, self.keep_special)
         ids, n_words = text.ids[text.words], text.words.sum(1)
         rows = torch.split(ids, n_words.tolist())
-        digests = row_digests(rows, self._ids_of_examples(batch, len(n_words)))
-        if ready.domain is None:
-            drawn = self._draw_in_batch(ids, n_words, digests, context)
-        else:
-            index, inside = ready.index_of(ids)
-            everywhere = inside if self._set is not None else None
-            drawn = self._draw(index, everywhere, len(ready.domain), n_words, digests, context)
-            drawn = ready.domain[drawn]
-        self.batches += 1
-        self._count(digests, n_words)
+        digests = row_digests(rows, self._form.ids_of_examples(batch, len(n_words)))
+        drawn = self._drawn(ids, n_words, ready, digests, context)
+        self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
         written = text.written(tokens, drawn, self.labels == "replaced")
-        return self._write(batch, written)
+        return self._form.write(batch, written)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Counts: batches, releases of an example, words of the longest row."""
-        return {
-            "batches": self.batches,
-            "releases": self.releases_per_example,
-            "longest": self.longest,
-        }
+        return {**self._releases.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on counting; no counter runs backwards, not even in one process."""
-        self._earlier = max(self.releases_per_example, int(state.get("releases", 0)))
-        self._most = 0
-        self._counts.clear()
-        self.batches = max(self.batches, int(state.get("batches", 0)))
-        self.longest = max(self.longest, int(state.get("longest", 0)))
+        names = ("batches", "releases", "longest")
+        self._releases.load(*(int(state.get(name, 0)) for name in names))
 
     def teardown(self) -> None:
         """Forgets the model, and by what examples were told apart."""
         self._ready = None
-        self._earlier, self._most = self.releases_per_example, 0
-        self._counts.clear()
+        self._releases.next_fit()
 
-    def _guarantee(self) -> str:
-        if self.domain == "batch":
-            return (
-                f"none: every token is randomised with epsilon={self.epsilon:g}, but among the ids "
-                "of its own batch, so that whoever sees the batch knows which words occur in it"
-            )
-        if self.labels == "original":
-            return "none: the inputs are randomised, but the labels hold the original words"
-        if self.seed is not None:
-            return "none: whoever knows or guesses `seed` can take the replacement back (for tests)"
-        if self.implementation == "multi-freq-ldpy":
-            return "none: the generator has a seed of 32 bits, which can be tried out"
-        unit, total = (
-            ("row of a batch", "")
-            if self.per == "sequence"
-            else ("token", ", that is, words x epsilon for a row")
+    def _promise(self) -> Promise:
+        return Promise(
+            epsilon=self.epsilon,
+            per=self.per,
+            in_batch=isinstance(self.domain, str) and self.domain == "batch",
+            labels=self.labels,
+            memoized=self.memoize,
+            example_ids=self.example_ids is not None,
+            implementation=self.implementation,
+            seeded=self.seed is not None,
         )
-        releases = (
-            "once in a fit by each client that has the row, which keeps its replacement (rows of "
-            "equal words show as equal"
-            + (" unless their example ids differ)" if self.example_ids else ")")
-            if self.memoize
-            else "in every epoch anew: epsilons add up"
-        )
-        return (
-            f"against whoever sees anything computed of the batch, {self.epsilon:g}-local "
-            f"differential privacy for each {unit}{total}; spent {releases}. Public: lengths and "
-            "special tokens. Not covered: labels of a classifier"
-        )
-
-    def _warn(self) -> None:
-        if self.domain == "batch":
-            _tell(
-                "domain='batch' holds no guarantee: which words occur in the batch is visible, and "
-                f"with per='token' a row of 32 would cost 32 x {self.epsilon:g} in any case. For "
-                "comparison with published figures only; use domain='vocabulary'."
-            )
-        if self.labels == "original":
-            _tell(
-                "labels='original' voids the guarantee: a language model's labels are the text. "
-                "Leave `labels` out."
-            )
-        if self.implementation == "multi-freq-ldpy":
-            _tell(
-                "implementation='multi-freq-ldpy' draws from a generator with a seed of 32 bits, "
-                "which can be tried out. For comparison only; leave `implementation` out."
-            )
 
     def _randomizer(self, k: int) -> Randomizer:
         decode, buckets, bits = self._settings
@@ -357,160 +295,58 @@ class TokenLDP(Defense):
             raise _refused(str(error)) from error
 
     def _prepare(self, root: nn.Module) -> Words:
-        anatomy = None
-        if self.kind is None or self.special_ids is None or self._set is None:
-            try:
-                anatomy = find_anatomy(root, kind=self.kind)
-            except AnatomyError as error:
-                raise _refused(
-                    f"the model could not be read ({error}). Give kind=, special_ids= and domain= "
-                    "(the ids of a public set, range(vocabulary size) say)"
-                ) from error
-        kind = self.kind or (anatomy.kind if anatomy else "causal")
-        special = self._special(kind, anatomy)
-        if not self.keep_special and kind not in ("causal", "classifier"):
-            raise _refused(
-                f"keep_special=False would randomise mask or start tokens that a {kind} model "
-                "needs: leave it out"
-            )
-        if self.domain == "batch":
-            return Words(kind, special, None, None)
-        weight = anatomy.parameter(EMBEDDING_WEIGHT) if anatomy else None
-        if self._set is None and weight is None:
-            raise _refused(
-                "the size of the vocabulary cannot be read off the model: give domain=range(size)"
-            )
-        size = None if weight is None else weight.shape[0]
-        ids = torch.arange(size) if self._set is None else self._set  # type: ignore[arg-type]
-        if size is not None and int(ids.max()) >= size:
-            raise _refused(
-                f"domain holds the id {int(ids.max())}, but the model has {size} words: give ids "
-                f"from 0 to {size - 1}"
-            )
-        if self.keep_special:
-            ids = ids[~torch.isin(ids, special)]
-        if len(ids) < 2:
-            raise _refused(
-                f"domain holds {len(ids)} ids that are not special and needs at least 2: give more"
-            )
-        self._randomizer(len(ids))
-        return Words(kind, special, ids, size)
-
-    def _special(self, kind: Kind, anatomy: Anatomy | None) -> Tensor:
-        given = self.special_ids
-        if given is None:
-            if kind in ("masked", "classifier") and self.keep_special:
-                raise _refused(
-                    f"special_ids must be given for a {kind} model, whose config does not tell "
-                    "them: pass the tokenizer, or [] where there are none"
-                )
-            found = special_of_config(anatomy)
-        elif hasattr(given, "all_special_ids"):
-            found = special_of_tokenizer(given)
-        else:
-            found = {int(i) for i in given}
-        return torch.tensor(sorted(found), dtype=torch.int64)
-
-    def _read(self, batch: Any, kind: Kind) -> TokenBatch:
         try:
-            if self._adapter is not None:
-                return self._adapter(batch)
-            tokens = read_batch(batch, kind)
-            allowed = self.public_fields | ({self.example_ids} if self.example_ids else set())
-            unknown = [name for name in other_fields(batch) if name not in allowed]
-        except BatchError as error:
-            raise _refused(
-                f"the batch cannot be read ({error}). Give batch_adapter= and batch_writer="
-            ) from error
-        if unknown:
-            raise _refused(
-                f"the batch holds the fields {', '.join(unknown)}, which would reach the model as "
-                "they are. Take them out of the batch, or, if they say nothing about the text, "
-                f"name them in public_fields={unknown}"
+            words = words_of(
+                root,
+                kind=self.kind,
+                special_ids=self.special_ids,
+                keep_special=self.keep_special,
+                domain=self._set,
+                per_batch=self.domain == "batch",
             )
-        return tokens
+        except TextError as error:
+            raise _refused(str(error)) from error
+        if words.domain is not None:
+            self._randomizer(len(words.domain))
+        return words
 
-    def _write(self, batch: Any, tokens: TokenBatch) -> Any:
-        try:
-            if self._writer is None or self._adapter is None:
-                return write_batch(batch, tokens)
-            written = self._writer(batch, tokens)
-            read = self._adapter(written)
-        except BatchError as error:
-            raise _refused(
-                f"the batch cannot be copied ({error}). Give batch_adapter= and batch_writer="
-            ) from error
-        pairs = [(read.input_ids, tokens.input_ids), (read.labels, tokens.labels)]
-        for got, wanted in pairs:
-            if wanted is not None and (got is None or not torch.equal(got, wanted)):
-                raise _refused(
-                    "batch_writer gave a batch that batch_adapter reads other ids or labels from "
-                    "than it was given: it must put both in"
-                )
-        return written
-
-    def _ids_of_examples(self, batch: Any, rows: int) -> list[int] | None:
-        if self.example_ids is None:
-            return None
-        get = batch.get if hasattr(batch, "get") else lambda name: getattr(batch, name, None)
-        found = get(self.example_ids)
-        if not isinstance(found, Tensor) or found.shape != (rows,) or found.is_floating_point():
-            raise _refused(
-                f"example_ids='{self.example_ids}' must name a field with one integer for each of "
-                f"the batch's {rows} rows"
-            )
-        return [int(i) for i in found.tolist()]
-
-    def _count(self, digests: Iterable[bytes], n_words: Tensor) -> None:
-        self.longest = max(self.longest, int(n_words.max()) if len(n_words) else 0)
-        if self.memoize:
-            self._most = 1
-            return
-        for digest in digests:
-            self._counts[digest] = count = self._counts.get(digest, 0) + 1
-            self._most = max(self._most, count)
-
-    def _draw_in_batch(
-        self, ids: Tensor, n_words: Tensor, digests: list[bytes], context: DefenseContext
-    ) -> Tensor:
-        domain, index = torch.unique(ids, return_inverse=True)
-        if len(domain) < 2:
-            return ids
-        drawn = self._draw(index, None, len(domain), n_words, digests, context)
-        return torch.gather(domain, 0, drawn)
-
-    def _draw(
+    def _drawn(
         self,
-        index: Tensor,
-        inside: Tensor | None,
-        k: int,
+        ids: Tensor,
         n_words: Tensor,
+        ready: Words,
         digests: list[bytes],
-        context: DefenseContext,
+        where: DefenseContext,
     ) -> Tensor:
-        """(n,) indices of the domain, for (n,) indices row after row; ``inside`` None: all are."""
-        randomizer = self._randomizer(k)
-        base, client = base_of(context.entropy, self.seed), context.client
-        if self.memoize:
-            keys, counts = row_keys(base, client, digests, self.name), n_words.tolist()
+        """(n,) replacements of the words ``ids``, (n,), row after row."""
+        if ready.domain is None:
+            domain, index = torch.unique(ids, return_inverse=True)
+            if len(domain) < 2:
+                return ids
+            outside = None
         else:
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            keys = [batch_key(base, client, self.batches, rank, self.name)]
-            counts = [len(index)]
-        columns = randomizer.n_uniforms + (inside is not None)
-        drawn = uniforms(keys, counts, columns)
-        if inside is not None:
-            index = torch.where(inside, index, (drawn[:, -1] * k).long().clamp_(max=k - 1))
-        epsilon = self.epsilon / n_words.double()
-        if self.per == "token":
-            epsilon = torch.full_like(epsilon, self.epsilon)
-        epsilon = epsilon.repeat_interleave(n_words)
-        if self.implementation == "torch":
-            return randomizer.sample(index, self.epsilon if self.per == "token" else epsilon, drawn)
-        parts = zip(keys, torch.split(index, counts), torch.split(epsilon, counts), strict=True)
-        return torch.cat(
-            [reference_sample(randomizer, i, e, int.from_bytes(key, "big")) for key, i, e in parts]
+            domain = ready.domain
+            index, inside = ready.index_of(ids)
+            outside = None if self._set is None else ~inside
+        keys, counts = self._streams(n_words, digests, where)
+        epsilon: float | Tensor = self.epsilon
+        if self.per == "sequence":
+            epsilon = (self.epsilon / n_words.double()).repeat_interleave(n_words)
+        randomizer = self._randomizer(len(domain))
+        drawn = draw(
+            randomizer, index, outside, epsilon, keys, counts, implementation=self.implementation
         )
+        return torch.index_select(domain, 0, drawn)
+
+    def _streams(
+        self, n_words: Tensor, digests: list[bytes], where: DefenseContext
+    ) -> tuple[list[bytes], list[int]]:
+        """Keys of the secret random numbers, and how many words in turn use each."""
+        base, client = base_of(where.entropy, self.seed), where.client
+        if self.memoize:
+            return row_keys(base, client, digests, self.name), n_words.tolist()
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return [batch_key(base, client, self.batches, rank, self.name)], [int(n_words.sum())]
 
 
 def _checked_set(domain: Iterable[int] | Tensor) -> Tensor:
@@ -529,8 +365,4 @@ def _refused(why: str) -> DefenseError:
     return DefenseError(f"TokenLDP: {why}")
 
 
-def _tell(what: str) -> None:
-    warnings.warn(f"TokenLDP: {what}", UserWarning, stacklevel=4)
-
-
-__all__ = ["PUBLIC_FIELDS", "TokenLDP"]
+__all__ = ["TokenLDP"]

@@ -1,69 +1,18 @@
-"""The words of a batch: which of its ids are randomised, and how they go back into it."""
+"""The text of a batch: which of its ids are randomised, and how they go back into it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy, Kind
+from lightning_fedleak.anatomy import Kind
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.defenses.token_words import TextError, Words
 
-_SPECIAL = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
 _HIDDEN = 0
 """Written over ids that neither the model's attention nor the loss reads."""
-
-
-class TextError(ValueError):
-    """The text cannot be randomised as it is; says what to change, never contents."""
-
-
-@dataclass(frozen=True)
-class Words:
-    """What counts as a word.
-
-    Attributes:
-        kind: what the labels mean.
-        special: (s,) int64 ids that are no words.
-        domain: (k,) int64 ascending ids that words are replaced by; None where each batch has its
-            own.
-        size: of the vocabulary, None where it is unknown.
-    """
-
-    kind: Kind
-    special: Tensor
-    domain: Tensor | None
-    size: int | None
-    _table: Tensor = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        table = torch.full((0,), -1)
-        if self.domain is not None:
-            table = torch.full((int(self.domain.max()) + 1,), -1)
-            table[self.domain] = torch.arange(len(self.domain))
-        object.__setattr__(self, "_table", table)
-
-    def index_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Index of each id in the domain, and whether it is in there; (n,) each.
-
-        Raises:
-            TextError: an id that the model does not have.
-        """
-        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
-        if self.size is not None and not 0 <= low <= high + 1 <= self.size:
-            raise TextError(
-                f"the batch holds ids outside of the model's {self.size} words: it was made with "
-                "another model's tokenizer"
-            )
-        if low >= 0 and high < len(self._table):
-            index = self._table[ids]
-        else:
-            near = (ids >= 0) & (ids < len(self._table))
-            index = torch.where(near, self._table[torch.where(near, ids, 0)], -1)
-        return index, index >= 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,43 +91,4 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
     return Text(ids, word & seen, word & ~seen, words.kind, words.special)
 
 
-def public_set(domain: Iterable[int] | Tensor) -> Tensor:
-    """(k,) int64 ascending.
-
-    Raises:
-        TextError: these are no distinct token ids.
-    """
-    ids = torch.as_tensor(domain if isinstance(domain, Tensor) else list(domain)).cpu()
-    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TextError("domain must be 'vocabulary', 'batch' or a list of token ids")
-    if int(ids.min()) < 0 or len(torch.unique(ids)) < len(ids):
-        raise TextError("domain must hold token ids of at least 0, each once")
-    return torch.sort(ids.long()).values
-
-
-def special_of_config(anatomy: Anatomy | None) -> set[int]:
-    """Ids that a Hugging Face config names."""
-    config = getattr(anatomy.model, "config", None) if anatomy else None
-    found: set[int] = set()
-    for name in _SPECIAL:
-        value = getattr(config, f"{name}_token_id", None)
-        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return {int(i) for i in found if int(i) >= 0}
-
-
-def special_of_tokenizer(tokenizer: Any) -> set[int]:
-    """A tokenizer's special ids without the unknown one, which stands for words."""
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    others = {getattr(tokenizer, f"{name}_token_id", None) for name in _SPECIAL}
-    return {int(i) for i in tokenizer.all_special_ids if i != unknown or i in others}
-
-
-__all__ = [
-    "Text",
-    "TextError",
-    "Words",
-    "public_set",
-    "special_of_config",
-    "special_of_tokenizer",
-    "text_of",
-]
+__all__ = ["Text", "text_of"]

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.defenses import DefenseContext, DefenseError, TokenLDP
 from lightning_fedleak.defenses.ldp_mechanisms import Randomizer
+from lightning_fedleak.defenses.token_words import special_of
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import (
@@ -178,10 +179,9 @@ def test_special_tokens_stay_and_none_comes_in(gpt2: nn.Module) -> None:
     )
     drawn = defended(TokenLDP("grr", 30.0, special_ids=tokenizer), gpt2, ids)
     assert int(drawn.min()) < 3
-    same = TokenLDP("grr", 30.0, special_ids=tokenizer)
-    assert same._special("causal", None).tolist() == [7, 8]
+    assert special_of(tokenizer, "causal", True, None).tolist() == [7, 8]
     gpt_like = SimpleNamespace(all_special_ids=[9], unk_token_id=9, eos_token_id=9)
-    assert TokenLDP("grr", 1.0, special_ids=gpt_like)._special("causal", None).tolist() == [9]
+    assert special_of(gpt_like, "causal", True, None).tolist() == [9]
 
 
 def test_what_nobody_reads_does_not_pass(gpt2: nn.Module) -> None:

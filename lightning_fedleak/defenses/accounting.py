@@ -232,7 +232,7 @@ def epsilon_of(history: Sequence[tuple[float, float, int]], delta: float, kind: 
     rdp = sum((count * rdp_of(sigma, rate) for sigma, rate, count in history), np.zeros(1))
     epsilon = float(epsilons_of_rdp(rdp, delta).min())
     if kind == "prv" and 0 < epsilon < math.inf:
-        epsilon = min(epsilon, _prv_epsilon(history, delta, epsilon, rdp))
+        epsilon = _tightened(epsilon, lambda bound: _prv_epsilon(history, delta, bound, rdp))
     return epsilon if epsilon <= LARGEST_EPSILON else math.inf
 
 
@@ -268,6 +268,7 @@ def noise_multiplier_for(
             "are 1 to 10"
         )
 
+    @functools.cache
     def excess(log_noise: float, which: Kind) -> float:
         epsilon = epsilon_of([(math.exp(log_noise), sample_rate, steps)], target_delta, which)
         return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else 100.0
@@ -396,6 +397,19 @@ def conversion(delta: float) -> Floats:
 
 
 # ---- PRV ------------------------------------------------------------------------------------
+
+
+def _tightened(epsilon: float, prv: Callable[[float], float]) -> float:
+    """The bound that PRV gives with an error that is small beside itself.
+
+    The error is a share of the bound that PRV is called with. RDP's may be many times the answer,
+    at a small sample rate most of all; then the answer takes its place and PRV is called again.
+    """
+    while True:
+        found = min(epsilon, prv(epsilon))
+        if not 0 < found < epsilon / 2:
+            return found
+        epsilon = found
 
 
 def _prv_epsilon(

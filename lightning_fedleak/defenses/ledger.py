@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Iterator
@@ -159,15 +160,34 @@ def _read(path: Path) -> dict[Event, int]:
 
 
 def _append(path: Path, line: str) -> None:
+    """Adds a whole line or none of it, and returns once it would survive a loss of power."""
+    data = line.encode("ascii")
     try:
+        new = not path.exists()
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            os.write(descriptor, line.encode("ascii"))
+            before = os.fstat(descriptor).st_size
+            written = os.write(descriptor, data)
+            if written != len(data):
+                os.ftruncate(descriptor, before)
+                raise OSError(errno.ENOSPC, f"{written} of {len(data)} bytes fit on the disk")
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        if new:
+            _sync_folder(path.parent)
     except OSError as error:
         raise DefenseError(
             f"the ledger {path} cannot be written ({error}): the release was not made. Give a path "
             "in a folder that exists and has room"
         ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a new file's name last as well; nothing where folders cannot be opened (Windows)."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

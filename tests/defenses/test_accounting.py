@@ -79,8 +79,18 @@ def test_rdp_is_googles(sigma: float, rate: float, steps: int, delta: float) -> 
 def test_prv_is_googles_pld(sigma: float, rate: float, steps: int) -> None:
     theirs = google("prv", [(sigma, rate, steps)], 1e-5)
     ours = epsilon_of([(sigma, rate, steps)], 1e-5, "prv")
-    if theirs > 0.1:
-        assert ours == pytest.approx(theirs, rel=0.01)
+    assert ours == pytest.approx(theirs, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "steps", "delta"),
+    [(0.7, 1e-3, 10, 1e-5), (1.0, 1e-3, 10, 1e-5), (2.0, 1e-3, 10, 1e-7), (5.0, 1e-3, 10, 1e-5)],
+)
+def test_prv_is_googles_pld_where_rdp_is_many_times_as_much(sigma, rate, steps, delta) -> None:
+    history = [(sigma, rate, steps)]
+    ours = epsilon_of(history, delta, "prv")
+    assert ours == pytest.approx(google("prv", history, delta), rel=0.01)
+    assert epsilon_of(history, delta, "rdp") > 2 * ours
 
 
 def test_a_schedule_settled_beforehand_is_googles_too() -> None:
@@ -461,6 +471,20 @@ def test_a_ledger_that_cannot_be_written_counts_nothing(tmp_path: Path) -> None:
     with pytest.raises(DefenseError, match="cannot be written"):
         ledger.record(1.0, 0.01)
     assert len(ledger) == 0
+
+
+def test_half_a_line_on_a_full_disk_counts_nothing(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "ledger"
+    ledger = Ledger(path)
+    ledger.record(1.0, 0.01, 5)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    with pytest.raises(DefenseError, match="fit on the disk"):
+        ledger.record(1.0, 0.01)
+    monkeypatch.undo()
+    assert len(ledger) == 5
+    ledger.record(1.0, 0.01, 2)
+    assert len(ledger) == len(Ledger(path)) == 7
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")

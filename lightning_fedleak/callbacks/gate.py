@@ -91,8 +91,8 @@ Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 class RiskGate(L.Callback):
     """Acts when a metric of a :class:`LeakageMonitor` exceeds a threshold.
 
-    Looks at every result of the monitor, at the level of steps. All processes of a run decide
-    alike. Before it stops or raises it saves a checkpoint.
+    Looks at every result of the monitor, at the level of steps. The value that the first process
+    has is what all processes of a run decide by. Before it stops or raises it saves a checkpoint.
 
     What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
     later on any noisy metric; the other two spend one probability of error, ``alpha``, on all
@@ -123,8 +123,8 @@ class RiskGate(L.Callback):
         at_most: the largest value that is allowed.
         action: ``"stop"`` ends training in order, ``"raise"`` raises
             :class:`LeakageLimitExceeded`, ``"warn"`` warns once and goes on; a callable gets the
-            :class:`GateEvent` each time the gate fires, and training goes on. ``"harden"`` turns
-            every defence of the run's DefendedStrategy that can be turned up
+            :class:`GateEvent` each time the gate fires, on every process, and training goes on.
+            ``"harden"`` turns every defence of the run's DefendedStrategy that can be turned up
             (:meth:`~lightning_fedleak.defenses.Defense.harden`) up by one notch and goes on,
             judging anew from the next look; once all are as strong as they get, it stops the run
             like ``"stop"``. The decision is taken in sight of private data: an accounted epsilon
@@ -305,8 +305,9 @@ class RiskGate(L.Callback):
         values = monitor.latest if self._evidence is None else monitor.look_values
         pending = any(name in monitor.pending for name in names)
         value = values.get(names[0], values.get(names[1], math.nan))
+        # Some values, such as seconds, each process has of its own: the first one's decide.
+        pending, value = trainer.strategy.broadcast((pending, value))
         fires = False if pending else self._judge(value)
-        fires = trainer.strategy.reduce_boolean_decision(fires, all=False)
         step = monitor.last_step
         for logger in trainer.loggers:
             logger.log_metrics({f"gate/{self.name}": float(fires)} | self._progress(), step=step)

@@ -1,0 +1,266 @@
+"""One of two gloo processes; started by test_harden_ddp.py. Writes what each case found as JSON.
+
+Every case runs on both ranks; test_harden_ddp.py says what they must have found.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+
+from lightning_fedleak.attacks.base import Query, WordGuess
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.defenses import DPSGD, ActivationNoise, Defense, Freeze, GradientNoise
+from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.callbacks.runs import Probe, fit
+from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.models import tiny_gpt2
+from tests.strategies.ddp_worker import Case, ranks_agree
+from tests.strategies.dpsgd_runs import CausalLM
+
+F1 = "leakage/probe/f1"
+CASES: dict[str, Case] = {}
+
+
+class Notches(L.Callback):
+    """What each step began with, and where the run stopped."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, list[int]]] = []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        notches = [
+            int(getattr(d, "notches", getattr(d, "active", 0))) for d in trainer.strategy.defenses
+        ]
+        self.seen.append((trainer.global_step, notches))
+
+
+class FailsOnOne(Probe):
+    """Has no result on the second process from its third look on."""
+
+    default_name = "fails_on_one"
+
+    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
+        if dist.get_rank() == 1 and view.gradients[-1].step > 1:
+            raise RuntimeError("only here")
+        return super().run(view, query)
+
+
+def dp() -> DPSGD:
+    return DPSGD(
+        1.0,
+        noise_multiplier=2.0,
+        target_epsilon=200.0,
+        target_delta=1e-3,
+        accountant="filter",
+        most_notches=2,
+    )
+
+
+DEFENSES: dict[str, Callable[[], list[Defense]]] = {
+    "noise": lambda: [GradientNoise(1.0, 0.01, seed=3, most_notches=2)],
+    "activations": lambda: [ActivationNoise(1, 0.01, most_notches=2)],
+    "freeze": lambda: [Freeze("head", when="hardened")],
+    "both": lambda: [
+        Freeze("head", when="hardened"),
+        GradientNoise(1.0, 0.01, seed=3, most_notches=1),
+    ],
+    "dpsgd": lambda: [dp()],
+}
+
+
+def module(defense: str) -> L.LightningModule:
+    model = tiny_gpt2(tied=False, dropout=0.0).train()
+    return CausalLM(model) if defense == "dpsgd" else CausalLMModule(model, optimizer="adamw")
+
+
+def watched(
+    root: Path,
+    defense: str,
+    client: str,
+    *,
+    attack: Probe | None = None,
+    metric: str = F1,
+    gate: dict[str, Any] | None = None,
+    **settings: Any,
+) -> tuple[L.Trainer, RiskGate, LeakageMonitor, list[Any], tuple[Defense, ...]]:
+    monitor = LeakageMonitor(attack or Probe(k=20), every_n_steps=1)
+    given = {"at_most": -1.0, "action": "harden"} | (gate or {})
+    found, notches = RiskGate(metric, **given), Notches()  # type: ignore[arg-type]
+    strategy = DefendedStrategy("ddp", DEFENSES[defense](), client=client)  # type: ignore[arg-type]
+    trainer = fit(
+        [found, monitor, notches],
+        root,
+        module=module(defense),
+        strategy=strategy,
+        devices=2,
+        n=48,
+        **settings,
+    )
+    return trainer, found, monitor, notches.seen, strategy.defenses
+
+
+def rows(trainer: L.Trainer, name: str) -> list[tuple[int, float]]:
+    """(step, value) as rank 0 logged them."""
+    if not trainer.is_global_zero:
+        return []
+    with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
+        return [(int(r["step"]), float(r[name])) for r in csv.DictReader(file) if r.get(name)]
+
+
+def weights(trainer: L.Trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in trainer.lightning_module.parameters()]
+
+
+def hardened(defense: str, client: str) -> Case:
+    """Hardens at every look until nothing is left, which stops the run; then resumes it."""
+
+    def run(folder: Path) -> dict[str, Any]:
+        trainer, gate, monitor, seen, _ = watched(folder, defense, client)
+        assert gate.fired is not None
+        path = folder / f"{defense}-{client}.ckpt"
+        trainer.save_checkpoint(path)
+        stopped = weights(trainer)
+        out = {
+            "seen": seen,
+            "steps": trainer.global_step,
+            "looks": monitor.looks,
+            "unknown": monitor.failures,
+            "notches": gate.notches,
+            "equal": ranks_agree(stopped),
+            "fired": [step for step, value in rows(trainer, f"gate/{gate.name}") if value],
+            "rows": len(rows(trainer, f"gate/{gate.name}")),
+            "noted": rows(trainer, f"gate/{gate.name}_notches"),
+            "saved": len(list(folder.rglob(f"gate-*step={monitor.last_step}.ckpt"))),
+        }
+        trainer, gate, monitor, seen, _ = watched(
+            folder, defense, client, gate={"at_most": 2.0}, max_epochs=2, ckpt_path=str(path)
+        )
+        names = [name for name, _ in trainer.lightning_module.named_parameters()]
+        now = zip(names, stopped, weights(trainer), strict=True)
+        return out | {
+            "resumed": seen,
+            "resumed notches": gate.notches,
+            "resumed failures": monitor.failures,
+            "resumed equal": ranks_agree(weights(trainer)),
+            "still": [name for name, a, b in now if torch.equal(a, b)],
+            "exposed": monitor.latest["leakage/probe/exposed"],
+        }
+
+    return run
+
+
+for client in ("rank", "world"):
+    for defense in ("noise", "activations"):
+        CASES[f"{defense} {client}"] = hardened(defense, client)
+CASES["freeze rank"] = hardened("freeze", "rank")
+CASES["both rank"] = hardened("both", "rank")
+CASES["dpsgd rank"] = hardened("dpsgd", "rank")
+
+
+def resumed(client: str) -> Case:
+    """A run that is cut in two and goes on is the run that was not, notches included."""
+
+    def run(folder: Path) -> dict[str, Any]:
+        gate = {"at_most": -1.0, "patience": 3}
+        whole, _, _, seen, _ = watched(folder, "noise", client, gate=gate, max_epochs=2)
+        half, _, _, first, _ = watched(folder, "noise", client, gate=gate)
+        path = folder / f"half-{client}.ckpt"
+        half.save_checkpoint(path)
+        again, _, _, rest, _ = watched(
+            folder, "noise", client, gate=gate, max_epochs=2, ckpt_path=str(path)
+        )
+        both = zip(weights(whole), weights(again), strict=True)
+        return {
+            "seen": seen,
+            "in parts": first + rest,
+            "same": all(torch.equal(a, b) for a, b in both),
+            "steps": [whole.global_step, half.global_step, again.global_step],
+        }
+
+    return run
+
+
+CASES["resumed rank"] = resumed("rank")
+CASES["resumed world"] = resumed("world")
+
+
+def case(name: str) -> Callable[[Case], Case]:
+    return lambda function: CASES.setdefault(name, function)
+
+
+@case("one decides")
+def one_decides(folder: Path) -> dict[str, Any]:
+    """Of a value that each process has its own of, the first process's counts."""
+    gate = {"at_most": 0.0, "patience": 1}
+    _, found, monitor, seen, _ = watched(
+        folder, "noise", "rank", metric="monitor/seconds", gate=gate
+    )
+    assert found.fired is not None
+    return {"seen": seen, "value": found.fired.value, "own": monitor.latest["monitor/seconds"]}
+
+
+@case("fails on one")
+def fails_on_one(folder: Path) -> dict[str, Any]:
+    metric = "leakage/fails_on_one/f1"
+    trainer, found, monitor, seen, _ = watched(
+        folder, "noise", "rank", attack=FailsOnOne(), metric=metric, gate={"at_most": 2.0}
+    )
+    return {
+        "seen": seen,
+        "failures": monitor.failures,
+        "equal": ranks_agree(weights(trainer)),
+        "notches": found.notches,
+    }
+
+
+@case("shown")
+def shown(folder: Path) -> dict[str, Any]:
+    gate = {"at_most": 0.01, "bound": "upper", "warmup": 2}
+    trainer, found, _, seen, _ = watched(folder, "noise", "rank", gate=gate)
+    return {
+        "seen": seen,
+        "evidence": rows(trainer, f"gate/{found.name}_evidence"),
+        "equal": ranks_agree(weights(trainer)),
+    }
+
+
+@case("refused")
+def refused(folder: Path) -> dict[str, Any]:
+    found = {}
+    for defense in ("freeze", "both"):
+        try:
+            watched(folder, defense, "world")
+        except ValueError as error:
+            found[defense] = str(error)
+    return found
+
+
+def main(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {}
+    for name, run in CASES.items():
+        try:
+            place = folder / name.replace(" ", "-")
+            results[name] = run(place)
+        except Exception:
+            # Go no further: the other rank may be waiting in the middle of this case.
+            results[name] = {"error": traceback.format_exc()}
+            break
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

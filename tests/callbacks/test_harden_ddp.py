@@ -1,0 +1,111 @@
+"""A gate that turns defences up on two gloo processes: the cases of harden_ddp_worker.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.processes import two_processes
+
+pytestmark = pytest.mark.ddp
+HEAD = "model.lm_head.weight"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, by case."""
+    return two_processes("tests.callbacks.harden_ddp_worker", tmp_path_factory.mktemp("harden"))
+
+
+def of(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    for found in ranks:
+        assert "error" not in found[name], found[name]["error"]
+    return [found[name] for found in ranks]
+
+
+TWO_NOTCHES = [f"{d} {c}" for d in ("noise", "activations") for c in ("rank", "world")]
+ONE_NOTCH = ["freeze rank", "both rank"]
+
+
+@pytest.mark.parametrize("name", [*TWO_NOTCHES, "dpsgd rank", *ONE_NOTCH])
+def test_every_rank_is_turned_up_at_the_same_steps_and_then_stops(ranks, name: str) -> None:
+    most = 1 if name in ONE_NOTCH else 2
+    defenses = 2 if name.startswith("both") else 1
+    for found in of(ranks, name):
+        assert found["seen"] == [[step, [step] * defenses] for step in range(most + 1)]
+        assert found["steps"] == found["looks"] == most + 1
+        assert (found["notches"], found["unknown"], found["saved"]) == (most, 0, 1)
+
+
+@pytest.mark.parametrize("name", [*TWO_NOTCHES, "dpsgd rank", *ONE_NOTCH])
+def test_weights_stay_equal_between_ranks(ranks, name: str) -> None:
+    for found in of(ranks, name):
+        assert found["equal"]
+        assert found["resumed equal"]
+
+
+@pytest.mark.parametrize("name", [*TWO_NOTCHES, "dpsgd rank", *ONE_NOTCH])
+def test_the_gate_is_logged_once_for_all_ranks(ranks, name: str) -> None:
+    first, second = of(ranks, name)
+    steps = list(range(first["steps"]))
+    assert first["fired"] == steps
+    assert first["rows"] == len(steps)
+    most = first["notches"]
+    assert first["noted"] == [[step, min(step + 1.0, most)] for step in steps]
+    assert second["rows"] == 0
+
+
+@pytest.mark.parametrize("name", [*TWO_NOTCHES, "dpsgd rank", *ONE_NOTCH])
+def test_a_resumed_run_keeps_the_notches_on_every_rank(ranks, name: str) -> None:
+    for found in of(ranks, name):
+        most = found["notches"]
+        assert [step for step, _ in found["resumed"]] == list(range(most + 1, most + 7))
+        assert all(set(notches) == {most} for _, notches in found["resumed"])
+        assert (found["resumed notches"], found["resumed failures"]) == (most, 0)
+
+
+@pytest.mark.parametrize("name", [*TWO_NOTCHES, "dpsgd rank", *ONE_NOTCH])
+def test_what_was_frozen_stays_where_it_was_and_all_else_trains_on(ranks, name: str) -> None:
+    for found in of(ranks, name):
+        assert found["still"] == ([HEAD] if name in ONE_NOTCH else [])
+        assert found["exposed"] == (0 if name in ONE_NOTCH else 1)
+
+
+@pytest.mark.parametrize("client", ["rank", "world"])
+def test_a_run_in_two_parts_is_the_run_in_one(ranks, client: str) -> None:
+    for found in of(ranks, f"resumed {client}"):
+        notches = [0] * 4 + [1] * 4 + [2] * 4
+        assert found["seen"] == [[step, [n]] for step, n in enumerate(notches)]
+        assert found["in parts"] == found["seen"]
+        assert found["steps"] == [12, 6, 12]
+        assert found["same"]
+
+
+def test_the_first_process_decides_for_all(ranks) -> None:
+    first, second = of(ranks, "one decides")
+    assert first["own"] != second["own"]
+    assert first["value"] == second["value"]
+    assert first["seen"] == second["seen"] == [[s, [s // 2]] for s in range(6)]
+
+
+def test_a_result_that_one_process_lacks_hardens_all(ranks) -> None:
+    for found in of(ranks, "fails on one"):
+        assert found["seen"] == [[0, [0]], [1, [0]], [2, [0]], [3, [1]], [4, [2]]]
+        assert (found["failures"], found["notches"]) == (3, 2)
+        assert found["equal"]
+
+
+def test_evidence_is_gathered_alike_everywhere(ranks) -> None:
+    first, second = of(ranks, "shown")
+    assert first["seen"] == second["seen"] == [[s, [s // 2]] for s in range(6)]
+    assert [step for step, _ in first["evidence"]] == list(range(6))
+    assert first["equal"]
+    assert second["equal"]
+
+
+@pytest.mark.parametrize("name", ["freeze", "both"])
+def test_freezing_in_mid_run_is_refused_where_a_reducer_would_wait(ranks, name: str) -> None:
+    for found in of(ranks, "refused"):
+        assert "freezes in the middle of a run, which DDP and FSDP2 cannot" in found[name]
+        assert "Use client='rank', or when='always'" in found[name]

@@ -1,0 +1,63 @@
+"""Two gloo processes of one module, as a launcher would start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 400
+
+
+def two_processes(module: str, folder: Path) -> list[dict[str, Any]]:
+    """Runs ``python -m module folder rank`` for ranks 0 and 1 at once.
+
+    Returns:
+        What each has written to ``<folder>/<rank>.json``. The test fails where one has not, and
+        shows both logs.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": "2",
+    }
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", module, str(folder), str(rank)],
+                    cwd=ROOT,
+                    env={**environment, "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        for process in processes:
+            process.wait(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    results = [folder / f"{rank}.json" for rank in range(2)]
+    if not all(path.exists() for path in results):
+        pytest.fail("\n".join(log.read_text()[-4000:] for log in logs))
+    return [json.loads(path.read_text()) for path in results]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
+from lightning_fedleak.defenses.canary import CanaryGradient
 from lightning_fedleak.defenses.per_sample import (
     Clipping,
     Part,
@@ -82,6 +83,7 @@ class ClippedSum:
                 "nothing was released. Lower the learning rate or check the loss."
             )
         self.factors = samples * (clip / self.norms.clamp(min=clip))
+        self._clip = clip
 
     def sum_of(self, parameter: nn.Parameter) -> Tensor:
         """Clipped sum of the samples' own gradients, float32 or float64."""
@@ -90,6 +92,26 @@ class ClippedSum:
             return torch.zeros_like(parameter, dtype=dtype)
         own = self.parts[parameter]
         return weighted_sum(own, self.factors.to(parameter.device), parameter.shape)
+
+    def with_canary(self, samples: Tensor, divisor: float) -> CanaryGradient:
+        """What is released of crafted layers whose gradients join those of the samples.
+
+        Args:
+            samples: (B, G, K) what each sample adds to the gradient of the mean loss.
+            divisor: of the update.
+
+        Raises:
+            DefenseError: they are of other samples than the batch.
+        """
+        if len(samples) != self.samples:
+            raise DefenseError(
+                f"DPSGD: a canary of {len(samples)} samples in a batch of {self.samples}"
+            )
+        samples = samples * self.samples
+        own = self.norms.to(samples)[:, None] if len(samples) else samples.new_zeros(0, 1)
+        joint = torch.hypot(samples.norm(dim=2), own)
+        factors = (self._clip / joint.clamp(min=self._clip)) / divisor
+        return CanaryGradient(samples * factors[..., None])
 
     def check_complete(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
         """Refuses where the parts do not add up to the gradient that autograd has computed.

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, default_collate
 
-from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError
-from lightning_fedleak.defenses import dpsgd as dpsgd_file
+from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, step_checks
 from tests.defenses.test_dpsgd import CLIP, Net, Run, data, first, trainer
 
 # ---- a batch without a loss ------------------------------------------------------------------
@@ -126,7 +125,7 @@ def test_a_loss_that_mixes_samples_is_refused_from_whichever_step(before: Any, m
 
 
 def test_what_changes_without_a_new_form_is_looked_for_now_and_then(monkeypatch) -> None:
-    monkeypatch.setattr(dpsgd_file, "CHECK_EVERY", 6)
+    monkeypatch.setattr(step_checks, "CHECK_EVERY", 6)
     run = Run(DPSGD(CLIP, noise_multiplier=1.0))
     partners = torch.eye(5)
 

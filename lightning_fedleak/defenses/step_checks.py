@@ -1,0 +1,117 @@
+"""What DP-SGD looks at in each training step: whether each sample's gradient is its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError
+from lightning_fedleak.defenses.dpsgd_checks import check_loader, drawn_batch, same_draw
+from lightning_fedleak.defenses.loss_checks import FormCheck, check_isolation, outputs_of
+from lightning_fedleak.defenses.recorder import Layout, Recorder
+
+CHECK_EVERY = 100
+"""After the first, every so many releases are checked for what is cheap but not free to check."""
+
+Kind = tuple[frozenset[tuple[str, Layout]], frozenset[tuple[str, str]]]
+"""How layers were used in a step, and the operations of its loss."""
+
+
+class DrawnBatches:
+    """Sees to it that every batch is released once, by itself.
+
+    Args:
+        poisson: batches are Poisson samples, so that one must not be released twice.
+    """
+
+    def __init__(self, poisson: bool) -> None:
+        self._poisson = poisson
+        self._drawn: Any = None
+        self._released: Any = None
+        self._waiting = 0
+
+    def begin(self, batch: Any, context: DefenseContext) -> None:
+        """A batch comes.
+
+        Raises:
+            DefenseError: it was released already, or the one before it was not.
+        """
+        check_loader(context)
+        self._drawn = drawn_batch(context, batch)
+        if self._poisson and self._released is not None and same_draw(self._drawn, self._released):
+            raise DefenseError(
+                "DPSGD: this batch was released already (a second optimizer step on it, in an "
+                "overridden optimizer_step perhaps). Every release is accounted as a Poisson "
+                "sample of its own. Take one optimizer step on each batch, or pass poisson=False: "
+                "then each example is accounted as if it were in all of them."
+            )
+        self._waiting += 1
+        if self._waiting > 1:
+            raise DefenseError(
+                "DPSGD: a second batch came before the first was released (gradient accumulation, "
+                "by a callback perhaps). Let every batch have its own optimizer step."
+            )
+
+    def released(self) -> None:
+        """It has left the client."""
+        self._released, self._waiting = self._drawn, 0
+
+
+class LossCheck:
+    """Looks at the loss: its form in every step, the rest where something is new, and at times.
+
+    Args:
+        trusted: the user has proved that the loss is a mean of per-sample means.
+
+    Attributes:
+        unchecked: something in the step since the last release was new.
+    """
+
+    def __init__(self, trusted: bool) -> None:
+        self.unchecked = False
+        self._trusted = trusted
+        self._form = FormCheck()
+        self._seen: set[Kind] = set()
+        self._looked = 0
+
+    def is_due(self, releases: int) -> bool:
+        """Whether the next release is to be checked for what is not checked in all of them."""
+        return self.unchecked or releases % CHECK_EVERY == 0
+
+    def __call__(self, loss: Tensor, recorder: Recorder, releases: int) -> None:
+        """Checks the loss of one step.
+
+        Args:
+            loss: scalar with a graph.
+            recorder: holds the calls of this step's layers.
+            releases: how many were made.
+
+        Raises:
+            DefenseError: it is not a mean of per-sample means, or samples are mixed.
+        """
+        if self._trusted:
+            top, separate = outputs_of(loss, recorder.calls), True
+        else:
+            top = self._form(loss, recorder.calls, recorder.samples)
+            separate = self._form.separate
+        layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
+        kind = layouts, self._form.form
+        if kind in self._seen and releases < self._looked + CHECK_EVERY:
+            return
+        self.unchecked = True
+        if recorder.samples > 1 and bool(torch.isfinite(loss.detach())):
+            with recorder.looking():
+                check_isolation(loss, top, recorder.calls, recorder.samples, separate=separate)
+            self._seen.add(kind)
+            self._looked = releases
+
+
+def zero_on_the_graph(root: nn.Module) -> Tensor:
+    """What an empty batch has for a loss."""
+    parameter = next(p for p in root.parameters() if p.requires_grad)
+    return parameter.flatten()[:1].sum() * 0.0
+
+
+__all__ = ["DrawnBatches", "LossCheck", "zero_on_the_graph"]

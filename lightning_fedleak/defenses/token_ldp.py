@@ -216,9 +216,10 @@ class TokenLDP(Defense):
 
         Examples are told apart by their words (and ``example_ids``): a random crop of a text
         counts as another example. Counted on this process alone: where a sampler moves examples
-        between processes, as Lightning's does under DDP with ``shuffle=True``, others release them
-        too, and this number times that of the processes bounds all their releases where rows are
-        memoised.
+        between processes, as Lightning's own does in every DDP fit, others release them too, and
+        this number times that of the processes bounds all their releases where rows are memoised.
+        With ``client="world"`` a memoised row has one replacement on all of them. After a resume
+        every process goes on from the counts of process 0, which the checkpoint holds.
         """
         return self._releases.most
 
@@ -262,7 +263,7 @@ class TokenLDP(Defense):
         return self._form.write(batch, written)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Counts: batches, releases of an example, words of the longest row."""
+        """This process's counts: batches, releases of an example, words of the longest row."""
         return {**self._releases.state_dict()}
 
     def load_state_dict(self, state: State) -> None:

@@ -1,0 +1,186 @@
+"""TokenLDP on two gloo processes: who shares a replacement, for how long, and what leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+
+from lightning_fedleak.defenses.ldp_mechanisms import grr_keep
+from tests.helpers.models import VOCAB
+from tests.strategies.test_ddp import free_port
+
+pytestmark = pytest.mark.ddp
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 400
+ROWS, LENGTH, EPSILON = 16, 12, 4.5
+Found = dict[str, dict[str, Any]]
+Row = tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What each rank saw, by case."""
+    folder = tmp_path_factory.mktemp("token_ldp")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": "2",
+    }
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    processes = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, "-m", "tests.strategies.token_ldp_worker", folder, str(rank)]
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env={**environment, "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        for process in processes:
+            process.wait(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    results = [folder / f"{rank}.json" for rank in range(2)]
+    if not all(path.exists() for path in results):
+        pytest.fail("\n".join(log.read_text()[-4000:] for log in logs))
+    return [json.loads(path.read_text()) for path in results]
+
+
+def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:
+    """One case on both ranks; fails with the traceback of the case that stopped a worker."""
+    for found in ranks:
+        if name not in found or "error" in found[name]:
+            errors = [v["error"] for v in found.values() if "error" in v]
+            pytest.fail("\n".join(errors) or f"{name} did not run")
+    return [found[name] for found in ranks]
+
+
+def pairs(found: dict[str, Any]) -> list[tuple[Row, Row]]:
+    """True rows with what they were replaced by, in the order of training."""
+    return [
+        (tuple(true), tuple(seen)) for true, seen in zip(found["true"], found["seen"], strict=True)
+    ]
+
+
+def replacements(*found: dict[str, Any]) -> dict[Row, set[Row]]:
+    """All replacements of each true row."""
+    by_row: dict[Row, set[Row]] = defaultdict(set)
+    for true, seen in (pair for one in found for pair in pairs(one)):
+        by_row[true].add(seen)
+    return by_row
+
+
+def kept(found: list[tuple[Row, Row]]) -> list[bool]:
+    """Word by word, whether it survived."""
+    return [a == b for true, seen in found for a, b in zip(true, seen, strict=True)]
+
+
+def independent(one: list[tuple[Row, Row]], other: list[tuple[Row, Row]]) -> bool:
+    """Whether words survive in both as often as by independent draws of GRR, not more."""
+    assert [true for true, _ in one] == [true for true, _ in other]
+    both = sum(a and b for a, b in zip(kept(one), kept(other), strict=True))
+    keep = grr_keep(VOCAB - 3, EPSILON)
+    n = len(one) * LENGTH
+    same = scipy.stats.binomtest(both, n, keep).pvalue
+    return bool(scipy.stats.binomtest(both, n, keep**2).pvalue > 1e-6 > same)
+
+
+CASES = ["rank memoised", "rank fresh", "rank shuffled"]
+CASES += ["world memoised", "world fresh", "world shuffled"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_words_survive_by_the_mechanisms_law_and_ranks_stay_equal(ranks, name: str) -> None:
+    found = of(ranks, name)
+    for one in found:
+        survived = kept(pairs(one)[:ROWS])
+        law = grr_keep(VOCAB - 3, EPSILON)
+        assert scipy.stats.binomtest(sum(survived), len(survived), law).pvalue > 1e-6
+        assert len(one["seen"]) == 2 * ROWS
+        assert one["labels are inputs"]
+        assert one["ranks agree"]
+        assert one["moved"]
+
+
+def test_each_rank_is_a_client_with_replacements_of_its_own(ranks) -> None:
+    first, second = of(ranks, "rank memoised")
+    assert first["true"] == second["true"]
+    assert independent(pairs(first)[:ROWS], pairs(second)[:ROWS])
+    for found in (first, second):
+        assert {len(seen) for seen in replacements(found).values()} == {1}
+        assert found["seen"][:ROWS] == found["seen"][ROWS:]
+        assert found["releases"] == 1
+        assert found["epsilon"] == LENGTH * EPSILON
+
+
+def test_a_row_that_moves_between_clients_is_released_by_each_once(ranks) -> None:
+    first, second = of(ranks, "rank shuffled")
+    moved = replacements(first).keys() & replacements(second).keys()
+    assert moved
+    for row in moved:
+        assert replacements(first)[row] != replacements(second)[row]
+    for found in (first, second):
+        assert {len(seen) for seen in replacements(found).values()} == {1}
+        assert found["releases"] == 1
+
+
+def test_all_ranks_of_one_client_share_a_rows_replacement(ranks) -> None:
+    for name in ("world memoised", "world shuffled"):
+        found = of(ranks, name)
+        assert replacements(found[0]).keys() & replacements(found[1]).keys()
+        assert {len(seen) for seen in replacements(*found).values()} == {1}
+        assert [one["releases"] for one in found] == [1, 1]
+
+
+@pytest.mark.parametrize("client", ["rank", "world"])
+def test_without_memoisation_every_process_and_epoch_draws_apart(ranks, client: str) -> None:
+    found = of(ranks, f"{client} fresh")
+    draws = [half for one in found for half in (pairs(one)[:ROWS], pairs(one)[ROWS:])]
+    for i, one in enumerate(draws):
+        for other in draws[:i]:
+            assert independent(one, other)
+    for one in found:
+        assert one["releases"] == 2
+        assert one["epsilon"] == 2 * LENGTH * EPSILON
+
+
+@pytest.mark.parametrize("memoize", ["memoised", "fresh"])
+def test_a_resumed_fit_draws_anew_and_counts_on(ranks, memoize: str) -> None:
+    found = of(ranks, f"resume {memoize}")
+    for one in found:
+        before, after = one["before"], one["after"]
+        assert len(after["seen"]) == ROWS
+        assert independent(pairs(before), pairs(after))
+        assert (before["releases"], after["releases"]) == (1, 2)
+        assert after["epsilon"] == 2 * LENGTH * EPSILON
+        assert after["ranks agree"]
+        # Counts alone: no secret from which the replacements would follow.
+        assert one["state"] == {"batches": ROWS // 4, "releases": 1, "longest": LENGTH}
+    assert independent(pairs(found[0]["after"]), pairs(found[1]["after"]))
+
+
+def test_the_update_is_of_the_replaced_words_alone(ranks) -> None:
+    for found in of(ranks, "update"):
+        assert found["replaced"] < 1e-6
+        assert found["true"] > 1e-3

@@ -335,8 +335,14 @@ class HeadOwnPart:
         self._buffer = None
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    """The whole tensor of a DTensor (a collective) or a sparse one; anything else as it is."""
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Detached; of a DTensor all of it, by a collective that every process must enter."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
-    return tensor.to_dense() if tensor.is_sparse else tensor.detach()
+    return tensor.detach()
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The whole tensor, also of a sparse one."""
+    tensor = whole_tensor(tensor)
+    return tensor.to_dense() if tensor.is_sparse else tensor

@@ -28,7 +28,7 @@ from lightning_fedleak.attacks.readout import best_count
 from lightning_fedleak.attacks.rehearsal import Rehearsed, rehearse
 from lightning_fedleak.attacks.turning import turned, turned_on_long_rows
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import Observation, UpdateSnapshot
+from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel
 
 LENGTHS = (25, 50, 100)
@@ -215,9 +215,7 @@ class AlignedFlatChat(Attack):
             UnusableObservation: the gradient is non-finite or all zero.
             RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
         """
-        gradient = view.gradient(HEAD_WEIGHT).detach()
-        if hasattr(gradient, "full_tensor"):
-            gradient = gradient.full_tensor()
+        gradient = whole_tensor(view.gradient(HEAD_WEIGHT))
         if self.readout == "sign":
             last = view.gradients[-1]
             rounding = 0.0

@@ -12,7 +12,7 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.snapshots import Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 
@@ -34,9 +34,7 @@ def bag_of_words(gradient: Tensor) -> WordGuess:
     Raises:
         UnusableObservation: non-finite or all zero.
     """
-    gradient = gradient.detach()
-    if hasattr(gradient, "full_tensor"):
-        gradient = gradient.full_tensor()
+    gradient = whole_tensor(gradient)
     if gradient.ndim != 2:
         raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
     if gradient.is_sparse:

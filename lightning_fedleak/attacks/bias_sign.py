@@ -12,7 +12,7 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.snapshots import Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 
@@ -34,9 +34,7 @@ def bias_sign(gradient: Tensor) -> WordGuess:
     Raises:
         UnusableObservation: non-finite or all zero.
     """
-    gradient = gradient.detach()
-    if hasattr(gradient, "full_tensor"):
-        gradient = gradient.full_tensor()
+    gradient = whole_tensor(gradient)
     if gradient.ndim != 1:
         raise ValueError(f"gradient must be (V,), got shape {tuple(gradient.shape)}")
     if not bool(gradient.isfinite().all()):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.mixture import Mixture, fit_two_gaussians
+from lightning_fedleak.snapshots import whole_tensor
 
 Scorer = Literal["gmm", "abs"]
 
@@ -38,8 +39,7 @@ def flatten(gradient: Tensor) -> Tensor:
     gradient = gradient.detach()
     if hasattr(gradient, "full_tensor"):
         local = gradient if gradient.dtype.itemsize >= 4 else gradient.float()
-        gathered: Tensor = local.sum(dim=1).full_tensor()  # type: ignore[attr-defined]
-        return gathered
+        return whole_tensor(local.sum(dim=1))
     if gradient.dtype.itemsize >= 4:
         return gradient.sum(dim=1)
     room = gradient.new_empty(_ROWS_AT_ONCE, gradient.shape[1], dtype=torch.float32)
@@ -97,7 +97,7 @@ def _is_rounding(gradient: Tensor, sums: Tensor) -> bool:
     """
     largest = sums.abs().topk(min(_ROWS_CHECKED, len(sums))).indices
     if hasattr(gradient, "full_tensor"):
-        absolute = gradient.float().abs().sum(dim=1).full_tensor()[largest]  # type: ignore[attr-defined]
+        absolute = whole_tensor(gradient.float().abs().sum(dim=1))[largest]
     else:
         absolute = gradient[largest].abs().sum(dim=1, dtype=sums.dtype)
     unit = torch.finfo(gradient.dtype).eps / gradient.shape[1] ** 0.5

@@ -21,7 +21,7 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.snapshots import Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 Array = NDArray[np.floating[Any]]
@@ -189,9 +189,7 @@ class RevealLabels(Attack):
 
 def _row_space(gradient: Tensor, tolerance: float | None) -> tuple[Array, bool]:
     """Rows in coordinates of the row space, (V, S) with orthonormal columns; is the rank full?"""
-    gradient = gradient.detach()
-    if hasattr(gradient, "full_tensor"):
-        gradient = gradient.full_tensor()
+    gradient = whole_tensor(gradient)
     if gradient.ndim != 2:
         raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
     precision = torch.finfo(gradient.dtype).eps

@@ -35,7 +35,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from membership_games import cell, joined, texts_of
+from membership_games import joined, texts_of
 from token_count import TokenCount
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -50,7 +50,16 @@ from lightning_fedleak.game_cli import PLANTED, find_model
 from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
 
 MECHANISMS = ("grr", "rappor", "the", "dbitflip")
-ATTACKS = ("count", "fc-wide-full", "fc-wide", "fc-full", "fc", "attention", "trained-full")
+ATTACKS = (
+    "count",
+    "fc-wide-full",
+    "fc-wide",
+    "fc-full",
+    "fc",
+    "attention",
+    "trained-full",
+    "trained",
+)
 WIDE = (1.0, *(float(step) for step in range(40, 2001, 20)))
 """Rungs of ``fc-wide`` in thousandths of the target's L1 norm (``tau`` of fp32 is one)."""
 
@@ -230,38 +239,52 @@ def line_of(job: Job, result: GameResult) -> dict:
     return {**vars(job), **told, **games, "seconds": result.seconds}
 
 
-def table(args: argparse.Namespace) -> None:
-    """AUC of every adversary, texts together; with ``--each`` also text by text."""
-    lines = [json.loads(line) for line in args.log.read_text().splitlines()[1:]]
+def read(log: Path) -> dict[tuple, dict[str, list[GameResult]]]:
+    """What a log holds: by setting, attack and layer, then by text."""
     groups: dict[tuple, dict[str, list[GameResult]]] = {}
-    for line in lines:
+    for line in map(json.loads, log.read_text().splitlines()[1:]):
         key = (*(line[name] for name in ABOUT), line["attack"], line["layer"])
-        columns = {name: torch.tensor(line[name]) for name in COLUMNS}
         result = GameResult(
             line["attack"],
             line["layer"],
             line["granularity"],
-            **columns,
+            **{name: torch.tensor(line[name]) for name in COLUMNS},
             protocol=line["protocol"],
             gradients="closed_form",
             dtype=line["dtype"],
         )
         groups.setdefault(key, {}).setdefault(line["text"], []).append(result)
-    print(
-        "| rule | game | mechanism | eps | rounds, memoised | attack | layer | text | games | AUC |"
-    )
-    print("|" + "---|" * 10)
-    order = {name: i for i, name in enumerate(MECHANISMS)}
-    for key in sorted(groups, key=lambda k: (*k[:2], order[k[2]], *k[3:])):
-        texts = groups[key]
-        parts = {"all": [r for results in texts.values() for r in results]}
-        for text, results in (parts | (texts if args.each else {})).items():
-            whole = joined(results)
-            rule, protocol, mechanism, epsilon, rounds, memoize, attack, layer = key
-            rate = whole.summary()["auc"]
-            auc = cell({"value": rate.value, "low": rate.low, "high": rate.high})
-            shown = (rule, protocol, mechanism, f"{epsilon:g}", f"{rounds}, {memoize}", attack)
-            print("| " + " | ".join(map(str, (*shown, layer, text, len(whole), auc))) + " |")
+    return groups
+
+
+def auc_of(results: list[GameResult]) -> str:
+    rate = joined(results).summary()["auc"]
+    return f"{rate.value:.3f} ({rate.low:.2f} to {rate.high:.2f})".replace("0.", ".")
+
+
+def table(args: argparse.Namespace) -> None:
+    """AUC: a row for each setting, a column for each adversary; texts pooled unless ``--each``."""
+    groups = read(args.log)
+    attacks = sorted({key[-2:] for key in groups}, key=lambda a: (ATTACKS.index(a[0]), a[1]))
+    rows: dict[tuple, dict[tuple, list[GameResult]]] = {}
+    for key, texts in groups.items():
+        for text, results in texts.items():
+            for name in (text,) if args.each else ("all",):
+                row = rows.setdefault((*key[:-2], name), {})
+                row.setdefault(key[-2:], []).extend(results)
+    names = [f"{name}, layer {layer}" for name, layer in attacks]
+    print("| rule, game | text | mechanism | eps | games | " + " | ".join(names) + " |")
+    print("|" + "---|" * (5 + len(names)))
+    for row in sorted(rows, key=lambda r: (*r[:2], r[4], r[5], r[6], MECHANISMS.index(r[2]), r[3])):
+        rule, protocol, mechanism, epsilon, rounds, memoize, text = row
+        what = f"{rule}, {protocol}" + (f", {rounds} rounds" if rounds > 1 else "")
+        what += ", memoised" if memoize else ""
+        found = rows[row]
+        games = sorted({sum(map(len, results)) for results in found.values()}, reverse=True)
+        cells = [auc_of(found[a]) if a in found else "" for a in attacks]
+        about = (what, text, mechanism, f"{epsilon:g}", ", ".join(map(str, games)))
+        print("| " + " | ".join([*about, *cells]) + " |")
+    lines = map(json.loads, args.log.read_text().splitlines()[1:])
     seconds = sum(line.get("cpu", 0.0) for line in lines)
     print(f"\n{date.today()}, {platform.machine()}, one thread, {seconds:.0f} s of CPU in all")
 
@@ -273,7 +296,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder or hub id")
     parser.add_argument("--log", type=Path, required=True, help="JSON lines, gone on with")
     parser.add_argument("--print", action="store_true", help="only print what the log holds")
-    parser.add_argument("--each", action="store_true", help="print every text by itself, too")
+    parser.add_argument("--each", action="store_true", help="print every text by itself")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="of CPU, then stop")
     parser.add_argument("--text", nargs="+", default=["banking77", "emotion", "imdb"])
     parser.add_argument("--public", help="the server's text, where --text is a file")
@@ -291,7 +314,7 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, nargs="+", default=[5, 7.5, 10])
     parser.add_argument("--rules", nargs="+", default=["published", "token"])
     parser.add_argument("--protocols", nargs="+", default=["game", "authors"])
-    parser.add_argument("--attacks", nargs="+", choices=(*ATTACKS, "trained"), default=ATTACKS)
+    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=ATTACKS[:-1])
     parser.add_argument("--trained-layers", type=int, nargs="+", default=[1])
     parser.add_argument("--trained-blocks", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)

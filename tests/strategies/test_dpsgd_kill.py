@@ -1,0 +1,58 @@
+"""A fit under DPSGD is killed at ten random points: nothing is forgotten, nothing drawn twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_fedleak.defenses.accounting import epsilon_of
+from tests.strategies.dpsgd_lives import LIVES, NOISE, live
+from tests.strategies.dpsgd_runs import BATCH, N
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+ROOT = Path(__file__).parents[2]
+
+
+def test_killed_at_ten_random_points_it_forgets_no_release_and_repeats_no_noise(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-m", "tests.strategies.dpsgd_lives", str(tmp_path)]
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    lives = json.loads((tmp_path / "lives.json").read_text())
+    releases = np.load(tmp_path / "releases.npy")
+
+    assert len(lives) == LIVES == 10
+    counted = 0
+    for life in lives:
+        assert life["killed"], ended.stderr[-4000:]
+        assert life["seen"] >= life["until"]
+        assert life["seen"] <= life["ledger"] - counted <= life["seen"] + 1
+        counted = life["ledger"]
+    steps, draws = releases[:, 0], releases[:, 1:]
+    assert len(set(steps.tolist())) < len(steps)  # kills undid steps, but not their releases
+
+    scale = NOISE * 0.9 / BATCH
+    assert np.std(draws) == pytest.approx(scale, rel=0.05)
+    alike = np.corrcoef(draws)
+    np.fill_diagonal(alike, 0.0)
+    assert np.abs(alike).max() < 0.5
+
+    last = live(tmp_path, None, max_steps=int(steps.max()) + 3)
+    assert last.accountant.steps > counted
+    assert last.accountant.history == ((NOISE, BATCH / N, last.accountant.steps),)
+    epsilon = epsilon_of([(NOISE, BATCH / N, counted)], 1e-3, "rdp")
+    assert last.privacy.epsilon >= epsilon > 0

@@ -76,6 +76,9 @@ def read_texts(name: str) -> list[str]:
     if name in NAMED:
         folder = os.environ.get("FEDLEAK_ASSETS", "../shared/assets")
         path = Path(folder) / "data" / NAMED[name]
+    if not path.exists():
+        known = ", ".join(NAMED)
+        raise SystemExit(f"no text at {path}: name a file, or one of {known} (FEDLEAK_ASSETS)")
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     content = raw.decode("utf-8")
     if ".jsonl" in path.name:

@@ -20,7 +20,10 @@ import torch
 from scipy.special import bdtrc
 from torch import Tensor
 
+from lightning_fedleak.auditing.many_runs import epsilon_from_counts
 from lightning_fedleak.auditing.mechanisms import gaussian_auc
+
+SIMULATED, CUTS = 20_000, 200
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,54 @@ def log_likelihood_ratios(releases: Tensor, sigma: float, sample_rate: float = 1
         return exponent
     out = torch.full_like(exponent, math.log1p(-sample_rate))
     return torch.logaddexp(out, exponent + math.log(sample_rate))
+
+
+def best_threshold(
+    sigma: float,
+    sample_rate: float,
+    steps: int,
+    *,
+    games: int,
+    delta: float,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> float:
+    """The score above which an audit of so many games should call a run a member's.
+
+    The one that shows the largest epsilon if rates come out as they do in other runs, which are
+    simulated here: so it is settled before the games it judges, as
+    ``audit_scores(threshold=<number>)`` asks for.
+
+    Args:
+        sigma: noise multiplier.
+        sample_rate: q.
+        steps: releases of a run.
+        games: of the audit, half of them with the target.
+        delta: at which epsilon is asked for.
+        confidence: of the bound.
+        seed: of the simulation.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+    if games < 2:
+        raise ValueError(f"games must be at least 2, got {games}")
+    rng, half = np.random.default_rng(seed), games // 2
+    noise = sigma * rng.standard_normal((2, SIMULATED, steps))
+    noise[1] += rng.random((SIMULATED, steps)) < sample_rate
+    ratios = log_likelihood_ratios(torch.from_numpy(noise), sigma, sample_rate).sum(2)
+    others, held = (np.sort(side) for side in ratios.numpy())
+    cuts = np.quantile(np.concatenate((others, held)), np.linspace(0.005, 0.995, CUTS))
+    best, chosen = -1.0, float(cuts[CUTS // 2])
+    for cut in cuts.tolist():
+        fp, tp = (
+            round(half * (1 - np.searchsorted(side, cut, "right") / SIMULATED))
+            for side in (others, held)
+        )
+        shown = epsilon_from_counts(tp, half, fp, half, delta=delta, confidence=confidence)
+        if shown > best:
+            best, chosen = shown, cut
+    return chosen
 
 
 def play_add_remove(release: Callable[[bool], float], games: int, seed: int = 0) -> Games:

@@ -7,6 +7,7 @@ gradient: so the target takes the whole of it, and nothing else takes a share.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable
@@ -39,6 +40,8 @@ class PlantedNeuron:
         sample_rate: chance of an example to be in a batch, a whole number of N-ths, as a loader
             has it; 1: inclusion is given.
         layer: of the hidden states that the neuron reads.
+        seed: of the entropy that the defences get as from a fit, for releases that can be repeated
+            although their epsilon is finite. None: the operating system's.
 
     Attributes:
         gradient: the neuron's gradient of the target's own loss, before clipping.
@@ -57,6 +60,7 @@ class PlantedNeuron:
         *,
         sample_rate: float = 1.0,
         layer: int = 1,
+        seed: int | None = None,
     ) -> None:
         if len(ids) < 2:
             raise ValueError(f"ids must hold at least 2 examples, got {len(ids)}")
@@ -103,9 +107,9 @@ class PlantedNeuron:
                 device=ids.device,
                 precision="32-true",
                 step=0,
-                entropy=os.urandom(32),
+                entropy=_entropy(seed, world),
             )
-            for _ in self._data
+            for world in range(2)
         ]
         self._samplers: list[PoissonBatchSampler] = []
         for world, data in enumerate(self._data):
@@ -149,3 +153,9 @@ class PlantedNeuron:
     def _loss(self, ids: Tensor) -> Tensor:
         logits = self._root(input_ids=ids).logits[:, -1]
         return F.cross_entropy(logits, self._label.expand(len(ids)))
+
+
+def _entropy(seed: int | None, world: int) -> bytes:
+    if seed is None:
+        return os.urandom(32)
+    return hashlib.sha256(f"planted neuron {seed} {world}".encode()).digest()

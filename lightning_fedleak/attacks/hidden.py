@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any
@@ -20,17 +20,12 @@ from torch.nn.modules import module as torch_module
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import Place, place_of, states_in, states_out
 from lightning_fedleak.anatomy.wrappers import walk, without_peft
+from lightning_fedleak.snapshots import whole_tensor
 
 TOKENS_AT_ONCE = 1 << 13
 
-_KEPT = (
-    "torch.distributed",
-    "torch.nn.utils",
-    "torch.ao",
-    "transformers",
-    "accelerate",
-    "peft",
-)
+_OF_WHOLE_MODELS = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
+_KEPT = ("torch.distributed", *_OF_WHOLE_MODELS)
 
 
 def hidden_states(
@@ -116,11 +111,53 @@ def hidden_states(
 
 
 @contextmanager
-def needed_hooks_only(root: nn.Module) -> Iterator[None]:
+def whole_model(root: nn.Module) -> Iterator[None]:
+    """Within it every process has the whole parameters of what FSDP2 shards, and runs alone.
+
+    The server's own copy of the model, as attacks that run it need it: how often they do may hang
+    on the data, and a collective in it would leave the other processes waiting. Gathered are all
+    sharded parameters, at the price of their memory on every process. The model's own tensors are
+    put back as they were. Of the hooks those of FSDP2 do not run either, see
+    :func:`needed_hooks_only`. What is computed within is in the parameters' own dtype, also where a
+    ``MixedPrecisionPolicy`` of FSDP2 has the client compute in another. Without sharded parameters
+    nothing happens.
+
+    A collective: every process must enter it, outside of forward and backward.
+    """
+    sharded = [
+        (module, name, parameter)
+        for module in root.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and hasattr(parameter, "full_tensor")
+    ]
+    if not sharded:
+        yield
+        return
+    whole: dict[int, nn.Parameter] = {}
+    for _, _, parameter in sharded:
+        if id(parameter) not in whole:
+            gathered = whole_tensor(parameter)
+            whole[id(parameter)] = nn.Parameter(gathered, requires_grad=parameter.requires_grad)
+    try:
+        for module, name, parameter in sharded:
+            module._parameters[name] = whole[id(parameter)]
+        with needed_hooks_only(root, _OF_WHOLE_MODELS):
+            yield
+    finally:
+        for module, name, parameter in sharded:
+            module._parameters[name] = parameter
+
+
+@contextmanager
+def needed_hooks_only(root: nn.Module, kept: Sequence[str] = _KEPT) -> Iterator[None]:
     """Within it, of the hooks on modules only those run that the model needs to compute at all.
 
     Which these are says :func:`hidden_states`. They run to the end even where the forward is cut
     off by an exception, so that FSDP2 gives back what it gathered. Hooks registered meanwhile stay.
+
+    Args:
+        root: with all modules inside it.
+        kept: the packages whose hooks run.
     """
     holders: list[dict[str, Any]] = [m.__dict__ for m in root.modules()]
     holders.append({n.removeprefix("_global"): v for n, v in vars(torch_module).items()})
@@ -144,7 +181,7 @@ def needed_hooks_only(root: nn.Module) -> Iterator[None]:
     called = [(flags, dict(flags)) for flags, _ in always]
     try:
         for store in stores:
-            for key in [k for k, hook in store.items() if not _needed(hook)]:
+            for key in [k for k, hook in store.items() if not _is_of(hook, kept)]:
                 del store[key]
         for flags, store in always:
             flags.update(dict.fromkeys(store, True))
@@ -160,11 +197,11 @@ def needed_hooks_only(root: nn.Module) -> Iterator[None]:
             flags.update(old_flags)
 
 
-def _needed(hook: Callable[..., Any]) -> bool:
+def _is_of(hook: Callable[..., Any], packages: Sequence[str]) -> bool:
     while hasattr(hook, "func"):
         hook = hook.func
     home = getattr(hook, "__module__", None) or type(hook).__module__
-    return any(home == name or home.startswith(f"{name}.") for name in _KEPT)
+    return any(home == name or home.startswith(f"{name}.") for name in packages)
 
 
 class _Reached(Exception):
@@ -337,4 +374,5 @@ __all__ = [
     "states_of_text",
     "takes",
     "virtual_tokens",
+    "whole_model",
 ]

@@ -259,7 +259,10 @@ def check_games(
         return
     who = f"LeakageMonitor: '{names[0]}' plays membership games, which"
     if isinstance(strategy, ModelParallelStrategy):
-        raise ValueError(f"{who} need whole layers; {type(strategy).__name__} shards them.")
+        raise ValueError(
+            f"{who} need whole layers; {type(strategy).__name__} shards them. Use DDP with "
+            "client='rank', or one device; attacks on words and texts run under FSDP2 too."
+        )
     if getattr(strategy, "world_size", 1) == 1:
         return
     if client == "world":

@@ -168,12 +168,19 @@ class LiveInversion:
         else:
             self._crossed.append(self._tap.take(batch))
 
+    @property
+    def is_due(self) -> bool:
+        """Whether this look has not reconstructed yet; the same on every process."""
+        return self._tap is not None and not self._done
+
     @torch.no_grad()
     def attack(self, look: Look) -> None:
         """Lets every attack reconstruct some of the texts that crossed, once in a look."""
-        if self._tap is None or self._done or look.truth_error is not None:
+        if self._tap is None or self._done:
             return
         self._done = True
+        if look.truth_error is not None:
+            return
         if look.batch is not None:
             self._crossed.append(self._tap.take(look.batch))
         try:

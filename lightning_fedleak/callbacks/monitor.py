@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.hidden import whole_model
 from lightning_fedleak.attacks.inversion import InversionAttack
 from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.attacks.public_text import PublicText
@@ -63,6 +64,10 @@ class LeakageMonitor(L.Callback):
 
     The first step of each fit is looked at. Layers that are frozen or unfrozen on the way are
     followed at the next look.
+
+    Under FSDP2 (``ModelParallelStrategy``) attacks get whole gradients, and for as long as they
+    calibrate, refresh or invert texts the whole model, gathered on every process. Membership games
+    are refused there.
 
     **Membership games.** A :class:`~lightning_fedleak.attacks.membership.MembershipAttack` assumes
     a server that puts trainable layers of its own into the model, behind the layer it reads, and
@@ -343,7 +348,8 @@ class LeakageMonitor(L.Callback):
             kinds=self._ledger.kinds,
             witness=self._report,
         )
-        self._prepare_attacks(self._watch)
+        with whole_model(anatomy.root):
+            self._prepare_attacks(self._watch)
         games.check()
         if trainer.is_global_zero:
             add_layout(

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Guess
+from lightning_fedleak.attacks.hidden import whole_model
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.cadence import Cadence, StepClock
 from lightning_fedleak.callbacks.checks import warn_of_adaptive_updates, warn_of_untested
@@ -194,8 +195,9 @@ class Watch:
         self.look = look = Look(step)
         with look.clock(self._device):
             self.follow()
-            for plan in self.exposed:
-                self._refresh(plan.attack, look)
+            with whole_model(self._anatomy.root):
+                for plan in self.exposed:
+                    self._refresh(plan.attack, look)
             self._tap.arm()
             self._games.arm()
             self._inversion.arm()
@@ -276,7 +278,9 @@ class Watch:
         wanted = [str(s) for s in stages if s in self._stages]
         with look.clock(self._device):
             self._games.play(look, stages, wanted, self._scale(True))
-            self._inversion.attack(look)
+            if self._inversion.is_due:
+                with whole_model(self._anatomy.root):
+                    self._inversion.attack(look)
         if wanted:
             first = Stage(wanted[0])
             self._run(

@@ -56,6 +56,7 @@ def fit(
     *,
     module: L.LightningModule | None = None,
     n: int = 32,
+    loader: Any = None,
     ckpt_path: str | None = None,
     **trainer: Any,
 ) -> L.Trainer:
@@ -74,7 +75,8 @@ def fit(
         "default_root_dir": root,
     } | trainer
     trainer_ = L.Trainer(callbacks=callbacks, **settings)
-    trainer_.fit(module, random_token_loader(n), ckpt_path=ckpt_path, weights_only=False)
+    given = random_token_loader(n) if loader is None else loader
+    trainer_.fit(module, given, ckpt_path=ckpt_path, weights_only=False)
     return trainer_
 
 

@@ -1,0 +1,346 @@
+"""One of two gloo processes with FSDP2; started by test_monitor_fsdp2.py, which says what is right.
+
+The reference is computed here too: one process, without sharding, on the same texts as both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Subset
+
+from lightning_fedleak.attacks import AlignedFlatChat, BagOfWords, FlatChat, PrefixInversion
+from lightning_fedleak.attacks.base import Attack, Query
+from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.flatchat import flatchat
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.defenses import Defense, GradientNoise
+from lightning_fedleak.snapshots import Observation, Stage
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.callbacks.runs import Probe, fit
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.models import tiny_gpt2
+from tests.strategies.ddp_worker import Case, gathered
+from tests.strategies.fsdp2_worker import whole
+
+CLIP, SIGMA, TEXTS, STEPS = 0.05, 0.02, 4, 3
+RANK = int(os.environ["LOCAL_RANK"])
+STAGES = ("local", "shared", "aggregate")
+CASES: dict[str, Case] = {}
+
+
+def case(name: str) -> Callable[[Case], Case]:
+    return lambda function: CASES.setdefault(name, function)
+
+
+class Sharded(CausalLMModule):
+    """Shards each block, and all else with the whole."""
+
+    def __init__(self, *, tied: bool = False, dropout: float = 0.0, optimizer: Any = "sgd") -> None:
+        model = tiny_gpt2(layers=2, dropout=dropout, tied=tied).train()
+        super().__init__(model, 1.0 if optimizer == "sgd" else 1e-3, optimizer)
+
+    def configure_model(self) -> None:
+        if dist.is_initialized() and not isinstance(self.model.lm_head.weight, DTensor):
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.model.transformer.h:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+
+class Alone(Sharded):
+    """The same module where nothing is sharded."""
+
+    def configure_model(self) -> None:
+        pass
+
+
+def texts(rank: int | None) -> DataLoader[Any]:
+    """Step by step ``TEXTS`` of a process's own; of both, one after the other, for None."""
+    data = random_token_loader(2 * TEXTS * STEPS).dataset
+    ranks = (0, 1) if rank is None else (rank,)
+    rows = [
+        2 * TEXTS * s + TEXTS * r + i for s in range(STEPS) for r in ranks for i in range(TEXTS)
+    ]
+    return DataLoader(Subset(data, rows), batch_size=TEXTS * len(ranks))
+
+
+def run(
+    root: Path,
+    callbacks: Sequence[L.Callback],
+    defenses: Sequence[Defense],
+    *,
+    alone: bool = False,
+    tied: bool = False,
+    dropout: float = 0.0,
+    optimizer: str = "sgd",
+    **settings: Any,
+) -> tuple[L.Trainer, DefendedStrategy]:
+    inner = (
+        SingleDeviceStrategy("cpu")
+        if alone
+        else ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    )
+    strategy = DefendedStrategy(inner, defenses, client="world")
+    module = (Alone if alone else Sharded)(tied=tied, dropout=dropout, optimizer=optimizer)
+    trainer = fit(
+        list(callbacks),
+        root,
+        module=module,
+        loader=texts(None if alone else RANK),
+        strategy=strategy,
+        devices=1 if alone else 2,
+        use_distributed_sampler=False,
+        **settings,
+    )
+    return trainer, strategy
+
+
+def public_text() -> PublicText:
+    generator = torch.Generator().manual_seed(5)
+    return PublicText(torch.randint(3, 97, (32, 12), generator=generator))
+
+
+def attacks(*, tied: bool = False) -> list[Attack]:
+    found: list[Attack] = [
+        FlatChat(n_types=40),
+        FlatChat(public_text=public_text(), shapes=((4, 12), (8, 12)), name="counting"),
+        AlignedFlatChat(public_text(), calibration_tokens=200, lengths=(12,), refresh_every=1),
+        AlignedFlatChat(public_text(), readout="sign", lengths=(12,), name="sign"),
+        AlignedFlatChat("sampled", calibration_tokens=200, lengths=(12,), name="sampled"),
+        PrefixInversion(1, public_text(), types=None),
+    ]
+    return found if tied else [*found, BagOfWords()]
+
+
+def values_of(monitor: LeakageMonitor) -> dict[str, str]:
+    return {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")}
+
+
+def state(trainer: L.Trainer) -> list[Tensor]:
+    """Weights, optimizer state and random numbers."""
+    found = [whole(p) for p in trainer.lightning_module.parameters()]
+    for optimizer in trainer.optimizers:
+        for entry in optimizer.state.values():
+            found += [whole(v) for v in entry.values() if isinstance(v, Tensor)]
+    return [*found, trainer.callback_metrics["train_loss"].clone(), torch.get_rng_state()]
+
+
+def compared(sigma: float, *, tied: bool) -> Case:
+    """Every look of the sharded run, and of the run of one process on the same texts."""
+
+    def found_in(root: Path, *, alone: bool) -> tuple[dict[str, Any], L.Trainer]:
+        monitor = LeakageMonitor(
+            attacks(tied=tied), every_n_steps=1, stages=STAGES, texts=TEXTS * (1 + alone)
+        )
+        looks: list[dict[str, str]] = []
+        monitor_values = Each(monitor, looks)
+        trainer, _ = run(
+            root, [monitor, monitor_values], [GradientNoise(CLIP, sigma)], alone=alone, tied=tied
+        )
+        return {"looks": looks, "failures": monitor.failures}, trainer
+
+    def both(folder: Path) -> dict[str, Any]:
+        sharded, _ = found_in(folder / "sharded", alone=False)
+        single, _ = found_in(folder / f"alone-{RANK}", alone=True)
+        return {"sharded": sharded, "single": single}
+
+    return both
+
+
+class Each(L.Callback):
+    """Keeps what a monitor found at each look."""
+
+    def __init__(self, monitor: LeakageMonitor, looks: list[dict[str, str]]) -> None:
+        self.monitor, self.looks = monitor, looks
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.monitor.looks > len(self.looks):
+            self.looks.append(values_of(self.monitor))
+
+
+CASES["values clipped"] = compared(0.0, tied=False)
+CASES["values tied"] = compared(0.0, tied=True)
+
+
+class Taken:
+    """The head's whole gradient at each stage, as a tap of the strategy sees it."""
+
+    def __init__(self, strategy: DefendedStrategy, head: Callable[[], Tensor]) -> None:
+        self.head, self.gradients = head, dict[str, list[Tensor]]()
+        strategy.add_tap(self.tap)
+
+    def tap(self, stage: Stage, _: torch.optim.Optimizer) -> None:
+        gradient = self.head().grad
+        assert gradient is not None
+        self.gradients.setdefault(str(stage), []).append(whole(gradient))
+
+
+class Tapped(L.Callback):
+    """Puts a :class:`Taken` in."""
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.taken = Taken(trainer.strategy, lambda: module.model.lm_head.weight)  # type: ignore[arg-type]
+
+
+@case("values noised")
+def values_noised(folder: Path) -> dict[str, Any]:
+    """What is logged, and the same attack by hand on what really left."""
+    monitor = LeakageMonitor(FlatChat(n_types=40), every_n_steps=1, stages=STAGES)
+    looks: list[dict[str, str]] = []
+    tapped = Tapped()
+    run(folder, [monitor, Each(monitor, looks), tapped], [GradientNoise(CLIP, SIGMA)])
+    out: dict[str, Any] = {"failures": monitor.failures, "found": {}}
+    for stage, prefix in zip(
+        STAGES, ("leakage_local", "leakage", "leakage_aggregate"), strict=True
+    ):
+        logged = [float(look[f"{prefix}/flatchat/recall"]) for look in looks]
+        by_hand = []
+        for gradient, batch in zip(tapped.taken.gradients[stage], texts(None), strict=True):
+            true = set(batch["labels"][:, 1:].flatten().tolist())
+            named = set(flatchat(gradient, 40.0).types.tolist())
+            by_hand.append(len(true & named) / len(true))
+        out["found"][stage] = {"logged": logged, "by hand": by_hand}
+    local, shared = (torch.stack(tapped.taken.gradients[s]) for s in STAGES[:2])
+    out["noise"] = float((shared - local).norm() / shared.norm())
+    return out
+
+
+@case("undisturbed")
+def undisturbed(folder: Path) -> dict[str, Any]:
+    """Dropout, AdamW and noise that a seed gives, with and without looks."""
+    found = []
+    settings: dict[str, Any] = {"dropout": 0.2, "optimizer": "adamw"}
+    for name in ("plain", "watched"):
+        callbacks: list[L.Callback] = []
+        if name == "watched":
+            callbacks = [
+                LeakageMonitor(attacks(), every_n_steps=1, stages=STAGES),
+                RiskGate("leakage/flatchat/f1", at_most=1.0, action="harden"),
+            ]
+        noise = GradientNoise(CLIP, SIGMA, seed=3)
+        trainer, _ = run(folder / name, callbacks, [noise], **settings)
+        found.append(state(trainer))
+    sharded = all(isinstance(p, DTensor) for p in trainer.lightning_module.parameters())
+    same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return {"same": same, "sharded": sharded, "steps": trainer.global_step}
+
+
+class FailsOnOne(FlatChat):
+    default_name = "fails_on_one"
+
+    def run(self, view: Observation, query: Query | None = None) -> Any:
+        if RANK == 1:
+            raise RuntimeError("only here")
+        return super().run(view, query)
+
+
+class ReadsFailOnOne(PrefixInversion):
+    default_name = "reads_fail_on_one"
+
+    def reconstruct(self, *given: Any) -> Any:
+        if RANK == 1:
+            raise RuntimeError("only here")
+        return super().reconstruct(*given)
+
+
+@case("fails on one")
+def fails_on_one(folder: Path) -> dict[str, Any]:
+    failing: list[Attack] = [FailsOnOne(n_types=40), ReadsFailOnOne(1, public_text(), types=None)]
+    monitor = LeakageMonitor([*failing, *attacks()], every_n_steps=1)
+    trainer, _ = run(folder, [monitor], [GradientNoise(CLIP, 0.0)])
+    return {
+        "steps": trainer.global_step,
+        "failures": monitor.failures,
+        "values": {n: v for n, v in values_of(monitor).items() if n.endswith(("/f1", "accuracy"))},
+    }
+
+
+@case("unreadable on one")
+def unreadable_on_one(folder: Path) -> dict[str, Any]:
+    """One process cannot read its second batch (the first is read twice, to check)."""
+    read = []
+
+    def adapter(batch: dict[str, Tensor]) -> TokenBatch:
+        read.append(1)
+        if len(read) == 3 and RANK == 1:
+            raise RuntimeError("only here")
+        return TokenBatch(batch["input_ids"], batch["labels"], None, "causal")
+
+    monitor = LeakageMonitor(attacks(), every_n_steps=1, batch_adapter=adapter)
+    looks: list[dict[str, str]] = []
+    trainer, _ = run(folder, [monitor, Each(monitor, looks)], [GradientNoise(CLIP, 0.0)])
+    unknown = [
+        all(v == "nan" for n, v in look.items() if n.endswith(("/f1", "token_accuracy")))
+        for look in looks
+    ]
+    return {"steps": trainer.global_step, "unknown": unknown, "attacks": len(attacks())}
+
+
+@case("games are refused")
+def games_are_refused(folder: Path) -> dict[str, Any]:
+    try:
+        run(folder, [LeakageMonitor(FCMembership(layer=1))], [GradientNoise(CLIP, SIGMA)])
+    except ValueError as error:
+        return {"said": str(error)}
+    return {"said": "nothing"}
+
+
+@case("hardened")
+def hardened(folder: Path) -> dict[str, Any]:
+    """A gate turns the noise up at the first two looks; the run is saved, and goes on."""
+    out: dict[str, Any] = {}
+    path = folder / "saved.ckpt"
+    settings: dict[str, Any] = {"max_epochs": 1, "at_most": -1.0}
+    for part in ("first", "resumed"):
+        noise = GradientNoise(CLIP, SIGMA, most_notches=2)
+        monitor = LeakageMonitor(Probe(k=20), every_n_steps=1)
+        gate = RiskGate("leakage/probe/f1", at_most=settings.pop("at_most"), action="harden")
+        trainer, _ = run(folder / part, [gate, monitor], [noise], **settings)
+        if part == "first":
+            trainer.save_checkpoint(path)
+            settings = {"max_epochs": 2, "at_most": 2.0, "ckpt_path": str(path)}
+        out[part] = {
+            "notches": [noise.notches, gate.notches],
+            "steps": trainer.global_step,
+            "equal": all(
+                torch.equal(*pair)
+                for pair in zip(*gathered([whole(p) for p in state(trainer)[:-2]]), strict=True)
+            ),
+            "looks": monitor.looks,
+        }
+    return out
+
+
+def main(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {}
+    for name, function in CASES.items():
+        try:
+            results[name] = function(folder / name.replace(" ", "-"))
+        except Exception:
+            # Go no further: the other rank may be waiting in the middle of this case.
+            results[name] = {"error": traceback.format_exc()}
+            break
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

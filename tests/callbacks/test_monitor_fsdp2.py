@@ -1,0 +1,85 @@
+"""LeakageMonitor on a sharded run of two gloo processes: the cases of monitor_fsdp2_worker.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.helpers.processes import two_processes
+
+pytestmark = pytest.mark.ddp
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, by case."""
+    return two_processes("tests.callbacks.monitor_fsdp2_worker", tmp_path_factory.mktemp("fsdp2"))
+
+
+def of(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    for found in ranks:
+        assert "error" not in found[name], found[name]["error"]
+    return [found[name] for found in ranks]
+
+
+@pytest.mark.parametrize("name", ["values clipped", "values tied"])
+def test_every_look_finds_what_one_process_finds_on_all_texts(ranks, name: str) -> None:
+    for found in of(ranks, name):
+        sharded, single = found["sharded"], found["single"]
+        assert sharded["failures"] == single["failures"] == 0
+        assert len(sharded["looks"]) == len(single["looks"]) == 3
+        for mine, reference in zip(sharded["looks"], single["looks"], strict=True):
+            assert mine.keys() == reference.keys()
+            for prefix in ("leakage", "leakage_local"):
+                assert float(mine[f"{prefix}/flatchat/f1"]) > 0.3
+                assert float(mine[f"{prefix}/prefix_inversion/token_accuracy"]) == 1
+            for metric, value in mine.items():
+                # Sums in another order change the last digits of what is taken for the number of
+                # types. The precision of an attack that names nothing is NaN.
+                rel = 1e-4 if metric.endswith("type_count_error") else 1e-12
+                other = pytest.approx(float(reference[metric]), rel=rel, nan_ok=True)
+                assert float(value) == other, metric
+
+
+def test_values_are_of_what_left_noise_and_all(ranks) -> None:
+    for found in of(ranks, "values noised"):
+        assert found["failures"] == 0
+        assert found["noise"] > 1
+        for stage in found["found"].values():
+            assert stage["logged"] == pytest.approx(stage["by hand"], abs=1e-12)
+        assert found["found"]["local"] != found["found"]["shared"]
+
+
+def test_training_is_bit_identical(ranks) -> None:
+    for found in of(ranks, "undisturbed"):
+        assert found == {"same": True, "sharded": True, "steps": 3}
+
+
+def test_a_failure_on_one_process_is_unknown_on_both_and_nobody_waits(ranks) -> None:
+    for found in of(ranks, "fails on one"):
+        unknown = {name for name, value in found["values"].items() if math.isnan(float(value))}
+        assert unknown == {
+            "leakage/fails_on_one/f1",
+            "leakage/reads_fail_on_one/token_accuracy",
+        }
+        assert (found["steps"], found["failures"]) == (3, 6)
+        assert len(found["values"]) > len(unknown)
+
+
+def test_a_batch_that_one_process_cannot_read_is_unknown_on_both(ranks) -> None:
+    for found in of(ranks, "unreadable on one"):
+        assert found == {"steps": 3, "unknown": [False, True, False], "attacks": 7}
+
+
+def test_membership_games_are_refused_with_what_to_do(ranks) -> None:
+    for found in of(ranks, "games are refused"):
+        assert "'fc_membership' plays membership games, which need whole layers" in found["said"]
+        assert "Use DDP with client='rank', or one device" in found["said"]
+
+
+def test_a_gate_hardens_both_processes_and_a_resumed_run_stays_so(ranks) -> None:
+    for found in of(ranks, "hardened"):
+        first = {"notches": [2, 2], "steps": 3, "equal": True, "looks": 3}
+        assert found == {"first": first, "resumed": first | {"steps": 6, "looks": 6}}

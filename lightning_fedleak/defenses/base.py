@@ -54,6 +54,7 @@ class DefenseContext:
             from it is not replayed after a resume.
         process: which share of the client's data this process holds, from 0; always 0 where each
             process is a client. Noise on data, not on gradients, must differ by it.
+        processes: how many processes together are this client; 1 where each is one.
     """
 
     root: nn.Module
@@ -64,6 +65,7 @@ class DefenseContext:
     step: int
     entropy: bytes = field(repr=False)
     process: int = 0
+    processes: int = 1
 
 
 class Defense(ABC):

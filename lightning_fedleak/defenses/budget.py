@@ -142,6 +142,14 @@ class Budget:
         remembered.load_state_dict(self.accountant.state_dict())
         self.accountant = remembered
 
+    def account_state(self) -> State:
+        """What was released so far."""
+        return self.accountant.state_dict()
+
+    def adopt(self, account: State) -> None:
+        """Knows of releases that another process of the client knows of."""
+        self.accountant.load_state_dict(account)
+
     def settle(self, rate: float, delta: float, planned_steps: Callable[[], int]) -> None:
         """Finds the noise, now that the training data are known.
 
@@ -165,20 +173,21 @@ class Budget:
             self._covered = steps if self.accountant.steps == 0 else 0
         if isinstance(self.accountant, RenyiFilter):
             self.accountant.begin(self.noise_multiplier, rate)
-        else:
-            self.check_not_overdrawn()
+        self.check_not_overdrawn()
 
     def check_not_overdrawn(self) -> None:
         """Refuses to begin where ``target_epsilon`` was passed already, under another target.
+
+        A filter sees to that in every release.
 
         Raises:
             BudgetSpent: says by how much.
         """
         account = self.accountant
-        if self.target_epsilon is None or account.steps == 0 or self._is_covered(account.steps):
+        if self.target_epsilon is None or self.delta is None or isinstance(account, RenyiFilter):
             return
-        assert self.delta is not None
-        assert isinstance(account, Accountant)
+        if account.steps == 0 or self._is_covered(account.steps):
+            return
         epsilon = account.epsilon(self.delta)
         if epsilon > self.target_epsilon:
             raise BudgetSpent(

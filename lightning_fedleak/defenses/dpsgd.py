@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -25,20 +27,35 @@ from lightning_fedleak.defenses.dpsgd_checks import (
     check_hardening,
     check_model,
     check_settings,
+    check_shards,
     check_trainer,
     count_samples,
+    is_ddp,
     loss_with_graph,
+    on_device,
     planned_steps,
     trainer_of,
 )
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.per_sample import Clipping
-from lightning_fedleak.defenses.poisson import PoissonBatchSampler
 from lightning_fedleak.defenses.privacy import Privacy
 from lightning_fedleak.defenses.recorder import Recorder
 from lightning_fedleak.defenses.renyi_filter import RenyiFilter
-from lightning_fedleak.defenses.sampling import sampling_of
-from lightning_fedleak.defenses.step_checks import DrawnBatches, LossCheck, zero_on_the_graph
+from lightning_fedleak.defenses.sampling import Sampling, sampling_of
+from lightning_fedleak.defenses.shards import (
+    SHARD_BITS,
+    local_part,
+    own_part_of_sum,
+    reshard,
+    shard_number,
+)
+from lightning_fedleak.defenses.step_checks import (
+    DrawnBatches,
+    LossCheck,
+    times_zero,
+    zero_on_the_graph,
+)
+from lightning_fedleak.defenses.team import Team
 from lightning_fedleak.defenses.update import ClippedSum, Moves, NoiseGauge
 
 
@@ -129,11 +146,14 @@ class DPSGD(Defense):
 
     name = "dpsgd"
     per_sample = True
+    takes_shards = True
     _batches: DrawnBatches
     _check: LossCheck
     _moves: Moves
     _clipped: ClippedSum | None
     _canaries: int
+    _placeholder: bool
+    _early: Exception | None
 
     def __init__(
         self,
@@ -195,8 +215,8 @@ class DPSGD(Defense):
             most_notches=most_notches,
         )
         self._ledger = ledger
-        self._expected = 0.0
-        self._sampler: PoissonBatchSampler | None = None
+        self._sampling: Sampling | None = None
+        self._team = Team()
         self._recorder: Recorder | None = None
         self._forget_run()
 
@@ -268,13 +288,17 @@ class DPSGD(Defense):
         Raises:
             DefenseError: the guarantee cannot hold; says what to change.
         """
-        check_trainer(context)
-        check_model(context.root, self.clipping)
         self.teardown()
-        if self._ledger is not None:
-            path = os.fspath(self._ledger) + (f".{context.client}" if context.clients > 1 else "")
-            self._budget.open_ledger(path)
-            self._ledger = None
+        self._team = team = Team(context)
+        with team.together():
+            check_trainer(context)
+            check_model(context.root, self.clipping)
+            check_shards(context.root, context.processes)
+            if self._ledger is not None and team.process == 0:
+                suffix = f".{context.client}" if context.clients > 1 else ""
+                self._budget.open_ledger(os.fspath(self._ledger) + suffix)
+        self._ledger = None
+        self._budget.adopt(team.told_by_first(self._budget.account_state()))
         self._recorder = Recorder(context.root)
         self._forget_run()
 
@@ -286,28 +310,65 @@ class DPSGD(Defense):
                 filter's budget does not fit one release.
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
-        first = 0 if self._sampler is None else self._sampler.step
-        sampling = sampling_of(
-            dataloader,
-            context,
-            poisson=self.poisson,
-            trust=self.trust,
-            entropy=self._base(context),
-            first_step=first,
+        self._team = Team(context)
+        drawn = 0 if self._sampling is None else self._sampling.drawn
+        with self._team.together():
+            self._sampling = sampling = sampling_of(
+                dataloader,
+                context,
+                poisson=self.poisson,
+                trust=self.trust,
+                entropy=self._base(context),
+                first_step=drawn,
+            )
+            delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
+            check_delta_for(delta, sampling.examples)
+            steps = functools.partial(planned_steps, context, len(sampling.loader))
+            self._budget.settle(sampling.rate, delta, steps)
+        self._team.check_alike(
+            sample_rate=sampling.rate,
+            examples=sampling.examples,
+            batch_size=sampling.expected,
+            delta=delta,
+            noise_multiplier=self.noise_multiplier_now,
+            max_grad_norm=self.max_grad_norm,
         )
-        delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
-        check_delta_for(delta, sampling.examples)
-        loader = sampling.loader
-        if isinstance(loader.batch_sampler, PoissonBatchSampler):
-            self._sampler = loader.batch_sampler
-        self._expected = sampling.expected
-        self._budget.settle(sampling.rate, delta, lambda: planned_steps(context, len(loader)))
-        return loader
+        return sampling.loader
+
+    def on_train_start(self, context: DefenseContext) -> None:
+        """Looks at what was restored, where that comes after the loader.
+
+        Raises:
+            BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
+        """
+        if self._recorder is not None:
+            reshard(context.root)
+            self._recorder.adopt()
+        self._budget.check_not_overdrawn()
+
+    @property
+    def acts_on_batches(self) -> bool:
+        """Only with several processes, of which one alone may draw an empty batch."""
+        return self._team.size > 1
+
+    def on_batch(self, batch: Any, context: DefenseContext) -> Any:
+        """The batch; one example that does not count where it is empty and others may not be."""
+        self._placeholder, self._early = False, None
+        try:
+            if count_samples(batch) == 0 and self._sampling is not None:
+                batch = on_device(self._sampling.placeholder(), context)
+                self._placeholder = True
+        except Exception as error:
+            self._early = error
+        return batch
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
         """Records the forward pass and looks at the loss; an empty batch gives a loss of zero.
+
+        A process that drew none while others of its client may not have runs one example, and
+        records none of it: it takes part in what the others send in forward and backward.
 
         Raises:
             DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
@@ -316,18 +377,29 @@ class DPSGD(Defense):
         recorder = self._recorder
         if recorder is None or self._budget.rate is None:
             raise DefenseError("DPSGD: a training step outside of fit; nothing was released")
-        self._batches.begin(batch, context)
+        team = self._team
+        with team.together():
+            if self._early is not None:
+                raise self._early
+            self._batches.begin(batch, context)
+            samples = count_samples(batch)
         self._clipped = None
-        samples = count_samples(batch)
         if samples == 0:
             recorder.clear()
             return zero_on_the_graph(context.root)
         buffers = Buffers(context.root)
-        with recorder.step(samples):
+        with recorder.step(samples), buffers.sent_first() if is_ddp(context) else nullcontext():
             output = training_step()
-        buffers.check_unchanged()
-        self._check(loss_with_graph(output, samples), recorder, self.releases)
+        with team.together():
+            recorder.check()
+            buffers.check_unchanged()
+            loss = loss_with_graph(output, samples)
+            self._check.check_form(loss, recorder)
+        self._check.look(loss, recorder, self.releases, team)
         recorder.calls = []
+        if self._placeholder:
+            recorder.clear()
+            return times_zero(output)
         return output
 
     def before_release(self) -> None:
@@ -345,32 +417,40 @@ class DPSGD(Defense):
             DefenseError: a gradient that the layers do not explain, that is NaN or infinite, noise
                 that is not what is accounted, or weights that do not move. Nothing is released.
         """
-        clipped = self._clip(parameters, context)
-        sigma = self._client_noise(context)
-        trainer = trainer_of(context)
+        team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
+        with team.together():
+            clipped = self._clip(parameters, context)
+        clipped.check_explained(parameters, context, team)
         if sigma > 0:
-            self._moves.check(parameters, getattr(trainer, "optimizers", ()))
+            self._moves.check(parameters, getattr(trainer, "optimizers", ()), team)
         checking = self._check.is_due(self.releases)
         if checking:
-            clipped.check_complete(parameters, context)
-        self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
+            clipped.check_complete(parameters, context, team)
+        team.check_alike(noise_multiplier=sigma, releases=self.releases)
+        with team.together():
+            self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
         release, self.releases = self.releases, self.releases + 1
-        gauge = NoiseGauge(sigma * self.max_grad_norm, self._expected)
+        gauge = NoiseGauge(sigma * self.max_grad_norm, self._divisor)
         for index, parameter in enumerate(parameters):
             total = clipped.sum_of(parameter)
+            if team.size > 1:
+                total = own_part_of_sum(total, parameter)
             before = gauge.before(total) if checking else None
             if sigma:
-                key = self._key(context, release, index, "gradient")
+                place = index + (shard_number(parameter) << SHARD_BITS)
+                key = self._key(context, release, place, "gradient")
                 noise = standard_normal(key, total.shape, total.device, total.dtype)
                 total.add_(noise, alpha=sigma * self.max_grad_norm)
-            total.div_(self._expected)
+            total.div_(self._divisor)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.copy_(total)
+            released = local_part(parameter.grad)
+            released.copy_(total)
             if before is not None:
-                gauge.after(before, parameter.grad)
+                gauge.after(before, released)
         if checking:
-            measured = gauge.measured()
+            with team.together():
+                measured = gauge.measured()
             if measured is not None:
                 self.measured_noise_multiplier = measured / self.max_grad_norm
         if sigma > 0:
@@ -391,13 +471,18 @@ class DPSGD(Defense):
         Raises:
             DefenseError: the canary is of other samples than the batch, or was noised before.
         """
+        if self._team.size > 1:
+            raise DefenseError(
+                "DPSGD: what the samples of the client's other processes add to a canary is not "
+                "computed; use client='rank', or one process"
+            )
         if canary.noise is not None:
             raise DefenseError(
                 "DPSGD: noise on the sum of samples cannot be clipped sample by sample"
             )
         clipped = self._clip(parameters, context)
-        released = clipped.with_canary(canary.samples, self._expected)
-        std = self._client_noise(context) * self.max_grad_norm / self._expected
+        released = clipped.with_canary(canary.samples, self._divisor)
+        std = self._client_noise(context) * self.max_grad_norm / self._divisor
         if std:
             number, self._canaries = self._canaries, self._canaries + 1
             key = self._key(context, self.releases, number, "canary")
@@ -434,6 +519,13 @@ class DPSGD(Defense):
             self._recorder = None
         self._forget_run()
 
+    @property
+    def _divisor(self) -> float:
+        """The expected number of samples, of all processes of this client."""
+        if self._sampling is None:
+            raise DefenseError("DPSGD: no training data yet, so nothing was released")
+        return self._sampling.expected
+
     def _forget_run(self) -> None:
         self._batches = DrawnBatches(self.poisson)
         self._check = LossCheck(self.loss == "trusted")
@@ -442,6 +534,7 @@ class DPSGD(Defense):
 
     def _forget_step(self) -> None:
         self._canaries = 0
+        self._placeholder, self._early = False, None
         self._check.unchecked = False
         self._clipped = None
         if self._recorder is not None:
@@ -453,6 +546,7 @@ class DPSGD(Defense):
             recorder = self._recorder
             if recorder is None:
                 raise DefenseError("DPSGD: a release outside of fit; nothing was released")
+            recorder.check()
             self._clipped = ClippedSum(
                 parameters,
                 recorder.parts,
@@ -460,6 +554,7 @@ class DPSGD(Defense):
                 self.max_grad_norm,
                 self.clipping,
                 context,
+                half=recorder.half,
             )
         return self._clipped
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.layers import has_ghost_rule, refusal
@@ -49,11 +52,41 @@ def check_trainer(context: DefenseContext) -> None:
             "clipped. Use accumulate_grad_batches=1 and a larger batch_size, gradient "
             "checkpointing if memory is short."
         )
-    if getattr(trainer, "world_size", 1) > 1 and context.clients == 1:
-        raise DefenseError(
-            "DPSGD does not support client='world' on several processes yet: use client='rank', or "
-            "one process."
-        )
+
+
+def check_shards(root: nn.Module, processes: int) -> None:
+    """Refuses parameters that are not shared by all processes of the client (FSDP2).
+
+    Raises:
+        DefenseError: says which.
+    """
+    for name, parameter in root.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        if parameter.device_mesh.size() != processes:
+            raise DefenseError(
+                f"DPSGD: '{name}' is sharded over {parameter.device_mesh.size()} of the client's "
+                f"{processes} processes. Give fully_shard a mesh of all of them."
+            )
+        if not all(type(p) in (Shard, Replicate) for p in parameter.placements):
+            raise DefenseError(
+                f"DPSGD: '{name}' is placed as {parameter.placements}, and only plain shards and "
+                "replicas are supported. Use fully_shard alone, without tensor parallelism."
+            )
+
+
+def is_ddp(context: DefenseContext) -> bool:
+    """Whether DistributedDataParallel runs ``training_step``."""
+    strategy = getattr(trainer_of(context), "strategy", None)
+    return isinstance(getattr(strategy, "model", None), DistributedDataParallel)
+
+
+def on_device(batch: Any, context: DefenseContext) -> Any:
+    """A batch as the Trainer hands it on, where this process trains."""
+    trainer = trainer_of(context)
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = context.root._on_before_batch_transfer(batch, dataloader_idx=0)  # type: ignore[operator]
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
 def check_model(root: nn.Module, clipping: Clipping) -> None:
@@ -115,7 +148,27 @@ class Buffers:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._before = {name: (b, _version(b)) for name, b in root.named_buffers()}
+        self._read()
+
+    def _read(self) -> None:
+        self._before = {name: (b, _version(b)) for name, b in self._root.named_buffers()}
+
+    @contextmanager
+    def sent_first(self) -> Iterator[None]:
+        """Inside, the client's own processes send each other buffers before the root is called.
+
+        DistributedDataParallel does, and runs ``training_step`` as the root's call.
+        """
+
+        def once(*_: Any) -> None:
+            self._read()
+            handle.remove()
+
+        handle = self._root.register_forward_pre_hook(once)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def check_unchanged(self) -> None:
         """Refuses where one was written to, replaced or added since.
@@ -353,10 +406,13 @@ __all__ = [
     "check_loader",
     "check_model",
     "check_settings",
+    "check_shards",
     "check_trainer",
     "count_samples",
     "drawn_batch",
+    "is_ddp",
     "loss_with_graph",
+    "on_device",
     "planned_steps",
     "same_draw",
     "sizes_of",

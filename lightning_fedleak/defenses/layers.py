@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call, vjp, vmap
 
+from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.per_sample import Dense, Outer, Part, Rows
+from lightning_fedleak.defenses.shards import plain_type
 
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
@@ -70,8 +73,8 @@ def refusal(name: str, module: nn.Module) -> str:
 
 def parts_of(
     module: nn.Module, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[Tensor, Part]]:
-    """Every trainable parameter of ``module`` itself with its per-sample gradients.
+) -> Iterator[tuple[str, Part]]:
+    """Every trainable parameter of ``module`` itself, by name, with its per-sample gradients.
 
     Args:
         module: see :func:`refusal`.
@@ -79,8 +82,8 @@ def parts_of(
         gradient: of its output.
         samples: B.
     """
-    rule = _RULES.get(type(module))
-    if rule is None and type(module).__name__ == "Conv1D" and _is_conv1d(module):
+    rule = _RULES.get(plain_type(module))
+    if rule is None and _is_conv1d(module):
         rule = _conv1d
     if rule is not None:
         yield from rule(module, source, gradient, samples)
@@ -90,10 +93,10 @@ def parts_of(
 
 def has_ghost_rule(module: nn.Module) -> bool:
     """Whether its matrices stay factors: Linear, Hugging Face's Conv1D, Embedding."""
-    return type(module) in (nn.Linear, nn.Embedding) or _is_conv1d(module)
+    return plain_type(module) in (nn.Linear, nn.Embedding) or _is_conv1d(module)
 
 
-Rule = Callable[[Any, Tensor, Tensor, int], Iterator[tuple[Tensor, Part]]]
+Rule = Callable[[Any, Tensor, Tensor, int], Iterator[tuple[str, Part]]]
 
 
 def _positions(values: Tensor, samples: int) -> Tensor:
@@ -103,52 +106,60 @@ def _positions(values: Tensor, samples: int) -> Tensor:
 
 def _linear(
     module: nn.Linear, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[Tensor, Part]]:
+) -> Iterator[tuple[str, Part]]:
     gradient = _positions(gradient, samples)
     if module.weight.requires_grad:
-        yield module.weight, Outer(gradient, _positions(source, samples))
+        yield "weight", Outer(gradient, _positions(source, samples))
     if module.bias is not None and module.bias.requires_grad:
-        yield module.bias, Dense(_total(gradient))
+        yield "bias", Dense(_total(gradient))
 
 
 def _conv1d(
     module: Any, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[Tensor, Part]]:
+) -> Iterator[tuple[str, Part]]:
     gradient = _positions(gradient, samples)
     if module.weight.requires_grad:
-        yield module.weight, Outer(_positions(source, samples), gradient)
+        yield "weight", Outer(_positions(source, samples), gradient)
     if module.bias.requires_grad:
-        yield module.bias, Dense(_total(gradient))
+        yield "bias", Dense(_total(gradient))
 
 
 def _embedding(
     module: nn.Embedding, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[Tensor, Part]]:
+) -> Iterator[tuple[str, Part]]:
     ids = source.reshape(samples, -1)
     values = _positions(gradient, samples)
     if module.padding_idx is not None:
         values = values.masked_fill((ids == module.padding_idx)[..., None], 0.0)
-    yield module.weight, Rows(ids, values)
+    yield "weight", Rows(ids, values)
 
 
 def _layer_norm(
     module: nn.LayerNorm, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[Tensor, Part]]:
+) -> Iterator[tuple[str, Part]]:
     shape = module.normalized_shape
     gradient = _wide(gradient).reshape(samples, -1, *shape)
     if module.weight.requires_grad:
         normal = nn.functional.layer_norm(_wide(source), shape, eps=module.eps)
-        yield module.weight, Dense((normal.reshape_as(gradient) * gradient).sum(1))
+        yield "weight", Dense((normal.reshape_as(gradient) * gradient).sum(1))
     if module.bias is not None and module.bias.requires_grad:
-        yield module.bias, Dense(gradient.sum(1))
+        yield "bias", Dense(gradient.sum(1))
 
 
 def _any(
     module: nn.Module, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[Tensor, Part]]:
+) -> Iterator[tuple[str, Part]]:
     """Runs the layer again, sample by sample, vectorised."""
     parameters = {k: p.detach() for k, p in module.named_parameters() if p.requires_grad}
-    rest = {k: v.detach() for k, v in module.state_dict(keep_vars=True).items()}
+    if any(isinstance(p, DTensor) for p in parameters.values()):
+        raise DefenseError(
+            f"DPSGD: a {plain_type(module).__name__} is sharded (FSDP2) when the gradient of its "
+            "output arrives, and its per-sample gradients need it whole. Shard the block around it "
+            "instead of the layer itself, or leave `output_dtype` out of its MixedPrecisionPolicy."
+        )
+    # Not its state_dict: FSDP2 would take that for a moment in which to free what is whole.
+    everything = [*module.named_parameters(), *module.named_buffers()]
+    rest = {key: value.detach() for key, value in everything}
     hooks, module._forward_hooks = module._forward_hooks, type(module._forward_hooks)()
     before, module._forward_pre_hooks = module._forward_pre_hooks, type(module._forward_pre_hooks)()
 
@@ -170,7 +181,7 @@ def _any(
     finally:
         module._forward_hooks, module._forward_pre_hooks = hooks, before
     for key, values in found.items():
-        yield module.get_parameter(key), Dense(values)
+        yield key, Dense(values)
 
 
 def _total(gradient: Tensor) -> Tensor:
@@ -183,7 +194,7 @@ def _wide(values: Tensor) -> Tensor:
 
 def _is_conv1d(module: nn.Module) -> bool:
     """Hugging Face's, without importing it: a Linear with its weight transposed."""
-    kind = type(module)
+    kind = plain_type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 

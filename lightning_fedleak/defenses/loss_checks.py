@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.recorder import Call
@@ -108,12 +108,15 @@ class FormCheck:
         """
         if loss.numel() != 1 or loss.grad_fn is None:
             raise _unknown("the loss is not one number with a graph")
+        start = under_ddp(loss)
+        first = start.grad_fn if isinstance(start, Tensor) else start.node
+        assert first is not None
         outputs = {call.edge.node: call for call in calls}
         top: dict[int, Call] = {}
         seen: set[tuple[Node, bool]] = set()
         self.separate = True
         form: set[tuple[str, str]] = set()
-        stack: list[tuple[Node, bool, str, str]] = [(loss.grad_fn, False, "", "")]
+        stack: list[tuple[Node, bool, str, str]] = [(first, False, "", "")]
         while stack:
             node, reduced, path, above = stack.pop()
             name = node.name()
@@ -197,6 +200,20 @@ class FormCheck:
             )
 
 
+def under_ddp(loss: Tensor) -> Tensor | GradientEdge:
+    """Where a loss stands in the graph without what DistributedDataParallel puts above it.
+
+    That is a node that hands on what it gets, and tells the reducer of the first backward.
+    """
+    start: Tensor | GradientEdge = loss
+    node, number = loss.grad_fn, loss.output_nr
+    while node is not None and node.name() == "_DDPSinkBackward":
+        node, number = node.next_functions[number]
+        if node is not None:
+            start = GradientEdge(node, number)
+    return start
+
+
 def _signature(node: Any, name: str) -> str:
     """An operation and the dimensions it works along."""
     along = (getattr(node, attribute, None) for attribute in _ALONG)
@@ -208,7 +225,8 @@ def outputs_of(loss: Tensor, calls: Sequence[Call]) -> list[Call]:
     outputs = {call.edge.node: call for call in calls}
     top: dict[int, Call] = {}
     seen: set[Node] = set()
-    stack = [loss.grad_fn]
+    start = under_ddp(loss)
+    stack = [start.grad_fn if isinstance(start, Tensor) else start.node]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -222,7 +240,7 @@ def outputs_of(loss: Tensor, calls: Sequence[Call]) -> list[Call]:
 
 
 def check_isolation(
-    loss: Tensor,
+    loss: Tensor | GradientEdge,
     top: Sequence[Call],
     calls: Sequence[Call],
     samples: int,
@@ -231,13 +249,15 @@ def check_isolation(
 ) -> None:
     """Refuses a loss or a network in which one sample's gradient depends on another sample.
 
-    One more backward pass, without gradients of parameters; ``p.grad`` is not touched.
+    One more backward pass, without gradients of parameters; ``p.grad`` is not touched. Where
+    backward sends something (FSDP2) all processes must ask, with the same ``separate``, and raise
+    only when all are through.
 
     Args:
         loss: scalar with a graph, which is kept.
         top: the calls that it is computed from directly.
         calls: all calls of layers.
-        samples: B, at least 2.
+        samples: B; of one alone nothing can be told.
         separate: look at the network only: it is known that the loss keeps samples apart.
 
     Raises:
@@ -249,13 +269,14 @@ def check_isolation(
         gradients = torch.autograd.grad(loss, edges, retain_graph=True, create_graph=not separate)
     except RuntimeError as error:
         raise _unknown(f"its gradient cannot be looked at ({error})") from error
-    if not separate:
-        _check_loss(gradients, top, edges, chosen, samples)
+    mixed = None if separate else _mixing_loss(gradients, top, edges, chosen, samples)
     above = {edge.node for edge in edges}
     below = [call for call in calls if call.trained and call.edge.node not in above]
     masked = [_only(g.detach(), chosen, samples) for g in gradients]
     del gradients
     if not below:
+        if mixed is not None:
+            raise mixed
         return
     try:
         found = torch.autograd.grad(
@@ -265,6 +286,8 @@ def check_isolation(
         if "use_reentrant" in str(error):
             raise DefenseError(_CHECKPOINTING) from error
         raise
+    if mixed is not None:
+        raise mixed
     for call, gradient in zip(below, found, strict=True):
         if gradient is not None and _spread(gradient, chosen, samples):
             raise DefenseError(
@@ -276,13 +299,14 @@ def check_isolation(
             )
 
 
-def _check_loss(
+def _mixing_loss(
     gradients: Sequence[Tensor],
     top: Sequence[Call],
     edges: Sequence[Any],
     chosen: int,
     samples: int,
-) -> None:
+) -> DefenseError | None:
+    """Why the loss is refused, if it is."""
     generator = torch.Generator(device=gradients[0].device).manual_seed(0)
     total: Tensor | None = None
     for gradient in gradients:
@@ -293,17 +317,18 @@ def _check_loss(
         term = (own * direction).sum()
         total = term if total is None else total + term
     if total is None:
-        return
+        return None
     try:
         second = torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         raise _unknown(f"its second derivative cannot be looked at ({error})") from error
     for call, gradient in zip(top, second, strict=True):
         if gradient is not None and _spread(gradient, chosen, samples):
-            raise _unknown(
+            return _unknown(
                 f"the loss of one sample depends on the output of '{call.name}' for the others, as "
                 "in contrastive learning"
             )
+    return None
 
 
 def _keeps_apart(node: Any, name: str, samples: int) -> bool:
@@ -376,4 +401,4 @@ def _unknown(what: str) -> DefenseError:
     )
 
 
-__all__ = ["FormCheck", "check_isolation", "outputs_of"]
+__all__ = ["FormCheck", "check_isolation", "outputs_of", "under_ddp"]

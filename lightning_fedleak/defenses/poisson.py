@@ -154,6 +154,10 @@ class EmptyCollate(RowCollate):
         self.dataset = dataset
         self.index = index
 
+    def placeholder(self) -> Any:
+        """The batch of one example, for a process that must run the model and has drawn none."""
+        return super().__call__([self.dataset[self.index]])
+
     def __call__(self, examples: list[Any]) -> Any:
         """The batch of these examples."""
         if examples:

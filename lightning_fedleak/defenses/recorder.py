@@ -49,18 +49,32 @@ class Recorder:
     An embedding that is asked once for all samples (positions, ids of shape (1, T) or (T,)) is
     asked once for each: otherwise its per-sample gradients are lost in autograd's broadcast.
 
+    Under FSDP2 a layer holds other tensors in a forward than in between steps; what is recorded
+    goes by those in between, which are the optimizer's. What cannot be recorded is kept until
+    :meth:`check` is asked: a hook that raises in one process would let the others wait.
+
     Args:
         root: the module whose parameters are trained. Later changes of ``requires_grad`` are
             respected; layers added later are not seen.
+
+    Attributes:
+        parts: per-sample gradients of the mean loss, by parameter.
+        calls: of layers in the last step.
+        samples: in the last step.
+        half: a gradient came in half precision.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.parts: dict[Tensor, list[Part]] = {}
         self.calls: list[Call] = []
         self.samples = 0
+        self.half = False
         self._open = self._looking = False
         self._positional: set[nn.Module] = set()
         self._handles: list[Any] = []
+        self._root = root
+        self._refused: Exception | None = None
+        self.adopt()
         for name, module in root.named_modules():
             if not owns_parameters(module):
                 continue
@@ -69,6 +83,24 @@ class Recorder:
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             after: Callable[..., None] = functools.partial(self._after, name)
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    def adopt(self) -> None:
+        """Learns which parameters hang on which layer; to be called between steps."""
+        self._owned = {
+            (module, key): parameter
+            for module in self._root.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
+    def check(self) -> None:
+        """Refuses what could not be recorded since the step began.
+
+        Raises:
+            DefenseError: says which layer, and what to do with it.
+        """
+        if self._refused is not None:
+            raise self._refused
 
     @contextmanager
     def step(self, samples: int) -> Iterator[None]:
@@ -92,6 +124,7 @@ class Recorder:
     def clear(self) -> None:
         """Forgets everything, and lets go of the graph."""
         self.parts, self.calls, self.samples = {}, [], 0
+        self.half, self._refused = False, None
 
     def remove(self) -> None:
         """Takes the hooks out."""
@@ -125,6 +158,12 @@ class Recorder:
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not (self._open and torch.is_grad_enabled()):
             return
+        try:
+            self._record(name, module, args, kwargs, output)
+        except DefenseError as error:
+            self._refused = self._refused or error
+
+    def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not trains(module):
             self._pass(name, output)
             return
@@ -184,8 +223,12 @@ class Recorder:
         # Nor does a hook of an earlier step's graph add to this step.
         if parts is not self.parts or self._looking:
             return
-        for parameter, part in parts_of(module, source, gradient.detach(), self.samples):
-            parts.setdefault(parameter, []).append(part)
+        self.half = self.half or gradient.element_size() < 4
+        try:
+            for key, part in parts_of(module, source, gradient.detach(), self.samples):
+                parts.setdefault(self._owned[module, key], []).append(part)
+        except Exception as error:
+            self._refused = self._refused or error
 
 
 def owns_parameters(module: nn.Module) -> bool:

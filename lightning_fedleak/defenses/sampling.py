@@ -9,9 +9,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.accounting import Trust
-from lightning_fedleak.defenses.base import DefenseContext
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd_checks import sizes_of, unsharded
 from lightning_fedleak.defenses.poisson import (
+    EmptyCollate,
     PoissonBatchSampler,
     checked_loader,
     is_sharded,
@@ -35,6 +36,17 @@ class Sampling:
     expected: float
     examples: int
 
+    @property
+    def drawn(self) -> int:
+        """How many Poisson batches were drawn; a loader that follows goes on from there."""
+        sampler = self.loader.batch_sampler
+        return sampler.step if isinstance(sampler, PoissonBatchSampler) else 0
+
+    def placeholder(self) -> Any:
+        """A batch of one example that was not drawn and must not count."""
+        assert isinstance(self.loader.collate_fn, EmptyCollate)
+        return self.loader.collate_fn.placeholder()
+
 
 def sampling_of(
     dataloader: Any,
@@ -57,14 +69,18 @@ def sampling_of(
         first_step: number of the first batch.
 
     Raises:
-        DefenseError: a loader that cannot be sampled.
+        DefenseError: a loader that cannot be sampled, or one that gives an example to several
+            processes of one client.
     """
     examples, batch_size = sizes_of(dataloader)
     replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
     if context.clients > 1 and not is_sharded(dataloader):
         warnings.warn(unsharded(context.clients, trust), stacklevel=3)
+    if context.processes > 1:
+        _check_shares(dataloader, context, poisson)
     if not poisson:
-        return Sampling(checked_loader(dataloader), 1.0, float(batch_size), examples)
+        expected = float(batch_size * context.processes)
+        return Sampling(checked_loader(dataloader), 1.0, expected, examples)
     rate = min(1.0, batch_size / max(1, examples // replicas))
     loader = poisson_loader(
         dataloader,
@@ -75,11 +91,36 @@ def sampling_of(
         first_step=first_step,
     )
     assert isinstance(loader.batch_sampler, PoissonBatchSampler)
-    expected = rate * len(loader.batch_sampler.shard)
+    shard = len(loader.batch_sampler.shard) if context.processes == 1 else examples
+    expected = rate * shard
     if trust == "central" and context.clients > 1:
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
     return Sampling(loader, rate, expected, examples)
+
+
+def _check_shares(dataloader: Any, context: DefenseContext, poisson: bool) -> None:
+    """Refuses where an example may be in the batches of two processes of one client.
+
+    It would be clipped in each of them, and add more than the clip norm to their sum.
+    """
+    sampler = getattr(dataloader, "sampler", None)
+    place = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", 0)
+    if not is_sharded(dataloader) or place != (context.processes, context.process):
+        raise DefenseError(
+            f"DPSGD: with client='world' the {context.processes} processes are one client, and no "
+            "DistributedSampler splits the training data among them: an example that two of them "
+            "hold would be clipped in each, and twice in the sum. Leave "
+            "use_distributed_sampler=True."
+        )
+    whole = len(dataloader.dataset) % context.processes == 0
+    if not (poisson or whole or getattr(sampler, "drop_last", False)):
+        raise DefenseError(
+            f"DPSGD: poisson=False takes the sampler's batches, which repeats examples because "
+            f"{len(dataloader.dataset)} of them are not the same number for each of the "
+            f"{context.processes} processes. Use poisson=True, or leave examples out "
+            "(DistributedSampler(drop_last=True), torch.utils.data.Subset)."
+        )
 
 
 __all__ = ["Sampling", "sampling_of"]

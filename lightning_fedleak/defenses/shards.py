@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 SHARD_BITS = 32
 """A parameter's index and its shard's number share 64 bits: ``index + (shard << SHARD_BITS)``."""
@@ -60,13 +61,49 @@ def joint_norm(gradients: Sequence[Tensor]) -> float:
     stacked = torch.stack([norm.to(device) for norm in norms])
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return float(torch.linalg.vector_norm(stacked))
-    copies = torch.tensor([_copies(gradient) for gradient in gradients], device=device)
-    square = (stacked.double().square() / copies).sum()
+    shares = torch.tensor([copies(gradient) for gradient in gradients], device=device)
+    square = (stacked.double().square() / shares).sum()
     dist.all_reduce(square)
     return math.sqrt(float(square))
 
 
-def _copies(tensor: Tensor) -> float:
+def own_part(whole: Tensor, like: Tensor) -> Tensor:
+    """What of ``whole``, which all processes have, this one holds if it is split as ``like`` is.
+
+    Sends nothing.
+    """
+    return _split(whole, like, Replicate())
+
+
+def own_part_of_sum(addend: Tensor, like: Tensor) -> Tensor:
+    """The same of the sum of all processes' ``addend``; a collective.
+
+    Args:
+        addend: of the whole shape on every process; may be overwritten.
+        like: a plain tensor, of which every process holds all, or a DTensor over all processes.
+    """
+    if isinstance(like, DTensor):
+        return _split(addend, like, Partial())
+    dist.all_reduce(addend)
+    return addend
+
+
+def reshard(root: nn.Module) -> None:
+    """Lets every layer of FSDP2 hold its shards, as between two steps."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """The class that a layer had before FSDP2 made it one of its own."""
+    kind = type(module)
+    if issubclass(kind, FSDPModule) and kind.__bases__[0] is FSDPModule:
+        return kind.__bases__[1]
+    return kind
+
+
+def copies(tensor: Tensor) -> float:
     """How many processes hold the same part of ``tensor``."""
     world = dist.get_world_size()
     if not isinstance(tensor, DTensor):
@@ -75,4 +112,23 @@ def _copies(tensor: Tensor) -> float:
     return world / math.prod(size for size, place in sizes if not place.is_replicate())
 
 
-__all__ = ["SHARD_BITS", "joint_norm", "local_part", "reduce_partial", "shard_number"]
+def _split(tensor: Tensor, like: Tensor, now: Placement) -> Tensor:
+    if not isinstance(like, DTensor):
+        return tensor
+    mesh = like.device_mesh
+    spread = DTensor.from_local(tensor, mesh, [now] * mesh.ndim, run_check=False)
+    return spread.redistribute(placements=like.placements).to_local()
+
+
+__all__ = [
+    "SHARD_BITS",
+    "copies",
+    "joint_norm",
+    "local_part",
+    "own_part",
+    "own_part_of_sum",
+    "plain_type",
+    "reduce_partial",
+    "reshard",
+    "shard_number",
+]

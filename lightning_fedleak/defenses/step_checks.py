@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,8 +10,14 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd_checks import check_loader, drawn_batch, same_draw
-from lightning_fedleak.defenses.loss_checks import FormCheck, check_isolation, outputs_of
-from lightning_fedleak.defenses.recorder import Layout, Recorder
+from lightning_fedleak.defenses.loss_checks import (
+    FormCheck,
+    check_isolation,
+    outputs_of,
+    under_ddp,
+)
+from lightning_fedleak.defenses.recorder import Call, Layout, Recorder
+from lightning_fedleak.defenses.team import Team
 
 CHECK_EVERY = 100
 """After the first, every so many releases are checked for what is cheap but not free to check."""
@@ -73,6 +80,8 @@ class LossCheck:
         self.unchecked = False
         self._trusted = trusted
         self._form = FormCheck()
+        self._top: list[Call] = []
+        self._separate = False
         self._seen: set[Kind] = set()
         self._looked = 0
 
@@ -80,32 +89,53 @@ class LossCheck:
         """Whether the next release is to be checked for what is not checked in all of them."""
         return self.unchecked or releases % CHECK_EVERY == 0
 
-    def __call__(self, loss: Tensor, recorder: Recorder, releases: int) -> None:
-        """Checks the loss of one step.
+    def check_form(self, loss: Tensor, recorder: Recorder) -> None:
+        """Looks from the loss down to the layers.
 
         Args:
             loss: scalar with a graph.
             recorder: holds the calls of this step's layers.
-            releases: how many were made.
 
         Raises:
-            DefenseError: it is not a mean of per-sample means, or samples are mixed.
+            DefenseError: it is not known to be a mean of per-sample means.
         """
         if self._trusted:
-            top, separate = outputs_of(loss, recorder.calls), True
+            self._top, self._separate = outputs_of(loss, recorder.calls), True
         else:
-            top = self._form(loss, recorder.calls, recorder.samples)
-            separate = self._form.separate
+            self._top = self._form(loss, recorder.calls, recorder.samples)
+            self._separate = self._form.separate
+
+    def look(self, loss: Tensor, recorder: Recorder, releases: int, team: Team) -> None:
+        """Looks at the network, and at the loss where its form leaves it open, if it is time to.
+
+        All processes of the client look where one of them has to, because backward may be a
+        collective. To one without samples it only matters for that.
+
+        Args:
+            loss: as in :meth:`check_form`, which comes before.
+            recorder: the same.
+            releases: how many were made.
+            team: the processes of this client.
+
+        Raises:
+            DefenseError: samples are mixed.
+        """
         layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
         kind = layouts, self._form.form
-        if kind in self._seen and releases < self._looked + CHECK_EVERY:
+        new = kind not in self._seen or releases >= self._looked + CHECK_EVERY
+        due = new and recorder.samples > 1
+        broken = (due or team.size > 1) and not bool(torch.isfinite(loss.detach()))
+        new, due, broken, joint = map(bool, team.largest([new, due, broken, not self._separate]))
+        self.unchecked = self.unchecked or new
+        top, self._top = self._top, []
+        if not due or broken:
             return
-        self.unchecked = True
-        if recorder.samples > 1 and bool(torch.isfinite(loss.detach())):
-            with recorder.looking():
-                check_isolation(loss, top, recorder.calls, recorder.samples, separate=separate)
+        with team.together(), recorder.looking():
+            samples, separate = recorder.samples, not joint
+            check_isolation(under_ddp(loss), top, recorder.calls, samples, separate=separate)
+        if recorder.samples > 1:
             self._seen.add(kind)
-            self._looked = releases
+        self._looked = releases
 
 
 def zero_on_the_graph(root: nn.Module) -> Tensor:
@@ -114,4 +144,11 @@ def zero_on_the_graph(root: nn.Module) -> Tensor:
     return parameter.flatten()[:1].sum() * 0.0
 
 
-__all__ = ["DrawnBatches", "LossCheck", "zero_on_the_graph"]
+def times_zero(output: Any) -> Any:
+    """What ``training_step`` gave, with a loss of zero on the same graph."""
+    if isinstance(output, Mapping):
+        return {**output, "loss": output["loss"] * 0.0}
+    return output * 0.0
+
+
+__all__ = ["DrawnBatches", "LossCheck", "times_zero", "zero_on_the_graph"]

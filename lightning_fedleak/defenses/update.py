@@ -19,32 +19,37 @@ from lightning_fedleak.defenses.per_sample import (
     squared_norms,
     weighted_sum,
 )
+from lightning_fedleak.defenses.shards import copies, local_part, own_part
+from lightning_fedleak.defenses.team import Team
 
 GAUGED = 1 << 16
 """Coordinates of each parameter whose noise is measured."""
 FEWEST_GAUGED = 50
 """Coordinates below which chi-square's tail would often pass for wrong noise."""
 LEAST_GAUGED = 1e-4
+RELATIVE = 1e-2
+"""A gradient of less than this share of the largest may be rounding alone (a bias of keys)."""
 PATIENCE = 3
 
 
 class ClippedSum:
-    """The batch's per-sample gradients, clipped to one joint norm each.
+    """This process's per-sample gradients, clipped to one joint norm each.
 
     Args:
         parameters: that are released.
         parts: per-sample gradients of the mean loss.
-        samples: B; 0 for an empty batch.
+        samples: B of this process; 0 for an empty batch.
         clip: largest norm of a sample's gradient.
         clipping: in which form to keep them.
         context: where.
+        half: gradients came in half precision.
 
     Attributes:
         samples: B.
         norms: (B,) norms of the gradients of each sample's own loss, before clipping.
 
     Raises:
-        DefenseError: a gradient that no layer explains, or one that is NaN or infinite.
+        DefenseError: a gradient that is NaN or infinite.
     """
 
     def __init__(
@@ -55,15 +60,9 @@ class ClippedSum:
         clip: float,
         clipping: Clipping,
         context: DefenseContext,
+        *,
+        half: bool = False,
     ) -> None:
-        for parameter in parameters:
-            found = parameter.grad is not None and parameter not in parts
-            if found and bool(parameter.grad.any()):  # type: ignore[union-attr]
-                raise DefenseError(
-                    f"DPSGD: the gradient of '{name_of(parameter, context.root)}' came from no "
-                    "layer that DPSGD saw in training_step: its layer was added after setup, or "
-                    "the parameter is used outside of its module's forward. Nothing was released."
-                )
         self.samples = samples
         self.parts = {p: chosen(parts[p], p.shape, clipping) for p in parameters if p in parts}
         squares = [squared_norms(own).double() for own in self.parts.values()]
@@ -83,13 +82,13 @@ class ClippedSum:
                 "nothing was released. Lower the learning rate or check the loss."
             )
         self.factors = samples * (clip / self.norms.clamp(min=clip))
-        self._clip = clip
+        self._clip, self._half = clip, half
 
     def sum_of(self, parameter: nn.Parameter) -> Tensor:
-        """Clipped sum of the samples' own gradients, float32 or float64."""
+        """Clipped sum of these samples' own gradients, float32 or float64, of the whole shape."""
         if parameter not in self.parts:
             dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            return torch.zeros_like(parameter, dtype=dtype)
+            return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         own = self.parts[parameter]
         return weighted_sum(own, self.factors.to(parameter.device), parameter.shape)
 
@@ -113,36 +112,76 @@ class ClippedSum:
         factors = (self._clip / joint.clamp(min=self._clip)) / divisor
         return CanaryGradient(samples * factors[..., None])
 
-    def check_complete(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
+    def check_explained(
+        self, parameters: Sequence[nn.Parameter], context: DefenseContext, team: Team
+    ) -> None:
+        """Refuses a gradient of a parameter that no layer was seen to use, in no process.
+
+        Raises:
+            DefenseError: says whose.
+        """
+        seen = team.largest([parameter in self.parts for parameter in parameters])
+        unseen = [p for p, known in zip(parameters, seen, strict=True) if not known]
+        if not unseen:
+            return
+        loose = [p.grad is not None and bool(local_part(p.grad).any()) for p in unseen]
+        for parameter, found in zip(unseen, team.largest(loose), strict=True):
+            if found:
+                raise DefenseError(
+                    f"DPSGD: the gradient of '{name_of(parameter, context.root)}' came from no "
+                    "layer that DPSGD saw in training_step: its layer was added after setup, or "
+                    "the parameter is used outside of its module's forward. Nothing was released."
+                )
+
+    def check_complete(
+        self, parameters: Sequence[nn.Parameter], context: DefenseContext, team: Team
+    ) -> None:
         """Refuses where the parts do not add up to the gradient that autograd has computed.
 
-        Along one random direction for each parameter.
+        Along one random direction for each parameter. The gradient is the mean over the client's
+        processes, all of it in each (DDP) or a shard (FSDP2).
 
         Raises:
             DefenseError: says which parameter.
         """
-        tolerance = 0.05 if context.precision.startswith("bf16") else 1e-3
-        generators: dict[torch.device, torch.Generator] = {}
-        for parameter in parameters:
-            if parameter not in self.parts or parameter.grad is None:
-                continue
-            gradient = parameter.grad.flatten(1) if parameter.dim() > 1 else parameter.grad[:, None]
-            device = gradient.device
-            wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-            generator = generators.setdefault(device, torch.Generator(device).manual_seed(0))
-            left, right = (
-                torch.randn(n, generator=generator, device=device, dtype=wide)
-                for n in gradient.shape
-            )
-            value, scale = probe(self.parts[parameter], left, right)
-            found = left @ (gradient.to(wide) @ right)
-            if not bool((found - value).abs() <= tolerance * scale + 1e-30):
+        rows = [self._along_a_direction(index, p, team) for index, p in enumerate(parameters)]
+        numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).to(context.device)
+        sums = team.summed(numbers).tolist()
+        coarse = self._half or context.precision.startswith("bf16")
+        tolerance = 0.05 if team.largest([coarse])[0] else 1e-3
+        largest = max((row[2] for row in sums), default=0.0)
+        for parameter, (found, value, scale) in zip(parameters, sums, strict=True):
+            if not abs(found - value) <= tolerance * max(scale, RELATIVE * largest) + 1e-30:
                 name = name_of(parameter, context.root)
                 raise DefenseError(
                     f"DPSGD: the gradient of '{name}' is not the sum of what its layer was seen "
                     "to add. Either the parameter is also used outside of its module's forward, "
                     "or a hook changes gradients, which would be lost. Nothing was released."
                 )
+
+    def _along_a_direction(
+        self, index: int, parameter: nn.Parameter, team: Team
+    ) -> tuple[float, float, float]:
+        """This process's addends of the gradient's component, of the parts', and of its terms'."""
+        gradient = parameter.grad
+        parts = self.parts.get(parameter, [])
+        if gradient is None or (team.size == 1 and not parts):
+            return 0.0, 0.0, 0.0
+        mine = local_part(gradient)
+        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        generator = torch.Generator(mine.device).manual_seed(index)
+        shape = (len(gradient), gradient[0].numel()) if gradient.dim() > 1 else (len(gradient), 1)
+        left, right = (
+            torch.randn(n, generator=generator, device=mine.device, dtype=wide) for n in shape
+        )
+        if mine is gradient:
+            found = left @ (mine.reshape(shape).to(wide) @ right)
+        else:
+            direction = own_part(torch.outer(left, right).view(gradient.shape), gradient)
+            found = (mine.to(wide) * direction).sum()
+        value, scale = probe(parts, left, right)
+        share = copies(gradient) if team.size > 1 else 1.0
+        return float(found) / share, float(value) / team.size, float(scale) / team.size
 
 
 class NoiseGauge:
@@ -203,8 +242,10 @@ class Moves:
         """Keeps a few coordinates of each parameter, as they are before the update."""
         self._before = _some(parameters)
 
-    def check(self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> None:
-        """Refuses to go on where noise was released and no weight has moved by it.
+    def check(
+        self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Any], team: Team
+    ) -> None:
+        """Refuses to go on where noise was released and no weight of the client has moved by it.
 
         Raises:
             DefenseError: three times in a row, at a learning rate above zero.
@@ -213,7 +254,8 @@ class Moves:
             return
         now, before = _some(parameters), self._before
         rates = [group.get("lr", 0.0) for o in optimizers for group in o.param_groups]
-        moved = now.shape != before.shape or not torch.equal(now, before)
+        differs = now.shape != before.shape or not torch.equal(now, before)
+        (moved,) = team.largest([differs])
         self._still = 0 if moved or not any(rate > 0 for rate in rates) else self._still + 1
         if self._still >= PATIENCE:
             raise DefenseError(
@@ -233,7 +275,7 @@ def name_of(parameter: nn.Parameter, root: nn.Module) -> str:
 
 def _some(parameters: Sequence[nn.Parameter]) -> Tensor:
     device = parameters[0].device if parameters else torch.device("cpu")
-    few = [p.detach().flatten()[:4].to(device, torch.float32) for p in parameters]
+    few = [local_part(p.detach()).flatten()[:4].to(device, torch.float32) for p in parameters]
     return torch.cat(few) if few else torch.zeros(0)
 
 

@@ -77,6 +77,7 @@ class Seam(Strategy):
             step=0,
             entropy=self.broadcast(entropy) if world else entropy,
             process=self._process() if world else 0,
+            processes=trainer.world_size if world else 1,
         )
         self._fedleak.open(context, lambda: trainer.global_step)
 
@@ -256,6 +257,13 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
             )
         if not release.gradient_defenses:
             return
+        samples = [d.name for d in release.defenses if d.per_sample]
+        if samples and mesh["tensor_parallel"].size() > 1:
+            raise DefenseError(
+                f"DefendedStrategy: {', '.join(samples)} needs the gradient of each sample, which "
+                "no process has under tensor parallelism. Use ModelParallelStrategy("
+                "tensor_parallel_size=1, data_parallel_size=...)."
+            )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise DefenseError(
                 "DefendedStrategy: precision='16-mixed' cannot be used with FSDP2 and defences "

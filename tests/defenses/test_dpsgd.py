@@ -384,7 +384,6 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
     [
         ({"gradient_clip_val": 1.0}, {}, "Leave gradient_clip_val out"),
         ({"accumulate_grad_batches": 2}, {}, "Use accumulate_grad_batches=1 and a larger"),
-        ({"world_size": 2}, {}, "use client='rank'"),
         ({}, {"precision": "16-mixed"}, "Use 'bf16-mixed'"),
     ],
 )

@@ -67,6 +67,7 @@ def check(
     try:
         with recorder.step(samples):
             value = loss(model)
+        recorder.check()
         form, separate = FormCheck(), True
         if trusted:
             top = outputs_of(value, recorder.calls)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_fedleak.defenses import DPSGD, DefenseError
+from lightning_fedleak.defenses import DPSGD
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.models import tiny_gpt2
 from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, Look, N, fit, loader, looked, trainer
@@ -64,15 +64,6 @@ def noise(trust: Any) -> dict[str, Any]:
     }
 
 
-def world() -> dict[str, Any]:
-    try:
-        strategy = DefendedStrategy("ddp", [DPSGD(CLIP, noise_multiplier=1.0)], client="world")
-        trainer(strategy, devices=2).fit(CausalLM(), loader())
-    except DefenseError as error:
-        return {"refused": str(error)}
-    return {"refused": ""}
-
-
 def rare() -> dict[str, Any]:
     """Batches so small that many are empty on one rank only."""
     defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1)
@@ -94,7 +85,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "noise local": lambda: noise("local"),
     "noise central": lambda: noise("central"),
     "rare": rare,
-    "world": world,
 }
 
 

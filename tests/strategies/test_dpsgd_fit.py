@@ -308,9 +308,3 @@ def test_a_rank_with_an_empty_batch_releases_with_the_others(ranks) -> None:
         assert found["ran"] < 10
         assert found["sizes positive"]
         assert found["agree"]
-
-
-@pytest.mark.ddp
-def test_one_client_of_several_processes_is_refused(ranks) -> None:
-    for found in of(ranks, "world"):
-        assert "use client='rank'" in found["refused"]

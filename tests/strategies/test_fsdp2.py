@@ -167,9 +167,8 @@ def test_refusals_at_construction() -> None:
         DefendedStrategy(ModelParallelStrategy(), [GradientNoise(1.0, 1.0)])
     with pytest.raises(DefenseError, match=r"whole_only.*takes_shards = True"):
         DefendedStrategy(ModelParallelStrategy(), [WholeOnly()], client="world")
-    private = DPSGD(max_grad_norm=1.0, noise_multiplier=1.0)
-    with pytest.raises(DefenseError, match=r"'dpsgd' \(DPSGD\) does not say"):
-        DefendedStrategy(ModelParallelStrategy(), [private], client="world")
+    with pytest.raises(DefenseError, match=r"reduced inside backward.*client='world'"):
+        DefendedStrategy(ModelParallelStrategy(), [DPSGD(1.0, noise_multiplier=1.0)])
     strategy = DefendedStrategy(ModelParallelStrategy(), [Freeze("head")], client="world")
     assert isinstance(strategy, ModelParallelStrategy)
     assert strategy.separates_stages

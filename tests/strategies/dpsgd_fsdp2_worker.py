@@ -1,0 +1,110 @@
+"""One of two gloo processes that together are one client, under FSDP2; see test_dpsgd_world.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_fedleak.defenses import DPSGD
+from tests.strategies.dpsgd_runs import CLIP
+from tests.strategies.dpsgd_world_runs import BREAKS, LM, MODELS, Found, Runs, gpt2, run_cases
+
+
+class Sharded(LM):
+    """Shards every block by itself, and the rest of the model together."""
+
+    def __init__(self, model: nn.Module | None = None, lr: float = 0.05, **shard: Any) -> None:
+        super().__init__(model, lr)
+        self.shard = shard
+
+    def configure_model(self) -> None:
+        if any(isinstance(p, DTensor) for p in self.parameters()):
+            return
+        given = {"mesh": self.device_mesh["data_parallel"], **self.shard}
+        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+        for block in lists[0]:
+            fully_shard(block, **given)
+        fully_shard(self.model, **given)
+
+
+class Replicated(Sharded):
+    """Holds all of it on both, through a mesh of two dimensions (hybrid sharding)."""
+
+    def configure_model(self) -> None:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        self.shard = {"mesh": mesh}
+        super().configure_model()
+
+
+class Leaves(LM):
+    """Also shards layers by themselves, of which FSDP2 changes the class."""
+
+    def configure_model(self) -> None:
+        if any(isinstance(p, DTensor) for p in self.parameters()):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for module in self.model.modules():
+            own = [*module.parameters(recurse=False)]
+            if own and module not in (self.model.transformer.wte, self.model.lm_head):
+                fully_shard(module, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+
+def fsdp2(**sizes: int) -> ModelParallelStrategy:
+    return ModelParallelStrategy(**{"data_parallel_size": 2, "tensor_parallel_size": 1, **sizes})
+
+
+def checkpointed() -> nn.Module:
+    model = gpt2()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def refusals() -> Found:
+    tensor_parallel = Runs(lambda: fsdp2(data_parallel_size=1, tensor_parallel_size=2), Sharded)
+    return {
+        "tensor parallel": tensor_parallel.message(DPSGD(CLIP, noise_multiplier=1.0)),
+    }
+
+
+RUNS = Runs(fsdp2, Sharded)
+LEAVES = Runs(fsdp2, Leaves)
+KEPT = Runs(fsdp2, lambda *a, **k: Sharded(*a, **k, reshard_after_forward=False))
+REPLICATED = Runs(fsdp2, Replicated)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+HALF = Runs(fsdp2, lambda *a, **k: Sharded(*a, **k, mp_policy=BF16))
+FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else Path()
+
+CASES = {
+    **{f"exact {name}": lambda name=name: RUNS.exact(name) for name in MODELS},
+    "exact bf16-mixed": lambda: RUNS.exact("gpt2 tied", precision="bf16-mixed"),
+    "exact MixedPrecisionPolicy": lambda: HALF.exact("gpt2 tied"),
+    "exact kept whole": lambda: KEPT.exact("llama", validate=True),
+    "exact replicated": lambda: REPLICATED.exact("gpt2 tied"),
+    "exact leaves": lambda: LEAVES.exact("gpt2 tied"),
+    "exact checkpointed": lambda: RUNS.exact("gpt2 tied", build=checkpointed),
+    "checked": RUNS.checked_like_trusted,
+    "checked twice": lambda: RUNS.checked_like_trusted(gather=True, batch_size=1),
+    "still": RUNS.still,
+    "changed": RUNS.changed,
+    "mixed": RUNS.mixed,
+    "noise": RUNS.noise,
+    "noise replicated": REPLICATED.noise,
+    "rare": RUNS.rare,
+    "budget": RUNS.budget,
+    "resume": lambda: RUNS.resume(FOLDER),
+    "hardened": RUNS.hardened,
+    "refusals": refusals,
+    **{f"refused {name}": lambda b=b: RUNS.refused(b) for name, b in BREAKS.items()},
+}
+
+if __name__ == "__main__":
+    run_cases(CASES)

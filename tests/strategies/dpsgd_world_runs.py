@@ -1,0 +1,475 @@
+"""Fits under DPSGD in which two gloo processes are one client; shared by the DDP and FSDP2 workers.
+
+Every function runs on both ranks and returns numbers, booleans and strings; the tests say what they
+must be.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means, step_checks
+from lightning_fedleak.defenses.accounting import epsilon_of
+from lightning_fedleak.defenses.shards import local_part
+from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
+from tests.strategies.dpsgd_runs import CLIP, loader, trainer
+
+N, BATCH = 24, 4
+EXPECTED = 2 * BATCH
+Found = dict[str, Any]
+Build = Callable[[], "LM"]
+
+
+def gathered(value: Any) -> list[Any]:
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, value)
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def lora() -> nn.Module:
+    import peft
+
+    with own_rng(1):
+        config = peft.LoraConfig(
+            r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
+        )
+        return peft.get_peft_model(tiny_gpt2(dropout=0.0), config).train()
+
+
+def gpt2(**settings: Any) -> nn.Module:
+    return tiny_gpt2(**{"dropout": 0.0, **settings}).train()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2 tied": gpt2,
+    "gpt2 untied": lambda: gpt2(tied=False),
+    "llama": lambda: tiny_llama().train(),
+    "bert": lambda: tiny_bert_mlm(dropout=0.0).train(),
+    "lora": lora,
+}
+
+
+class LM(L.LightningModule):
+    """A model on the mean of per-sample means; how many rows its steps had is kept."""
+
+    def __init__(self, model: nn.Module | None = None, lr: float = 0.05) -> None:
+        super().__init__()
+        self.model = gpt2() if model is None else model
+        self.causal = "ForMaskedLM" not in type(self.model).__name__
+        self.lr, self.gather = lr, False
+        self.sizes: list[int] = []
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = self.model(**inputs).logits.float()
+        if self.gather:
+            # A form of which it is not seen that it keeps samples apart.
+            chosen = logits.log_softmax(2).gather(2, batch["input_ids"][..., None])
+            return -chosen.mean()
+        return mean_of_sample_means(logits, batch["labels"], causal=self.causal)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.sizes.append(len(batch["labels"]))
+        loss = self.loss(batch)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+class Mixing(nn.Module):
+    """Every sample sees the mean of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with own_rng(0):
+            self.embedding = nn.Embedding(97, 8)
+            self.layers = nn.ModuleList([nn.Linear(8, 8)])
+            self.head = nn.Linear(8, 97)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        hidden = self.embedding(input_ids)
+        hidden = self.layers[0](hidden + hidden.mean(0, keepdim=True))
+        return SimpleNamespace(logits=self.head(torch.tanh(hidden)))
+
+
+class Look(Callback):
+    """Keeps what was local and shared in each step, and what brute force makes of the samples.
+
+    Args:
+        strategy: of the fit.
+        twin: a plain model, to which the weights of each step are copied.
+        precision: under which the twin computes.
+    """
+
+    def __init__(
+        self,
+        strategy: DefendedStrategy,
+        twin: LM | None = None,
+        precision: str = "32-true",
+    ) -> None:
+        self.strategy, self.twin, self.precision = strategy, twin, precision
+        self.sizes: list[int] = []
+        self.brute: list[Tensor] = []
+        self.stages: dict[Stage, list[Tensor]] = {stage: [] for stage in Stage}
+        self.own: list[Tensor] = []
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.module = module
+        self.strategy.add_tap(self.tap)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.batch = {key: value.clone() for key, value in batch.items()}
+        self.sizes.append(len(batch["labels"]))
+
+    def tap(self, stage: Stage, optimizer: Optimizer) -> None:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        self.stages[stage].append(torch.cat([whole(g).double().flatten() for g in found]))
+        if stage == Stage.SHARED:
+            local = [g.to_local() if isinstance(g, DTensor) else g for g in found]
+            self.own.append(torch.cat([g.detach().clone().flatten() for g in local]))
+        if stage == Stage.LOCAL and self.twin is not None:
+            weights = {name: whole(p) for name, p in self.module.named_parameters()}
+            for name, p in self.twin.named_parameters():
+                p.data.copy_(weights[name])
+            with torch.enable_grad():
+                mine = clipped_sum(self.twin, self.batch, self.precision)
+            self.brute.append(sum(gathered(mine)))  # type: ignore[arg-type]
+
+    def distances(self, expected: float = EXPECTED) -> list[float]:
+        """Of what was shared from brute force, relative to the latter."""
+        pairs = zip(self.stages[Stage.SHARED], self.brute, strict=True)
+        return [float((a * expected - b).norm() / b.norm().clamp(min=1e-12)) for a, b in pairs]
+
+
+def clipped_sum(module: LM, batch: dict[str, Tensor], precision: str) -> Tensor:
+    """One backward pass for each sample of one rank."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
+    for i in range(len(batch["labels"])):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            loss = module.loss({key: value[i : i + 1] for key, value in batch.items()})
+        found = torch.autograd.grad(loss, trained, allow_unused=True)
+        grads = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)
+        ]
+        flat = torch.cat([g.double().flatten() for g in grads])
+        total += flat * min(1.0, CLIP / float(flat.norm()))
+    return total
+
+
+class Runs:
+    """The cases, for one inner strategy.
+
+    Args:
+        strategy: builds the inner strategy.
+        module: makes of a plain module one that this strategy trains.
+    """
+
+    def __init__(self, strategy: Callable[[], Strategy], module: Callable[..., LM] = LM) -> None:
+        self.strategy, self.module = strategy, module
+
+    def defended(self, *defenses: Any) -> DefendedStrategy:
+        return DefendedStrategy(self.strategy(), list(defenses), client="world")
+
+    def fit(
+        self,
+        defense: Any,
+        module: LM | None = None,
+        *,
+        look: bool = False,
+        twin: LM | None = None,
+        data: Any = None,
+        ckpt_path: Any = None,
+        callbacks: Any = (),
+        **settings: Any,
+    ) -> tuple[LM, L.Trainer, Look]:
+        strategy = self.defended(defense)
+        precision = settings.get("precision", "32-true")
+        watch = Look(strategy, twin, precision)
+        run = trainer(
+            strategy,
+            devices=2,
+            callbacks=[*callbacks, *([watch] if look or twin else [])],
+            **settings,
+        )
+        module = self.module() if module is None else module
+        run.fit(module, data or loader(), ckpt_path=ckpt_path)
+        return module, run, watch
+
+    def agree(self, module: nn.Module) -> bool:
+        first, second = gathered([whole(p) for p in module.parameters()])
+        return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+    # ---- the cases ----------------------------------------------------------------------------
+
+    def exact(self, name: str, *, build: Any = None, twin: Any = None, **settings: Any) -> Found:
+        """Without noise: what is shared against brute force over both ranks' samples."""
+        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1)
+        plain = LM((MODELS[name] if twin is None else twin)())
+        module = self.module((MODELS[name] if build is None else build)())
+        values = settings.pop("validate", None)
+        if values:
+            module.validation_step = lambda batch, batch_idx: module.loss(batch)  # type: ignore[method-assign]
+            module.val_dataloader = lambda: loader(8)  # type: ignore[method-assign]
+        module, _, look = self.fit(defense, module, twin=plain, **settings)
+        sizes = gathered(look.sizes)
+        local, shared = look.stages[Stage.LOCAL], look.stages[Stage.SHARED]
+        return {
+            "distance": max(look.distances()),
+            "undefended": min(
+                float((a - b).norm() / b.norm()) for a, b in zip(local, shared, strict=True)
+            ),
+            "aggregate": all(map(torch.equal, shared, look.stages[Stage.AGGREGATE])),
+            "agree": self.agree(module),
+            "masks differ": sizes[0] != sizes[1],
+            "rate": defense.privacy.sample_rate,
+            "releases": defense.privacy.releases,
+        }
+
+    def checked_like_trusted(self, *, gather: bool = False, batch_size: int = BATCH) -> Found:
+        """A look through the graph leaves training as it is: against runs without any."""
+        found = []
+        original = step_checks.check_isolation
+        looks = 0
+
+        def counted(*args: Any, **given: Any) -> None:
+            nonlocal looks
+            looks += 1
+            original(*args, **given)
+
+        for loss, look in (("checked", counted), ("trusted", lambda *_, **__: None)):
+            step_checks.check_isolation = look
+            try:
+                L.seed_everything(0, verbose=False)
+                module = self.module(gpt2(dropout=0.2))
+                module.gather = gather
+                defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, loss=loss)
+                self.fit(defense, module, data=loader(batch_size=batch_size), max_steps=6)
+            finally:
+                step_checks.check_isolation = original
+            found.append([whole(p) for p in module.parameters()])
+        return {"same": all(map(torch.equal, *found)), "looks": looks}
+
+    def noise(self) -> Found:
+        """Much of it; accounted as in one process."""
+        sigma = 50.0
+        defense = DPSGD(CLIP, noise_multiplier=sigma, target_delta=1e-3, accountant="rdp")
+        module = self.module(gpt2(vocab=4001, d=32), lr=1e-4)
+        module, _, look = self.fit(defense, module, look=True, max_steps=2)
+        scaled = [value * EXPECTED / (sigma * CLIP) for value in look.stages[Stage.SHARED]]
+        own = [value * EXPECTED / (sigma * CLIP) for value in look.own]
+        first, second = gathered(own[0])
+        n = min(len(first), len(second))
+        steps = torch.corrcoef(torch.stack(scaled))[0, 1]
+        return {
+            "std": [float(value.std()) for value in scaled],
+            "coordinates": len(scaled[0]),
+            "same on both": all(torch.equal(*gathered(value)) for value in scaled),
+            "shards": float(torch.corrcoef(torch.stack([first[:n], second[:n]]))[0, 1]),
+            "steps": float(steps),
+            "measured": defense.measured_noise_multiplier,
+            "agree": self.agree(module),
+            "epsilon": gathered(defense.privacy.epsilon),
+            "of one process": epsilon_of([(sigma, BATCH / 12, 2)], 1e-3, "rdp"),
+        }
+
+    def rare(self) -> Found:
+        """Batches so small that many are empty, on one rank or on both."""
+        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1)
+        module, run, look = self.fit(
+            defense, twin=LM(), data=loader(n=20, batch_size=1), max_epochs=2
+        )
+        sizes = [*zip(*gathered(look.sizes), strict=True)]
+        zero = [float(v.norm()) == 0 for v in look.stages[Stage.SHARED]]
+        return {
+            "distance": max(look.distances(2.0)),
+            "one empty": sum((a == 0) != (b == 0) for a, b in sizes),
+            "both empty": sum(a == b == 0 for a, b in sizes),
+            "released nothing": zero == [a == b == 0 for a, b in sizes],
+            "steps": [run.global_step, defense.privacy.releases, len(module.sizes)],
+            "agree": self.agree(module),
+        }
+
+    def refused(self, break_: Callable[[LM, Tensor], Any], **settings: Any) -> Found:
+        """Rank 1 breaks something in its second step."""
+        module = self.module()
+
+        def training_step(batch: dict[str, Tensor], batch_idx: int) -> Any:
+            loss = module.loss(batch)
+            return break_(module, loss) if batch_idx == 1 and module.global_rank == 1 else loss
+
+        module.training_step = training_step  # type: ignore[method-assign]
+        defense = DPSGD(CLIP, **{"noise_multiplier": 1.0, "seed": 1, **settings})
+        return {"message": self.message(defense, module), "releases": defense.accountant.steps}
+
+    def still(self) -> Found:
+        defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1)
+        message = self.message(defense, self.module(lr=1e-60), max_epochs=2)
+        return {"message": message, "releases": defense.accountant.steps}
+
+    def changed(self) -> Found:
+        """Rank 1 changes its gradients, or its shard of them, after they were reduced."""
+        module = self.module()
+
+        def on_after_backward() -> None:
+            for p in module.parameters():
+                if module.global_rank == 1 and p.grad is not None:
+                    local_part(p.grad).mul_(2)
+
+        module.on_after_backward = on_after_backward  # type: ignore[method-assign]
+        return {"message": self.message(DPSGD(CLIP, noise_multiplier=1.0, seed=1), module)}
+
+    def mixed(self) -> Found:
+        """A network that mixes samples, where one rank has a sample more often than not."""
+        message = self.message(
+            DPSGD(CLIP, noise_multiplier=1.0, seed=1),
+            self.module(Mixing()),
+            data=loader(batch_size=1),
+            max_epochs=2,
+        )
+        return {"message": message}
+
+    def message(self, defense: Any, module: LM | None = None, **settings: Any) -> str:
+        try:
+            self.fit(defense, module, **settings)
+        except DefenseError as error:
+            return str(error)
+        return "nothing was refused"
+
+    def budget(self) -> Found:
+        defense = DPSGD(
+            CLIP, target_epsilon=5.0, target_delta=1e-3, accountant="rdp", on_budget="raise"
+        )
+        self.fit(defense, max_epochs=2)
+        longer = DPSGD(
+            CLIP, target_epsilon=5.0, target_delta=1e-3, accountant="rdp", on_budget="raise"
+        )
+        longer.noise_multiplier = defense.noise_multiplier
+        return {
+            "epsilon": gathered(defense.privacy.epsilon),
+            "message": self.message(longer, max_epochs=4),
+            "releases": longer.accountant.steps,
+        }
+
+    def resume(self, folder: Path) -> Found:
+        """A checkpoint, a ledger, and releases after the one and before a crash."""
+        folder = Path(gathered(str(folder))[0]) / type(self.strategy()).__name__
+        folder.mkdir(exist_ok=True)
+        settings: Found = {"noise_multiplier": 1.0, "target_delta": 1e-3, "accountant": "rdp"}
+        ledger, path = folder / "ledger", folder / "first.ckpt"
+        first = DPSGD(CLIP, ledger=ledger, **settings)
+        _, run, before = self.fit(first, look=True, max_epochs=1)
+        run.save_checkpoint(path)
+        run.fit_loop.max_epochs = 2
+        _, _, lost = self.fit(DPSGD(CLIP, ledger=ledger, **settings), look=True, max_steps=2)
+        second = DPSGD(CLIP, ledger=ledger, **settings)
+        module, run, after = self.fit(second, look=True, max_epochs=2, ckpt_path=str(path))
+        shared = [*before.stages[Stage.SHARED], *lost.stages[Stage.SHARED]]
+        draws = torch.stack([*shared, *after.stages[Stage.SHARED]])
+        alike = torch.corrcoef(draws).fill_diagonal_(0.0).abs().max()
+        return {
+            "counted": [first.accountant.steps, second.accountant.steps],
+            "releases": second.releases,
+            "steps": run.global_step,
+            "lines": len(ledger.read_text().splitlines()),
+            "files": sorted(p.name for p in folder.glob("ledger*")),
+            "alike": float(alike),
+            "epsilon": gathered(second.privacy.epsilon),
+            "agree": self.agree(module),
+        }
+
+    def hardened(self) -> Found:
+        defense = DPSGD(
+            CLIP,
+            noise_multiplier=20.0,
+            target_epsilon=3.0,
+            target_delta=1e-3,
+            accountant="filter",
+        )
+
+        class Harden(Callback):
+            def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+                if trainer.global_step == 1:
+                    defense.harden()
+
+        module, _, look = self.fit(
+            defense, self.module(lr=1e-4), look=True, callbacks=[Harden()], max_steps=2
+        )
+        return {
+            "std": [float(v.std()) * EXPECTED / CLIP for v in look.stages[Stage.SHARED]],
+            "spent": gathered(defense.share_spent),
+            "history": [list(row) for row in defense.accountant.history],
+            "agree": self.agree(module),
+        }
+
+    def shares(self) -> Found:
+        plain = {"noise_multiplier": 1.0, "seed": 1}
+        uneven = loader(n=23)
+        return {
+            "whole": self.message(DPSGD(CLIP, **plain), use_distributed_sampler=False),
+            "uneven": self.message(DPSGD(CLIP, poisson=False, **plain), data=uneven),
+            "even": self.message(DPSGD(CLIP, poisson=False, **plain), max_steps=1),
+            "apart": self.message(DPSGD(CLIP, noise_multiplier=1.0 + dist.get_rank(), seed=1)),
+        }
+
+
+def broken(module: LM, loss: Tensor) -> Tensor:
+    loss.register_hook(lambda gradient: gradient * float("nan"))
+    return loss
+
+
+BREAKS: dict[str, Callable[[LM, Tensor], Any]] = {
+    "nan": broken,
+    "none": lambda module, loss: None,
+    "sum": lambda module, loss: loss + next(module.parameters()).square().sum(),
+}
+
+
+def run_cases(cases: dict[str, Callable[[], Found]]) -> None:
+    """Writes what each case found, as JSON, and goes no further than the first that fails."""
+    folder, rank = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    found: dict[str, Found] = {}
+    for name, case in cases.items():
+        try:
+            found[name] = case()
+        except Exception:
+            # The other rank may be waiting in the middle of this case.
+            found[name] = {"error": traceback.format_exc()}
+            break
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+__all__ = ["BREAKS", "LM", "MODELS", "DDPStrategy", "Runs", "gpt2", "run_cases"]

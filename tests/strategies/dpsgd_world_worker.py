@@ -1,0 +1,36 @@
+"""One of two gloo processes that together are one client, under DDP; see test_dpsgd_world.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from tests.strategies.dpsgd_world_runs import BREAKS, MODELS, Runs, run_cases
+
+RUNS = Runs(DDPStrategy)
+UNUSED = Runs(lambda: DDPStrategy(find_unused_parameters=True))
+STATIC = Runs(lambda: DDPStrategy(static_graph=True))
+FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else Path()
+
+CASES = {
+    **{f"exact {name}": lambda name=name: RUNS.exact(name) for name in MODELS},
+    "exact bf16-mixed": lambda: RUNS.exact("gpt2 tied", precision="bf16-mixed"),
+    "exact find_unused_parameters": lambda: UNUSED.exact("gpt2 tied"),
+    "exact static_graph": lambda: STATIC.exact("gpt2 tied"),
+    "checked": RUNS.checked_like_trusted,
+    "still": RUNS.still,
+    "changed": RUNS.changed,
+    "mixed": RUNS.mixed,
+    "noise": RUNS.noise,
+    "rare": RUNS.rare,
+    "budget": RUNS.budget,
+    "resume": lambda: RUNS.resume(FOLDER),
+    "hardened": RUNS.hardened,
+    "shares": RUNS.shares,
+    **{f"refused {name}": lambda b=b: RUNS.refused(b) for name, b in BREAKS.items()},
+}
+
+if __name__ == "__main__":
+    run_cases(CASES)

@@ -1,0 +1,175 @@
+"""DPSGD where two gloo processes are one client: under DDP and FSDP2, one launch each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.processes import two_processes
+from tests.strategies.test_ddp import Found, of
+
+pytestmark = pytest.mark.ddp
+MODELS = ("gpt2 tied", "gpt2 untied", "llama", "bert", "lora")
+ONLY_DDP = ("find_unused_parameters", "static_graph")
+ONLY_FSDP2 = ("kept whole", "leaves", "checkpointed", "replicated")
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return two_processes("tests.strategies.dpsgd_world_worker", tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return two_processes("tests.strategies.dpsgd_fsdp2_worker", tmp_path_factory.mktemp("fsdp2"))
+
+
+@pytest.fixture(params=["ddp", "fsdp2"])
+def ranks(request: pytest.FixtureRequest) -> list[Found]:
+    """What each rank found, by case."""
+    found: list[Found] = request.getfixturevalue(request.param)
+    return found
+
+
+def check_exact(found: dict[str, Any], most: float) -> None:
+    assert found["distance"] < most
+    assert found["undefended"] > 0.1
+    assert found["releases"] == 3
+    assert found["rate"] == pytest.approx(4 / 12)
+    for fact in ("aggregate", "agree", "masks differ"):
+        assert found[fact], fact
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_client_shares_the_clipped_sum_over_all_processes(ranks, name: str) -> None:
+    for found in of(ranks, f"exact {name}"):
+        check_exact(found, 1e-6)
+
+
+def test_the_same_in_bf16_mixed(ranks) -> None:
+    for found in of(ranks, "exact bf16-mixed"):
+        check_exact(found, 2e-2)
+
+
+@pytest.mark.parametrize("name", ONLY_DDP)
+def test_the_same_under_other_reducers_of_ddp(ddp, name: str) -> None:
+    for found in of(ddp, f"exact {name}"):
+        check_exact(found, 1e-6)
+
+
+@pytest.mark.parametrize("name", ONLY_FSDP2)
+def test_the_same_under_other_ways_to_shard(fsdp2, name: str) -> None:
+    for found in of(fsdp2, f"exact {name}"):
+        check_exact(found, 1e-6)
+
+
+def test_the_same_under_a_policy_of_mixed_precision(fsdp2) -> None:
+    for found in of(fsdp2, "exact MixedPrecisionPolicy"):
+        check_exact(found, 2e-2)
+
+
+def test_looking_through_the_graph_leaves_training_as_it_is(ranks) -> None:
+    for found in of(ranks, "checked"):
+        assert found["same"]
+        assert found["looks"] >= 1
+
+
+def test_ranks_look_together_where_one_alone_has_to(fsdp2) -> None:
+    first, second = of(fsdp2, "checked twice")
+    assert first["same"]
+    assert second["same"]
+    assert first["looks"] == second["looks"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "shards"),
+    [("ddp", "noise", 1.0), ("fsdp2", "noise", 0.0), ("fsdp2", "noise replicated", 1.0)],
+)
+def test_one_noise_is_added_whoever_holds_the_weights(
+    request: pytest.FixtureRequest, strategy: str, name: str, shards: float
+) -> None:
+    for found in of(request.getfixturevalue(strategy), name):
+        assert found["coordinates"] > 150_000
+        assert found["std"] == pytest.approx([1.0, 1.0], rel=0.01)
+        assert found["shards"] == pytest.approx(shards, abs=0.02)
+        assert abs(found["steps"]) < 0.02
+        assert found["measured"] == pytest.approx(50.0, rel=0.02)
+        assert found["same on both"]
+        assert found["agree"]
+        assert found["epsilon"] == pytest.approx([found["of one process"]] * 2, rel=1e-12)
+
+
+def test_a_rank_without_samples_takes_part_and_adds_nothing(ranks) -> None:
+    for found in of(ranks, "rare"):
+        assert found["distance"] < 1e-6
+        assert found["one empty"] > 0
+        assert found["both empty"] > 0
+        assert found["released nothing"]
+        assert found["steps"] == [20, 20, 20]
+        assert found["agree"]
+
+
+def test_the_budget_ends_the_run_on_all_ranks(ranks) -> None:
+    for found in of(ranks, "budget"):
+        assert found["epsilon"][0] == found["epsilon"][1] == pytest.approx(5.0, rel=0.01)
+        assert "after 6 releases one more would cost more" in found["message"]
+        assert found["releases"] == 6
+
+
+def test_resume_with_one_ledger_forgets_nothing_and_repeats_no_noise(ranks) -> None:
+    for found in of(ranks, "resume"):
+        assert found["counted"] == [3, 8]  # two of them were lost by the checkpoint
+        assert (found["releases"], found["steps"]) == (6, 6)
+        assert (found["lines"], found["files"]) == (8, ["ledger"])
+        assert found["alike"] < 0.1
+        assert found["epsilon"][0] == found["epsilon"][1]
+        assert found["agree"]
+
+
+def test_noise_is_turned_up_on_all_ranks(ranks) -> None:
+    for found in of(ranks, "hardened"):
+        assert found["std"] == pytest.approx([20.0, 40.0], rel=0.05)
+        assert found["history"] == [[20.0, 1 / 3, 1], [40.0, 1 / 3, 1]]
+        assert found["spent"][0] == found["spent"][1] > 0
+        assert found["agree"]
+
+
+REFUSED = {
+    "nan": "a sample's gradient holds NaN or infinity",
+    "none": "training_step returned no loss",
+    "sum": "not known to be a mean of per-sample means",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_one_rank_refuses_all_refuse(ranks, name: str) -> None:
+    first, second = of(ranks, f"refused {name}")
+    assert first["message"].startswith("process 1 of this client refused: DPSGD: ")
+    assert second["message"].startswith("DPSGD: ")
+    for found in (first, second):
+        assert REFUSED[name] in found["message"]
+        assert found["releases"] == 1
+
+
+def test_weights_that_move_on_no_rank_and_gradients_that_one_changes_are_refused(ranks) -> None:
+    for found in of(ranks, "still"):
+        assert "the weights did not move in 3 steps" in found["message"]
+        assert found["releases"] == 3
+    for found in of(ranks, "changed"):
+        assert "is not the sum of what its layer was seen to add" in found["message"]
+    for found in of(ranks, "mixed"):
+        assert "that belong to other samples of the batch" in found["message"]
+
+
+def test_examples_that_two_processes_may_hold_are_refused(ddp) -> None:
+    for found in of(ddp, "shares"):
+        assert "Leave use_distributed_sampler=True" in found["whole"]
+        assert "Use poisson=True, or leave examples out" in found["uneven"]
+        assert found["even"] == "nothing was refused"
+        assert "different values of noise_multiplier, from 1.0 to 2.0" in found["apart"]
+
+
+def test_tensor_parallelism_is_refused(fsdp2) -> None:
+    for found in of(fsdp2, "refusals"):
+        assert "tensor_parallel_size=1, data_parallel_size=" in found["tensor parallel"]

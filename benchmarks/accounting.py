@@ -5,7 +5,9 @@
     OMP_NUM_THREADS=1 python benchmarks/accounting.py --proof --games 4000
 
 ``--grid`` compares epsilon with dp-accounting (extra ``test``) for the same events, alternating:
-RDP at the same orders, PRV with Google's PLD. ``--price`` times what happens in a step. ``--proof``
+RDP at the same orders, PRV with Google's PLD; left out is what Google puts above 200, where
+epsilon is reported as infinite here. Times are of the processor. ``--price`` times what happens in
+a step. ``--proof``
 inserts a crafted neuron into a small GPT-2, trains it under ``DPSGD``, and holds the releases
 against what they must be: the AUC of the target's membership against ``Phi(1 / (sigma sqrt 2))``,
 the noise's standard deviation against sigma, and audits of 100 games or more each against the
@@ -37,7 +39,13 @@ from lightning_fedleak.auditing.dp_sgd import (
 )
 from lightning_fedleak.auditing.planted import PlantedNeuron
 from lightning_fedleak.defenses import DPSGD
-from lightning_fedleak.defenses.accounting import ORDERS, Accountant, epsilon_of, rdp_of
+from lightning_fedleak.defenses.accounting import (
+    LARGEST_EPSILON,
+    ORDERS,
+    Accountant,
+    epsilon_of,
+    rdp_of,
+)
 from lightning_fedleak.defenses.poisson import PoissonBatchSampler
 from lightning_fedleak.metrics.clustered import auc
 
@@ -52,9 +60,9 @@ GRID = [
 
 
 def timed(call: Callable[[], float]) -> tuple[float, float]:
-    start = time.perf_counter()
+    start = time.process_time()
     value = call()
-    return value, time.perf_counter() - start
+    return value, time.process_time() - start
 
 
 def google(kind: str, sigma: float, rate: float, steps: int, delta: float) -> float:
@@ -82,7 +90,7 @@ def grid() -> None:
             ours, t_ours = timed(lambda c=cell, d=delta, k=kind: epsilon_of([c], d, k))
             theirs, t_theirs = timed(lambda c=cell, d=delta, k=kind: google(k, *c, d))
             rows.append((theirs, ours / theirs if theirs else math.nan, t_ours / t_theirs))
-        for low, high in ((0.01, 0.1), (0.1, 10), (10, 100)):
+        for low, high in ((0.001, 0.1), (0.1, 10), (10, LARGEST_EPSILON)):
             ratios = [ratio for theirs, ratio, _ in rows if low <= theirs < high]
             times = [time for theirs, _, time in rows if low <= theirs < high]
             close = sum(abs(ratio - 1) <= 0.01 for ratio in ratios)
@@ -157,7 +165,7 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float) -> Non
         def defense(sigma: float = sigma) -> DPSGD:
             return DPSGD(1e-3, noise_multiplier=sigma, target_delta=delta, loss="trusted")
 
-        neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate)
+        neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate, seed=int(10 * sigma))
         played = play_add_remove(neuron.release, games, seed=int(10 * sigma))
         scores, members = played.scores, played.members
         code, rng = np.arange(games), np.random.default_rng(0)

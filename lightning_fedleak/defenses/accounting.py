@@ -289,8 +289,8 @@ def noise_multiplier_for(
     high = _first_below(functools.partial(excess, which="rdp"), least, most)
     if kind == "prv":
         low = high - 0.2
-        while low > least and excess(low, "prv") <= 0:
-            low, high = 2 * low - high, low
+        while low > least and excess(low, which="prv") <= 0:
+            low, high = 3 * low - 2 * high, low
         high = _first_below(functools.partial(excess, which="prv"), max(least, low), high)
     return math.exp(high)
 
@@ -400,16 +400,17 @@ def conversion(delta: float) -> Floats:
 
 
 def _tightened(epsilon: float, prv: Callable[[float], float]) -> float:
-    """The bound that PRV gives with an error that is small beside itself.
+    """The bound that PRV gives with an error below 0.6% of itself, where its mesh allows.
 
-    The error is a share of the bound that PRV is called with. RDP's may be many times the answer,
-    at a small sample rate most of all; then the answer takes its place and PRV is called again.
+    The error is a share (``PRV_ERROR``) of the scale that PRV is called with. RDP's bound may be
+    many times the answer, at a small sample rate most of all; then the answer sets the scale.
     """
+    scale = epsilon
     while True:
-        found = min(epsilon, prv(epsilon))
-        if not 0 < found < epsilon / 2:
-            return found
-        epsilon = found
+        epsilon = min(epsilon, prv(scale))
+        if not 0 < epsilon < scale / 3:
+            return epsilon
+        scale = 2 * epsilon
 
 
 def _prv_epsilon(
@@ -427,7 +428,7 @@ def _prv_epsilon(
     Args:
         history: of releases.
         delta: of the answer.
-        epsilon: an upper bound by RDP.
+        epsilon: about as large as the answer, or larger.
         rdp: of all releases together, at ``ORDERS``.
     """
     from opacus.accountants.analysis import prv

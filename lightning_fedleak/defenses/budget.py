@@ -75,6 +75,7 @@ class Budget:
         self.accountant = self._new_accountant(None)
         self._calibrates = noise_multiplier is None
         self._covered = 0
+        self._covered_rate: float | None = None
 
     @property
     def privacy(self) -> Privacy:
@@ -171,6 +172,7 @@ class Budget:
                 self.target_epsilon, delta, rate, steps, kind
             )
             self._covered = steps if self.accountant.steps == 0 else 0
+            self._covered_rate = rate
         if isinstance(self.accountant, RenyiFilter):
             self.accountant.begin(self.noise_multiplier, rate)
         self.check_not_overdrawn()
@@ -249,6 +251,8 @@ class Budget:
             state["noise_multiplier"] = self.noise_multiplier
             state["covered"] = self._covered
             state["covered_target"] = self._target
+            if self._covered_rate is not None:
+                state["covered_rate"] = self._covered_rate
         for key, value in self.accountant.state_dict().items():
             state[_ACCOUNT + key] = value
         return state
@@ -279,8 +283,9 @@ class Budget:
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self._calibrates and "noise_multiplier" in state:
             self.noise_multiplier = float(state["noise_multiplier"])
-            same = state.get("covered_target") == self._target
+            same = state.get("covered_target") == self._target and "covered_rate" in state
             self._covered = int(state["covered"]) if same else 0
+            self._covered_rate = float(state["covered_rate"]) if same else None
         self.accountant.load_state_dict(account)
 
     @property
@@ -289,10 +294,12 @@ class Budget:
         return f"{self.kind} {self.target_epsilon!r} {self.target_delta!r}"
 
     def _is_covered(self, releases: int) -> bool:
-        """Whether so many are within what the noise was found for, and all of that noise."""
+        """Whether so many are within what the noise was found for, all of that noise and rate."""
         event = self.noise_multiplier, self.rate
-        return releases <= self._covered and all(
-            row[:2] == event for row in self.accountant.history
+        return (
+            releases <= self._covered
+            and self.rate == self._covered_rate
+            and all(row[:2] == event for row in self.accountant.history)
         )
 
     def _new_accountant(self, ledger: str | os.PathLike[str] | None) -> Accountant | RenyiFilter:

@@ -41,7 +41,7 @@ from lightning_fedleak.auditing import audit_scores
 from lightning_fedleak.auditing.dp_sgd import Games, best_threshold, refutations
 from lightning_fedleak.auditing.many_runs import Claim
 from lightning_fedleak.auditing.planted_gradients import PlantedGradients
-from lightning_fedleak.defenses import DPSGD, dpsgd
+from lightning_fedleak.defenses import DPSGD, noise
 from lightning_fedleak.defenses.accounting import Accountant, epsilon_of
 from lightning_fedleak.defenses.update import ClippedSum, NoiseGauge
 
@@ -135,13 +135,14 @@ def threshold(row: Row, games: int, delta: float) -> float:
 
 @contextlib.contextmanager
 def half_the_noise() -> Iterator[None]:
-    right = dpsgd.standard_normal
+    right = noise._fill
 
-    def half(*arguments: Any) -> Tensor:
-        return right(*arguments) / 2
+    def half(block: Tensor, generator: Any) -> None:
+        right(block, generator)
+        block.div_(2)
 
     with (
-        mock.patch.object(dpsgd, "standard_normal", half),
+        mock.patch.object(noise, "_fill", half),
         mock.patch.object(NoiseGauge, "measured", return_value=None),
     ):
         yield
@@ -151,10 +152,9 @@ def half_the_noise() -> Iterator[None]:
 def twice_the_clip() -> Iterator[None]:
     right = ClippedSum.__init__
 
-    def loose(
-        self: ClippedSum, parameters: Any, parts: Any, samples: int, clip: float, *rest: Any
-    ) -> None:
-        right(self, parameters, parts, samples, 2 * clip, *rest)
+    def loose(self: ClippedSum, *given: Any, **named: Any) -> None:
+        right(self, *given, **named)
+        self.factors *= 2
 
     with mock.patch.object(ClippedSum, "__init__", loose):
         yield

@@ -12,8 +12,7 @@ import torch
 from lightning_fedleak.auditing import audit_scores
 from lightning_fedleak.auditing.dp_sgd import Refutations, best_threshold, refutations
 from lightning_fedleak.auditing.planted_gradients import PlantedGradients
-from lightning_fedleak.defenses import DPSGD, DefenseError
-from lightning_fedleak.defenses import dpsgd as module
+from lightning_fedleak.defenses import DPSGD, DefenseError, noise
 from lightning_fedleak.defenses.accounting import epsilon_of
 from lightning_fedleak.defenses.update import ClippedSum, NoiseGauge
 
@@ -62,15 +61,21 @@ def test_nor_under_poisson_sampling(sigma: float, rate: float, steps: int) -> No
 
 
 def half_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = module.standard_normal
-    monkeypatch.setattr(module, "standard_normal", lambda *given: right(*given) / 2)
+    right = noise._fill
+
+    def half(block: torch.Tensor, generator: Any) -> None:
+        right(block, generator)
+        block.div_(2)
+
+    monkeypatch.setattr(noise, "_fill", half)
 
 
 def twice_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ClippedSum.__init__
 
-    def loose(self: Any, parameters: Any, parts: Any, samples: Any, clip: Any, *rest: Any) -> None:
-        right(self, parameters, parts, samples, 2 * clip, *rest)
+    def loose(self: ClippedSum, *given: Any, **named: Any) -> None:
+        right(self, *given, **named)
+        self.factors *= 2
 
     monkeypatch.setattr(ClippedSum, "__init__", loose)
 
@@ -123,13 +128,13 @@ def test_the_releases_are_the_sampled_gaussian_mechanism() -> None:
     held, absent = released[..., members], released[..., ~members]
     inside = held > 0.5
     assert scipy.stats.binomtest(int(inside.sum()), inside.numel(), 0.25).pvalue > 1e-4
-    noise = torch.cat([(held - inside.double()), absent], 2) / sigma
-    assert float(noise.std()) == pytest.approx(1.0, rel=0.01)
-    assert scipy.stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-4
-    alike = np.corrcoef(noise.flatten(0, 1).numpy())
+    rest = torch.cat([(held - inside.double()), absent], 2) / sigma
+    assert float(rest.std()) == pytest.approx(1.0, rel=0.01)
+    assert scipy.stats.kstest(rest.flatten().numpy(), "norm").pvalue > 1e-4
+    alike = np.corrcoef(rest.flatten(0, 1).numpy())
     np.fill_diagonal(alike, 0.0)
     assert np.abs(alike).max() < 0.3
-    places = np.corrcoef(noise.flatten(0, 1).numpy().T)
+    places = np.corrcoef(rest.flatten(0, 1).numpy().T)
     np.fill_diagonal(places, 0.0)
     rows = runs * steps
     assert np.mean(places**2) == pytest.approx(1 / (rows - 1), rel=0.05)

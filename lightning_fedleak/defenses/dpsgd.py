@@ -6,10 +6,8 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.accounting import (
@@ -22,41 +20,24 @@ from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseErro
 from lightning_fedleak.defenses.budget import Account, Budget, BudgetSpent, guarantee_of
 from lightning_fedleak.defenses.canary import CanaryGradient
 from lightning_fedleak.defenses.dpsgd_checks import (
-    Buffers,
     check_choices,
     check_hardening,
     check_model,
     check_settings,
     check_shards,
     check_trainer,
-    count_samples,
-    is_ddp,
-    loss_with_graph,
-    on_device,
     planned_steps,
     trainer_of,
 )
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.per_sample import Clipping
 from lightning_fedleak.defenses.privacy import Privacy
-from lightning_fedleak.defenses.recorder import Recorder
 from lightning_fedleak.defenses.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.sampling import Sampling, sampling_of
-from lightning_fedleak.defenses.shards import (
-    SHARD_BITS,
-    local_part,
-    own_part_of_sum,
-    reshard,
-    shard_number,
-)
-from lightning_fedleak.defenses.step_checks import (
-    DrawnBatches,
-    LossCheck,
-    times_zero,
-    zero_on_the_graph,
-)
+from lightning_fedleak.defenses.shards import reshard
 from lightning_fedleak.defenses.team import Team
-from lightning_fedleak.defenses.update import ClippedSum, Moves, NoiseGauge
+from lightning_fedleak.defenses.update import NoiseGauge
+from lightning_fedleak.defenses.watched_step import WatchedStep
 
 
 class DPSGD(Defense):
@@ -80,27 +61,30 @@ class DPSGD(Defense):
     ``training_step`` writes to, and weights that do not move.
 
     These looks find mistakes; they follow gradients, and prove nothing. Samples that meet without a
-    gradient are not seen and void the guarantee: whitening by detached statistics of the batch,
-    in-batch negatives that are detached, weights without gradient such as ``mask / mask.sum()``,
-    labels or masks that are made from the whole batch, batches rewritten in hooks, plain attributes
-    that keep something of earlier batches, and whether a network mixes samples in some steps only
-    (it is looked at where layers are used in a new way, and every 100 releases).
+    gradient are not seen and void the guarantee (:mod:`~.loss_checks` says which do), as do batches
+    rewritten in hooks, and plain attributes that keep something of earlier batches.
 
     What a module sends or logs itself is not covered, neither are validation metrics, leakage logs
     and decisions taken in sight of them, nor buffers that are written outside of ``training_step``.
     Noise is floating-point and not from a cryptographic generator
     (:mod:`~lightning_fedleak.defenses.noise` says where from).
 
-    An empty batch does not run ``training_step``. Under DDP do not log with ``sync_dist=True``
-    there: a rank with an empty batch would not take part.
+    An empty batch does not run ``training_step``. With ``client="rank"`` under DDP do not log with
+    ``sync_dist=True`` there: a rank with an empty batch would not take part.
 
-    A gate may turn the noise up (:meth:`harden`) with ``accountant="filter"`` alone. PRV, and RDP
+    With ``client="world"`` (DDP, FSDP2) all processes are one client: machines that trust each
+    other and a network that nobody else reads, because they send each other undefended gradients
+    and sums. What leaves them is the sum over all of their samples with one noise of sigma C; L is
+    the expected number of samples over all of them. Each draws from its own part of the dataset, so
+    a DistributedSampler must split it, and all refuse where one does. One whose batch is empty runs
+    one example of its part, whose loss is multiplied by 0 and which nothing released depends on (a
+    loss that the module logs does). One whole gradient of a parameter in float32 is held at a time.
+
+    A gate may turn the noise up (:meth:`harden`) with ``accountant="filter"`` alone: PRV, and RDP
     with the best order picked at the end, are proven for noise that was settled before the run. The
-    filter (:class:`~lightning_fedleak.defenses.renyi_filter.RenyiFilter`) keeps the run within
-    (``target_epsilon``, ``target_delta``) although later noise is chosen in sight of earlier
-    releases. A release with more noise takes less of that budget, so that more of them fit. What it
-    does not cover is the decision itself, where it was taken by what was not released: that a gate
-    fired on a leakage metric, which reads the true batch, is told by how large the noise is.
+    filter (:mod:`~lightning_fedleak.defenses.renyi_filter`) does not cover the decision itself,
+    where it was taken by what was not released: that a gate fired on a leakage metric, which reads
+    the true batch, is told by the noise.
 
     Args:
         max_grad_norm: C.
@@ -147,13 +131,6 @@ class DPSGD(Defense):
     name = "dpsgd"
     per_sample = True
     takes_shards = True
-    _batches: DrawnBatches
-    _check: LossCheck
-    _moves: Moves
-    _clipped: ClippedSum | None
-    _canaries: int
-    _placeholder: bool
-    _early: Exception | None
 
     def __init__(
         self,
@@ -178,6 +155,7 @@ class DPSGD(Defense):
             noise_multiplier,
             target_epsilon,
             target_delta,
+            seed,
             fixed_budget=accountant == "filter",
         )
         check_choices(
@@ -188,11 +166,6 @@ class DPSGD(Defense):
             loss=(loss, ("checked", "trusted")),
         )
         check_hardening(harden_factor, most_notches)
-        if seed is not None and target_epsilon is not None:
-            raise DefenseError(
-                "DPSGD: with a seed the noise can be guessed and no epsilon holds. Leave out seed "
-                "or target_epsilon."
-            )
         self.max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -217,8 +190,7 @@ class DPSGD(Defense):
         self._ledger = ledger
         self._sampling: Sampling | None = None
         self._team = Team()
-        self._recorder: Recorder | None = None
-        self._forget_run()
+        self._step: WatchedStep | None = None
 
     @property
     def accountant(self) -> Accountant | RenyiFilter:
@@ -252,22 +224,12 @@ class DPSGD(Defense):
 
     @property
     def share_spent(self) -> float | None:
-        """Renyi divergence of the releases so far over the budget's, at the filter's order.
-
-        None with another accountant.
-
-        Raises:
-            DefenseError: before the training data are known.
-        """
+        """Renyi divergence of the releases so far over the filter's budget; None without one."""
         return self._budget.share_spent
 
     @property
     def noise_multiplier_now(self) -> float:
-        """Sigma of the next release, as it is turned up now.
-
-        Raises:
-            DefenseError: before the training data are known, where sigma is found from them.
-        """
+        """Sigma of the next release, as it is turned up now; refused before it is found."""
         return self._budget.noise_now
 
     @property
@@ -278,8 +240,8 @@ class DPSGD(Defense):
     def harden(self) -> str | None:
         """Multiplies the noise by ``harden_factor``, from the next release on."""
         changed = self._budget.harden()
-        if changed is not None:
-            self._check.unchecked = True
+        if changed is not None and self._step is not None:
+            self._step.check.unchecked = True
         return changed
 
     def before_setup(self, context: DefenseContext) -> None:
@@ -299,8 +261,14 @@ class DPSGD(Defense):
                 self._budget.open_ledger(os.fspath(self._ledger) + suffix)
         self._ledger = None
         self._budget.adopt(team.told_by_first(self._budget.account_state()))
-        self._recorder = Recorder(context.root)
-        self._forget_run()
+        self._step = WatchedStep(
+            context.root,
+            team,
+            clip=self.max_grad_norm,
+            clipping=self.clipping,
+            poisson=self.poisson,
+            trusted=self.loss == "trusted",
+        )
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
         """A loader of Poisson samples; settles the noise.
@@ -341,9 +309,9 @@ class DPSGD(Defense):
         Raises:
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
-        if self._recorder is not None:
+        if self._step is not None:
             reshard(context.root)
-            self._recorder.adopt()
+            self._step.adopt()
         self._budget.check_not_overdrawn()
 
     @property
@@ -353,14 +321,8 @@ class DPSGD(Defense):
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
         """The batch; one example that does not count where it is empty and others may not be."""
-        self._placeholder, self._early = False, None
-        try:
-            if count_samples(batch) == 0 and self._sampling is not None:
-                batch = on_device(self._sampling.placeholder(), context)
-                self._placeholder = True
-        except Exception as error:
-            self._early = error
-        return batch
+        step, sampling = self._in_fit()
+        return step.given(batch, sampling, context) if self._team.size > 1 else batch
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
@@ -374,33 +336,8 @@ class DPSGD(Defense):
             DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
                 samples are mixed, or a buffer was changed.
         """
-        recorder = self._recorder
-        if recorder is None or self._budget.rate is None:
-            raise DefenseError("DPSGD: a training step outside of fit; nothing was released")
-        team = self._team
-        with team.together():
-            if self._early is not None:
-                raise self._early
-            self._batches.begin(batch, context)
-            samples = count_samples(batch)
-        self._clipped = None
-        if samples == 0:
-            recorder.clear()
-            return zero_on_the_graph(context.root)
-        buffers = Buffers(context.root)
-        with recorder.step(samples), buffers.sent_first() if is_ddp(context) else nullcontext():
-            output = training_step()
-        with team.together():
-            recorder.check()
-            buffers.check_unchanged()
-            loss = loss_with_graph(output, samples)
-            self._check.check_form(loss, recorder)
-        self._check.look(loss, recorder, self.releases, team)
-        recorder.calls = []
-        if self._placeholder:
-            recorder.clear()
-            return times_zero(output)
-        return output
+        step, _ = self._in_fit()
+        return step.run(training_step, batch, self.releases, context)
 
     def before_release(self) -> None:
         """Refuses a release that the budget does not cover.
@@ -418,45 +355,30 @@ class DPSGD(Defense):
                 that is not what is accounted, or weights that do not move. Nothing is released.
         """
         team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
+        step, sampling = self._in_fit()
         with team.together():
-            clipped = self._clip(parameters, context)
+            clipped = step.clipped(parameters, context)
         clipped.check_explained(parameters, context, team)
         if sigma > 0:
-            self._moves.check(parameters, getattr(trainer, "optimizers", ()), team)
-        checking = self._check.is_due(self.releases)
+            step.moves.check(parameters, getattr(trainer, "optimizers", ()), team)
+        checking = step.check.is_due(self.releases)
         if checking:
             clipped.check_complete(parameters, context, team)
         team.check_alike(noise_multiplier=sigma, releases=self.releases)
         with team.together():
             self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
         release, self.releases = self.releases, self.releases + 1
-        gauge = NoiseGauge(sigma * self.max_grad_norm, self._divisor)
-        for index, parameter in enumerate(parameters):
-            total = clipped.sum_of(parameter)
-            if team.size > 1:
-                total = own_part_of_sum(total, parameter)
-            before = gauge.before(total) if checking else None
-            if sigma:
-                place = index + (shard_number(parameter) << SHARD_BITS)
-                key = self._key(context, release, place, "gradient")
-                noise = standard_normal(key, total.shape, total.device, total.dtype)
-                total.add_(noise, alpha=sigma * self.max_grad_norm)
-            total.div_(self._divisor)
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            released = local_part(parameter.grad)
-            released.copy_(total)
-            if before is not None:
-                gauge.after(before, released)
-        if checking:
+        gauge = NoiseGauge(sigma * self.max_grad_norm, sampling.expected) if checking else None
+        key = functools.partial(self._key, context, release, stream="gradient")
+        clipped.release(parameters, team, sigma * self.max_grad_norm, sampling.expected, key, gauge)
+        if gauge is not None:
             with team.together():
                 measured = gauge.measured()
             if measured is not None:
                 self.measured_noise_multiplier = measured / self.max_grad_norm
         if sigma > 0:
-            self._moves.remember(parameters)
-        self._batches.released()
-        self._forget_step()
+            step.moves.remember(parameters)
+        step.released()
         if self.on_budget == "stop" and trainer is not None and not self._budget.affords_another():
             trainer.should_stop = True
 
@@ -480,11 +402,12 @@ class DPSGD(Defense):
             raise DefenseError(
                 "DPSGD: noise on the sum of samples cannot be clipped sample by sample"
             )
-        clipped = self._clip(parameters, context)
-        released = clipped.with_canary(canary.samples, self._divisor)
-        std = self._client_noise(context) * self.max_grad_norm / self._divisor
+        step, sampling = self._in_fit()
+        clipped = step.clipped(parameters, context)
+        released = clipped.with_canary(canary.samples, sampling.expected)
+        std = self._client_noise(context) * self.max_grad_norm / sampling.expected
         if std:
-            number, self._canaries = self._canaries, self._canaries + 1
+            number, step.canaries = step.canaries, step.canaries + 1
             key = self._key(context, self.releases, number, "canary")
             like = released.samples
             noise = standard_normal(key, like.shape[1:], like.device, like.dtype)
@@ -514,49 +437,16 @@ class DPSGD(Defense):
 
     def teardown(self) -> None:
         """Takes the hooks out."""
-        if self._recorder is not None:
-            self._recorder.remove()
-            self._recorder = None
-        self._forget_run()
+        if self._step is not None:
+            self._step.remove()
+            self._step = None
 
-    @property
-    def _divisor(self) -> float:
-        """The expected number of samples, of all processes of this client."""
-        if self._sampling is None:
-            raise DefenseError("DPSGD: no training data yet, so nothing was released")
-        return self._sampling.expected
-
-    def _forget_run(self) -> None:
-        self._batches = DrawnBatches(self.poisson)
-        self._check = LossCheck(self.loss == "trusted")
-        self._moves = Moves()
-        self._forget_step()
-
-    def _forget_step(self) -> None:
-        self._canaries = 0
-        self._placeholder, self._early = False, None
-        self._check.unchecked = False
-        self._clipped = None
-        if self._recorder is not None:
-            self._recorder.clear()
-
-    def _clip(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> ClippedSum:
-        """Norms and clip factors of this step's samples; computed once."""
-        if self._clipped is None:
-            recorder = self._recorder
-            if recorder is None:
-                raise DefenseError("DPSGD: a release outside of fit; nothing was released")
-            recorder.check()
-            self._clipped = ClippedSum(
-                parameters,
-                recorder.parts,
-                recorder.samples,
-                self.max_grad_norm,
-                self.clipping,
-                context,
-                half=recorder.half,
+    def _in_fit(self) -> tuple[WatchedStep, Sampling]:
+        if self._step is None or self._sampling is None:
+            raise DefenseError(
+                "DPSGD: a training step or a release outside of fit; nothing was released"
             )
-        return self._clipped
+        return self._step, self._sampling
 
     def _client_noise(self, context: DefenseContext) -> float:
         """Noise multiplier of what this client adds itself."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.layers import has_ghost_rule, refusal
@@ -75,12 +73,6 @@ def check_shards(root: nn.Module, processes: int) -> None:
             )
 
 
-def is_ddp(context: DefenseContext) -> bool:
-    """Whether DistributedDataParallel runs ``training_step``."""
-    strategy = getattr(trainer_of(context), "strategy", None)
-    return isinstance(getattr(strategy, "model", None), DistributedDataParallel)
-
-
 def on_device(batch: Any, context: DefenseContext) -> Any:
     """A batch as the Trainer hands it on, where this process trains."""
     trainer = trainer_of(context)
@@ -136,59 +128,6 @@ def _check_statistics(name: str, module: nn.Module) -> None:
             f"DPSGD: '{name}' ({kind}) keeps statistics of the data, which no noise covers. Build "
             "it with track_running_stats=False."
         )
-
-
-class Buffers:
-    """The buffers of a model as they are now, to see whether a training step writes to one.
-
-    A buffer that training data change (an average of activations, a codebook, a sum of inputs)
-    leaves with the model, and no noise covers it. Only that one was written to is seen, not with
-    what, so that a step counter is refused too.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._read()
-
-    def _read(self) -> None:
-        self._before = {name: (b, _version(b)) for name, b in self._root.named_buffers()}
-
-    @contextmanager
-    def sent_first(self) -> Iterator[None]:
-        """Inside, the client's own processes send each other buffers before the root is called.
-
-        DistributedDataParallel does, and runs ``training_step`` as the root's call.
-        """
-
-        def once(*_: Any) -> None:
-            self._read()
-            handle.remove()
-
-        handle = self._root.register_forward_pre_hook(once)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def check_unchanged(self) -> None:
-        """Refuses where one was written to, replaced or added since.
-
-        Raises:
-            DefenseError: says which.
-        """
-        for name, buffer in self._root.named_buffers():
-            old, version = self._before.get(name, (None, 0))
-            if buffer is not old or _version(buffer) != version:
-                raise DefenseError(
-                    f"DPSGD: training_step changed the buffer '{name}', which leaves with the "
-                    "model and which no noise covers. Put the layer that keeps it into eval mode, "
-                    "or keep what training data do not decide (a step counter) in a plain "
-                    "attribute or outside of training_step."
-                )
-
-
-def _version(buffer: Tensor) -> int:
-    return -1 if buffer.is_inference() else buffer._version
 
 
 def check_loader(context: DefenseContext) -> None:
@@ -357,6 +296,7 @@ def check_settings(
     noise_multiplier: float | None,
     target_epsilon: float | None,
     target_delta: float | None,
+    seed: int | None = None,
     *,
     fixed_budget: bool = False,
 ) -> None:
@@ -394,13 +334,17 @@ def check_settings(
                 "DPSGD: target_epsilon means nothing without target_delta. Give one, below one "
                 "over the number of examples."
             )
+        if seed is not None:
+            raise DefenseError(
+                "DPSGD: with a seed the noise can be guessed and no epsilon holds. Leave out seed "
+                "or target_epsilon."
+            )
     if target_delta is not None and not 0 < target_delta < 1:
         raise DefenseError(f"DPSGD: target_delta={target_delta!r} must lie between 0 and 1")
 
 
 __all__ = [
     "PRECISIONS",
-    "Buffers",
     "check_choices",
     "check_hardening",
     "check_loader",
@@ -410,7 +354,6 @@ __all__ = [
     "check_trainer",
     "count_samples",
     "drawn_batch",
-    "is_ddp",
     "loss_with_graph",
     "on_device",
     "planned_steps",

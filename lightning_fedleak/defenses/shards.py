@@ -67,6 +67,13 @@ def joint_norm(gradients: Sequence[Tensor]) -> float:
     return math.sqrt(float(square))
 
 
+def where_whole(tensor: Tensor) -> torch.device:
+    """Where layers compute with all of ``tensor``, which may be kept elsewhere (CPU offload)."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type == tensor.device.type:
+        return tensor.device
+    return torch.device(tensor.device_mesh.device_type, torch.accelerator.current_device_index())
+
+
 def own_part(whole: Tensor, like: Tensor) -> Tensor:
     """What of ``whole``, which all processes have, this one holds if it is split as ``like`` is.
 
@@ -131,4 +138,5 @@ __all__ = [
     "reduce_partial",
     "reshard",
     "shard_number",
+    "where_whole",
 ]

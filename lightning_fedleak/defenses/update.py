@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.canary import CanaryGradient
+from lightning_fedleak.defenses.noise import standard_normal
 from lightning_fedleak.defenses.per_sample import (
     Clipping,
     Part,
@@ -19,7 +20,15 @@ from lightning_fedleak.defenses.per_sample import (
     squared_norms,
     weighted_sum,
 )
-from lightning_fedleak.defenses.shards import copies, local_part, own_part
+from lightning_fedleak.defenses.shards import (
+    SHARD_BITS,
+    copies,
+    local_part,
+    own_part,
+    own_part_of_sum,
+    shard_number,
+    where_whole,
+)
 from lightning_fedleak.defenses.team import Team
 
 GAUGED = 1 << 16
@@ -88,9 +97,9 @@ class ClippedSum:
         """Clipped sum of these samples' own gradients, float32 or float64, of the whole shape."""
         if parameter not in self.parts:
             dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            return torch.zeros(parameter.shape, dtype=dtype, device=where_whole(parameter))
         own = self.parts[parameter]
-        return weighted_sum(own, self.factors.to(parameter.device), parameter.shape)
+        return weighted_sum(own, self.factors.to(where_whole(parameter)), parameter.shape)
 
     def with_canary(self, samples: Tensor, divisor: float) -> CanaryGradient:
         """What is released of crafted layers whose gradients join those of the samples.
@@ -111,6 +120,44 @@ class ClippedSum:
         joint = torch.hypot(samples.norm(dim=2), own)
         factors = (self._clip / joint.clamp(min=self._clip)) / divisor
         return CanaryGradient(samples * factors[..., None])
+
+    def release(
+        self,
+        parameters: Sequence[nn.Parameter],
+        team: Team,
+        std: float,
+        divisor: float,
+        key: Callable[[int], bytes],
+        gauge: NoiseGauge | None = None,
+    ) -> None:
+        """Puts the sum over all processes' samples, with noise, into ``p.grad``.
+
+        Replicas get the same noise, shards independent noise.
+
+        Args:
+            parameters: in the same order in all processes.
+            team: the processes of this client.
+            std: standard deviation of the noise; 0 for none.
+            divisor: of sum and noise.
+            key: of a number's noise, see :func:`~lightning_fedleak.defenses.noise.noise_key`.
+            gauge: measures the noise.
+        """
+        for index, parameter in enumerate(parameters):
+            total = self.sum_of(parameter)
+            if team.size > 1:
+                total = own_part_of_sum(total, parameter)
+            before = None if gauge is None else gauge.before(total)
+            if std:
+                own = key(index + (shard_number(parameter) << SHARD_BITS))
+                noise = standard_normal(own, total.shape, total.device, total.dtype)
+                total.add_(noise, alpha=std)
+            total.div_(divisor)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            released = local_part(parameter.grad)
+            released.copy_(total)
+            if gauge is not None and before is not None:
+                gauge.after(before, released)
 
     def check_explained(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext, team: Team
@@ -167,14 +214,14 @@ class ClippedSum:
         parts = self.parts.get(parameter, [])
         if gradient is None or (team.size == 1 and not parts):
             return 0.0, 0.0, 0.0
-        mine = local_part(gradient)
+        mine = local_part(gradient).to(where_whole(gradient))
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         generator = torch.Generator(mine.device).manual_seed(index)
         shape = (len(gradient), gradient[0].numel()) if gradient.dim() > 1 else (len(gradient), 1)
         left, right = (
             torch.randn(n, generator=generator, device=mine.device, dtype=wide) for n in shape
         )
-        if mine is gradient:
+        if mine.shape == gradient.shape:
             found = left @ (mine.reshape(shape).to(wide) @ right)
         else:
             direction = own_part(torch.outer(left, right).view(gradient.shape), gradient)

@@ -21,8 +21,8 @@ from lightning_fedleak.defenses import (
     DefenseContext,
     DefenseError,
     GradientNoise,
+    update,
 )
-from lightning_fedleak.defenses import dpsgd as dpsgd_file
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 N, CLIP = 40, 0.3
@@ -550,8 +550,8 @@ def test_nan_is_not_released() -> None:
 def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(6, 2000))
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)
-    real = dpsgd_file.standard_normal
-    monkeypatch.setattr(dpsgd_file, "standard_normal", lambda *a: 0.9 * real(*a))
+    real = update.standard_normal
+    monkeypatch.setattr(update, "standard_normal", lambda *a: 0.9 * real(*a))
     with pytest.raises(
         DefenseError, match=r"noise measured has a standard deviation of 0\.(89|90|91)"
     ):

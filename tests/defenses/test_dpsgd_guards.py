@@ -186,7 +186,6 @@ def test_a_batch_is_released_once() -> None:
     with pytest.raises(DefenseError, match="this batch was released already"):
         run.step(batch)
     assert run.defense.accountant.steps == 1
-    run.defense._forget_step()
     run.step(first(5))
     each = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=False))
     each.step(batch)

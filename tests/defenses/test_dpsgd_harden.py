@@ -23,8 +23,8 @@ from lightning_fedleak.defenses import (
     DefenseError,
     GradientNoise,
     RenyiFilter,
+    update,
 )
-from lightning_fedleak.defenses import dpsgd as dpsgd_file
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe
 from tests.callbacks.runs import fit as fit_watched
@@ -106,8 +106,8 @@ def test_noise_that_did_not_follow_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     run = Run(defense)
     run.step(first(0))
     assert defense.harden() is not None
-    normal = dpsgd_file.standard_normal
-    monkeypatch.setattr(dpsgd_file, "standard_normal", lambda *given: normal(*given) / 8)
+    normal = update.standard_normal
+    monkeypatch.setattr(update, "standard_normal", lambda *given: normal(*given) / 8)
     with pytest.raises(DefenseError, match="the noise measured has a standard deviation of 0"):
         run.step(first(0))
 
@@ -118,7 +118,7 @@ def test_each_client_turns_up_its_share_of_the_noise() -> None:
     for defense, clients in ((alone, 1), (shared, 4)):
         run = Run(defense, clients=clients)
         assert defense.harden() is not None
-        updates.append(run.step(first(0)) * run.defense._divisor)
+        updates.append(run.step(first(0)) * run.defense._sampling.expected)
     torch.testing.assert_close(updates[1] * 2, updates[0], rtol=1e-5, atol=1e-6)
     assert alone.accountant.history[0][0] == shared.accountant.history[0][0] == 12.0
 
@@ -190,7 +190,7 @@ def test_no_release_is_made_beyond_the_budget(notches: list[bool], sigma: float)
             with pytest.raises(BudgetSpent, match="one more would cost more"):
                 run.release()
             assert torch.equal(before, run.root.below.weight)
-            defense._forget_step()
+            defense._step.released()
     assert defense.share_spent == pytest.approx(spent / allowed(order), rel=1e-6)
     assert defense.privacy.epsilon == EPSILON
 

@@ -1,0 +1,157 @@
+"""One training step of DP-SGD, from its batch to its release: recorded, looked at, clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+
+from lightning_fedleak.defenses.base import DefenseContext
+from lightning_fedleak.defenses.buffers import Buffers, is_ddp
+from lightning_fedleak.defenses.dpsgd_checks import count_samples, loss_with_graph, on_device
+from lightning_fedleak.defenses.per_sample import Clipping
+from lightning_fedleak.defenses.recorder import Recorder
+from lightning_fedleak.defenses.sampling import Sampling
+from lightning_fedleak.defenses.step_checks import (
+    DrawnBatches,
+    LossCheck,
+    times_zero,
+    zero_on_the_graph,
+)
+from lightning_fedleak.defenses.team import Team
+from lightning_fedleak.defenses.update import ClippedSum, Moves
+
+
+class WatchedStep:
+    """Stands around the training steps of one fit, one after the other.
+
+    Args:
+        root: the module that is trained; hooks are put on its layers.
+        team: the processes of this client.
+        clip: largest norm of a sample's gradient.
+        clipping: in which form per-sample gradients are kept.
+        poisson: batches are Poisson samples.
+        trusted: the user has proved that the loss is a mean of per-sample means.
+
+    Attributes:
+        check: looks at the loss.
+        moves: looks at the weights.
+        canaries: how many were released beside this step.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        team: Team,
+        *,
+        clip: float,
+        clipping: Clipping,
+        poisson: bool,
+        trusted: bool,
+    ) -> None:
+        self.check = LossCheck(trusted)
+        self.moves = Moves()
+        self.canaries = 0
+        self._team = team
+        self._clip: float = clip
+        self._clipping: Clipping = clipping
+        self._batches = DrawnBatches(poisson)
+        self._recorder = Recorder(root)
+        self._clipped: ClippedSum | None = None
+        self._stands_in = False
+        self._refused: Exception | None = None
+
+    def adopt(self) -> None:
+        """Learns anew which parameters hang on which layer; to be called between steps."""
+        self._recorder.adopt()
+
+    def given(self, batch: Any, sampling: Sampling, context: DefenseContext) -> Any:
+        """The batch to run: one example that does not count in the place of none."""
+        self._stands_in, self._refused = False, None
+        try:
+            if count_samples(batch) == 0:
+                batch = on_device(sampling.placeholder(), context)
+                self._stands_in = True
+        except Exception as error:  # raised with the other processes, in `run`
+            self._refused = error
+        return batch
+
+    def run(
+        self, training_step: Callable[[], Any], batch: Any, releases: int, context: DefenseContext
+    ) -> Any:
+        """Records the forward pass and looks at the loss; an empty batch gives a loss of zero.
+
+        Args:
+            training_step: of the module.
+            batch: that it gets.
+            releases: how many were made.
+            context: where.
+
+        Returns:
+            What ``training_step`` gave, with a loss of zero where the batch does not count.
+
+        Raises:
+            DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
+                samples are mixed, or a buffer was changed; here or in another process.
+        """
+        recorder, team = self._recorder, self._team
+        with team.together():
+            if self._refused is not None:
+                raise self._refused
+            self._batches.begin(batch, context)
+            samples = count_samples(batch)
+        self._clipped = None
+        if samples == 0:
+            recorder.clear()
+            return zero_on_the_graph(context.root)
+        buffers = Buffers(context.root)
+        with recorder.step(samples), buffers.sent_first() if is_ddp(context) else nullcontext():
+            output = training_step()
+        with team.together():
+            recorder.check()
+            buffers.check_unchanged()
+            loss = loss_with_graph(output, samples)
+            self.check.check_form(loss, recorder)
+        self.check.look(loss, recorder, releases, team)
+        recorder.calls = []
+        if self._stands_in:
+            recorder.clear()
+            return times_zero(output)
+        return output
+
+    def clipped(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> ClippedSum:
+        """Norms and clip factors of this step's samples in this process; computed once.
+
+        Raises:
+            DefenseError: per-sample gradients could not be recorded, or are NaN or infinite.
+        """
+        if self._clipped is None:
+            recorder = self._recorder
+            recorder.check()
+            self._clipped = ClippedSum(
+                parameters,
+                recorder.parts,
+                recorder.samples,
+                self._clip,
+                self._clipping,
+                context,
+                half=recorder.half,
+            )
+        return self._clipped
+
+    def released(self) -> None:
+        """It has left the client: lets go of all that was recorded."""
+        self._batches.released()
+        self.canaries = 0
+        self.check.unchecked = False
+        self._clipped = None
+        self._recorder.clear()
+
+    def remove(self) -> None:
+        """Takes the hooks out."""
+        self._recorder.remove()
+
+
+__all__ = ["WatchedStep"]

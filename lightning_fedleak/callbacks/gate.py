@@ -5,85 +5,18 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as L
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.callbacks.evidence import Evidence, Verdict
+from lightning_fedleak.callbacks.gate_event import GateEvent, LeakageLimitExceeded
 from lightning_fedleak.callbacks.harden import defenses_to_harden, harden
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR
-
-
-class LeakageLimitExceeded(RuntimeError):
-    """A RiskGate with ``action="raise"`` found more leakage than it allows."""
-
-
-@dataclass(frozen=True)
-class GateEvent:
-    """What a gate found when it fired.
-
-    Attributes:
-        metric: the watched name.
-        step: optimizer step that was looked at.
-        value: what was measured; NaN where it is unknown.
-        low, high: 95% interval of the value where there is one, else NaN; with ``bound="value"``.
-        at_most: the threshold.
-        checkpoint: where the run was saved; None where it was not.
-        verdict: what all looks together show; None with ``bound="value"``.
-        hardened: what was turned up instead of stopping.
-    """
-
-    metric: str
-    step: int
-    value: float
-    low: float
-    high: float
-    at_most: float
-    checkpoint: Path | None
-    verdict: Verdict | None = None
-    hardened: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """What happened, in the words that users see."""
-        if math.isnan(self.value):
-            found = (
-                f"{self.metric} is unknown (the attack gave no result; see monitor/failures and "
-                "the monitor's warning). A strict gate treats unknown as a breach"
-            )
-        else:
-            interval = "" if math.isnan(self.low) else f" (95% {self.low:.3f} to {self.high:.3f})"
-            found = f"{self.metric} = {self.value:.3f}{interval}"
-        if self.verdict is not None:
-            found += " at this look"
-        saved, go_on, shown = "", "", ""
-        if self.verdict is not None and self.verdict.fires:
-            shown = f"\n  evidence: {self.verdict.explain(self.at_most)}"
-        if self.checkpoint is not None:
-            saved = f"\n  saved:    {self.checkpoint}"
-            go_on = " To go on from here: trainer.fit(..., ckpt_path='<the file saved>')."
-        start = (
-            f"at step {self.step}\n  measured: {found}\n  allowed:  at most {self.at_most:g}{shown}"
-        )
-        if self.hardened:
-            return f"{start}\n  hardened: {'; '.join(self.hardened)}"
-        return (
-            f"{start}{saved}\n  what now: {self._finding()}. Use larger "
-            "batches, add a defence with Trainer(strategy=DefendedStrategy('auto', "
-            f"defenses=[...])), or raise at_most.{go_on}"
-        )
-
-    def _finding(self) -> str:
-        if self.verdict is None or not self.verdict.fires:
-            return "the update of this step gives away more than you allow"
-        if self.verdict.above:
-            return "the updates of this run give away more than you allow"
-        return "the updates of this run may give away more than you allow"
-
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
@@ -128,7 +61,8 @@ class RiskGate(L.Callback):
             (:meth:`~lightning_fedleak.defenses.Defense.harden`) up by one notch and goes on,
             judging anew from the next look; once all are as strong as they get, it stops the run
             like ``"stop"``. The decision is taken in sight of private data: an accounted epsilon
-            covers neither it nor the leakage logs.
+            covers neither it nor the leakage logs. A run that resumes has the notches of its
+            checkpoint; those taken since are forgotten until its first look, at its first step.
         patience: breaches in a row that are let pass before the gate fires; with ``"lower"``
             unknown values in a row.
         strict: an unknown value counts as a breach. Otherwise it counts as nothing.
@@ -313,10 +247,10 @@ class RiskGate(L.Callback):
             logger.log_metrics({f"gate/{self.name}": float(fires)} | self._progress(), step=step)
         if fires:
             self._fire(trainer, monitor, value)
-            if self.action == "harden":
-                for logger in trainer.loggers:
-                    notches = {f"gate/{self.name}_notches": float(self.notches)}
-                    logger.log_metrics(notches, step=step)
+        if self.action == "harden":
+            notches = {f"gate/{self.name}_notches": float(self.notches)}
+            for logger in trainer.loggers:
+                logger.log_metrics(notches, step=step)
 
     def _judge(self, value: float) -> bool:
         """Whether to act on one more look."""
@@ -364,6 +298,7 @@ class RiskGate(L.Callback):
             checkpoint,
             self.verdict,
             tuple(hardened),
+            tuple(d.name for d in self._defenses) if stops else (),
         )
         first, self.fired = self.fired is None, self.fired or event
         if checkpoint is not None:
@@ -399,6 +334,10 @@ class RiskGate(L.Callback):
         self.notches = state_dict.get("notches", 0)
         if self.notches:
             self._evidence = self._new_evidence()
+            rank_zero_info(
+                f"RiskGate '{self.name}': the run goes on as hardened, {self.notches} "
+                f"notch{'es' * (self.notches > 1)} so far"
+            )
         saved = state_dict.get("evidence")
         if saved is None and self._evidence is None:
             return

@@ -23,7 +23,7 @@ from lightning_fedleak.anatomy import AnatomyError, find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.callbacks.gate import GateEvent
+from lightning_fedleak.callbacks.gate_event import GateEvent
 from lightning_fedleak.demo.assets import SourceError
 from lightning_fedleak.demo.data import TextDataModule
 from lightning_fedleak.demo.live import LiveTable

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import GateEvent, LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import Defense, Freeze, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
@@ -57,8 +59,28 @@ def test_each_breach_is_a_notch_and_then_it_stops(tmp_path: Path) -> None:
         (False, True),
     ]
     assert "gradient_noise: standard deviation 1e-09 -> 1e-08" in said[0]
+    assert "defences: gradient_noise, turned up as far as it goes" in said[3]
+    assert "turned up further (most_notches)" in said[3]
+    assert "defenses=[" not in said[3], "the run has a defence"
     assert len(list(Path(trainer.log_dir).rglob("*.ckpt"))) == 1
     assert column(trainer, f"gate/{gate.name}_notches") == ["1.0", "2.0", "3.0", "3.0"]
+
+
+def test_notches_are_a_curve_that_begins_before_the_first(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="hardened the run"):
+        trainer, gate, _, _ = run(tmp_path, GradientNoise(clip=None, sigma=1e-9), patience=2)
+    notches = ["0.0"] * 2 + ["1.0"] * 3 + ["2.0"] * 3
+    assert column(trainer, f"gate/{gate.name}_notches") == notches
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(0.30034, "= 0.300340"), (0.4, "= 0.400"), (0.30000000012, "= 0.30000000")]
+)
+def test_a_breach_does_not_read_as_none(value: float, said: str) -> None:
+    event = GateEvent(F1, 3, value, math.nan, math.nan, 0.3, None)
+    found = str(event).partition("measured: leakage/probe/f1 ")[2].split()[1]
+    assert f"= {found}".startswith(said)
+    assert float(found) > 0.3
 
 
 def test_noise_that_is_turned_up_is_in_the_next_update(tmp_path: Path) -> None:
@@ -89,7 +111,9 @@ def test_an_unhardened_freeze_trains_everything(tmp_path: Path) -> None:
     assert len(probe.at("shared")) == trainer.global_step
 
 
-def test_a_resumed_run_stays_hardened(tmp_path: Path) -> None:
+def test_a_resumed_run_stays_hardened_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def noise() -> GradientNoise:
         return GradientNoise(clip=None, sigma=1e-9, most_notches=2)
 
@@ -100,7 +124,10 @@ def test_a_resumed_run_stays_hardened(tmp_path: Path) -> None:
     hardened = gate.notches
     assert hardened == 1
     again = noise()
-    with pytest.warns(UserWarning, match="not shared"):
+    with (
+        pytest.warns(UserWarning, match="not shared"),
+        caplog.at_level(logging.INFO, "lightning.pytorch"),
+    ):
         _, resumed, monitor, probe = run(
             tmp_path,
             again,
@@ -111,6 +138,7 @@ def test_a_resumed_run_stays_hardened(tmp_path: Path) -> None:
         )
     assert again.notches == 1
     assert resumed.notches == 1
+    assert "RiskGate 'probe/f1': the run goes on as hardened, 1 notch so far" in caplog.text
     assert probe.seen == []
     assert monitor.latest["leakage/probe/exposed"] == 0
 

@@ -52,7 +52,8 @@ class RenyiFilter:
         delta: of the whole run.
         orders: Renyi orders above 1. One alone pays no union: :func:`best_order` finds the one for
             the noise that the run begins with. None: :meth:`begin` fixes that one.
-        ledger: as for :class:`~lightning_fedleak.defenses.accounting.Accountant`.
+        ledger: as for :class:`~lightning_fedleak.defenses.accounting.Accountant`. It remembers
+            releases, not the budget, which a checkpoint does: begin again with the same one.
 
     Raises:
         DefenseError: a value out of range, or orders of which none leaves any budget.

@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, Freeze
 from lightning_fedleak.strategies import DefendedStrategy, StepError
@@ -67,61 +67,6 @@ def test_empty_batches_are_released_and_not_run() -> None:
     assert 0 < len(module.sizes) < 24
     assert min(module.sizes) > 0
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-
-
-class Stop(Exception):
-    pass
-
-
-class Kill(Callback):
-    """Saves after a step, goes on for a few, and breaks down in the middle of one."""
-
-    def __init__(self, path: Path, saved: int, killed: int) -> None:
-        self.path, self.saved, self.killed = path, saved, killed
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.saved:
-            trainer.save_checkpoint(self.path)
-
-    def on_before_zero_grad(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.killed:
-            raise Stop
-
-
-def test_a_killed_run_forgets_no_release_and_repeats_no_noise(tmp_path: Path) -> None:
-    settings = {"noise_multiplier": 1.0, "target_delta": 1e-3, "accountant": "rdp"}
-    shared: list[torch.Tensor] = []
-    counts = []
-    path: Path | None = None
-    step = 0
-    generator = torch.Generator().manual_seed(0)
-    for number in range(5):
-        saved = int(torch.randint(1, 4, (), generator=generator)) + step
-        killed = saved + int(torch.randint(0, 3, (), generator=generator))
-        defense = DPSGD(CLIP, ledger=tmp_path / "ledger", **settings)
-        strategy = DefendedStrategy("auto", [defense])
-        strategy.add_tap(
-            lambda stage, optimizer: (
-                shared.append(
-                    torch.cat(
-                        [p.grad.flatten()[:20] for p in optimizer.param_groups[0]["params"][:4]]
-                    )
-                )
-                if stage == "shared"
-                else None
-            )
-        )
-        following = tmp_path / f"{number}.ckpt"
-        run = trainer(strategy, max_epochs=50, callbacks=[Kill(following, saved, killed)])
-        with pytest.raises(Stop):
-            run.fit(CausalLM(lr=1e-4), loader(), ckpt_path=path)
-        path, step = following, saved
-        counts.append(defense.accountant.steps)
-        assert counts[-1] == len(shared)
-    assert counts[-1] > step
-    draws = torch.stack(shared)
-    alike = torch.corrcoef(draws).fill_diagonal_(0.0)
-    assert float(alike.abs().max()) < 0.7
 
 
 def test_resume_goes_on_with_noise_and_account(tmp_path: Path) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.hidden import whole_model
-from lightning_fedleak.attacks.inversion import InversionAttack
 from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import BatchAdapter
@@ -31,17 +26,17 @@ from lightning_fedleak.callbacks.checks import (
     check_held_out,
     check_rounds,
     known_stages,
-    plan_attack,
     resolve_client,
 )
-from lightning_fedleak.callbacks.ledger import MAX_WAITS, Ledger, Series, check_names, values_of
-from lightning_fedleak.callbacks.live_games import LiveGames
-from lightning_fedleak.callbacks.live_inversion import LiveInversion, check_texts
-from lightning_fedleak.callbacks.look import Look, Plan
+from lightning_fedleak.callbacks.ledger import Ledger, Series, check_names
+from lightning_fedleak.callbacks.live_inversion import check_texts
+from lightning_fedleak.callbacks.look import Look
+from lightning_fedleak.callbacks.opening import calibrate, watch_over
 from lightning_fedleak.callbacks.outcome import Outcome
 from lightning_fedleak.callbacks.privacy import privacy_tags, privacy_values
 from lightning_fedleak.callbacks.reading import BatchReader
 from lightning_fedleak.callbacks.report import JsonLines, Report
+from lightning_fedleak.callbacks.results import Results
 from lightning_fedleak.callbacks.reveal import RevealFiles
 from lightning_fedleak.callbacks.sources import SCALE, GameSettings
 from lightning_fedleak.callbacks.tensorboard import add_layout
@@ -137,14 +132,6 @@ class LeakageMonitor(L.Callback):
             not, and one score for each is kept over looks by this rule (:meth:`canary_scores`). One
             process only; costs a forward of all canaries at each look.
 
-    Attributes:
-        latest: the newest value by log name; NaN is unknown. Empty before the first look.
-        look_values: the values of the newest look alone, by log name.
-        pending: log names that have no value at the newest look, and will have one later.
-        looks: looks finished.
-        failures: results that are unknown.
-        last_step: optimizer step of the newest values.
-
     Raises:
         ValueError: contradictory or unknown arguments.
     """
@@ -203,17 +190,9 @@ class LeakageMonitor(L.Callback):
         self._ledger = Ledger(
             self.attacks, self.stages, self.games, head_own_part=head_own_part, texts=texts
         )
-
-        self.latest: dict[str, float] = {}
-        self.look_values: dict[str, float] = {}
-        self.pending: frozenset[str] = frozenset()
-        self.looks = 0
-        self.failures = 0
-        self.last_step = -1
-        self._deferrals = 0
+        self._results = Results(self._ledger, self._scores)
         self._restored: dict[str, Any] = {}
         self._prepared: set[str] = set()
-        self._looks_before = 0
         self._listeners: list[Callable[[L.Trainer], None]] = []
         self._reset()
 
@@ -233,6 +212,36 @@ class LeakageMonitor(L.Callback):
     def metric_names(self) -> list[str]:
         """Names of the values that this monitor logs at each look."""
         return ["monitor/failures", "monitor/seconds", *self._ledger.names()]
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The newest value by log name; NaN is unknown. Empty before the first look."""
+        return self._results.latest
+
+    @property
+    def look_values(self) -> dict[str, float]:
+        """The values of the newest look alone, by log name."""
+        return self._results.look_values
+
+    @property
+    def pending(self) -> frozenset[str]:
+        """Log names that have no value at the newest look, and will have one later."""
+        return self._results.pending
+
+    @property
+    def looks(self) -> int:
+        """Looks finished."""
+        return self._results.looks
+
+    @property
+    def failures(self) -> int:
+        """Results that are unknown."""
+        return self._results.failures
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer step of the newest values."""
+        return self._results.last_step
 
     @property
     def targets(self) -> int:
@@ -277,19 +286,17 @@ class LeakageMonitor(L.Callback):
         """Checks what can be checked before the model is on its device."""
         if stage != "fit":
             return
-        self.cadence.next_step = self._deferrals = 0
+        self.cadence.next_step = 0
+        self._results.clear()
         others = [c for c in trainer.callbacks if isinstance(c, LeakageMonitor)]  # type: ignore[attr-defined]
         check_names(self._ledger, [c._ledger for c in others])
         self.client = resolve_client(self._client_given, trainer.strategy)
-        if self._scores is not None:
-            self._scores.clear()
-            if trainer.world_size > 1:
-                raise ValueError(
-                    "score_canaries= needs every release of the run, and each process sees its own "
-                    "client's: run one process, or leave score_canaries out"
-                )
+        if self._scores is not None and trainer.world_size > 1:
+            raise ValueError(
+                "score_canaries= needs every release of the run, and each process sees its own "
+                "client's: run one process, or leave score_canaries out"
+            )
         check_games(self.attacks, trainer.strategy, self.stages, self.client)
-        self._ledger.clear()
         if self.local_steps is not None and trainer.world_size > 1 and self.client == "rank":
             raise ValueError(
                 "local_steps describes one client that trains on its own; DDP averages at every "
@@ -311,14 +318,6 @@ class LeakageMonitor(L.Callback):
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
         anatomy = self._find_anatomy(pl_module)
         self._reader = BatchReader(anatomy.kind, self.batch_adapter)
-        ddp_rank = isinstance(trainer.strategy, DDPStrategy) and self.client == "rank"
-
-        def plan() -> list[Plan]:
-            return [
-                plan_attack(a, anatomy, trainer.optimizers, self.assume, reduces_all=ddp_rank)
-                for a in self.attacks
-            ]
-
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder = folder if self.log_dir is None else self.log_dir
         self._jsonl = JsonLines(folder / "leakage.jsonl")
@@ -330,27 +329,24 @@ class LeakageMonitor(L.Callback):
             pooled=trainer.world_size > 1 and self.client == "rank",
             local_steps=self.local_steps,
         )
-        client = trainer.global_rank if self.client == "rank" else 0
-        games = LiveGames(trainer, anatomy, self.games, client)
-        inverters = [a for a in self.attacks if isinstance(a, InversionAttack)]
-        inversion = LiveInversion(trainer, anatomy, inverters, texts=self.texts, stages=self.stages)
-        self._watch = Watch(
+        self._watch = watch_over(
             trainer,
             anatomy,
-            plan,
-            stages=self.stages,
+            self.attacks,
+            assume=self.assume,
             client=self.client,
+            stages=self.stages,
             cadence=self.cadence,
             local_steps=self.local_steps,
             own_part=self._own_part,
-            games=games,
-            inversion=inversion,
+            games=self.games,
+            texts=self.texts,
             kinds=self._ledger.kinds,
             witness=self._report,
         )
-        with whole_model(anatomy.root):
-            self._prepare_attacks(self._watch)
-        games.check()
+        self._prepared = self._watch.prepared
+        restored, self._restored = self._restored, {}
+        calibrate(self._watch, restored)
         if trainer.is_global_zero:
             add_layout(
                 trainer.loggers,
@@ -360,24 +356,10 @@ class LeakageMonitor(L.Callback):
                 privacy_tags(trainer),
             )
 
-    def _prepare_attacks(self, watch: Watch) -> None:
-        self._prepared = watch.prepared
-        restored, self._restored = self._restored, {}
-        for attack in (plan.attack for plan in watch.exposed):
-            saved = restored.get(attack.name)
-            if saved is not None and saved["config"] == repr(sorted(attack.given().items())):
-                attack.load_state_dict(saved["tensors"])
-                self._prepared.add(attack.name)
-            started = time.perf_counter()
-            watch.prepare(attack)
-            seconds = time.perf_counter() - started
-            if seconds > 1:
-                rank_zero_info(f"LeakageMonitor: '{attack.name}' calibrated in {seconds:.1f} s")
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers how many looks came before this fit, and where it starts."""
         assert self._watch is not None
-        self._looks_before = self.looks
+        self._results.begin()
         self._watch.begin(trainer.global_step)
 
     # ---- a step -----------------------------------------------------------------------------
@@ -419,28 +401,17 @@ class LeakageMonitor(L.Callback):
                 "LeakageMonitor cannot tell when to look again. In training_step use "
                 "self.optimizers() without use_pl_optimizer=False."
             )
-        if outcomes is None:
-            self._deferrals += 1
-            if self._deferrals <= MAX_WAITS:
-                self.cadence.next_step = trainer.global_step
-                return
-            why = f"nothing was shared in {self._deferrals} steps in a row"
-            outcomes = self._ledger.all_unknown(why)
-        self._deferrals = 0
-        if self._scores is not None:
-            self._scores.add(look.canary_scores)
-        self._publish(trainer, look, outcomes)
+        settled = self._results.settled(outcomes)
+        if settled is None:
+            self.cadence.next_step = trainer.global_step
+            return
+        self._publish(trainer, look, settled)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A fit in which looks were due and none could end is unknown, not safe."""
-        due = self._deferrals > 0 or self.cadence.due(trainer.global_step - 1)
-        if due and self.looks == self._looks_before:
-            why = "training ended before anything that was shared could be looked at"
-            self._publish(trainer, Look(trainer.global_step), self._ledger.all_unknown(why))
-            return
-        never = self._ledger.never(self.looks - self._looks_before)
-        if never:
-            self._publish(trainer, Look(trainer.global_step), never)
+        missing = self._results.missing(due=self.cadence.due(trainer.global_step - 1))
+        if missing:
+            self._publish(trainer, Look(trainer.global_step), missing)
 
     # ---- results ----------------------------------------------------------------------------
 
@@ -450,22 +421,10 @@ class LeakageMonitor(L.Callback):
         look: Look,
         outcomes: Mapping[Series, Outcome],
     ) -> None:
-        outcomes = self._ledger.wait(outcomes)
-        self.pending = self._ledger.pending()
-        values, now = values_of(outcomes)
-        self.failures += sum(outcome.unknown is not None for outcome in outcomes.values())
         known = trainer.callback_metrics
-        for name in self.utility:
-            value = known.get(name)
-            if value is not None:
-                values[f"utility/{name}"] = float(value)
-        values |= privacy_values(trainer)
-        values["monitor/failures"] = float(self.failures)
-        values["monitor/seconds"] = look.seconds
-        self.looks += 1
-        self.last_step = look.step
-        self.latest = values
-        self.look_values = values | now
+        beside = {f"utility/{n}": float(known[n]) for n in self.utility if n in known}
+        outcomes = self._results.add(look, outcomes, beside | privacy_values(trainer))
+        values = self.latest
         # As LearningRateMonitor does: self.log would take a quarter of a millisecond for each name.
         numbers = torch.tensor(list(values.values()), device=trainer.strategy.root_device)
         known.update(zip(values, numbers.unbind(), strict=True))
@@ -502,15 +461,9 @@ class LeakageMonitor(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on with: plain numbers, strings and tensors."""
         return {
-            "looks": self.looks,
-            "failures": self.failures,
-            "deferrals": self._deferrals,
+            **self._results.state_dict(),
             "next_step": self.cadence.next_step,
-            "last_step": self.last_step,
-            "latest": dict(self.latest),
-            "ledger": self._ledger.state_dict(),
             "canaries": canaries.state_dict() if (canaries := self.games.canaries) else None,
-            "canary_scores": None if self._scores is None else self._scores.state_dict(),
             "attacks": {
                 a.name: {
                     "config": repr(sorted(a.given().items())),
@@ -523,20 +476,12 @@ class LeakageMonitor(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave."""
-        self.looks = state_dict["looks"]
-        self.failures = state_dict["failures"]
-        self._deferrals = state_dict["deferrals"]
-        self.last_step = state_dict["last_step"]
+        self._results.load_state_dict(state_dict)
         soon = self.cadence.after_look(self.last_step, 0.0, 0.0)
         self.cadence.next_step = min(state_dict["next_step"], soon)
-        self.latest = dict(state_dict["latest"])
-        self._ledger.load_state_dict(state_dict.get("ledger", {}))
         committed = state_dict.get("canaries")
         if self.games.canaries is not None and committed is not None:
             self.games.canaries.load_state_dict(committed)
-        scores = state_dict.get("canary_scores")
-        if self._scores is not None and scores is not None:
-            self._scores.load_state_dict(scores)
         self._restored = {
             name: saved for name, saved in state_dict["attacks"].items() if saved["tensors"]
         }

@@ -89,14 +89,14 @@ class Watch:
         witness: Witness,
     ) -> None:
         self._trainer = trainer
-        self._anatomy = anatomy
+        self.anatomy = anatomy
         self._plan = plan
         self._stages = tuple(stages)
         self._client = client
         self._cadence = cadence
         self._local_steps = local_steps
         self._own_part = own_part
-        self._games = games
+        self.games = games
         self._inversion = inversion
         self._audits = any(prefix == PREFIX[AUDIT] for prefix, _ in kinds)
         self._pool = Pool(trainer, anatomy, client, kinds, witness)
@@ -124,7 +124,7 @@ class Watch:
         if isinstance(strategy, DefendedStrategy):
             separated = strategy.separates_stages
             self._removers.append(strategy.add_tap(self._on_strategy_stage))
-            self._removers.append(strategy.add_canaries(self._games.on_defense))
+            self._removers.append(strategy.add_canaries(self.games.on_defense))
         else:
             for optimizer in trainer.optimizers:
                 remove = before_real_step(optimizer, partial(self._on_real_step, optimizer))
@@ -139,17 +139,17 @@ class Watch:
             return
         self._plans = plans
         roles = dict.fromkeys(r for plan in self.exposed for r in plan.roles)
-        parameters = {r: p for r in roles if (p := self._anatomy.parameter(r)) is not None}
+        parameters = {r: p for r in roles if (p := self.anatomy.parameter(r)) is not None}
         self._watched = {id(p) for p in parameters.values()}
         self._tap.close()
-        self._tap = GradientTap(parameters, tied=self._anatomy.tied)
+        self._tap = GradientTap(parameters, tied=self.anatomy.tied)
         if self._keeps_local:
             self._tap.keep_local()
         if self._local_steps is not None:
-            self._update_tap = UpdateTap(parameters, tied=self._anatomy.tied)
+            self._update_tap = UpdateTap(parameters, tied=self.anatomy.tied)
             warn_of_adaptive_updates(self.exposed)
-        warn_of_untested(plans, self._anatomy)
-        self._games.follow([a for p in self.exposed if (a := p.canary) is not None])
+        warn_of_untested(plans, self.anatomy)
+        self.games.follow([a for p in self.exposed if (a := p.canary) is not None])
 
     @property
     def exposed(self) -> list[Plan]:
@@ -163,7 +163,7 @@ class Watch:
             if (set_precision := getattr(attack, "set_precision", None)) is not None:
                 set_precision(str(self._trainer.precision))
         if attack.name not in self.prepared:
-            attack.prepare(self._anatomy)
+            attack.prepare(self.anatomy)
             self.prepared.add(attack.name)
 
     def begin(self, step: int) -> None:
@@ -176,7 +176,7 @@ class Watch:
             remove()
         self._removers.clear()
         self._tap.close()
-        self._games.close()
+        self.games.close()
         self._inversion.close()
         self.look = None
 
@@ -195,11 +195,11 @@ class Watch:
         self.look = look = Look(step)
         with look.clock(self._device):
             self.follow()
-            with whole_model(self._anatomy.root):
+            with whole_model(self.anatomy.root):
                 for plan in self.exposed:
                     self._refresh(plan.attack, look)
             self._tap.arm()
-            self._games.arm()
+            self.games.arm()
             self._inversion.arm()
             if self._own_part is not None:
                 self._own_part.arm()
@@ -209,7 +209,7 @@ class Watch:
     def _refresh(self, attack: Attack, look: Look) -> None:
         try:
             self.prepare(attack)
-            attack.refresh(self._anatomy, look.step)
+            attack.refresh(self.anatomy, look.step)
         except Exception as error:
             for stage in (*map(str, self._stages), HEAD_ONLY, AUDIT):
                 look.guesses[(stage, attack.name)] = reason(error)
@@ -221,9 +221,9 @@ class Watch:
         of the look will not hold.
         """
         if self.look is None:
-            if self._games.wants_batch(self._cadence.next_step - step):
+            if self.games.wants_batch(self._cadence.next_step - step):
                 with suppress(Exception):
-                    self._games.remember(read())
+                    self.games.remember(read())
             return
         try:
             self.look.batch = read()
@@ -277,9 +277,9 @@ class Watch:
         mine = [p for p in self.exposed if p.on_gradients and p.optimizer in (None, optimizer)]
         wanted = [str(s) for s in stages if s in self._stages]
         with look.clock(self._device):
-            self._games.play(look, stages, wanted, self._scale(True))
+            self.games.play(look, stages, wanted, self._scale(True))
             if self._inversion.is_due:
-                with whole_model(self._anatomy.root):
+                with whole_model(self.anatomy.root):
                     self._inversion.attack(look)
         if wanted:
             first = Stage(wanted[0])
@@ -370,7 +370,7 @@ class Watch:
         self.look = None
         self._clock.interrupted()
         self._tap.disarm()
-        self._games.disarm(look.batches)
+        self.games.disarm(look.batches)
         self._inversion.disarm()
         if self._own_part is not None:
             self._own_part.disarm()

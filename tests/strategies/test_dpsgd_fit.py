@@ -9,16 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, Freeze
-from lightning_fedleak.strategies import DefendedStrategy, StepError
+from lightning_fedleak.strategies import StepError
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
-from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, fit, loader, looked, trainer
+from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, fit, loader, looked
 from tests.strategies.test_ddp import free_port
 
 ROOT = Path(__file__).parents[2]

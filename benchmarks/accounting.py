@@ -154,7 +154,7 @@ def small_gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).train()
 
 
-def proof(sigmas: Sequence[float], games: int, audits: int, delta: float) -> None:
+def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: int) -> None:
     ids = torch.randint(3, 97, (4, 6), generator=torch.Generator().manual_seed(0))
     print(
         f"{'sigma':>5} {'q':>4} {'AUC':>7} {'95% interval':>16} {'closed form':>11} "
@@ -165,8 +165,9 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float) -> Non
         def defense(sigma: float = sigma) -> DPSGD:
             return DPSGD(1e-3, noise_multiplier=sigma, target_delta=delta, loss="trusted")
 
-        neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate, seed=int(10 * sigma))
-        played = play_add_remove(neuron.release, games, seed=int(10 * sigma))
+        own = int(10 * sigma) + 1000 * seed
+        neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate, seed=own)
+        played = play_add_remove(neuron.release, games, seed=own)
         scores, members = played.scores, played.members
         code, rng = np.arange(games), np.random.default_rng(0)
         found = auc(scores.numpy(), members.numpy(), code, 0.05, 200, rng)
@@ -205,6 +206,7 @@ def main() -> None:
     parser.add_argument("--games", type=int, default=10_000)
     parser.add_argument("--audits", type=int, default=100)
     parser.add_argument("--delta", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -213,7 +215,7 @@ def main() -> None:
     if args.price:
         price()
     if args.proof:
-        proof(args.sigmas, args.games, args.audits, args.delta)
+        proof(args.sigmas, args.games, args.audits, args.delta, args.seed)
 
 
 if __name__ == "__main__":

@@ -50,16 +50,8 @@ from lightning_fedleak.game_cli import PLANTED, find_model
 from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
 
 MECHANISMS = ("grr", "rappor", "the", "dbitflip")
-ATTACKS = (
-    "count",
-    "fc-wide-full",
-    "fc-wide",
-    "fc-full",
-    "fc",
-    "attention",
-    "trained-full",
-    "trained",
-)
+PLAYED = ("count", "fc-wide-full", "fc-wide", "fc-full", "attention", "trained-full")
+ATTACKS = (*PLAYED, "fc", "trained")
 WIDE = (1.0, *(float(step) for step in range(40, 2001, 20)))
 """Rungs of ``fc-wide`` in thousandths of the target's L1 norm (``tau`` of fp32 is one)."""
 
@@ -314,7 +306,7 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, nargs="+", default=[5, 7.5, 10])
     parser.add_argument("--rules", nargs="+", default=["published", "token"])
     parser.add_argument("--protocols", nargs="+", default=["game", "authors"])
-    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=ATTACKS[:-1])
+    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=PLAYED)
     parser.add_argument("--trained-layers", type=int, nargs="+", default=[1])
     parser.add_argument("--trained-blocks", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)

@@ -105,6 +105,40 @@ def check_rounds(
         )
 
 
+def check_processes(
+    processes: int, client: str, *, scored: bool, rounds: bool, head_own_part: bool
+) -> None:
+    """Refuses what one process cannot tell of a run of several.
+
+    Args:
+        processes: of the run.
+        client: ``"rank"`` or ``"world"``.
+        scored: the user's canaries are scored over looks.
+        rounds: weight changes of several steps are attacked.
+        head_own_part: the head's own part of a tied matrix is attacked.
+
+    Raises:
+        ValueError: says what to leave out.
+    """
+    if processes == 1:
+        return
+    if scored:
+        raise ValueError(
+            "score_canaries= needs every release of the run, and each process sees its own "
+            "client's: run one process, or leave score_canaries out"
+        )
+    if rounds and client == "rank":
+        raise ValueError(
+            "local_steps describes one client that trains on its own; DDP averages at every step. "
+            "Use client='world', or run one process."
+        )
+    if head_own_part and client == "world":
+        raise ValueError(
+            "head_own_part=True is taken inside each process's backward, and with client='world' "
+            "the client's batch is spread over several: leave it out, or run one process"
+        )
+
+
 def check_canaries(attacks: Sequence[Attack], stages: Sequence[Stage]) -> None:
     """Refuses canaries of the user's that nothing would be asked about.
 

@@ -24,6 +24,7 @@ from lightning_fedleak.callbacks.checks import (
     check_canaries,
     check_games,
     check_held_out,
+    check_processes,
     check_rounds,
     known_stages,
     resolve_client,
@@ -291,17 +292,14 @@ class LeakageMonitor(L.Callback):
         others = [c for c in trainer.callbacks if isinstance(c, LeakageMonitor)]  # type: ignore[attr-defined]
         check_names(self._ledger, [c._ledger for c in others])
         self.client = resolve_client(self._client_given, trainer.strategy)
-        if self._scores is not None and trainer.world_size > 1:
-            raise ValueError(
-                "score_canaries= needs every release of the run, and each process sees its own "
-                "client's: run one process, or leave score_canaries out"
-            )
+        check_processes(
+            trainer.world_size,
+            self.client,
+            scored=self._scores is not None,
+            rounds=self.local_steps is not None,
+            head_own_part=self.head_own_part,
+        )
         check_games(self.attacks, trainer.strategy, self.stages, self.client)
-        if self.local_steps is not None and trainer.world_size > 1 and self.client == "rank":
-            raise ValueError(
-                "local_steps describes one client that trains on its own; DDP averages at every "
-                "step. Use client='world', or run one process."
-            )
         if self.head_own_part:
             anatomy = self._find_anatomy(pl_module)
             if anatomy.head is None or not anatomy.tied:

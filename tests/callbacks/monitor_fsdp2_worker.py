@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -90,14 +90,15 @@ def run(
     tied: bool = False,
     dropout: float = 0.0,
     optimizer: str = "sgd",
+    plain: bool = False,
     **settings: Any,
-) -> tuple[L.Trainer, DefendedStrategy]:
+) -> tuple[L.Trainer, Strategy]:
     inner = (
         SingleDeviceStrategy("cpu")
         if alone
         else ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     )
-    strategy = DefendedStrategy(inner, defenses, client="world")
+    strategy = inner if plain else DefendedStrategy(inner, defenses, client="world")
     module = (Alone if alone else Sharded)(tied=tied, dropout=dropout, optimizer=optimizer)
     trainer = fit(
         list(callbacks),
@@ -173,6 +174,24 @@ class Each(L.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         if self.monitor.looks > len(self.looks):
             self.looks.append(values_of(self.monitor))
+
+
+@case("values undefended")
+def undefended(folder: Path) -> dict[str, Any]:
+    """Without a DefendedStrategy: single gradients, and the weight change of two steps."""
+    out: dict[str, Any] = {}
+    for name in ("sharded", "single"):
+        looks: list[list[dict[str, str]]] = []
+        failures = 0
+        for given in ({}, {"local_steps": 2}):
+            attack = FlatChat(n_types=40)
+            monitor = LeakageMonitor(attack, every_n_steps=1, client="world", **given)
+            looks.append([])
+            root = folder / f"{name}-{RANK}"
+            run(root, [monitor, Each(monitor, looks[-1])], [], plain=True, alone=name == "single")
+            failures += monitor.failures
+        out[name] = {"looks": looks, "failures": failures}
+    return out
 
 
 CASES["values clipped"] = compared(0.0, tied=False)
@@ -293,13 +312,18 @@ def unreadable_on_one(folder: Path) -> dict[str, Any]:
     return {"steps": trainer.global_step, "unknown": unknown, "attacks": len(attacks())}
 
 
-@case("games are refused")
-def games_are_refused(folder: Path) -> dict[str, Any]:
-    try:
-        run(folder, [LeakageMonitor(FCMembership(layer=1))], [GradientNoise(CLIP, SIGMA)])
-    except ValueError as error:
-        return {"said": str(error)}
-    return {"said": "nothing"}
+@case("refused")
+def refused(folder: Path) -> dict[str, Any]:
+    said = []
+    for monitor in (
+        LeakageMonitor(FCMembership(layer=1)),
+        LeakageMonitor(FlatChat(n_types=40), head_own_part=True),
+    ):
+        try:
+            run(folder, [monitor], [GradientNoise(CLIP, SIGMA)], tied=True)
+        except ValueError as error:
+            said.append(str(error))
+    return {"said": said}
 
 
 @case("hardened")

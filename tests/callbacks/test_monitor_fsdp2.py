@@ -73,10 +73,21 @@ def test_a_batch_that_one_process_cannot_read_is_unknown_on_both(ranks) -> None:
         assert found == {"steps": 3, "unknown": [False, True, False], "attacks": 7}
 
 
-def test_membership_games_are_refused_with_what_to_do(ranks) -> None:
-    for found in of(ranks, "games are refused"):
-        assert "'fc_membership' plays membership games, which need whole layers" in found["said"]
-        assert "Use DDP with client='rank', or one device" in found["said"]
+def test_without_defences_it_is_what_one_process_finds_too(ranks) -> None:
+    for found in of(ranks, "values undefended"):
+        sharded, single = found["sharded"], found["single"]
+        assert sharded["failures"] == single["failures"] == 0
+        assert [len(looks) for looks in sharded["looks"]] == [3, 1]
+        assert sharded["looks"] == single["looks"]
+        assert all(float(looks[0]["leakage/flatchat/f1"]) > 0.3 for looks in sharded["looks"])
+
+
+def test_what_one_process_cannot_tell_is_refused_with_what_to_do(ranks) -> None:
+    for found in of(ranks, "refused"):
+        games, own_part = found["said"]
+        assert "'fc_membership' plays membership games, which need whole layers" in games
+        assert "Use DDP with client='rank', or one device" in games
+        assert "head_own_part=True is taken inside each process's backward" in own_part
 
 
 def test_a_gate_hardens_both_processes_and_a_resumed_run_stays_so(ranks) -> None:

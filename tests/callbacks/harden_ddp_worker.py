@@ -167,6 +167,7 @@ for client in ("rank", "world"):
 CASES["freeze rank"] = hardened("freeze", "rank")
 CASES["both rank"] = hardened("both", "rank")
 CASES["dpsgd rank"] = hardened("dpsgd", "rank")
+CASES["dpsgd world"] = hardened("dpsgd", "world")
 
 
 def resumed(client: str) -> Case:

@@ -278,9 +278,15 @@ class DPSGD(Defense):
                 filter's budget does not fit one release.
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
-        self._team = Team(context)
+        self._team = team = Team(context)
         drawn = 0 if self._sampling is None else self._sampling.drawn
-        with self._team.together():
+        team.check_alike(
+            max_grad_norm=self.max_grad_norm,
+            noise_multiplier=self.noise_multiplier or 0.0,
+            target_epsilon=self.target_epsilon or 0.0,
+            target_delta=self.target_delta or 0.0,
+        )
+        with team.together():
             self._sampling = sampling = sampling_of(
                 dataloader,
                 context,
@@ -293,14 +299,9 @@ class DPSGD(Defense):
             check_delta_for(delta, sampling.examples)
             steps = functools.partial(planned_steps, context, len(sampling.loader))
             self._budget.settle(sampling.rate, delta, steps)
-        self._team.check_alike(
-            sample_rate=sampling.rate,
-            examples=sampling.examples,
-            batch_size=sampling.expected,
-            delta=delta,
-            noise_multiplier=self.noise_multiplier_now,
-            max_grad_norm=self.max_grad_norm,
-        )
+        team.check_alike(examples=sampling.examples, batch_size=sampling.expected)
+        # Found on another machine, it may differ in its last bits.
+        self.noise_multiplier = team.told_by_first(self.noise_multiplier)
         return sampling.loader
 
     def on_train_start(self, context: DefenseContext) -> None:
@@ -345,7 +346,8 @@ class DPSGD(Defense):
         Raises:
             BudgetSpent: says how many were made.
         """
-        self._budget.check_affords_another()
+        with self._team.together():
+            self._budget.check_affords_another()
 
     def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
         """Puts the clipped and noised mean into ``p.grad``, and accounts it.
@@ -379,8 +381,9 @@ class DPSGD(Defense):
         if sigma > 0:
             step.moves.remember(parameters)
         step.released()
-        if self.on_budget == "stop" and trainer is not None and not self._budget.affords_another():
-            trainer.should_stop = True
+        if self.on_budget == "stop" and trainer is not None:
+            (spent,) = team.largest([not self._budget.affords_another()])
+            trainer.should_stop = trainer.should_stop or bool(spent)
 
     def on_canary(
         self,

@@ -53,13 +53,13 @@ def check_trainer(context: DefenseContext) -> None:
 
 
 def check_shards(root: nn.Module, processes: int) -> None:
-    """Refuses parameters that are not shared by all processes of the client (FSDP2).
+    """Refuses trained parameters that are not shared by all processes of the client (FSDP2).
 
     Raises:
         DefenseError: says which.
     """
     for name, parameter in root.named_parameters():
-        if not isinstance(parameter, DTensor):
+        if not (parameter.requires_grad and isinstance(parameter, DTensor)):
             continue
         if parameter.device_mesh.size() != processes:
             raise DefenseError(

@@ -547,6 +547,14 @@ def test_nan_is_not_released() -> None:
     assert run.defense.accountant.steps == 0
 
 
+def test_a_canary_among_several_processes_is_unknown() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=1))
+    run.backward(first(3))
+    run.defense._team.size = 2
+    with pytest.raises(DefenseError, match="use client='rank', or one process"):
+        run.defense.on_canary(CanaryGradient(torch.ones(3, 1, 2)), run.parameters, run.context)
+
+
 def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(6, 2000))
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)

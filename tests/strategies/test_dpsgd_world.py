@@ -110,6 +110,23 @@ def test_a_rank_without_samples_takes_part_and_adds_nothing(ranks) -> None:
         assert found["agree"]
 
 
+def test_what_stands_in_for_an_empty_batch_goes_the_way_of_every_batch(ranks) -> None:
+    found = of(ranks, "stand-in")
+    assert max(f["empty"] for f in found) > 0
+    for own in found:
+        assert own["seen"] > 0
+        assert own["ran"] > 0
+    first, second = of(ranks, "no stand-in")
+    assert first["message"] == "process 1 of this client refused: the file is gone"
+    assert second["message"] == "the file is gone"
+
+
+def test_with_frozen_parts_the_rest_is_clipped(ranks) -> None:
+    for found in of(ranks, "frozen"):
+        assert found["distance"] < 1e-6
+        assert found["agree"]
+
+
 def test_the_budget_ends_the_run_on_all_ranks(ranks) -> None:
     for found in of(ranks, "budget"):
         assert found["epsilon"][0] == found["epsilon"][1] == pytest.approx(5.0, rel=0.01)

@@ -187,7 +187,8 @@ class RiskGate(L.Callback):
         self._check_looks(self._monitor, trainer.world_size)
         self._evidence, self.verdict = self._new_evidence(), None
         self._breaches = 0
-        self._monitor.subscribe(self._decide)
+        notches = [f"gate/{self.name}_notches"] if self.action == "harden" else []
+        self._monitor.subscribe(self._decide, [f"gate/{self.name}", *notches])
 
     def _check_looks(self, monitor: LeakageMonitor, clients: int) -> None:
         """Refuses a rate that is never known, or not before the gate would act on that."""

@@ -195,6 +195,7 @@ class LeakageMonitor(L.Callback):
         self._restored: dict[str, Any] = {}
         self._prepared: set[str] = set()
         self._listeners: list[Callable[[L.Trainer], None]] = []
+        self._heard: list[str] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -277,9 +278,15 @@ class LeakageMonitor(L.Callback):
             raise ValueError("canaries are scored with canaries=... and score_canaries='max'")
         return self._scores.of(attack)
 
-    def subscribe(self, listener: Callable[[L.Trainer], None]) -> None:
-        """Calls ``listener(trainer)`` on every process after each look, until the fit ends."""
+    def subscribe(self, listener: Callable[[L.Trainer], None], logs: Sequence[str] = ()) -> None:
+        """Calls ``listener(trainer)`` on every process after each look, until the fit ends.
+
+        Args:
+            listener: is called.
+            logs: names of what it logs then, for TensorBoard's page.
+        """
         self._listeners.append(listener)
+        self._heard += logs
 
     # ---- set-up -----------------------------------------------------------------------------
 
@@ -352,6 +359,7 @@ class LeakageMonitor(L.Callback):
                 self.attacks,
                 self._ledger.prefixes,
                 privacy_tags(trainer),
+                self._heard,
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -454,6 +462,7 @@ class LeakageMonitor(L.Callback):
         if self._own_part is not None:
             self._own_part.close()
         self._listeners.clear()
+        self._heard.clear()
         self._reset()
 
     def state_dict(self) -> dict[str, Any]:

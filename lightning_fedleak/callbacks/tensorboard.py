@@ -28,8 +28,9 @@ def add_layout(
     attacks: Sequence[Attack],
     prefixes: Sequence[str],
     privacy: Sequence[str] = (),
+    decisions: Sequence[str] = (),
 ) -> None:
-    """Puts utility, leakage, epsilon and the monitor's own cost on one page of TensorBoard.
+    """Puts utility, leakage, epsilon, gates and the monitor's cost on one page of TensorBoard.
 
     Args:
         loggers: the run's loggers; only TensorBoard's are used.
@@ -37,6 +38,7 @@ def add_layout(
         attacks: the monitor's.
         prefixes: ``"leakage"``, ``"leakage_local"``, ``"leakage_aggregate"`` as measured.
         privacy: names of what defences account for.
+        decisions: names of what gates log.
     """
     page: dict[str, list[Any]] = {
         "utility": _lines([f"utility/{name}" for name in utility]),
@@ -56,6 +58,8 @@ def add_layout(
                 "Margin",
                 [f"{root}/{headline}{end}" for end in ("", "_low", "_high")],
             ]
+    if decisions:
+        page["gates"] = _lines(decisions)
     page["cost of monitoring (seconds a look)"] = _lines(["monitor/seconds"])
     for logger in tensorboards(loggers):
         logger.experiment.add_custom_scalars({"leakage and utility": page})

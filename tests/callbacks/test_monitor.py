@@ -16,7 +16,7 @@ from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.batches import BatchError, TokenBatch
-from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.callbacks.cadence import EveryNSteps, MaxOverhead
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
@@ -407,7 +407,9 @@ def test_layout_names_only_tags_that_are_logged(tmp_path):
 
     board = TensorBoardLogger(tmp_path)
     monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=("local", "shared"))
-    fit([monitor], tmp_path, logger=board)
+    gate = RiskGate("leakage/probe/f1", at_most=2.0, action="harden")
+    strategy = DefendedStrategy("auto", [GradientNoise(clip=None, sigma=1e-9)])
+    fit([monitor, gate], tmp_path, logger=board, strategy=strategy)
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -419,6 +421,7 @@ def test_layout_names_only_tags_that_are_logged(tmp_path):
     lines = [tag for c in layout.category for chart in c.chart for tag in chart.multiline.tag]
     matches = {tag: [name for name in logged if re.search(tag, name)] for tag in lines}
     assert [tag for tag, found in matches.items() if len(found) != 1] == ["^utility/val_loss$"]
+    assert {"^gate/probe/f1$", "^gate/probe/f1_notches$"} <= set(lines)
     margins = {
         name
         for category in layout.category

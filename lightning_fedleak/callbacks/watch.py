@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import lightning.pytorch as L
@@ -38,6 +38,12 @@ from lightning_fedleak.strategies import DefendedStrategy, before_real_step
 
 def _reads_head_only(plan: Plan) -> bool:
     return plan.roles == (HEAD_WEIGHT,)
+
+
+def _follows_model(attack: Attack) -> bool:
+    """Whether the attack looks at the model at all."""
+    kind = type(attack)
+    return kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
 
 
 def _guess(plan: Plan, view: GradientSnapshot | str) -> Guess | str:
@@ -195,7 +201,8 @@ class Watch:
         self.look = look = Look(step)
         with look.clock(self._device):
             self.follow()
-            with whole_model(self.anatomy.root):
+            needed = any(_follows_model(plan.attack) for plan in self.exposed)
+            with whole_model(self.anatomy.root) if needed else nullcontext():
                 for plan in self.exposed:
                     self._refresh(plan.attack, look)
             self._tap.arm()

@@ -105,24 +105,27 @@ class LossCheck:
             self._top = self._form(loss, recorder.calls, recorder.samples)
             self._separate = self._form.separate
 
-    def look(self, loss: Tensor, recorder: Recorder, releases: int, team: Team) -> None:
+    def look(
+        self, loss: Tensor, recorder: Recorder, releases: int, team: Team, *, counts: bool = True
+    ) -> None:
         """Looks at the network, and at the loss where its form leaves it open, if it is time to.
 
         All processes of the client look where one of them has to, because backward may be a
-        collective. To one without samples it only matters for that.
+        collective.
 
         Args:
             loss: as in :meth:`check_form`, which comes before.
             recorder: the same.
             releases: how many were made.
             team: the processes of this client.
+            counts: whether this process has samples of its own.
 
         Raises:
             DefenseError: samples are mixed.
         """
         layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
         kind = layouts, self._form.form
-        new = kind not in self._seen or releases >= self._looked + CHECK_EVERY
+        new = counts and (kind not in self._seen or releases >= self._looked + CHECK_EVERY)
         due = new and recorder.samples > 1
         broken = (due or team.size > 1) and not bool(torch.isfinite(loss.detach()))
         new, due, broken, joint = map(bool, team.largest([new, due, broken, not self._separate]))

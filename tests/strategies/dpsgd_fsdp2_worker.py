@@ -35,6 +35,14 @@ class Sharded(LM):
         fully_shard(self.model, **given)
 
 
+class Whole(LM):
+    """Shards the LightningModule itself, in one group."""
+
+    def configure_model(self) -> None:
+        if not any(isinstance(p, DTensor) for p in self.parameters()):
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
 class Replicated(Sharded):
     """Holds all of it on both, through a mesh of two dimensions (hybrid sharding)."""
 
@@ -76,6 +84,7 @@ def refusals() -> Found:
 
 
 RUNS = Runs(fsdp2, Sharded)
+WHOLE = Runs(fsdp2, Whole)
 LEAVES = Runs(fsdp2, Leaves)
 KEPT = Runs(fsdp2, lambda *a, **k: Sharded(*a, **k, reshard_after_forward=False))
 REPLICATED = Runs(fsdp2, Replicated)
@@ -89,6 +98,7 @@ CASES = {
     "exact MixedPrecisionPolicy": lambda: HALF.exact("gpt2 tied"),
     "exact kept whole": lambda: KEPT.exact("llama", validate=True),
     "exact replicated": lambda: REPLICATED.exact("gpt2 tied"),
+    "exact whole module": lambda: WHOLE.exact("gpt2 untied"),
     "exact leaves": lambda: LEAVES.exact("gpt2 tied"),
     "exact checkpointed": lambda: RUNS.exact("gpt2 tied", build=checkpointed),
     "checked": RUNS.checked_like_trusted,

@@ -92,9 +92,12 @@ class LM(L.LightningModule):
         self.lr, self.gather = lr, False
         self.sizes: list[int] = []
 
+    def forward(self, inputs: dict[str, Tensor]) -> Any:
+        return self.model(**inputs)
+
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         inputs = {key: value for key, value in batch.items() if key != "labels"}
-        logits = self.model(**inputs).logits.float()
+        logits = self(inputs).logits.float()
         if self.gather:
             # A form of which it is not seen that it keeps samples apart.
             chosen = logits.log_softmax(2).gather(2, batch["input_ids"][..., None])
@@ -342,6 +345,7 @@ class Runs:
     def refused(self, break_: Callable[[LM, Tensor], Any], **settings: Any) -> Found:
         """Rank 1 breaks something in its second step."""
         module = self.module()
+        module.register_buffer("counter", torch.zeros(1))
 
         def training_step(batch: dict[str, Tensor], batch_idx: int) -> Any:
             loss = module.loss(batch)
@@ -504,9 +508,15 @@ def broken(module: LM, loss: Tensor) -> Tensor:
     return loss
 
 
+def counted(module: LM, loss: Tensor) -> Tensor:
+    module.counter.add_(1)
+    return loss
+
+
 BREAKS: dict[str, Callable[[LM, Tensor], Any]] = {
     "nan": broken,
     "none": lambda module, loss: None,
+    "buffer": counted,
     "sum": lambda module, loss: loss + next(module.parameters()).square().sum(),
 }
 

@@ -66,7 +66,10 @@ class GateEvent:
         )
         if self.hardened:
             return f"{start}\n  hardened: {'; '.join(self.hardened)}"
-        mend = "add a defence with Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
+        mend = (
+            "add a defence, or a stronger one, with "
+            "Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
+        )
         if self.exhausted:
             start = f"{start}\n  defences: {', '.join(self.exhausted)}, turned up as far as it goes"
             mend = "let the defences start stronger or be turned up further (most_notches)"

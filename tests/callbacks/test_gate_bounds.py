@@ -324,7 +324,7 @@ def look(gate, evidence_metric="auc", **monitor):
         gate._evidence = Evidence(gate.bound, gate.at_most, gate.alpha, None, evidence_metric)
     events = []
     gate.action = events.append
-    strategy = SimpleNamespace(reduce_boolean_decision=lambda decision, all: decision)
+    strategy = SimpleNamespace(broadcast=lambda value: value)
     gate._decide(SimpleNamespace(strategy=strategy, loggers=[]))
     return events
 

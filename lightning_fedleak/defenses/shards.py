@@ -71,7 +71,8 @@ def where_whole(tensor: Tensor) -> torch.device:
     """Where layers compute with all of ``tensor``, which may be kept elsewhere (CPU offload)."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type == tensor.device.type:
         return tensor.device
-    return torch.device(tensor.device_mesh.device_type, torch.accelerator.current_device_index())
+    kind = tensor.device_mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def own_part(whole: Tensor, like: Tensor) -> Tensor:

@@ -94,7 +94,12 @@ FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else Path()
 
 CASES = {
     **{f"exact {name}": lambda name=name: RUNS.exact(name) for name in MODELS},
-    "exact bf16-mixed": lambda: RUNS.exact("gpt2 tied", precision="bf16-mixed"),
+    **{
+        f"bf16-mixed {name}": lambda name=name: RUNS.exact(
+            name, precision="bf16-mixed", max_steps=2
+        )
+        for name in MODELS
+    },
     "exact MixedPrecisionPolicy": lambda: HALF.exact("gpt2 tied"),
     "exact kept whole": lambda: KEPT.exact("llama", validate=True),
     "exact replicated": lambda: REPLICATED.exact("gpt2 tied"),

@@ -97,9 +97,9 @@ def test_the_auc_of_a_planted_neuron_is_what_the_noise_allows(sigma: float) -> N
     inside = [server.score(with_target) for _ in range(250)]
     outside = [server.score(batch) for _ in range(250)]
     expected = scipy.stats.norm.cdf(1 / (sigma * math.sqrt(2)))
-    assert abs(auc_of(inside, outside) - expected) < 4 * standard_error(expected, 250, 250)
-    assert np.std(outside) == pytest.approx(sigma, rel=0.2)
-    assert np.mean(inside) == pytest.approx(1.0, abs=4 * sigma / math.sqrt(250))
+    assert abs(auc_of(inside, outside) - expected) < 2 * standard_error(expected, 250, 250)
+    assert np.std(outside) == pytest.approx(sigma, rel=0.15)
+    assert np.mean(inside) == pytest.approx(1.0, abs=2.5 * sigma / math.sqrt(250))
 
 
 def test_without_noise_the_neuron_tells_all() -> None:
@@ -120,12 +120,17 @@ def test_poisson_sampling_leaves_the_subsampled_law() -> None:
         outside.append(server.score(server.data[[i for i in sampler.draw(n + step) if i]]))
     full = scipy.stats.norm.cdf(1 / (sigma * math.sqrt(2)))
     expected = 0.5 + rate * (full - 0.5)
-    assert abs(auc_of(inside, outside) - expected) < 4 * standard_error(expected, n, n)
+    assert abs(auc_of(inside, outside) - expected) < 2 * standard_error(expected, n, n)
 
 
 @pytest.mark.parametrize(("sigma", "delta"), [(1.0, 1e-3), (2.0, 1e-3)])
-def test_no_game_shows_more_than_the_accounted_epsilon(sigma: float, delta: float) -> None:
-    """The 95% lower bound of an add/remove game, 200 times; it may exceed epsilon in 5% of them."""
+def test_no_game_of_a_canary_shows_more_than_the_accounted_epsilon(
+    sigma: float, delta: float
+) -> None:
+    """The 95% lower bound of an add/remove game, 200 times; it may exceed epsilon in 5% of them.
+
+    Of a canary computed beside the step; for samples see ``tests/auditing``.
+    """
     repetitions, plays = 200, 400
     server, account = Server(sigma), Accountant("prv")
     account.step(sigma, 1.0)
@@ -150,5 +155,5 @@ def test_no_game_shows_more_than_the_accounted_epsilon(sigma: float, delta: floa
     false_high = scipy.stats.beta.ppf(0.975, found[1] + 1, plays - found[1])
     bound = np.log(np.maximum(true_low - delta, 1e-12) / false_high)
     exceeded = int((bound > epsilon).sum())
-    assert scipy.stats.binomtest(exceeded, repetitions, 0.05, "greater").pvalue > 1e-3
+    assert scipy.stats.binomtest(exceeded, repetitions, 0.05, "greater").pvalue > 0.01
     assert bound.mean() > 0.1 * epsilon

@@ -25,7 +25,7 @@ of each sample's own do, and cannot be told from them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -246,6 +246,7 @@ def check_isolation(
     samples: int,
     *,
     separate: bool = False,
+    restore: Callable[[], None] | None = None,
 ) -> None:
     """Refuses a loss or a network in which one sample's gradient depends on another sample.
 
@@ -259,6 +260,7 @@ def check_isolation(
         calls: all calls of layers.
         samples: B; of one alone nothing can be told.
         separate: look at the network only: it is known that the loss keeps samples apart.
+        restore: called after each backward: makes the model what it was after forward.
 
     Raises:
         DefenseError: samples are mixed, or it cannot be told.
@@ -269,7 +271,11 @@ def check_isolation(
         gradients = torch.autograd.grad(loss, edges, retain_graph=True, create_graph=not separate)
     except RuntimeError as error:
         raise _unknown(f"its gradient cannot be looked at ({error})") from error
+    if restore is not None:
+        restore()
     mixed = None if separate else _mixing_loss(gradients, top, edges, chosen, samples)
+    if restore is not None:
+        restore()
     above = {edge.node for edge in edges}
     below = [call for call in calls if call.trained and call.edge.node not in above]
     masked = [_only(g.detach(), chosen, samples) for g in gradients]
@@ -286,6 +292,8 @@ def check_isolation(
         if "use_reentrant" in str(error):
             raise DefenseError(_CHECKPOINTING) from error
         raise
+    if restore is not None:
+        restore()
     if mixed is not None:
         raise mixed
     for call, gradient in zip(below, found, strict=True):

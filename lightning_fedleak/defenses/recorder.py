@@ -58,6 +58,7 @@ class Recorder:
             respected; layers added later are not seen.
 
     Attributes:
+        root: the module.
         parts: per-sample gradients of the mean loss, by parameter.
         calls: of layers in the last step.
         samples: in the last step.
@@ -72,7 +73,7 @@ class Recorder:
         self._open = self._looking = False
         self._positional: set[nn.Module] = set()
         self._handles: list[Any] = []
-        self._root = root
+        self.root = root
         self._refused: Exception | None = None
         self.adopt()
         for name, module in root.named_modules():
@@ -88,7 +89,7 @@ class Recorder:
         """Learns which parameters hang on which layer; to be called between steps."""
         self._owned = {
             (module, key): parameter
-            for module in self._root.modules()
+            for module in self.root.modules()
             for key, parameter in module._parameters.items()
             if parameter is not None
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,17 @@ def reshard(root: nn.Module) -> None:
             module.reshard()
 
 
+def whole_layers(root: nn.Module) -> list[FSDPModule]:
+    """The modules that FSDP2 shards and that are whole now, as after a forward."""
+    return [m for m in root.modules() if isinstance(m, FSDPModule) and _is_whole(m)]
+
+
+def unshard(layers: Sequence[FSDPModule]) -> None:
+    """Makes them whole where they are not; a collective then."""
+    for layer in layers:
+        layer.unshard()
+
+
 def plain_type(module: nn.Module) -> type[nn.Module]:
     """The class that a layer had before FSDP2 made it one of its own."""
     kind = type(module)
@@ -118,6 +130,14 @@ def copies(tensor: Tensor) -> float:
         return float(world)
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return world / math.prod(size for size, place in sizes if not place.is_replicate())
+
+
+def _is_whole(module: Any) -> bool:
+    """Whether a parameter that ``module`` itself manages is a plain tensor."""
+    own = [*module.parameters(recurse=False)]
+    inner = [child for child in module.children() if not isinstance(child, FSDPModule)]
+    plain = any(not isinstance(parameter, DTensor) for parameter in own)
+    return plain or any(_is_whole(child) for child in inner)
 
 
 def _split(tensor: Tensor, like: Tensor, now: Placement) -> Tensor:
@@ -139,5 +159,7 @@ __all__ = [
     "reduce_partial",
     "reshard",
     "shard_number",
+    "unshard",
     "where_whole",
+    "whole_layers",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_fedleak.defenses.loss_checks import (
     under_ddp,
 )
 from lightning_fedleak.defenses.recorder import Call, Layout, Recorder
+from lightning_fedleak.defenses.shards import unshard, whole_layers
 from lightning_fedleak.defenses.team import Team
 
 CHECK_EVERY = 100
@@ -134,8 +136,15 @@ class LossCheck:
         if not due or broken:
             return
         with team.together(), recorder.looking():
-            samples, separate = recorder.samples, not joint
-            check_isolation(under_ddp(loss), top, recorder.calls, samples, separate=separate)
+            check_isolation(
+                under_ddp(loss),
+                top,
+                recorder.calls,
+                recorder.samples,
+                separate=not joint,
+                # FSDP2 shards them after any backward, and not all of them know of the next one.
+                restore=functools.partial(unshard, whole_layers(recorder.root)),
+            )
         if recorder.samples > 1:
             self._seen.add(kind)
         self._looked = releases

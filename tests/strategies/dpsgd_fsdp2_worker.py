@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.defenses import DPSGD
 from tests.strategies.dpsgd_runs import CLIP
-from tests.strategies.dpsgd_world_runs import BREAKS, LM, MODELS, Found, Runs, gpt2, run_cases
+from tests.strategies.dpsgd_world_runs import BREAKS, LM, MODELS, Found, Own, Runs, gpt2, run_cases
 
 
 class Sharded(LM):
@@ -29,10 +29,19 @@ class Sharded(LM):
         if any(isinstance(p, DTensor) for p in self.parameters()):
             return
         given = {"mesh": self.device_mesh["data_parallel"], **self.shard}
-        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
-        for block in lists[0]:
-            fully_shard(block, **given)
+        for part in self.parts():
+            fully_shard(part, **given)
         fully_shard(self.model, **given)
+
+    def parts(self) -> list[nn.Module]:
+        return [*next(m for m in self.model.modules() if isinstance(m, nn.ModuleList))]
+
+
+class Head(Sharded):
+    """Also shards the head by itself."""
+
+    def parts(self) -> list[nn.Module]:
+        return [*super().parts(), self.model.head]
 
 
 class Whole(LM):
@@ -85,6 +94,7 @@ def refusals() -> Found:
 
 RUNS = Runs(fsdp2, Sharded)
 WHOLE = Runs(fsdp2, Whole)
+HEAD = Runs(fsdp2, Head)
 LEAVES = Runs(fsdp2, Leaves)
 KEPT = Runs(fsdp2, lambda *a, **k: Sharded(*a, **k, reshard_after_forward=False))
 REPLICATED = Runs(fsdp2, Replicated)
@@ -103,6 +113,8 @@ CASES = {
     "exact MixedPrecisionPolicy": lambda: HALF.exact("gpt2 tied"),
     "exact kept whole": lambda: KEPT.exact("llama", validate=True),
     "exact replicated": lambda: REPLICATED.exact("gpt2 tied"),
+    "exact own model": lambda: RUNS.exact("", build=Own, twin=Own),
+    "exact own head": lambda: HEAD.exact("", build=Own, twin=Own),
     "exact whole module": lambda: WHOLE.exact("gpt2 untied"),
     "exact leaves": lambda: LEAVES.exact("gpt2 tied"),
     "exact checkpointed": lambda: RUNS.exact("gpt2 tied", build=checkpointed),

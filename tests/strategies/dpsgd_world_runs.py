@@ -114,20 +114,26 @@ class LM(L.LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
-class Mixing(nn.Module):
-    """Every sample sees the mean of the batch."""
+class Own(nn.Module):
+    """A model of one's own, with an output that FSDP2 does not look into.
 
-    def __init__(self) -> None:
+    Args:
+        mixing: every sample sees the mean of the batch.
+    """
+
+    def __init__(self, mixing: bool = False) -> None:
         super().__init__()
+        self.mixing = mixing
         with own_rng(0):
             self.embedding = nn.Embedding(97, 8)
             self.layers = nn.ModuleList([nn.Linear(8, 8)])
+            self.norm = nn.RMSNorm(8)
             self.head = nn.Linear(8, 97)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         hidden = self.embedding(input_ids)
-        hidden = self.layers[0](hidden + hidden.mean(0, keepdim=True))
-        return SimpleNamespace(logits=self.head(torch.tanh(hidden)))
+        hidden = self.layers[0](hidden + self.mixing * hidden.mean(0, keepdim=True))
+        return SimpleNamespace(logits=self.head(self.norm(torch.tanh(hidden))))
 
 
 class Sizes(Defense):
@@ -413,7 +419,7 @@ class Runs:
         """A network that mixes samples, where one rank has a sample more often than not."""
         message = self.message(
             DPSGD(CLIP, noise_multiplier=1.0, seed=1),
-            self.module(Mixing()),
+            self.module(Own(mixing=True)),
             data=loader(batch_size=1),
             max_epochs=2,
         )
@@ -540,4 +546,4 @@ def run_cases(cases: dict[str, Callable[[], Found]]) -> None:
     os._exit(0)
 
 
-__all__ = ["BREAKS", "LM", "MODELS", "Runs", "gpt2", "run_cases"]
+__all__ = ["BREAKS", "LM", "MODELS", "Found", "Own", "Runs", "gpt2", "run_cases"]

@@ -12,7 +12,15 @@ from tests.strategies.test_ddp import Found, of
 pytestmark = pytest.mark.ddp
 MODELS = ("gpt2 tied", "gpt2 untied", "llama", "bert", "lora")
 ONLY_DDP = ("find_unused_parameters", "static_graph")
-ONLY_FSDP2 = ("whole module", "kept whole", "leaves", "checkpointed", "replicated")
+ONLY_FSDP2 = (
+    "own model",
+    "own head",
+    "whole module",
+    "kept whole",
+    "leaves",
+    "checkpointed",
+    "replicated",
+)
 
 
 @pytest.fixture(scope="module")

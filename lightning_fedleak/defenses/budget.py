@@ -74,6 +74,7 @@ class Budget:
         self.delta = target_delta
         self.accountant = self._new_accountant(None)
         self._calibrates = noise_multiplier is None
+        self._found = False
         self._covered = 0
         self._covered_rate: float | None = None
 
@@ -154,6 +155,9 @@ class Budget:
     def settle(self, rate: float, delta: float, planned_steps: Callable[[], int]) -> None:
         """Finds the noise, now that the training data are known.
 
+        Noise that was found before is found anew as long as nothing was released with it: the data
+        or the number of steps may be others by now.
+
         Args:
             rate: chance of each example to be in a batch.
             delta: of the guarantee.
@@ -164,7 +168,7 @@ class Budget:
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
         self.rate, self.delta = rate, delta
-        if self.noise_multiplier is None:
+        if self.noise_multiplier is None or (self._found and self.accountant.steps == 0):
             assert self.target_epsilon is not None
             steps = planned_steps()
             kind: Kind = "prv" if self.kind == "prv" else "rdp"
@@ -173,6 +177,7 @@ class Budget:
             )
             self._covered = steps if self.accountant.steps == 0 else 0
             self._covered_rate = rate
+            self._found = True
         if isinstance(self.accountant, RenyiFilter):
             self.accountant.begin(self.noise_multiplier, rate)
         self.check_not_overdrawn()
@@ -227,7 +232,7 @@ class Budget:
         )
 
     def record(self, accounted: float) -> None:
-        """Counts a release that is about to happen.
+        """Counts a release that is about to happen; one whose noise can be guessed as without any.
 
         Args:
             accounted: its noise multiplier, from the noise that all clients add together. It may
@@ -240,7 +245,7 @@ class Budget:
         if not math.isclose(accounted, settled, rel_tol=1e-9):
             raise DefenseError(f"DPSGD: noise multiplier {accounted} is not {settled}, as settled")
         assert self.rate is not None
-        self.accountant.step(settled, self.rate)
+        self.accountant.step(0.0 if self.seeded else settled, self.rate)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """What releases were accounted as, and the noise: as settled, and how turned up."""
@@ -283,6 +288,7 @@ class Budget:
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self._calibrates and "noise_multiplier" in state:
             self.noise_multiplier = float(state["noise_multiplier"])
+            self._found = True
             same = state.get("covered_target") == self._target and "covered_rate" in state
             self._covered = int(state["covered"]) if same else 0
             self._covered_rate = float(state["covered_rate"]) if same else None

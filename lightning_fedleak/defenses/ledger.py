@@ -28,7 +28,8 @@ class Ledger:
 
     Args:
         path: file to append to, one for each client; its folder must exist. A file of an earlier
-            process is read and gone on with, so a new run needs a new path. None for no file.
+            process is read and gone on with, so a new run needs a new path. One run at a time: a
+            file that something else wrote to, cut or removed since is refused. None for no file.
 
     Raises:
         DefenseError: the file holds something else, or cannot be written.
@@ -37,8 +38,9 @@ class Ledger:
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = None if path is None else Path(path)
         self._counts: dict[Event, int] = {}
+        self._size = 0
         if self.path is not None:
-            self._counts = _read(self.path)
+            self._counts, self._size = _read(self.path)
 
     def __len__(self) -> int:
         """Number of releases."""
@@ -58,14 +60,16 @@ class Ledger:
         """Counts releases that are about to happen.
 
         Raises:
-            DefenseError: a value out of range, or the file cannot be written; nothing is counted.
+            DefenseError: a value out of range, or the file cannot be written or is not as it was
+                left; nothing is counted.
         """
         check_noise_multiplier(noise_multiplier)
         check_sample_rate(sample_rate)
         check_count(count, "count")
         event = float(noise_multiplier), float(sample_rate)
         if self.path is not None:
-            _append(self.path, f"{event[0]!r} {event[1]!r} {count}\n")
+            line = f"{event[0]!r} {event[1]!r} {count}\n"
+            self._size = _append(self.path, line, self._size)
         self._counts[event] = self._counts.get(event, 0) + count
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -134,16 +138,16 @@ def check_count(value: int, name: str) -> None:
         raise DefenseError(f"{name}={value!r} must be a whole number of at least 1")
 
 
-def _read(path: Path) -> dict[Event, int]:
-    """Counts by event. A last line without its end was never released: it is cut off."""
+def _read(path: Path) -> tuple[dict[Event, int], int]:
+    """Counts by event, and the file's bytes. A last line without its end was never released."""
     if not path.exists():
-        return {}
-    text = path.read_text(encoding="ascii", errors="replace")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        os.truncate(path, len(whole.encode("ascii", errors="replace")))
+        return {}, 0
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        os.truncate(path, len(whole))
     counts: dict[Event, int] = {}
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
         try:
             sigma, rate, count = line.split()
             event, more = (float(sigma), float(rate)), int(count)
@@ -151,36 +155,62 @@ def _read(path: Path) -> dict[Event, int]:
             check_sample_rate(event[1])
             check_count(more, "count")
         except ValueError as error:
+            start = line[:40].decode("ascii", "replace")
             raise DefenseError(
-                f"line {number} of the ledger {path} is not a release ({line[:40]!r}): give a path "
+                f"line {number} of the ledger {path} is not a release ({start!r}): give a path "
                 "that nothing else writes to"
             ) from error
         counts[event] = counts.get(event, 0) + more
-    return counts
+    return counts, len(whole)
 
 
-def _append(path: Path, line: str) -> None:
-    """Adds a whole line or none of it, and returns once it would survive a loss of power."""
+def _append(path: Path, line: str, expected: int) -> int:
+    """Adds a whole line or none of it, and returns once it would survive a loss of power.
+
+    Args:
+        path: of the file; it is made where no bytes are expected.
+        line: with its end.
+        expected: bytes that the file must hold.
+
+    Returns:
+        How many it holds now.
+    """
     data = line.encode("ascii")
     try:
-        new = not path.exists()
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        flags = os.O_WRONLY | os.O_APPEND | (0 if expected else os.O_CREAT)
+        descriptor = os.open(path, flags, 0o600)
         try:
-            before = os.fstat(descriptor).st_size
-            written = os.write(descriptor, data)
-            if written != len(data):
-                os.ftruncate(descriptor, before)
-                raise OSError(errno.ENOSPC, f"{written} of {len(data)} bytes fit on the disk")
-            os.fsync(descriptor)
+            if os.fstat(descriptor).st_size != expected:
+                raise _changed(path)
+            try:
+                written = os.write(descriptor, data)
+                if written != len(data):
+                    raise OSError(errno.ENOSPC, f"{written} of {len(data)} bytes fit on the disk")
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, expected)
+                raise
+            size = os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)
-        if new:
+        if not expected:
             _sync_folder(path.parent)
     except OSError as error:
         raise DefenseError(
             f"the ledger {path} cannot be written ({error}): the release was not made. Give a path "
             "in a folder that exists and has room"
         ) from error
+    if size != expected + len(data):
+        raise _changed(path)
+    return size
+
+
+def _changed(path: Path) -> DefenseError:
+    return DefenseError(
+        f"the ledger {path} was changed by something else since it was read: the release was not "
+        "made. Two runs on one ledger would each overlook what the other releases: give every run "
+        "a path of its own, or begin this one again when the other has ended"
+    )
 
 
 def _sync_folder(folder: Path) -> None:

@@ -73,20 +73,21 @@ class RenyiFilter:
         self.epsilon = epsilon
         self.delta = delta
         self.orders: tuple[float, ...] = ()
+        self._given = orders is not None
         if orders is not None:
             self._fix(orders)
         self._ledger = Ledger(ledger)
 
     def begin(self, noise_multiplier: float, sample_rate: float) -> None:
-        """Fixes the order for the noise that the run begins with, unless orders are fixed already.
+        """Fixes the order for the noise that the run begins with, unless orders were given or restored.
 
-        Where a ledger holds releases of an earlier process, for the noise of the first of them: the
-        order stays the one that the run began with.
+        From the first release on the order stays. Where a ledger holds releases of an earlier
+        process, it is the one for the noise of the first of them: the one that run began with.
 
         Raises:
             DefenseError: not one such release fits in the budget at any order.
         """
-        if not self.orders:
+        if not self.orders or not (self._given or self.steps):
             for sigma, rate, _ in self._ledger:
                 noise_multiplier, sample_rate = sigma, rate
                 break
@@ -168,6 +169,7 @@ class RenyiFilter:
             fixed = tuple(torch.as_tensor(state["orders"], dtype=torch.float64).tolist())
             if fixed and not self.orders:
                 self._fix(fixed)
+                self._given = True
             elif fixed and fixed != self.orders:
                 raise DefenseError(
                     f"orders={self.orders} differ from those of the checkpoint, {fixed}: they are "

@@ -512,6 +512,45 @@ def test_half_a_line_on_a_full_disk_counts_nothing(tmp_path: Path, monkeypatch) 
     assert len(ledger) == len(Ledger(path)) == 7
 
 
+def test_a_ledger_is_of_one_run_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    first, second = Ledger(path), Ledger(path)
+    first.record(1.0, 0.01, 5)
+    with pytest.raises(DefenseError, match="changed by something else"):
+        second.record(1.0, 0.01, 7)
+    assert len(second) == 0
+    third = Ledger(path)
+    third.record(1.0, 0.01)
+    with pytest.raises(DefenseError, match="changed by something else"):
+        first.record(1.0, 0.01)
+    path.unlink()
+    with pytest.raises(DefenseError, match="cannot be written"):
+        third.record(1.0, 0.01)
+    assert not path.exists()
+
+
+def test_a_line_that_does_not_reach_the_disk_is_taken_back(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "ledger"
+    ledger = Ledger(path)
+    ledger.record(1.0, 0.01)
+
+    def fails(descriptor: int) -> None:
+        raise OSError("broken disk")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fails)
+        with pytest.raises(DefenseError, match="broken disk"):
+            ledger.record(1.0, 0.01)
+    ledger.record(1.0, 0.01)
+    assert len(ledger) == len(Ledger(path)) == 2
+
+
+def test_a_torn_line_in_a_file_of_another_system_cuts_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    path.write_bytes(b"1.0 0.01 5\r\n" * 20 + b"1.0 0.0")
+    assert len(Ledger(path)) == len(Ledger(path)) == 100
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 def test_killed_at_ten_random_points_no_release_is_forgotten(tmp_path: Path) -> None:
     path, rng = tmp_path / "ledger", np.random.default_rng(0)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
 
-from lightning_fedleak.defenses.budget import Budget, BudgetSpent
+from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.budget import Account, Budget, BudgetSpent
+from lightning_fedleak.defenses.ledger import Ledger
 
 pytest.importorskip("opacus")
 
 TARGET, DELTA, STEPS = 2.0, 1e-3, 100
 
 
-def budget() -> Budget:
-    return Budget("rdp", None, TARGET, DELTA, seeded=False, harden_factor=2.0, most_notches=None)
+def budget(kind: Account = "rdp") -> Budget:
+    return Budget(kind, None, TARGET, DELTA, seeded=False, harden_factor=2.0, most_notches=None)
 
 
 def spend(budget: Budget, most: int) -> int:
@@ -25,17 +30,55 @@ def spend(budget: Budget, most: int) -> int:
     return most
 
 
-@pytest.mark.parametrize("saved", [False, True])
-def test_noise_found_for_a_smaller_sample_rate_covers_nothing_at_a_larger(saved: bool) -> None:
+@pytest.mark.parametrize(("kind", "saved"), [("rdp", False), ("rdp", True), ("filter", False)])
+def test_noise_is_found_anew_as_long_as_nothing_was_released(kind: Account, saved: bool) -> None:
     """The first fit ends before its first release; the second has twenty times the batch size."""
-    own = budget()
+    own = budget(kind)
     own.settle(0.01, DELTA, lambda: STEPS)
+    before = own.noise_now
     if saved:
-        state, own = own.state_dict(), budget()
+        state, own = own.state_dict(), budget(kind)
         own.load_state_dict(state, 0)
-    own.settle(0.2, DELTA, lambda: STEPS)
-    assert spend(own, STEPS) < 5
+    own.settle(0.2, DELTA, lambda: 2 * STEPS)
+    assert own.noise_now > 2 * before
+    assert spend(own, 3 * STEPS) == 2 * STEPS
     assert own.privacy.epsilon <= TARGET
+
+
+def test_noise_found_for_a_smaller_sample_rate_covers_nothing_at_a_larger(tmp_path: Path) -> None:
+    """A checkpoint of before the first release, and a ledger with releases at another rate."""
+    first = budget()
+    first.settle(0.05, DELTA, lambda: STEPS)
+    Ledger(tmp_path / "ledger").record(first.noise_now, 0.2)
+    own = budget()
+    own.open_ledger(tmp_path / "ledger")
+    own.load_state_dict(first.state_dict(), 0)
+    own.settle(0.2, DELTA, lambda: STEPS)
+    assert own.noise_now == first.noise_now
+    assert 0 < spend(own, STEPS) < STEPS / 2
+    assert own.privacy.epsilon <= TARGET
+
+
+@pytest.mark.parametrize("through", ["checkpoint", "ledger"])
+def test_releases_with_noise_that_can_be_guessed_stay_infinite(
+    tmp_path: Path, through: str
+) -> None:
+    def begun(seeded: bool) -> Budget:
+        own = Budget("rdp", 1.0, None, DELTA, seeded=seeded, harden_factor=2.0, most_notches=None)
+        if through == "ledger":
+            own.open_ledger(tmp_path / "ledger")
+        own.settle(0.1, DELTA, lambda: STEPS)
+        return own
+
+    seeded = begun(True)
+    assert spend(seeded, 3) == 3
+    resumed = begun(False)
+    if through == "checkpoint":
+        resumed.load_state_dict(seeded.state_dict(), 3)
+    assert resumed.accountant.steps == 3
+    assert resumed.privacy.epsilon == math.inf
+    with pytest.raises(DefenseError, match="differ from those of earlier releases"):
+        resumed.record(resumed.noise_now)
 
 
 @pytest.mark.parametrize("saved", [False, True])

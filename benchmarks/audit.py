@@ -16,7 +16,7 @@ at which a few hundred games show most. ``gaussian``, where inclusion is given, 
 does better than against a Gaussian mechanism, as is exactly so.
 
 ``--broken`` breaks the defence, one way a row, and leaves the account as it is: the audit must see
-it. At the delta of 0.1, or by the claim of a Gaussian mechanism, nearly all audits should exceed.
+it, at the delta of 0.1 or by the claim of a Gaussian mechanism, in far more than 5% of audits.
 DPSGD's own measurement of its noise is switched off for that: it sees half the noise by itself.
 """
 

@@ -110,6 +110,7 @@ class PlantedGradients:
         defense.before_setup(context)
         try:
             sampler = defense.on_dataloader(self._loader, context).batch_sampler
+            defense.on_train_start(context)
             epochs = itertools.chain.from_iterable(itertools.repeat(sampler))
             optimizer = torch.optim.SGD(self._weights, lr=RATE)
             releases = []

@@ -79,10 +79,10 @@ class RenyiFilter:
         self._ledger = Ledger(ledger)
 
     def begin(self, noise_multiplier: float, sample_rate: float) -> None:
-        """Fixes the order for the noise that the run begins with, unless orders were given or restored.
+        """Fixes the order for the noise that the run begins with; given or restored orders stay.
 
-        From the first release on the order stays. Where a ledger holds releases of an earlier
-        process, it is the one for the noise of the first of them: the one that run began with.
+        It stays from the first release on. Where a ledger holds releases of an earlier process, it
+        is the one for the noise of the first of them: that with which the run began.
 
         Raises:
             DefenseError: not one such release fits in the budget at any order.

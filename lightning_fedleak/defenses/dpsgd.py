@@ -78,7 +78,7 @@ class DPSGD(Defense):
     the expected number of samples over all of them. Each draws from its own part of the dataset, so
     a DistributedSampler must split it, and all refuse where one does. One whose batch is empty runs
     one example of its part, whose loss is multiplied by 0 and which nothing released depends on (a
-    loss that the module logs does). One whole gradient of a parameter in float32 is held at a time.
+    loss that the module logs does). Large parameters are summed one at a time, whole, in float32.
 
     A gate may turn the noise up (:meth:`harden`) with ``accountant="filter"`` alone: PRV, and RDP
     with the best order picked at the end, are proven for noise that was settled before the run. The

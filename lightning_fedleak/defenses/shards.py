@@ -84,17 +84,25 @@ def own_part(whole: Tensor, like: Tensor) -> Tensor:
     return _split(whole, like, Replicate())
 
 
-def own_part_of_sum(addend: Tensor, like: Tensor) -> Tensor:
-    """The same of the sum of all processes' ``addend``; a collective.
+def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
+    """The same of the sums of all processes' ``addends``; a collective, one for several addends.
 
     Args:
-        addend: of the whole shape on every process; may be overwritten.
-        like: a plain tensor, of which every process holds all, or a DTensor over all processes.
+        addends: of the whole shapes on every process; may be overwritten.
+        likes: for each a plain tensor, of which every process holds all, or a DTensor over all
+            processes.
     """
-    if isinstance(like, DTensor):
-        return _split(addend, like, Partial())
-    dist.all_reduce(addend)
-    return addend
+    first = addends[0]
+    alike = all((a.dtype, a.device) == (first.dtype, first.device) for a in addends)
+    if len(addends) == 1 or not alike:
+        return [_own_part_of_sum(a, like) for a, like in zip(addends, likes, strict=True)]
+    joint = torch.cat([addend.flatten() for addend in addends])
+    dist.all_reduce(joint)
+    start = 0
+    for addend in addends:
+        addend.copy_(joint[start : start + addend.numel()].view_as(addend))
+        start += addend.numel()
+    return [own_part(total, like) for total, like in zip(addends, likes, strict=True)]
 
 
 def reshard(root: nn.Module) -> None:
@@ -140,6 +148,13 @@ def _is_whole(module: Any) -> bool:
     return plain or any(_is_whole(child) for child in inner)
 
 
+def _own_part_of_sum(addend: Tensor, like: Tensor) -> Tensor:
+    if isinstance(like, DTensor):
+        return _split(addend, like, Partial())
+    dist.all_reduce(addend)
+    return addend
+
+
 def _split(tensor: Tensor, like: Tensor, now: Placement) -> Tensor:
     if not isinstance(like, DTensor):
         return tensor
@@ -154,7 +169,7 @@ __all__ = [
     "joint_norm",
     "local_part",
     "own_part",
-    "own_part_of_sum",
+    "own_parts_of_sums",
     "plain_type",
     "reduce_partial",
     "reshard",

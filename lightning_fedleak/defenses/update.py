@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from lightning_fedleak.defenses.shards import (
     copies,
     local_part,
     own_part,
-    own_part_of_sum,
+    own_parts_of_sums,
     shard_number,
     where_whole,
 )
@@ -36,6 +36,8 @@ GAUGED = 1 << 16
 FEWEST_GAUGED = 50
 """Coordinates below which chi-square's tail would often pass for wrong noise."""
 LEAST_GAUGED = 1e-4
+AT_ONCE = 1 << 20
+"""Numbers of small parameters that are summed over processes at once."""
 RELATIVE = 1e-2
 """A gradient of less than this share of the largest may be rounding alone (a bias of keys)."""
 PATIENCE = 3
@@ -142,10 +144,7 @@ class ClippedSum:
             key: of a number's noise, see :func:`~lightning_fedleak.defenses.noise.noise_key`.
             gauge: measures the noise.
         """
-        for index, parameter in enumerate(parameters):
-            total = self.sum_of(parameter)
-            if team.size > 1:
-                total = own_part_of_sum(total, parameter)
+        for index, parameter, total in self._sums(parameters, team):
             before = None if gauge is None else gauge.before(total)
             if std:
                 own = key(index + (shard_number(parameter) << SHARD_BITS))
@@ -158,6 +157,23 @@ class ClippedSum:
             released.copy_(total)
             if gauge is not None and before is not None:
                 gauge.after(before, released)
+
+    def _sums(
+        self, parameters: Sequence[nn.Parameter], team: Team
+    ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
+        """Each parameter with its place, and this process's part of its sum; small ones at once."""
+        start = 0
+        while start < len(parameters):
+            end, numbers = start + 1, parameters[start].numel()
+            while end < len(parameters) and numbers + parameters[end].numel() <= AT_ONCE:
+                numbers, end = numbers + parameters[end].numel(), end + 1
+            some = parameters[start:end] if team.size > 1 else parameters[start : start + 1]
+            totals = [self.sum_of(parameter) for parameter in some]
+            if team.size > 1:
+                totals = own_parts_of_sums(totals, some)
+            for index, (parameter, total) in enumerate(zip(some, totals, strict=True), start):
+                yield index, parameter, total
+            start += len(some)
 
     def check_explained(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext, team: Team
@@ -217,7 +233,7 @@ class ClippedSum:
         mine = local_part(gradient).to(where_whole(gradient))
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         generator = torch.Generator(mine.device).manual_seed(index)
-        shape = (len(gradient), gradient[0].numel()) if gradient.dim() > 1 else (len(gradient), 1)
+        shape = gradient.shape[0], gradient.shape[1:].numel()
         left, right = (
             torch.randn(n, generator=generator, device=mine.device, dtype=wide) for n in shape
         )

@@ -118,6 +118,7 @@ CASES = {
     "exact whole module": lambda: WHOLE.exact("gpt2 untied"),
     "exact leaves": lambda: LEAVES.exact("gpt2 tied"),
     "exact checkpointed": lambda: RUNS.exact("gpt2 tied", build=checkpointed),
+    "exact one by one": RUNS.one_by_one,
     "checked": RUNS.checked_like_trusted,
     "checked twice": lambda: RUNS.checked_like_trusted(gather=True, batch_size=1),
     "frozen": RUNS.frozen,

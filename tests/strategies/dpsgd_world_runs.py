@@ -33,6 +33,7 @@ from lightning_fedleak.defenses import (
     Freeze,
     mean_of_sample_means,
     step_checks,
+    update,
 )
 from lightning_fedleak.defenses.accounting import epsilon_of
 from lightning_fedleak.defenses.poisson import EmptyCollate
@@ -283,6 +284,14 @@ class Runs:
             "rate": defense.privacy.sample_rate,
             "releases": defense.privacy.releases,
         }
+
+    def one_by_one(self) -> Found:
+        """Every parameter is summed by itself, as large ones are."""
+        original, update.AT_ONCE = update.AT_ONCE, 0
+        try:
+            return self.exact("gpt2 tied")
+        finally:
+            update.AT_ONCE = original
 
     def checked_like_trusted(self, *, gather: bool = False, batch_size: int = BATCH) -> Found:
         """A look through the graph leaves training as it is: against runs without any."""

@@ -24,6 +24,7 @@ CASES = {
     },
     "exact find_unused_parameters": lambda: UNUSED.exact("gpt2 tied"),
     "exact static_graph": lambda: STATIC.exact("gpt2 tied"),
+    "exact one by one": RUNS.one_by_one,
     "checked": RUNS.checked_like_trusted,
     "frozen": RUNS.frozen,
     "stand-in": RUNS.stand_in,

@@ -70,15 +70,16 @@ def sampling_of(
 
     Raises:
         DefenseError: a loader that cannot be sampled, or one that gives an example to several
-            processes of one client.
+            processes of one client, or to several clients in one step.
     """
     examples, batch_size = sizes_of(dataloader)
     replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
     if context.clients > 1 and not is_sharded(dataloader):
         warnings.warn(unsharded(context.clients, trust), stacklevel=3)
     if context.processes > 1:
-        _check_shares(dataloader, context, poisson)
+        _check_shares(dataloader, context)
     if not poisson:
+        _check_repeats(dataloader, context)
         expected = float(batch_size * context.processes)
         return Sampling(checked_loader(dataloader), 1.0, expected, examples)
     rate = min(1.0, batch_size / max(1, examples // replicas))
@@ -99,7 +100,7 @@ def sampling_of(
     return Sampling(loader, rate, expected, examples)
 
 
-def _check_shares(dataloader: Any, context: DefenseContext, poisson: bool) -> None:
+def _check_shares(dataloader: Any, context: DefenseContext) -> None:
     """Refuses where an example may be in the batches of two processes of one client.
 
     It would be clipped in each of them, and add more than the clip norm to their sum.
@@ -113,12 +114,22 @@ def _check_shares(dataloader: Any, context: DefenseContext, poisson: bool) -> No
             "hold would be clipped in each, and twice in the sum. Leave "
             "use_distributed_sampler=True."
         )
-    whole = len(dataloader.dataset) % context.processes == 0
-    if not (poisson or whole or getattr(sampler, "drop_last", False)):
+
+
+def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
+    """Refuses where a sampler that splits the data may give two processes an example in one step.
+
+    It repeats the first at the end of an epoch, so that parts are alike in size. Two steps are both
+    accounted, so for several clients an epoch of more than one does no harm.
+    """
+    if not is_sharded(dataloader) or (context.processes == 1 and len(dataloader) > 1):
+        return
+    sampler = dataloader.sampler
+    if len(dataloader.dataset) % sampler.num_replicas and not sampler.drop_last:
         raise DefenseError(
             f"DPSGD: poisson=False takes the sampler's batches, which repeats examples because "
             f"{len(dataloader.dataset)} of them are not the same number for each of the "
-            f"{context.processes} processes. Use poisson=True, or leave examples out "
+            f"{sampler.num_replicas} processes. Use poisson=True, or leave examples out "
             "(DistributedSampler(drop_last=True), torch.utils.data.Subset)."
         )
 

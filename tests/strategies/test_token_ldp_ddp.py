@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ddp
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 400
-ROWS, LENGTH, EPSILON = 16, 12, 4.5
+ROWS, LENGTH, BATCH, EPSILON = 64, 12, 16, 4.5
 Found = dict[str, dict[str, Any]]
 Row = tuple[int, ...]
 
@@ -176,11 +176,11 @@ def test_a_resumed_fit_draws_anew_and_counts_on(ranks, memoize: str) -> None:
         assert after["epsilon"] == 2 * LENGTH * EPSILON
         assert after["ranks agree"]
         # Counts alone: no secret from which the replacements would follow.
-        assert one["state"] == {"batches": ROWS // 4, "releases": 1, "longest": LENGTH}
+        assert one["state"] == {"batches": ROWS // BATCH, "releases": 1, "longest": LENGTH}
     assert independent(pairs(found[0]["after"]), pairs(found[1]["after"]))
 
 
 def test_the_update_is_of_the_replaced_words_alone(ranks) -> None:
     for found in of(ranks, "update"):
-        assert found["replaced"] < 1e-6
+        assert found["replaced"] < 1e-5
         assert found["true"] > 1e-3

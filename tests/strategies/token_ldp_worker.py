@@ -25,7 +25,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_gpt2
 
-ROWS, LENGTH, BATCH, LR = 16, 12, 4, 0.5
+ROWS, LENGTH, BATCH, LR = 64, 12, 16, 0.5
 EPSILON = 4.5
 """Half of the words survive GRR over 94 of them."""
 Rows = list[list[int]]

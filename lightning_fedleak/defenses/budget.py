@@ -164,7 +164,8 @@ class Budget:
             planned_steps: how many releases the run is going to make; asked where it matters.
 
         Raises:
-            DefenseError: no noise fits the target, or not one release fits the filter's budget.
+            DefenseError: no noise fits the target, not one release fits the filter's budget, or
+                noise or rate are not those of earlier releases, which only a filter allows.
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
         self.rate, self.delta = rate, delta
@@ -188,9 +189,11 @@ class Budget:
         A filter sees to that in every release.
 
         Raises:
+            DefenseError: the earlier releases were made with another noise or rate.
             BudgetSpent: says by how much.
         """
         account = self.accountant
+        self._check_unchanged()
         if self.target_epsilon is None or self.delta is None or isinstance(account, RenyiFilter):
             return
         if account.steps == 0 or self._is_covered(account.steps):
@@ -202,6 +205,23 @@ class Budget:
                 f"{epsilon:.4g} at delta={self.delta} already, more than target_epsilon="
                 f"{self.target_epsilon}. They cannot be taken back: raise target_epsilon, or begin "
                 "a new run from a model that this data did not train."
+            )
+
+    def _check_unchanged(self) -> None:
+        rows = self.accountant.history
+        if isinstance(self.accountant, RenyiFilter) or not rows:
+            return
+        if self.rate is None or self.noise_multiplier is None:
+            return
+        noise = 0.0 if self.seeded else self.noise_now
+        same = [math.isclose(noise, row[0], rel_tol=1e-9) and self.rate == row[1] for row in rows]
+        if not any(same):
+            raise DefenseError(
+                f"DPSGD: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are not "
+                f"those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
+                f"{rows[-1][1]:g} (noise of a seed counts as 0). accountant={self.kind!r} holds "
+                "for noise and rate that were settled beforehand: go on with the noise, batch_size "
+                "and data of then, use accountant='filter' from the start, or begin a new run."
             )
 
     def check_affords_another(self) -> None:

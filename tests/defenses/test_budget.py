@@ -20,6 +20,10 @@ def budget(kind: Account = "rdp") -> Budget:
     return Budget(kind, None, TARGET, DELTA, seeded=False, harden_factor=2.0, most_notches=None)
 
 
+def fixed(noise: float, *, seeded: bool = False) -> Budget:
+    return Budget("rdp", noise, None, DELTA, seeded=seeded, harden_factor=2.0, most_notches=None)
+
+
 def spend(budget: Budget, most: int) -> int:
     for released in range(most):
         try:
@@ -63,22 +67,40 @@ def test_noise_found_for_a_smaller_sample_rate_covers_nothing_at_a_larger(tmp_pa
 def test_releases_with_noise_that_can_be_guessed_stay_infinite(
     tmp_path: Path, through: str
 ) -> None:
-    def begun(seeded: bool) -> Budget:
-        own = Budget("rdp", 1.0, None, DELTA, seeded=seeded, harden_factor=2.0, most_notches=None)
+    def made(seeded: bool) -> Budget:
+        own = fixed(1.0, seeded=seeded)
         if through == "ledger":
             own.open_ledger(tmp_path / "ledger")
-        own.settle(0.1, DELTA, lambda: STEPS)
         return own
 
-    seeded = begun(True)
+    seeded = made(True)
+    seeded.settle(0.1, DELTA, lambda: STEPS)
     assert spend(seeded, 3) == 3
-    resumed = begun(False)
+    resumed = made(False)
     if through == "checkpoint":
         resumed.load_state_dict(seeded.state_dict(), 3)
+    with pytest.raises(DefenseError, match="counts as 0"):
+        resumed.settle(0.1, DELTA, lambda: STEPS)
     assert resumed.accountant.steps == 3
     assert resumed.privacy.epsilon == math.inf
     with pytest.raises(DefenseError, match="differ from those of earlier releases"):
         resumed.record(resumed.noise_now)
+
+
+@pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.2), (2.0, 0.1)])
+def test_another_noise_or_rate_than_before_is_refused_at_setup(noise: float, rate: float) -> None:
+    first = fixed(1.0)
+    first.settle(0.1, DELTA, lambda: STEPS)
+    assert spend(first, 3) == 3
+    first.settle(0.1, DELTA, lambda: 2 * STEPS)
+    later, other = fixed(noise), fixed(noise)
+    later.load_state_dict(first.state_dict(), 3)
+    with pytest.raises(DefenseError, match=r"those of the 3 releases before, 1 and 0\.1"):
+        later.settle(rate, DELTA, lambda: STEPS)
+    other.settle(rate, DELTA, lambda: STEPS)  # restored after the loader was made
+    other.load_state_dict(first.state_dict(), 3)
+    with pytest.raises(DefenseError, match="batch_size"):
+        other.check_not_overdrawn()
 
 
 @pytest.mark.parametrize("saved", [False, True])

@@ -29,6 +29,7 @@ from lightning_fedleak.defenses.dpsgd_checks import (
     planned_steps,
     trainer_of,
 )
+from lightning_fedleak.defenses.ledger import client_path
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.per_sample import Clipping
 from lightning_fedleak.defenses.privacy import Privacy
@@ -114,8 +115,8 @@ class DPSGD(Defense):
         loss: ``"checked"``, or ``"trusted"``: you have proved that the loss is a mean over samples
             of terms that depend on one sample each.
         ledger: file that remembers every release through a crash, see
-            :class:`~lightning_fedleak.defenses.ledger.Ledger`; with several clients ``.<client>``
-            is appended.
+            :class:`~lightning_fedleak.defenses.ledger.Ledger`; with several clients
+            ``.<client>-of-<clients>`` is appended.
         seed: for tests only: noise and samples follow from it, and epsilon is infinite.
         harden_factor: what a notch multiplies the noise by, with ``accountant="filter"``.
         most_notches: how often it may be turned up; None for as often as a gate asks.
@@ -257,8 +258,8 @@ class DPSGD(Defense):
             check_model(context.root, self.clipping)
             check_shards(context.root, context.processes)
             if self._ledger is not None and team.process == 0:
-                suffix = f".{context.client}" if context.clients > 1 else ""
-                self._budget.open_ledger(os.fspath(self._ledger) + suffix)
+                path = client_path(self._ledger, context.client, context.clients)
+                self._budget.open_ledger(path)
         self._ledger = None
         self._budget.adopt(team.told_by_first(self._budget.account_state()))
         self._step = WatchedStep(
@@ -419,7 +420,7 @@ class DPSGD(Defense):
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Releases, what they were accounted as, and the noise: as settled, and how turned up."""
-        return {"releases": self.releases, **self._budget.state_dict()}
+        return {"releases": self.releases, "trust": self.trust, **self._budget.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on counting; neither the counters nor the account ever run backwards.
@@ -428,13 +429,20 @@ class DPSGD(Defense):
         releases that it may make are counted anew.
 
         Raises:
-            DefenseError: the releases were made under another kind of accountant or, with
-                ``accountant="filter"``, under another budget.
+            DefenseError: the releases were made under another kind of accountant, with
+                ``accountant="filter"`` under another budget, or under ``trust="central"`` and this
+                run is under ``"local"``.
         """
         if "releases" not in state:
             self._budget.seeded = False
             return
         releases = int(state["releases"])
+        if releases and state.get("trust", self.trust) == "central" and self.trust == "local":
+            raise DefenseError(
+                f"DPSGD: the checkpoint's {releases} releases were made under trust='central', in "
+                "which each client adds a share of the noise: whoever sees each client's updates "
+                "learns more than is accounted. Go on with trust='central', or begin a new run."
+            )
         self._budget.load_state_dict(state, releases)
         self.releases = max(self.releases, releases)
 

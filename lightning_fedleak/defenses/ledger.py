@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import math
 import os
 from collections.abc import Iterator
@@ -100,6 +101,29 @@ class Ledger:
             if count > known:
                 missing = int(count) - known
                 self.record(sigma, rate, missing)
+
+
+def client_path(path: str | os.PathLike[str], client: int, clients: int) -> Path:
+    """The file of one client: with several ``.<client>-of-<clients>`` is appended.
+
+    Raises:
+        DefenseError: there are files of another number of clients. An example may have been another
+            client's then, and what it paid there would be forgotten.
+    """
+    path = Path(path)
+    ending = f"-of-{clients}"
+    own = path if clients == 1 else path.with_name(f"{path.name}.{client}{ending}")
+    found = path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
+    others = [p for p in found if clients == 1 or not p.name.endswith(ending)]
+    if clients > 1 and path.exists():
+        others.append(path)
+    if others:
+        raise DefenseError(
+            f"the ledger {others[0]} was kept with another number of clients than {clients}, so an "
+            "example may have been in another client's releases. Go on with as many clients as "
+            "before, or begin a new run from a model that this data did not train, with a new path"
+        )
+    return own
 
 
 def check_noise_multiplier(value: float) -> None:

@@ -329,9 +329,32 @@ def test_a_ledger_remembers_what_a_checkpoint_forgot(tmp_path) -> None:
     again.load_state_dict(checkpoint)
     Run(again).step(first(3))
     assert again.accountant.steps == 3
-    clients = DPSGD(CLIP, noise_multiplier=1.0, ledger=ledger)
-    Run(clients, client=1, clients=2).step(first(3))
-    assert clients.accountant.steps == 1
+
+
+def test_each_client_has_a_ledger_and_their_number_stays(tmp_path) -> None:
+    def begun(ledger: str, client: int, clients: int) -> DPSGD:
+        defense = DPSGD(CLIP, noise_multiplier=1.0, ledger=tmp_path / ledger)
+        Run(defense, client=client, clients=clients).step(first(3))
+        return defense
+
+    assert [begun("a", client, 2).accountant.steps for client in (0, 1, 1)] == [1, 1, 2]
+    assert begun("b", 0, 1).accountant.steps == begun("a.b", 0, 1).accountant.steps == 1
+    for ledger, clients in (("a", 1), ("a", 3), ("b", 2)):
+        with pytest.raises(DefenseError, match="another number of clients"):
+            begun(ledger, 0, clients)
+
+
+def test_releases_of_a_trusted_sum_are_not_accounted_as_each_clients_own() -> None:
+    def made(trust: Any) -> DPSGD:
+        return DPSGD(CLIP, noise_multiplier=1.0, trust=trust)
+
+    central, local = made("central"), made("local")
+    Run(central, clients=4).step(first(0))
+    Run(local, clients=4).step(first(0))
+    with pytest.raises(DefenseError, match="under trust='central'"):
+        made("local").load_state_dict(central.state_dict())
+    made("central").load_state_dict(central.state_dict())
+    made("central").load_state_dict(local.state_dict())
 
 
 # ---- sampling --------------------------------------------------------------------------------

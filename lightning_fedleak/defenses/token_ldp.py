@@ -134,8 +134,10 @@ class TokenLDP(Defense):
         _check_choice("implementation", implementation, get_args(Implementation))
         if kind is not None:
             _check_choice("kind", kind, get_args(Kind))
-        if isinstance(domain, str):
-            _check_choice("domain", domain, ("vocabulary", "batch", "ids of a public set"))
+        if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
+            raise _refused(
+                f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
+            )
         if domain == "batch" and memoize:
             raise _refused(
                 "memoize=True cannot hold with domain='batch', which changes with the batch: use "
@@ -196,15 +198,14 @@ class TokenLDP(Defense):
 
     @property
     def longest(self) -> int:
-        """Words of the longest row so far on this process."""
+        """Words of the longest row so far; with ``per="token"`` on any process."""
         return self._releases.longest
 
     @property
     def epsilon_per_sequence(self) -> float:
         """Epsilon of one release of one row; inf where nothing is guaranteed.
 
-        With ``per="token"``: epsilon times the most words that a row has had so far on this
-        process.
+        With ``per="token"``: epsilon times the most words that a row has had so far.
         """
         if self.guarantee.startswith("none"):
             return math.inf
@@ -214,12 +215,13 @@ class TokenLDP(Defense):
     def releases_per_example(self) -> int:
         """How often at most one example has been released so far, earlier fits included.
 
-        Examples are told apart by their words (and ``example_ids``): a random crop of a text
-        counts as another example. Counted on this process alone: where a sampler moves examples
-        between processes, as Lightning's own does in every DDP fit, others release them too, and
-        this number times that of the processes bounds all their releases where rows are memoised.
-        With ``client="world"`` a memoised row has one replacement on all of them. After a resume
-        every process goes on from the counts of process 0, which the checkpoint holds.
+        By one client: with ``client="rank"`` the one that released an example most often, with
+        ``client="world"`` by all processes together (a bound: the sum of what each released most
+        often). An example that a sampler moves between clients, as Lightning's own does in every
+        DDP fit, is released by each of them: against whoever sees all clients this number times
+        that of the clients is a bound. Examples are told apart by their words (and
+        ``example_ids``): a random crop of a text counts as another example. What was released
+        after the last checkpoint before a crash is not in the resumed count.
         """
         return self._releases.most
 
@@ -259,11 +261,12 @@ class TokenLDP(Defense):
         digests = row_digests(rows, self._form.ids_of_examples(batch, len(n_words)))
         drawn = self._drawn(ids, n_words, ready, digests, context)
         self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
+        self._agree(context)
         written = text.written(tokens, drawn, self.labels == "replaced")
         return self._form.write(batch, written)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """This process's counts: batches, releases of an example, words of the longest row."""
+        """Counts that hold for every process: batches, releases of an example, longest row."""
         return {**self._releases.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
@@ -275,6 +278,24 @@ class TokenLDP(Defense):
         """Forgets the model, and by what examples were told apart."""
         self._ready = None
         self._releases.next_fit()
+
+    def _agree(self, where: DefenseContext) -> None:
+        """Makes the counts hold for every process: a checkpoint keeps those of process 0.
+
+        A collective where counts hang on the data; a memoised row of ``per="sequence"`` costs the
+        same everywhere.
+        """
+        alone = where.clients * where.processes == 1 or not (
+            dist.is_available() and dist.is_initialized()
+        )
+        if alone or (self.memoize and self.per == "sequence"):
+            return
+        own = torch.tensor(self._releases.own, device=where.device)
+        counts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, own)
+        # One client's processes draw apart, except for a row that is memoised.
+        together = where.processes > 1 and not self.memoize
+        self._releases.hear(torch.stack(counts).tolist(), add=together)
 
     def _promise(self) -> Promise:
         return Promise(
@@ -346,8 +367,8 @@ class TokenLDP(Defense):
         base, client = base_of(where.entropy, self.seed), where.client
         if self.memoize:
             return row_keys(base, client, digests, self.name), n_words.tolist()
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        return [batch_key(base, client, self.batches, rank, self.name)], [int(n_words.sum())]
+        key = batch_key(base, client, self.batches, where.process, self.name)
+        return [key], [int(n_words.sum())]
 
 
 def _checked_set(domain: Iterable[int] | Tensor) -> Tensor:

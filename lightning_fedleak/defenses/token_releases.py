@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ReleaseCounter:
@@ -22,6 +22,7 @@ class ReleaseCounter:
         self._earlier = 0
         self._in_fit: dict[bytes, int] = {}
         self._most = 0
+        self._by_all = 0
 
     @property
     def most(self) -> int:
@@ -30,7 +31,12 @@ class ReleaseCounter:
         The rows of one fit are not known in the next: the counts of both are added as if the
         same row had been released most often in each.
         """
-        return self._earlier + self._most
+        return self._earlier + max(self._most, self._by_all)
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """What this process counted: releases in this fit, and words of the longest row."""
+        return self._most, self.longest
 
     def count(self, digests: Iterable[bytes], longest: int, memoized: bool) -> None:
         """One batch more: its rows, and the words of the longest of them."""
@@ -43,9 +49,21 @@ class ReleaseCounter:
             self._in_fit[digest] = count = self._in_fit.get(digest, 0) + 1
             self._most = max(self._most, count)
 
+    def hear(self, counts: Sequence[Sequence[int]], add: bool) -> None:
+        """Raises the counts to what holds for all processes.
+
+        Args:
+            counts: :attr:`own` of every process, this one too.
+            add: whether the same row, released by two of them, was released twice: then the sum of
+                what each released most often, which no row exceeds; else the largest.
+        """
+        releases, lengths = zip(*counts, strict=True)
+        self._by_all = sum(releases) if add else max(releases)
+        self.longest = max(lengths)
+
     def next_fit(self) -> None:
         """The same rows are new releases from here on."""
-        self._earlier, self._most = self.most, 0
+        self._earlier, self._most, self._by_all = self.most, 0, 0
         self._in_fit.clear()
 
     def state_dict(self) -> dict[str, int]:
@@ -54,7 +72,7 @@ class ReleaseCounter:
 
     def load(self, batches: int, releases: int, longest: int) -> None:
         """Goes on from a checkpoint's counts; none runs backwards, not even in one process."""
-        self._earlier, self._most = max(self.most, releases), 0
+        self._earlier, self._most, self._by_all = max(self.most, releases), 0, 0
         self._in_fit.clear()
         self.batches = max(self.batches, batches)
         self.longest = max(self.longest, longest)

@@ -30,9 +30,9 @@ def row_digests(rows: Sequence[Tensor], examples: Sequence[int] | None) -> list[
     ]
 
 
-def batch_key(base: bytes, client: int, batch: int, rank: int, name: str) -> bytes:
+def batch_key(base: bytes, client: int, batch: int, process: int, name: str) -> bytes:
     """32 bytes, different for every batch on every process of every client."""
-    return noise_key(base, client, batch, rank, name, stream="token")
+    return noise_key(base, client, batch, process, name, stream="token")
 
 
 def row_keys(base: bytes, client: int, digests: Sequence[bytes], name: str) -> list[bytes]:

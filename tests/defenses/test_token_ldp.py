@@ -390,17 +390,19 @@ def test_a_resumed_fit_neither_replays_nor_forgets(gpt2: nn.Module) -> None:
         assert first.epsilon_spent == 60.0
 
 
-def test_ranks_of_one_client_draw_apart(gpt2: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_one_client_draw_apart_unless_they_share_data(gpt2: nn.Module) -> None:
+    """Processes that split a tensor have one batch, and one number: they must replace it alike."""
     ids = rows(4, 30)
-    drawn = []
-    for rank in (0, 1):
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        drawn.append(defended(TokenLDP("grr", 4.0, memoize=False), gpt2, ids))
-        memoised = defended(TokenLDP("grr", 4.0), gpt2, ids)
-        drawn.append(memoised)
-    assert not torch.equal(drawn[0], drawn[2])
-    assert torch.equal(drawn[1], drawn[3])
+    fresh, memoised = [], []
+    for process in (0, 1, 1):
+        where = context(gpt2, clients=1, process=process, processes=3)
+        for memoize, drawn in ((False, fresh), (True, memoised)):
+            defense = TokenLDP("grr", 4.0, memoize=memoize)
+            defense.before_setup(where)
+            drawn.append(defense.on_batch(ids, where))
+    assert not torch.equal(fresh[0], fresh[1])
+    assert torch.equal(fresh[1], fresh[2])
+    assert torch.equal(memoised[0], memoised[1])
 
 
 def test_the_published_protocol_is_available_and_warned_about(gpt2: nn.Module) -> None:
@@ -461,7 +463,8 @@ def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:
         ({"per": "word"}, "per='word' must be one of token, sequence"),
         ({"labels": "none"}, "labels='none' must be one of replaced, original"),
         ({"kind": "gpt"}, "kind='gpt' must be one of"),
-        ({"domain": "words"}, "domain='words' must be one of vocabulary, batch"),
+        ({"domain": "words"}, "domain='words' must be 'vocabulary', 'batch' or the ids"),
+        ({"domain": "ids of a public set"}, "must be 'vocabulary', 'batch' or the ids"),
         ({"domain": [3, 3, 4]}, "each once"),
         ({"domain": [-1, 4]}, "at least 0"),
         ({"domain": []}, "a list of token ids"),

@@ -54,3 +54,30 @@ def test_memoised_rows_are_released_once_in_a_fit() -> None:
             counter.count(ROWS * 2, 3, memoized=True)
         assert counter.most == fit
         counter.next_fit()
+
+
+@given(
+    by_process=st.lists(st.lists(st.sampled_from(ROWS), max_size=8), min_size=2, max_size=4),
+    add=st.booleans(),
+)
+def test_what_all_processes_count_bounds_each(by_process: list[list[bytes]], add: bool) -> None:
+    counters = [ReleaseCounter() for _ in by_process]
+    for counter, rows in zip(counters, by_process, strict=True):
+        counter.load(batches=0, releases=2, longest=3)
+        counter.count(rows, len(rows), memoized=False)
+    own = [counter.own for counter in counters]
+    each = [Counter(rows) for rows in by_process]
+    truth = (
+        sum(each, Counter()) if add else Counter({row: max(c[row] for c in each) for row in ROWS})
+    )
+    for counter in counters:
+        counter.hear(own, add)
+        assert counter.most >= 2 + max(truth.values(), default=0)
+        assert counter.longest == max(3, *map(len, by_process))
+    assert len({str(counter.state_dict()) for counter in counters}) == 1
+    after = ReleaseCounter()
+    after.load(**counters[0].state_dict())
+    after.count(ROWS, 1, memoized=False)
+    assert after.most == counters[0].most + 1
+    if not add:
+        assert counters[0].most == 2 + max(truth.values(), default=0)

@@ -16,12 +16,12 @@ import scipy.stats
 from lightning_fedleak.defenses.ldp_mechanisms import grr_keep
 from tests.helpers.models import VOCAB
 from tests.strategies.test_ddp import free_port
+from tests.strategies.token_ldp_worker import BATCH, EPSILON, LENGTH, ROWS
 
 pytestmark = pytest.mark.ddp
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 400
-ROWS, LENGTH, BATCH, EPSILON = 64, 12, 16, 4.5
+SECONDS = 600
 Found = dict[str, dict[str, Any]]
 Row = tuple[int, ...]
 
@@ -160,9 +160,11 @@ def test_without_memoisation_every_process_and_epoch_draws_apart(ranks, client: 
     for i, one in enumerate(draws):
         for other in draws[:i]:
             assert independent(one, other)
+    # Both processes hold all rows: those of one client release each of them twice as often.
+    releases = 4 if client == "world" else 2
     for one in found:
-        assert one["releases"] == 2
-        assert one["epsilon"] == 2 * LENGTH * EPSILON
+        assert one["releases"] == releases
+        assert one["epsilon"] == releases * LENGTH * EPSILON
 
 
 @pytest.mark.parametrize("memoize", ["memoised", "fresh"])
@@ -178,6 +180,13 @@ def test_a_resumed_fit_draws_anew_and_counts_on(ranks, memoize: str) -> None:
         # Counts alone: no secret from which the replacements would follow.
         assert one["state"] == {"batches": ROWS // BATCH, "releases": 1, "longest": LENGTH}
     assert independent(pairs(found[0]["after"]), pairs(found[1]["after"]))
+
+
+def test_a_resumed_process_remembers_what_only_it_released(ranks) -> None:
+    """The checkpoint is process 0's, whose rows were shorter and all different."""
+    for one in of(ranks, "resume uneven"):
+        assert one["releases"] == BATCH + 1
+        assert one["epsilon"] == (BATCH + 1) * (LENGTH + 4) * EPSILON
 
 
 def test_the_update_is_of_the_replaced_words_alone(ranks) -> None:

@@ -67,11 +67,18 @@ def loader(shuffle: bool) -> DataLoader[Any]:
     return DataLoader(rows, batch_size=BATCH)
 
 
+def repeated(length: int) -> DataLoader[Any]:
+    """One batch of one row, BATCH times."""
+    ids = random_token_loader(n=1, length=length, vocab=VOCAB).dataset[0]
+    return DataLoader([ids] * BATCH, batch_size=BATCH)
+
+
 def run(
     defense: TokenLDP,
     client: str = "rank",
     *,
     shuffle: bool = False,
+    data: DataLoader[Any] | None = None,
     path: Path | None = None,
     callbacks: list[Callback] | None = None,
     **settings: Any,
@@ -92,7 +99,8 @@ def run(
         callbacks=[truth, *(callbacks or [])],
         **{"max_epochs": 2, **settings},
     )
-    trainer.fit(module, loader(shuffle), ckpt_path=None if path is None else str(path))
+    data = loader(shuffle) if data is None else data
+    trainer.fit(module, data, ckpt_path=None if path is None else str(path))
     first, second = gathered([p.detach().clone() for p in module.parameters()])
     return {
         "true": truth.rows,
@@ -116,6 +124,16 @@ def resumed(folder: Path, memoize: bool) -> dict[str, Any]:
     state = torch.load(folder / "last.ckpt", weights_only=True)["lightning_fedleak_defenses"]
     after = run(ldp(memoize), max_epochs=2, path=folder / "last.ckpt")
     return {"before": before, "after": after, "state": state["token_ldp"]}
+
+
+def uneven(folder: Path) -> dict[str, Any]:
+    """Process 1 has longer rows, and each as often as its batch is large, in the first fit alone."""
+    folder = Path(gathered(str(folder))[0]) / "uneven"
+    keep = ModelCheckpoint(dirpath=folder, save_last=True)
+    rows = random_token_loader(n=BATCH, length=LENGTH, batch_size=BATCH, vocab=VOCAB)
+    first = repeated(LENGTH + 4) if os.environ["LOCAL_RANK"] == "1" else rows
+    run(ldp(False), data=first, max_epochs=1, callbacks=[keep])
+    return run(ldp(False), data=rows, max_epochs=2, path=folder / "last.ckpt")
 
 
 def update() -> dict[str, Any]:
@@ -158,6 +176,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "world shuffled": lambda _: run(ldp(), "world", shuffle=True),
     "resume memoised": lambda folder: resumed(folder, True),
     "resume fresh": lambda folder: resumed(folder, False),
+    "resume uneven": uneven,
     "update": lambda _: update(),
 }
 

@@ -127,7 +127,7 @@ def resumed(folder: Path, memoize: bool) -> dict[str, Any]:
 
 
 def uneven(folder: Path) -> dict[str, Any]:
-    """Process 1 has longer rows, and each as often as its batch is large, in the first fit alone."""
+    """In the first fit process 1 has longer rows, which are all the same one."""
     folder = Path(gathered(str(folder))[0]) / "uneven"
     keep = ModelCheckpoint(dirpath=folder, save_last=True)
     rows = random_token_loader(n=BATCH, length=LENGTH, batch_size=BATCH, vocab=VOCAB)

@@ -60,6 +60,7 @@ WIDE = (1.0, *(float(step) for step in range(40, 2001, 20)))
 COLUMNS = ("bits", "guesses", "scores", "collides", "batches", "positions")
 ABOUT = ("rule", "protocol", "mechanism", "epsilon", "rounds", "memoize")
 SETTINGS = ("seed", "batch", "tokens", "targets", "pool", "public_texts", "authors_games")
+SETTINGS += ("attacks", "layers", "trained_layers", "trained_blocks")
 """What all parts of one log must have in common."""
 
 
@@ -319,7 +320,7 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, nargs="+", default=[5, 7.5, 10])
     parser.add_argument("--rules", nargs="+", default=["published", "token"])
     parser.add_argument("--protocols", nargs="+", default=["game", "authors"])
-    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=PLAYED)
+    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=[*PLAYED])
     parser.add_argument("--trained-layers", type=int, nargs="+", default=[1])
     parser.add_argument("--trained-blocks", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)

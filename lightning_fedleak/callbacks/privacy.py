@@ -20,9 +20,9 @@ def accounting_defenses(trainer: L.Trainer) -> tuple[Defense, ...]:
 def privacy_values(trainer: L.Trainer) -> dict[str, float]:
     """What the releases so far have cost.
 
-    As ``privacy/epsilon``, ``privacy/delta`` and ``privacy/noise_multiplier``, or as
-    ``privacy/<defence>/...`` where several defences account. None of it covers the logs of leakage
-    themselves, nor what a gate decides in sight of them.
+    As ``privacy/epsilon``, ``privacy/delta`` and, where there is one, ``privacy/noise_multiplier``,
+    or as ``privacy/<defence>/...`` where several defences account. None of it covers the logs of
+    leakage themselves, nor what a gate decides in sight of them.
     """
     defenses = accounting_defenses(trainer)
     values: dict[str, float] = {}
@@ -33,7 +33,8 @@ def privacy_values(trainer: L.Trainer) -> dict[str, float]:
             continue
         if cost is not None:
             root = "privacy" if len(defenses) == 1 else f"privacy/{defense.name}"
-            values |= {f"{root}/{name}": float(getattr(cost, name)) for name in LOGGED}
+            known = {name: getattr(cost, name) for name in LOGGED}
+            values |= {f"{root}/{n}": float(v) for n, v in known.items() if v is not None}
     return values
 
 

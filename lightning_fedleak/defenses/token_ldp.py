@@ -17,6 +17,7 @@ from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseErro
 from lightning_fedleak.defenses.ldp_mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.ldp_reference import clients
 from lightning_fedleak.defenses.noise import base_of
+from lightning_fedleak.defenses.privacy import Privacy
 from lightning_fedleak.defenses.token_batches import PUBLIC_FIELDS, BatchForm
 from lightning_fedleak.defenses.token_draws import Implementation, draw
 from lightning_fedleak.defenses.token_promise import Per, Promise
@@ -230,6 +231,11 @@ class TokenLDP(Defense):
         """Epsilon of a row over all its releases so far, by basic composition."""
         releases = self.releases_per_example
         return self.epsilon_per_sequence * releases if releases else 0.0
+
+    @property
+    def privacy(self) -> Privacy:
+        """Epsilon of a row over all its releases so far, with a delta of 0."""
+        return Privacy(self.epsilon_spent, 0.0, None, 1.0, self.releases_per_example)
 
     def before_setup(self, context: DefenseContext) -> None:
         """Finds vocabulary, special tokens and the kind of labels; makes the domain.

@@ -188,7 +188,8 @@ def run_cell(cell: Cell, folder: Path) -> CellResult:
     privacy: dict[str, float | None] = {}
     for defense in defenses:
         if (cost := defense.privacy) is not None:
-            privacy |= {k: v if math.isfinite(v) else None for k, v in asdict(cost).items()}
+            known = {k: v for k, v in asdict(cost).items() if v is not None}
+            privacy |= {k: v if math.isfinite(v) else None for k, v in known.items()}
     return CellResult(
         val_loss=None if loss is None else float(loss),
         privacy=privacy,

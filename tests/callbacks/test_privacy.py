@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_fedleak.attacks import FCMembership
 from lightning_fedleak.callbacks import LeakageMonitor
-from lightning_fedleak.defenses import DPSGD, GradientNoise, Privacy
+from lightning_fedleak.defenses import DPSGD, GradientNoise, Privacy, TokenLDP
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.lightning_modules import random_token_loader
 from tests.strategies.dpsgd_runs import CausalLM
@@ -43,7 +43,8 @@ def run(tmp_path: Path, *defenses: Any) -> tuple[LeakageMonitor, L.Trainer]:
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    trainer.fit(CausalLM(), random_token_loader(24))
+    # Poisson batches of half the examples: none is empty and puts a look off.
+    trainer.fit(CausalLM(), random_token_loader(24, batch_size=12))
     return monitor, trainer
 
 
@@ -66,6 +67,19 @@ def test_epsilon_is_logged_beside_utility_and_leakage(tmp_path: Path) -> None:
     tags = events.Tags()["scalars"]
     assert {"privacy/epsilon", "utility/train_loss", "leakage/fc_membership/auc"} <= set(tags)
     assert float(trainer.callback_metrics["privacy/epsilon"]) > 0
+
+
+@pytest.mark.filterwarnings("ignore:TokenLDP")
+@pytest.mark.parametrize(("per", "epsilon"), [("sequence", 3.0), ("token", 3.0 * 12)])
+def test_epsilon_of_replaced_words_is_that_of_a_row(tmp_path: Path, per, epsilon: float) -> None:
+    defense = TokenLDP("grr", epsilon=3.0, per=per, special_ids=[])
+    monitor, trainer = run(tmp_path, defense)
+    assert monitor.latest["privacy/epsilon"] == pytest.approx(epsilon)
+    assert monitor.latest["privacy/delta"] == 0.0
+    assert "privacy/noise_multiplier" not in monitor.latest
+    events = EventAccumulator(str(trainer.log_dir))
+    events.Reload()
+    assert "privacy/epsilon" in events.Tags()["scalars"]
 
 
 def test_several_are_told_apart_and_an_infinite_one_is_not_plotted(tmp_path: Path) -> None:

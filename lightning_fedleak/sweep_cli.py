@@ -209,6 +209,11 @@ def explanation(results: Sequence[tuple[Cell, CellResult]]) -> str:
         "run). An AUC of .5 is guessing. A low number says that these attacks fail, not that none "
         "succeeds.",
     ]
+    if len({cell.defense.kind for cell, r in results if "epsilon" in r.privacy}) > 1:
+        lines.append(
+            "Epsilons of different defences speak of different neighbours and adversaries: each "
+            "defence's `guarantee` says of which. They are not to be compared."
+        )
     unknown = {
         f"{cell.defense}, {name}: unknown at {found.unknown} of {found.looks + found.unknown} "
         f"looks: {found.why}"

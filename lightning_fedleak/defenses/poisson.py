@@ -315,9 +315,10 @@ def _check_none_of_several(loader: DataLoader[Any]) -> None:
 def _shard(loader: DataLoader[Any]) -> range:
     """Indices of this process's examples."""
     size, sampler = len(_sized(loader.dataset)), loader.sampler
-    if isinstance(sampler, RandomSampler) and not sampler.replacement:
+    # Of these classes exactly: one derived from them may choose, or repeat, what it likes.
+    if type(sampler) is RandomSampler and not sampler.replacement:
         plain = sampler.num_samples == size
-    elif isinstance(sampler, DistributedSampler) and sampler.dataset is loader.dataset:
+    elif type(sampler) is DistributedSampler and sampler.dataset is loader.dataset:
         return range(sampler.rank, size, sampler.num_replicas)
     else:
         plain = type(sampler) is SequentialSampler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import namedtuple
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -226,6 +227,18 @@ class OwnBatches(BatchSampler):
     pass
 
 
+class Twice(RandomSampler):
+    """Of a class of torch's, with a way of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([0, 0])
+
+
+class TwiceApart(DistributedSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter([0, 0])
+
+
 class OwnLoader(DataLoader):
     def __iter__(self):
         return iter(())
@@ -263,6 +276,8 @@ WEIGHTED = WeightedRandomSampler([1.0] * 20, 20)
         (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "RandomSampler"),
         (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=5)), "RandomSampler"),
         (DataLoader(DATA, sampler=DistributedSampler(numbers(9), 2, 0)), "DistributedSampler"),
+        (DataLoader(DATA, sampler=Twice(DATA)), "Twice"),
+        (DataLoader(DATA, sampler=TwiceApart(DATA, 2, 0)), "TwiceApart"),
         (DataLoader(DATA, sampler=DistributedSamplerWrapper(WEIGHTED, 2, 0)), "WeightedRandom"),
         (poisson(DataLoader(DATA, batch_size=2)), "already"),
         (DataLoader(Subset(DATA, []), batch_size=2), "no examples"),

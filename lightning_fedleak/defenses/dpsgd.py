@@ -34,7 +34,7 @@ from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.per_sample import Clipping
 from lightning_fedleak.defenses.privacy import Privacy
 from lightning_fedleak.defenses.renyi_filter import RenyiFilter
-from lightning_fedleak.defenses.sampling import Sampling, sampling_of
+from lightning_fedleak.defenses.sampling import Sampling, check_same_data, sampling_of
 from lightning_fedleak.defenses.shards import reshard
 from lightning_fedleak.defenses.team import Team
 from lightning_fedleak.defenses.update import NoiseGauge
@@ -301,6 +301,7 @@ class DPSGD(Defense):
             steps = functools.partial(planned_steps, context, len(sampling.loader))
             self._budget.settle(sampling.rate, delta, steps)
         team.check_alike(examples=sampling.examples, batch_size=sampling.expected)
+        check_same_data(sampling.loader, team, poisson=self.poisson)
         # Found on another machine, it may differ in its last bits.
         self.noise_multiplier = team.told_by_first(self.noise_multiplier)
         return sampling.loader
@@ -359,6 +360,8 @@ class DPSGD(Defense):
         """
         team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
         step, sampling = self._in_fit()
+        # What follows sends other messages where these differ.
+        team.check_alike(noise_multiplier=sigma, releases=self.releases)
         with team.together():
             clipped = step.clipped(parameters, context)
         clipped.check_explained(parameters, context, team)
@@ -367,7 +370,6 @@ class DPSGD(Defense):
         checking = step.check.is_due(self.releases)
         if checking:
             clipped.check_complete(parameters, context, team)
-        team.check_alike(noise_multiplier=sigma, releases=self.releases)
         with team.together():
             self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
         release, self.releases = self.releases, self.releases + 1

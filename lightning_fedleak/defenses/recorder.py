@@ -71,6 +71,7 @@ class Recorder:
         self.samples = 0
         self.half = False
         self._open = self._looking = False
+        self._counting = True
         self._positional: set[nn.Module] = set()
         self._handles: list[Any] = []
         self.root = root
@@ -104,10 +105,14 @@ class Recorder:
             raise self._refused
 
     @contextmanager
-    def step(self, samples: int) -> Iterator[None]:
-        """Records the calls inside, of a batch of ``samples``; forgets what came before."""
+    def step(self, samples: int, *, counts: bool = True) -> Iterator[None]:
+        """Records the calls inside, of a batch of ``samples``; forgets what came before.
+
+        Gradients of a batch that does not count are made zero at every trained layer, also where
+        they are NaN, and are not recorded.
+        """
         self.clear()
-        self.samples, self._open = samples, True
+        self.samples, self._open, self._counting = samples, True, counts
         try:
             yield
         finally:
@@ -183,6 +188,9 @@ class Recorder:
         source = first_input(args, kwargs)
         layout = self._layout(name, module, source, output)
         self.calls.append(Call(name, get_gradient_edge(output), layout, True))
+        if not self._counting:
+            output.register_hook(self._silenced)  # type: ignore[no-untyped-call]
+            return
         source = source.detach()
         arrived = functools.partial(self._arrived, module, source, self.parts)
         output.register_hook(arrived)  # type: ignore[no-untyped-call]
@@ -213,6 +221,9 @@ class Recorder:
                 "samples in every trainable layer, or freeze this one."
             )
         return ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
+
+    def _silenced(self, gradient: Tensor) -> Tensor | None:
+        return None if self._looking else torch.zeros_like(gradient)
 
     def _arrived(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,10 @@ from lightning_fedleak.defenses.poisson import (
     is_sharded,
     poisson_loader,
 )
+from lightning_fedleak.defenses.team import Team
+
+COMPARED = 5
+"""Examples by which it is seen whether the processes of a client hold the same dataset."""
 
 
 @dataclass(frozen=True)
@@ -134,4 +140,60 @@ def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
         )
 
 
-__all__ = ["Sampling", "sampling_of"]
+def check_same_data(loader: DataLoader[Any], team: Team, *, poisson: bool) -> None:
+    """Refuses processes of one client whose parts may overlap; a collective.
+
+    The parts are places in the dataset. Where a process has shuffled or split it in its own way, an
+    example may be in several parts, clipped in each and more than once in the sum; so too where
+    samplers shuffle by different seeds and their batches are taken as they are. A few examples are
+    compared, if loading one twice gives the same.
+
+    Args:
+        loader: as it trains; its dataset is whole in each process.
+        team: the processes of this client.
+        poisson: the sampler was replaced.
+
+    Raises:
+        DefenseError: they differ, or an example cannot be loaded.
+    """
+    if team.size == 1:
+        return
+    if not poisson:
+        sampler: Any = loader.sampler
+        names = "seed", "shuffle", "drop_last"
+        team.check_alike(**{f"the sampler's {n}": float(getattr(sampler, n)) for n in names})
+    with team.together():
+        digest, again = _digest(loader.dataset), _digest(loader.dataset)
+    changes, high, low = team.largest([digest != again, digest, -digest])
+    if high != -low and not changes:
+        raise DefenseError(
+            "DPSGD: the processes of the client hold other examples at the same places of their "
+            "datasets, so an example may be in the parts of two of them, clipped in each and twice "
+            "in the sum. Shuffle and split the data by the same seed in all processes."
+        )
+
+
+def _digest(dataset: Any) -> int:
+    """48 bits of a few examples."""
+    last = len(dataset) - 1
+    examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
+    found = hashlib.sha256("\0".join(_plain(examples)).encode())
+    return int.from_bytes(found.digest()[:6], "big")
+
+
+def _plain(value: Any) -> Iterator[str]:
+    """The numbers and words in an example."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield repr(key)
+            yield from _plain(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _plain(item)
+    elif hasattr(value, "tolist"):
+        yield repr(value.tolist())
+    elif isinstance(value, str | bytes | int | float):
+        yield repr(value)
+
+
+__all__ = ["Sampling", "check_same_data", "sampling_of"]

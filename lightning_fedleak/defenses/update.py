@@ -162,18 +162,20 @@ class ClippedSum:
         self, parameters: Sequence[nn.Parameter], team: Team
     ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
         """Each parameter with its place, and this process's part of its sum; small ones at once."""
+        if team.size == 1:
+            for index, parameter in enumerate(parameters):
+                yield index, parameter, self.sum_of(parameter)
+            return
         start = 0
         while start < len(parameters):
             end, numbers = start + 1, parameters[start].numel()
             while end < len(parameters) and numbers + parameters[end].numel() <= AT_ONCE:
                 numbers, end = numbers + parameters[end].numel(), end + 1
-            some = parameters[start:end] if team.size > 1 else parameters[start : start + 1]
-            totals = [self.sum_of(parameter) for parameter in some]
-            if team.size > 1:
-                totals = own_parts_of_sums(totals, some)
+            some = parameters[start:end]
+            totals = own_parts_of_sums([self.sum_of(parameter) for parameter in some], some)
             for index, (parameter, total) in enumerate(zip(some, totals, strict=True), start):
                 yield index, parameter, total
-            start += len(some)
+            start = end
 
     def check_explained(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext, team: Team
@@ -207,7 +209,8 @@ class ClippedSum:
         Raises:
             DefenseError: says which parameter.
         """
-        rows = [self._along_a_direction(index, p, team) for index, p in enumerate(parameters)]
+        with team.together():
+            rows = [self._along_a_direction(i, p, team) for i, p in enumerate(parameters)]
         numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).to(context.device)
         sums = team.summed(numbers).tolist()
         coarse = self._half or context.precision.startswith("bf16")

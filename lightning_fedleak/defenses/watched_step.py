@@ -107,7 +107,8 @@ class WatchedStep:
             recorder.clear()
             return zero_on_the_graph(context.root)
         buffers = Buffers(context.root)
-        with recorder.step(samples), buffers.sent_first() if is_ddp(context) else nullcontext():
+        sent = buffers.sent_first() if is_ddp(context) else nullcontext()
+        with recorder.step(samples, counts=not self._stands_in), sent:
             output = training_step()
         with team.together():
             recorder.check()

@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_fedleak.defenses import (
     DPSGD,
@@ -144,6 +145,11 @@ class Sizes(Defense):
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.empty = False
+
+    def before(self, batch: Any, batch_idx: int) -> None:
+        """Of the batch that was drawn."""
+        self.empty = len(batch["labels"]) == 0
 
     def on_batch(self, batch: Any, context: Any) -> Any:
         self.sizes.append(len(batch["labels"]))
@@ -344,7 +350,7 @@ class Runs:
         """Batches so small that many are empty, on one rank or on both."""
         defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1)
         module, run, look = self.fit(
-            defense, twin=LM(), data=loader(n=21, batch_size=1), max_epochs=2
+            defense, twin=LM(), data=loader(n=21, batch_size=1), max_epochs=1
         )
         sizes = [*zip(*gathered(look.sizes), strict=True)]
         zero = [float(v.norm()) == 0 for v in look.stages[Stage.SHARED]]
@@ -386,8 +392,32 @@ class Runs:
             [seen, DPSGD(CLIP, noise_multiplier=1.0, seed=1)],
             look=True,
             data=loader(n=21, batch_size=1),
+            max_steps=6,
         )
         return {"empty": look.sizes.count(0), "seen": min(seen.sizes), "ran": min(module.sizes)}
+
+    def broken_stand_in(self) -> Found:
+        """The loss of what stands in for an empty batch is infinite."""
+        module = self.module()
+        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, loss="trusted")
+        watch = Sizes()
+
+        def training_step(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            loss = module.loss(batch)
+            if watch.empty:
+                module.sizes.append(len(batch["labels"]))
+            return loss * float("inf") if watch.empty else loss
+
+        module.training_step = training_step  # type: ignore[method-assign]
+        module.on_train_batch_start = watch.before  # type: ignore[method-assign]
+        _, _, look = self.fit(
+            [defense], module, twin=LM(), data=loader(n=21, batch_size=1), max_steps=6
+        )
+        return {
+            "ran": module.sizes,
+            "distance": max(look.distances(2.1)),
+            "releases": defense.releases,
+        }
 
     def no_stand_in(self) -> Found:
         """Rank 1 cannot load its own."""
@@ -509,13 +539,39 @@ class Runs:
 
     def shares(self) -> Found:
         plain = {"noise_multiplier": 1.0, "seed": 1}
-        uneven = loader(n=23)
+        uneven, data, rank = loader(n=23), loader(), dist.get_rank()
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(rank))
+        shuffled = DataLoader(Subset(data.dataset, order.tolist()), BATCH, shuffle=True)
+
+        def by_seed(seed: int) -> DataLoader[Any]:
+            sampler = DistributedSampler(data.dataset, 2, rank, shuffle=True, seed=seed)
+            return DataLoader(data.dataset, BATCH, sampler=sampler)
+
         return {
             "whole": self.message(DPSGD(CLIP, **plain), use_distributed_sampler=False),
             "uneven": self.message(DPSGD(CLIP, poisson=False, **plain), data=uneven),
             "even": self.message(DPSGD(CLIP, poisson=False, **plain), max_steps=1),
             "apart": self.message(DPSGD(CLIP, noise_multiplier=1.0 + dist.get_rank(), seed=1)),
+            "shuffled": self.message(DPSGD(CLIP, **plain), data=shuffled),
+            "seeds": self.message(DPSGD(CLIP, poisson=False, **plain), data=by_seed(rank)),
+            "same seeds": self.message(
+                DPSGD(CLIP, poisson=False, **plain), data=by_seed(0), max_steps=1
+            ),
         }
+
+    def hardened_apart(self) -> Found:
+        """One process alone turns its noise up."""
+        defense = DPSGD(
+            CLIP, noise_multiplier=20.0, target_epsilon=3.0, target_delta=1e-3, accountant="filter"
+        )
+
+        class Harden(Callback):
+            def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+                if trainer.global_rank == 1:
+                    defense.harden()
+
+        message = self.message(defense, callbacks=[Harden()], max_steps=2)
+        return {"message": message, "releases": defense.accountant.steps}
 
 
 def broken(module: LM, loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One of two gloo processes that together are one client, under DDP; see test_dpsgd_world.py."""
+"""One of two gloo processes that together are one client; see test_dpsgd_world.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from lightning.pytorch.strategies import DDPStrategy
 
+from tests.strategies import dpsgd_fsdp2_worker as fsdp2
 from tests.strategies.dpsgd_world_runs import BREAKS, MODELS, Runs, run_cases
 
 RUNS = Runs(DDPStrategy)
 UNUSED = Runs(lambda: DDPStrategy(find_unused_parameters=True))
 STATIC = Runs(lambda: DDPStrategy(static_graph=True))
-FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else Path()
 
 CASES = {
     **{f"exact {name}": lambda name=name: RUNS.exact(name) for name in MODELS},
@@ -29,17 +29,20 @@ CASES = {
     "frozen": RUNS.frozen,
     "stand-in": RUNS.stand_in,
     "no stand-in": RUNS.no_stand_in,
+    "broken stand-in": RUNS.broken_stand_in,
     "still": RUNS.still,
     "changed": RUNS.changed,
     "mixed": RUNS.mixed,
     "noise": RUNS.noise,
     "rare": RUNS.rare,
     "budget": RUNS.budget,
-    "resume": lambda: RUNS.resume(FOLDER),
+    "resume": lambda: RUNS.resume(Path(sys.argv[1])),
     "hardened": RUNS.hardened,
+    "hardened apart": RUNS.hardened_apart,
     "shares": RUNS.shares,
     **{f"refused {name}": lambda b=b: RUNS.refused(b) for name, b in BREAKS.items()},
 }
 
 if __name__ == "__main__":
-    run_cases(CASES)
+    both = {"ddp": CASES, "fsdp2": fsdp2.CASES}
+    run_cases({f"{s} {name}": case for s, cases in both.items() for name, case in cases.items()})

@@ -1,4 +1,4 @@
-"""DPSGD where two gloo processes are one client: under DDP and FSDP2, one launch each."""
+"""DPSGD where two gloo processes are one client: under DDP and FSDP2, in one launch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,31 @@ ONLY_FSDP2 = (
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     return two_processes("tests.strategies.dpsgd_world_worker", tmp_path_factory.mktemp("world"))
 
 
+def under(strategy: str, both: list[Found]) -> list[Found]:
+    """The cases under one strategy, and the one that broke the launch off."""
+    start = f"{strategy} "
+    return [
+        {
+            name.removeprefix(start): found
+            for name, found in rank.items()
+            if name.startswith(start) or "error" in found
+        }
+        for rank in both
+    ]
+
+
 @pytest.fixture(scope="module")
-def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return two_processes("tests.strategies.dpsgd_fsdp2_worker", tmp_path_factory.mktemp("fsdp2"))
+def ddp(both: list[Found]) -> list[Found]:
+    return under("ddp", both)
+
+
+@pytest.fixture(scope="module")
+def fsdp2(both: list[Found]) -> list[Found]:
+    return under("fsdp2", both)
 
 
 @pytest.fixture(params=["ddp", "fsdp2"])
@@ -55,9 +73,12 @@ def test_the_client_shares_the_clipped_sum_over_all_processes(ranks, name: str) 
         check_exact(found, 1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_same_in_bf16_mixed(ranks, name: str) -> None:
-    for found in of(ranks, f"bf16-mixed {name}"):
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [*(("ddp", name) for name in MODELS), ("fsdp2", "gpt2 tied"), ("fsdp2", "lora")],
+)
+def test_the_same_in_bf16_mixed(request: pytest.FixtureRequest, strategy: str, name: str) -> None:
+    for found in of(request.getfixturevalue(strategy), f"bf16-mixed {name}"):
         check_exact(found, 2e-2, releases=2)
 
 
@@ -115,7 +136,7 @@ def test_a_rank_without_samples_takes_part_and_adds_nothing(ranks) -> None:
         assert found["one empty"] > 0
         assert found["both empty"] > 0
         assert found["released nothing"]
-        assert found["steps"] == [20, 20, 20]
+        assert found["steps"] == [10, 10, 10]
         assert found["agree"]
 
 
@@ -125,6 +146,11 @@ def test_what_stands_in_for_an_empty_batch_goes_the_way_of_every_batch(ranks) ->
     for own in found:
         assert own["seen"] > 0
         assert own["ran"] > 0
+    broken = of(ranks, "broken stand-in")
+    assert [size for own in broken for size in own["ran"]]
+    for own in broken:
+        assert own["distance"] < 1e-6
+        assert own["releases"] == 6
     first, second = of(ranks, "no stand-in")
     assert first["message"] == "process 1 of this client refused: the file is gone"
     assert second["message"] == "the file is gone"
@@ -195,6 +221,15 @@ def test_examples_that_two_processes_may_hold_are_refused(ddp) -> None:
         assert "Use poisson=True, or leave examples out" in found["uneven"]
         assert found["even"] == "nothing was refused"
         assert "different values of noise_multiplier, from 1.0 to 2.0" in found["apart"]
+        assert "hold other examples at the same places" in found["shuffled"]
+        assert "different values of the sampler's seed, from 0.0 to 1.0" in found["seeds"]
+        assert found["same seeds"] == "nothing was refused"
+
+
+def test_noise_that_one_process_alone_turns_up_is_refused(ddp) -> None:
+    for found in of(ddp, "hardened apart"):
+        assert "different values of noise_multiplier, from 20.0 to 40.0" in found["message"]
+        assert found["releases"] == 1
 
 
 def test_tensor_parallelism_is_refused(fsdp2) -> None:

@@ -18,7 +18,7 @@ demo: $(READY)
 	@$(BIN)/fedleak demo $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -133,7 +133,7 @@ def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
     sampler = dataloader.sampler
     if len(dataloader.dataset) % sampler.num_replicas and not sampler.drop_last:
         raise DefenseError(
-            f"DPSGD: poisson=False takes the sampler's batches, which repeats examples because "
+            "DPSGD: poisson=False takes the batches of a sampler that repeats examples, because "
             f"{len(dataloader.dataset)} of them are not the same number for each of the "
             f"{sampler.num_replicas} processes. Use poisson=True, or leave examples out "
             "(DistributedSampler(drop_last=True), torch.utils.data.Subset)."

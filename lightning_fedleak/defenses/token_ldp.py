@@ -234,7 +234,10 @@ class TokenLDP(Defense):
 
     @property
     def privacy(self) -> Privacy:
-        """Epsilon of a row over all its releases so far, with a delta of 0."""
+        """Epsilon of a row over all its releases by one client so far, with a delta of 0.
+
+        See :attr:`releases_per_example` for rows that move between clients.
+        """
         return Privacy(self.epsilon_spent, 0.0, None, 1.0, self.releases_per_example)
 
     def before_setup(self, context: DefenseContext) -> None:

@@ -51,7 +51,9 @@ class GateEvent:
         else:
             interval = "" if math.isnan(self.low) else f" (95% {self.low:.3f} to {self.high:.3f})"
             # 0.3003 is not at most 0.3, and should not read like it.
-            digits = next((n for n in (3, 6, 9) if round(self.value, n) != self.at_most), 17)
+            digits = 3
+            if self.value != self.at_most:
+                digits = next((n for n in (3, 6, 9) if round(self.value, n) != self.at_most), 17)
             found = f"{self.metric} = {self.value:.{digits}f}{interval}"
         if self.verdict is not None:
             found += " at this look"

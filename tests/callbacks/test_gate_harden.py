@@ -83,6 +83,12 @@ def test_a_breach_does_not_read_as_none(value: float, said: str) -> None:
     assert float(found) > 0.3
 
 
+def test_a_look_that_is_just_at_the_threshold_reads_like_it() -> None:
+    # A bound over all looks can fire at such a look.
+    event = GateEvent(F1, 3, 0.3, math.nan, math.nan, 0.3, None)
+    assert "f1 = 0.300\n" in str(event)
+
+
 def test_noise_that_is_turned_up_is_in_the_next_update(tmp_path: Path) -> None:
     noise = GradientNoise(clip=None, sigma=1e-3, harden_factor=1000.0, most_notches=1)
     with pytest.warns(UserWarning, match="hardened the run"):

@@ -14,26 +14,38 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 400
+Found = dict[str, dict[str, Any]]
 
 
-def two_processes(module: str, folder: Path) -> list[dict[str, Any]]:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def two_processes(
+    module: str, folder: Path, *, seconds: float = SECONDS, gpus: bool = False
+) -> list[Found]:
     """Runs ``python -m module folder rank`` for ranks 0 and 1 at once.
+
+    Args:
+        module: What is run.
+        folder: For logs and results.
+        seconds: How long each process is waited for before both are killed.
+        gpus: Whether the processes see the machine's GPUs.
 
     Returns:
         What each has written to ``<folder>/<rank>.json``. The test fails where one has not, and
         shows both logs.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "NODE_RANK": "0",
         "WORLD_SIZE": "2",
+        **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
     }
     logs = [folder / f"{rank}.log" for rank in range(2)]
     processes = []
@@ -50,7 +62,7 @@ def two_processes(module: str, folder: Path) -> list[dict[str, Any]]:
             )
     try:
         for process in processes:
-            process.wait(timeout=SECONDS)
+            process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
         pass
     finally:

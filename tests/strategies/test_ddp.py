@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,60 +10,17 @@ import torch
 
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.processes import Found, two_processes
 from tests.strategies.toy import ToyLM, fit
 
 pytestmark = pytest.mark.ddp
-
-ROOT = Path(__file__).parents[2]
-SECONDS = 400
-Found = dict[str, dict[str, Any]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank found, by case."""
     folder = tmp_path_factory.mktemp("ddp")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": "2",
-    }
-    logs = [folder / f"{rank}.log" for rank in range(2)]
-    processes = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.strategies.ddp_worker", str(folder), str(rank)]
-        with log.open("w") as output:
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**environment, "LOCAL_RANK": str(rank)},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        for process in processes:
-            process.wait(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    results = [folder / f"{rank}.json" for rank in range(2)]
-    if not all(path.exists() for path in results):
-        pytest.fail("\n".join(log.read_text()[-4000:] for log in logs))
-    return [json.loads(path.read_text()) for path in results]
+    return two_processes("tests.strategies.ddp_worker", folder, gpus=True)
 
 
 def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +13,8 @@ from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, Freeze
 from lightning_fedleak.strategies import StepError
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
+from tests.helpers.processes import Found, two_processes
 from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, fit, loader, looked
-from tests.strategies.test_ddp import free_port
-
-ROOT = Path(__file__).parents[2]
-SECONDS = 400
-Found = dict[str, dict[str, Any]]
 
 
 def lora() -> torch.nn.Module:
@@ -176,41 +168,7 @@ def test_refused_with_the_mend(build: Any, settings: Any, error: Any, message: s
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank found, by case."""
     folder = tmp_path_factory.mktemp("dpsgd")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": "2",
-    }
-    logs = [folder / f"{rank}.log" for rank in range(2)]
-    processes = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.strategies.dpsgd_worker", str(folder), str(rank)]
-        with log.open("w") as output:
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**environment, "LOCAL_RANK": str(rank)},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        for process in processes:
-            process.wait(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    results = [folder / f"{rank}.json" for rank in range(2)]
-    if not all(path.exists() for path in results):
-        pytest.fail("\n".join(log.read_text()[-4000:] for log in logs))
-    return [json.loads(path.read_text()) for path in results]
+    return two_processes("tests.strategies.dpsgd_worker", folder, gpus=True)
 
 
 def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:

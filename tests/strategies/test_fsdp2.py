@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,48 +10,15 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, Freeze, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.strategies.test_ddp import ROOT, SECONDS, Found, free_port, of
+from tests.helpers.processes import Found, two_processes
+from tests.strategies.test_ddp import of
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank found, by case."""
     folder = tmp_path_factory.mktemp("fsdp2")
-    logs = [folder / f"{rank}.log" for rank in range(2)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": "2",
-    }
-    processes = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.strategies.fsdp2_worker", str(folder), str(rank)]
-        with log.open("w") as output:
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**environment, "LOCAL_RANK": str(rank)},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        for process in processes:
-            process.wait(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    results: list[Path] = [folder / f"{rank}.json" for rank in range(2)]
-    if not all(path.exists() for path in results):
-        pytest.fail("\n".join(log.read_text()[-4000:] for log in logs))
-    return [json.loads(path.read_text()) for path in results]
+    return two_processes("tests.strategies.fsdp2_worker", folder, gpus=True)
 
 
 @pytest.mark.ddp

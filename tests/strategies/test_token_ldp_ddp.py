@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +10,11 @@ import scipy.stats
 
 from lightning_fedleak.defenses.ldp_mechanisms import grr_keep
 from tests.helpers.models import VOCAB
-from tests.strategies.test_ddp import free_port
+from tests.helpers.processes import Found, two_processes
 from tests.strategies.token_ldp_worker import BATCH, EPSILON, LENGTH, ROWS
 
 pytestmark = pytest.mark.ddp
 
-ROOT = Path(__file__).parents[2]
-SECONDS = 600
-Found = dict[str, dict[str, Any]]
 Row = tuple[int, ...]
 
 
@@ -30,41 +22,7 @@ Row = tuple[int, ...]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank saw, by case."""
     folder = tmp_path_factory.mktemp("token_ldp")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": "2",
-    }
-    logs = [folder / f"{rank}.log" for rank in range(2)]
-    processes = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.strategies.token_ldp_worker", folder, str(rank)]
-        with log.open("w") as output:
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**environment, "LOCAL_RANK": str(rank)},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        for process in processes:
-            process.wait(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    results = [folder / f"{rank}.json" for rank in range(2)]
-    if not all(path.exists() for path in results):
-        pytest.fail("\n".join(log.read_text()[-4000:] for log in logs))
-    return [json.loads(path.read_text()) for path in results]
+    return two_processes("tests.strategies.token_ldp_worker", folder, seconds=600, gpus=True)
 
 
 def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:

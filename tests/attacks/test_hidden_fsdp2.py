@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import free_port
+
 
 @pytest.mark.ddp
 def test_a_model_sharded_by_fsdp2_gathers_and_gives_back() -> None:
     worker = Path(__file__).with_name("fsdp2_worker.py")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     root = str(Path(__file__).parents[2])
     ranks = [
         subprocess.Popen(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -14,13 +16,28 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 400
+WORKERS = 16
 Found = dict[str, dict[str, Any]]
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that stays free until processes that are started now listen on it.
+
+    One that the system hands out can be taken by any other connection in the seconds between.
+    These lie below the range it hands out from, and each worker of ``pytest-xdist`` has its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % WORKERS
+    draw = random.SystemRandom()
+    while True:
+        port = draw.randrange(20_000, 32_000, WORKERS) + worker
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
 
 
 def two_processes(

@@ -40,12 +40,11 @@ from lightning_fedleak.auditing.planted import PlantedNeuron
 from lightning_fedleak.defenses import DPSGD
 from lightning_fedleak.defenses.accounting import (
     LARGEST_EPSILON,
-    ORDERS,
     Accountant,
     epsilon_of,
-    rdp_of,
 )
 from lightning_fedleak.defenses.poisson import PoissonBatchSampler
+from lightning_fedleak.defenses.renyi import ORDERS, rdp_of
 from lightning_fedleak.metrics.clustered import auc
 
 SIGMAS = (0.5, 1.0, 2.0, 4.0)

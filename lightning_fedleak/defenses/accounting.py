@@ -26,13 +26,10 @@ from __future__ import annotations
 import functools
 import math
 import os
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.fft import next_fast_len
 from scipy.optimize import brentq
 from torch import Tensor
 
@@ -43,8 +40,9 @@ from lightning_fedleak.defenses.ledger import (
     check_noise_multiplier,
     check_sample_rate,
 )
+from lightning_fedleak.defenses.privacy_loss import prv_epsilon, tightened
+from lightning_fedleak.defenses.renyi import check_opacus, epsilons_of_rdp, rdp_of
 
-Floats = NDArray[np.float64]
 Kind = Literal["prv", "rdp"]
 Trust = Literal["local", "central"]
 History = tuple[tuple[float, float, int], ...]
@@ -56,15 +54,6 @@ LARGEST_EPSILON = 200.0
 """Above this epsilon is infinite."""
 MOST_NOISE = 1e6
 """Largest noise multiplier that :func:`noise_multiplier_for` considers."""
-ORDERS: tuple[float, ...] = (
-    *(1 + x / 10 for x in range(1, 100)),
-    *(float(x) for x in (*range(11, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024)),
-)
-"""Renyi orders that are tried."""
-
-PRV_POINTS = 2**21
-PRV_ERROR = 0.002
-PRV_LARGEST_LOSS = 650.0
 KEPT = 64
 
 
@@ -87,7 +76,7 @@ class Accountant:
 
     def __init__(self, kind: Kind = "prv", ledger: str | os.PathLike[str] | None = None) -> None:
         _check_kind(kind)
-        _opacus()
+        check_opacus()
         self.kind: Kind = kind
         self._ledger = Ledger(ledger)
         self._known: dict[tuple[float, History], float] = {}
@@ -232,7 +221,7 @@ def epsilon_of(history: Sequence[tuple[float, float, int]], delta: float, kind: 
     rdp = sum((count * rdp_of(sigma, rate) for sigma, rate, count in history), np.zeros(1))
     epsilon = float(epsilons_of_rdp(rdp, delta).min())
     if kind == "prv" and 0 < epsilon < math.inf:
-        epsilon = _tightened(epsilon, lambda bound: _prv_epsilon(history, delta, bound, rdp))
+        epsilon = tightened(epsilon, lambda bound: prv_epsilon(history, delta, bound, rdp))
     return epsilon if epsilon <= LARGEST_EPSILON else math.inf
 
 
@@ -360,137 +349,6 @@ def check_delta_for(delta: float, examples: int) -> None:
         )
 
 
-# ---- Renyi DP -------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1024)
-def rdp_of(noise_multiplier: float, sample_rate: float) -> Floats:
-    """(len(ORDERS),) Renyi DP of one release at :data:`ORDERS`; read-only."""
-    _opacus()
-    from opacus.accountants.analysis.rdp import compute_rdp
-
-    rdp: Floats
-    if noise_multiplier == 0:
-        rdp = np.full(len(ORDERS), np.inf)
-    else:
-        rdp = np.asarray(
-            compute_rdp(
-                q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(ORDERS)
-            ),
-            dtype=np.float64,
-        )
-        rdp = np.where(rdp >= 0, rdp, np.inf)
-    rdp.flags.writeable = False
-    return rdp
-
-
-def epsilons_of_rdp(rdp: Floats, delta: float) -> Floats:
-    """Epsilon by each order of :data:`ORDERS` (Balle et al. 2020, Theorem 21); not below 0."""
-    return np.maximum(rdp + conversion(delta), 0.0)
-
-
-def conversion(delta: float) -> Floats:
-    """What is added to the Renyi DP of :data:`ORDERS` to get epsilon at ``delta``."""
-    orders = np.asarray(ORDERS)
-    added: Floats = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
-    return added
-
-
-# ---- PRV ------------------------------------------------------------------------------------
-
-
-def _tightened(epsilon: float, prv: Callable[[float], float]) -> float:
-    """The bound that PRV gives with an error below 0.6% of itself, where its mesh allows.
-
-    The error is a share (``PRV_ERROR``) of the scale that PRV is called with. RDP's bound may be
-    many times the answer, at a small sample rate most of all; then the answer sets the scale.
-    """
-    scale = epsilon
-    while True:
-        epsilon = min(epsilon, prv(scale))
-        if not 0 < epsilon < scale / 3:
-            return epsilon
-        scale = 2 * epsilon
-
-
-def _prv_epsilon(
-    history: Sequence[tuple[float, float, int]], delta: float, epsilon: float, rdp: Floats
-) -> float:
-    """Upper bound by PRV with a mesh as fine as the answer asks for, ``inf`` where it has none.
-
-    As ``opacus.accountants.PRVAccountant``, of the same parts, but with stored Renyi divergences
-    (which take most of the time there), a mesh that is neither finer than ``PRV_ERROR`` of the
-    answer asks for nor larger than about ``PRV_POINTS``, and an allowance for rounding: the T-th
-    power of a Fourier transform in float64 shifts delta by up to about ``0.3 T eps`` (measured
-    against the Gaussian mechanism), by which Opacus understates epsilon at a tiny delta (3.6% at
-    delta 1e-13 after 10,000 releases). Six times that is allowed for.
-
-    Args:
-        history: of releases.
-        delta: of the answer.
-        epsilon: about as large as the answer, or larger.
-        rdp: of all releases together, at ``ORDERS``.
-    """
-    from opacus.accountants.analysis import prv
-
-    steps = sum(row[2] for row in history)
-    rounding = 2 * steps * float(np.finfo(np.float64).eps)
-    if rounding > delta / 10:
-        return math.inf
-    delta_error = max(delta / 1000, rounding)
-    loss = max(
-        float(epsilons_of_rdp(rdp, delta_error / 4).min()),
-        *(
-            float(epsilons_of_rdp(rdp_of(sigma, rate), delta_error / (8 * steps)).min())
-            for sigma, rate, _ in history
-        ),
-    )
-    if loss > PRV_LARGEST_LOSS:
-        return math.inf
-    root = math.sqrt(steps * math.log(12 / delta_error) / 2)
-    error = max(PRV_ERROR * epsilon, 2 * (loss + 3) * root / PRV_POINTS)
-    half = max(loss, error) + 3
-    try:
-        with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            width = error / root
-            points = _fast_length(2 * math.ceil(half / width) + 4)
-            half = (points / 2 - 1.5) * width  # create_aligned rounds it up to `points` in all
-            mesh = prv.Domain.create_aligned(-half, half, width)
-            single = [
-                prv.discretize(
-                    prv.TruncatedPrivacyRandomVariable(
-                        prv.PoissonSubsampledGaussianPRV(rate, sigma), mesh.t_min, mesh.t_max
-                    ),
-                    mesh,
-                )
-                for sigma, rate, _ in history
-            ]
-            whole = prv.compose_heterogeneous(
-                dprvs=single, num_self_compositions=[row[2] for row in history]
-            )
-            found = float(whole.compute_epsilon(delta, delta_error, error)[2])
-    except (RuntimeError, ValueError) as reason:
-        warnings.warn(
-            f"PRV has no answer for {list(history)} at delta {delta:g} ({reason}); the epsilon of "
-            "RDP, an upper bound too, is reported instead",
-            stacklevel=2,
-        )
-        return math.inf
-    return max(found, 0.0) if math.isfinite(found) else math.inf
-
-
-def _fast_length(least: int) -> int:
-    """The next even number that an FFT takes quickly: others cost several times as much."""
-    length = int(next_fast_len(least, real=True))
-    while length % 2:
-        length = int(next_fast_len(length + 1, real=True))
-    return length
-
-
-# ---- searching ------------------------------------------------------------------------------
-
-
 class _Search:
     """Answers whether n fits, for growing n, in few calls; what fits, fits for every smaller n."""
 
@@ -538,13 +396,3 @@ def _check_delta(delta: float, name: str = "delta") -> None:
         raise DefenseError(
             f"{name}={delta!r} must lie in (0, 1), and well below one over the number of examples"
         )
-
-
-def _opacus() -> Any:
-    try:
-        import opacus.accountants
-    except ImportError as error:
-        raise DefenseError(
-            "accounting for DP-SGD needs Opacus: pip install 'lightning-fedleak[dp]'"
-        ) from error
-    return opacus.accountants

@@ -11,14 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fedleak.defenses.accounting import (
-    LEAST_NOISE,
-    ORDERS,
-    Floats,
-    History,
-    conversion,
-    rdp_of,
-)
+from lightning_fedleak.defenses.accounting import LEAST_NOISE, History
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.defenses.ledger import (
     Ledger,
@@ -26,6 +19,7 @@ from lightning_fedleak.defenses.ledger import (
     check_noise_multiplier,
     check_sample_rate,
 )
+from lightning_fedleak.defenses.renyi import ORDERS, Floats, conversion, rdp_of
 
 DEFAULT_ORDERS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
 
@@ -189,7 +183,7 @@ class RenyiFilter:
         unknown = sorted(set(orders) - set(ORDERS))
         if not orders or unknown:
             raise DefenseError(
-                f"orders={tuple(orders)!r}: give at least one, out of accounting.ORDERS"
+                f"orders={tuple(orders)!r}: give at least one, out of renyi.ORDERS"
                 + (f"; {unknown} are not in it" if unknown else "")
             )
         known = tuple(sorted(set(orders)))

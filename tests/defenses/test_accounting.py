@@ -19,20 +19,19 @@ from scipy import integrate
 from scipy.optimize import brentq
 
 from lightning_fedleak.auditing import gaussian_epsilon
-from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses import accounting as module
+from lightning_fedleak.defenses import DefenseError, accounting, privacy_loss
 from lightning_fedleak.defenses.accounting import (
     LARGEST_EPSILON,
     LEAST_NOISE,
-    ORDERS,
     Accountant,
     check_delta_for,
     effective_noise_multiplier,
     epsilon_of,
     noise_multiplier_for,
-    rdp_of,
 )
 from lightning_fedleak.defenses.ledger import Ledger
+from lightning_fedleak.defenses.privacy_loss import PRV_POINTS
+from lightning_fedleak.defenses.renyi import ORDERS, rdp_of
 from lightning_fedleak.defenses.renyi_filter import RenyiFilter, best_order
 
 pytest.importorskip("opacus")
@@ -206,7 +205,7 @@ def test_hardly_any_noise_is_none(kind, monkeypatch) -> None:
     def never(*args, **kwargs):
         raise AssertionError("the accountant was called")
 
-    monkeypatch.setattr(module, "_prv_epsilon", never)
+    monkeypatch.setattr(accounting, "prv_epsilon", never)
     for sigma in (0.0, 1e-3, LEAST_NOISE * 0.99):
         assert epsilon_of([(sigma, 0.01, 5)], 1e-5, kind) == math.inf
     assert epsilon_of([(1.0, 1.0, 10**7)], 1e-5, kind if kind == "rdp" else "rdp") == math.inf
@@ -218,7 +217,7 @@ def test_the_least_noise_gives_no_guarantee_worth_the_name() -> None:
 
 
 def test_prv_gives_up_on_a_loss_beyond_floats_and_rdp_stands(monkeypatch) -> None:
-    monkeypatch.setattr(module, "PRV_LARGEST_LOSS", 1.0)
+    monkeypatch.setattr(privacy_loss, "PRV_LARGEST_LOSS", 1.0)
     history = [(1.0, 0.1, 100)]
     assert epsilon_of(history, 1e-5, "prv") == epsilon_of(history, 1e-5, "rdp")
 
@@ -258,7 +257,7 @@ def test_the_mesh_of_prv_is_bounded(monkeypatch) -> None:
     for history in ([(0.06, 0.001, 1)], [(20.0, 1e-3, 50000)]):
         assert epsilon_of(history, 1e-6, "prv") < math.inf
     assert len(sizes) == 2
-    assert max(domain.size for domain in sizes) <= 1.2 * module.PRV_POINTS
+    assert max(domain.size for domain in sizes) <= 1.2 * PRV_POINTS
 
 
 # ---- Accountant -----------------------------------------------------------------------------
@@ -283,7 +282,7 @@ def test_with_slack_epsilon_is_an_upper_bound_of_few_calls(monkeypatch) -> None:
         calls.append(history)
         return epsilon_of(history, delta, "rdp")
 
-    monkeypatch.setattr(module, "epsilon_of", counted)
+    monkeypatch.setattr(accounting, "epsilon_of", counted)
     accountant, worst = Accountant("prv"), 1.0
     for _ in range(2000):
         accountant.step(1.0, 0.01)
@@ -307,7 +306,7 @@ def test_allows_is_exact_in_few_calls(kind, monkeypatch) -> None:
         calls.append(history)
         return epsilon_of(history, delta, "rdp")
 
-    monkeypatch.setattr(module, "epsilon_of", counted)
+    monkeypatch.setattr(accounting, "epsilon_of", counted)
     accountant = Accountant(kind)
     budget = epsilon_of([(1.0, 0.01, 777)], 1e-5, "rdp")
     while accountant.allows(budget, 1e-5, 1.0, 0.01):

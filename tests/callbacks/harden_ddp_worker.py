@@ -24,7 +24,7 @@ from lightning_fedleak.defenses import DPSGD, ActivationNoise, Defense, Freeze, 
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
-from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
 from tests.strategies.ddp_worker import Case, ranks_agree
 from tests.strategies.dpsgd_runs import CausalLM
@@ -99,13 +99,16 @@ def watched(
     given = {"at_most": -1.0, "action": "harden"} | (gate or {})
     found, notches = RiskGate(metric, **given), Notches()  # type: ignore[arg-type]
     strategy = DefendedStrategy("ddp", DEFENSES[defense](), client=client)  # type: ignore[arg-type]
+    # Six steps an epoch. A Poisson batch of 10 of 60 is never empty on both processes, which would
+    # put a look off.
+    size = {"n": 120, "batch_size": 10} if defense == "dpsgd" else {"n": 48}
     trainer = fit(
         [found, monitor, notches],
         root,
         module=module(defense),
         strategy=strategy,
         devices=2,
-        n=48,
+        loader=random_token_loader(**size),
         **settings,
     )
     return trainer, found, monitor, notches.seen, strategy.defenses

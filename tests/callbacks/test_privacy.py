@@ -43,8 +43,9 @@ def run(tmp_path: Path, *defenses: Any) -> tuple[LeakageMonitor, L.Trainer]:
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    # Poisson batches of half the examples: none is empty and puts a look off.
-    trainer.fit(CausalLM(), random_token_loader(24, batch_size=12))
+    # A Poisson batch of 50 of 200 is never empty, which would put a look off, and never holds all
+    # texts of the one before, which are the games' non-members.
+    trainer.fit(CausalLM(), random_token_loader(200, batch_size=50))
     return monitor, trainer
 
 

@@ -319,7 +319,7 @@ class ShardedGPT2(CausalLMModule):
 @case("activation noise")
 def activation_noise(_: Path) -> dict[str, Any]:
     """The same text on both ranks, in one step whose states are read with and without noise."""
-    text = random_token_loader(n=1, batch_size=1)
+    text = random_token_loader(n=1, batch_size=1, length=48)
     found = []
     for defenses in ([], [ActivationNoise(1, 0.5)]):
         strategy = DefendedStrategy(fsdp2(), defenses, client="world")

@@ -116,7 +116,7 @@ def test_all_ranks_are_one_client(ranks) -> None:
     for found in of(ranks, "world"):
         assert found["local"] < 1e-5
         n = found["coordinates"]
-        low, high = scipy.stats.chi2.ppf([1e-6, 1 - 1e-6], n)
+        low, high = scipy.stats.chi2.ppf([1e-9, 1 - 1e-9], n)
         assert low < n * found["noise mean square"] < high
         for fact in ("same noise", "aggregate is shared", "ranks agree", "wrapped", "separates"):
             assert found[fact], fact

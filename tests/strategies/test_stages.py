@@ -181,7 +181,7 @@ def test_an_empty_update_is_noised_too() -> None:
         def training_step(self, batch, batch_idx):
             return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
-    tap, noise = Recorder(), GradientNoise(clip=1.0, sigma=1.0)
+    tap, noise = Recorder(), GradientNoise(clip=1.0, sigma=1.0, seed=1)
     strategy = DefendedStrategy("auto", [noise])
     strategy.add_tap(tap)
     fit(strategy, Skipping, max_steps=3)

@@ -16,6 +16,8 @@ from tests.strategies.token_ldp_worker import BATCH, EPSILON, LENGTH, ROWS
 pytestmark = pytest.mark.ddp
 
 Row = tuple[int, ...]
+BY_CHANCE = 1e-9
+"""Nothing here is seeded: each right law is rejected so often."""
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +57,16 @@ def kept(found: list[tuple[Row, Row]]) -> list[bool]:
 
 
 def independent(one: list[tuple[Row, Row]], other: list[tuple[Row, Row]]) -> bool:
-    """Whether words survive in both as often as by independent draws of GRR, not more."""
+    """Whether words survive in both as often as by independent draws of GRR, not more.
+
+    Draws that are independent are taken for such ones but for ``BY_CHANCE``.
+    """
     assert [true for true, _ in one] == [true for true, _ in other]
     both = sum(a and b for a, b in zip(kept(one), kept(other), strict=True))
     keep = grr_keep(VOCAB - 3, EPSILON)
     n = len(one) * LENGTH
     same = scipy.stats.binomtest(both, n, keep).pvalue
-    return bool(scipy.stats.binomtest(both, n, keep**2).pvalue > 1e-6 > same)
+    return bool(scipy.stats.binomtest(both, n, keep**2).pvalue > BY_CHANCE > same)
 
 
 CASES = ["rank memoised", "rank fresh", "rank shuffled"]
@@ -72,9 +77,11 @@ CASES += ["world memoised", "world fresh", "world shuffled"]
 def test_words_survive_by_the_mechanisms_law_and_ranks_stay_equal(ranks, name: str) -> None:
     found = of(ranks, name)
     for one in found:
-        survived = kept(pairs(one)[:ROWS])
+        # Shuffled rows may come twice, and those that are memoised are drawn once.
+        survived = kept(sorted(set(pairs(one)[:ROWS])))
         law = grr_keep(VOCAB - 3, EPSILON)
-        assert scipy.stats.binomtest(sum(survived), len(survived), law).pvalue > 1e-6
+        assert len(survived) >= ROWS // 2 * LENGTH
+        assert scipy.stats.binomtest(sum(survived), len(survived), law).pvalue > BY_CHANCE
         assert len(one["seen"]) == 2 * ROWS
         assert one["labels are inputs"]
         assert one["ranks agree"]
@@ -95,9 +102,9 @@ def test_each_rank_is_a_client_with_replacements_of_its_own(ranks) -> None:
 def test_a_row_that_moves_between_clients_is_released_by_each_once(ranks) -> None:
     first, second = of(ranks, "rank shuffled")
     moved = replacements(first).keys() & replacements(second).keys()
-    assert moved
-    for row in moved:
-        assert replacements(first)[row] != replacements(second)[row]
+    assert len(moved) > ROWS // 4
+    # Two clients replace one row alike with a chance of 7e-8: one of all rows may be, not two.
+    assert sum(replacements(first)[row] == replacements(second)[row] for row in moved) <= 1
     for found in (first, second):
         assert {len(seen) for seen in replacements(found).values()} == {1}
         assert found["releases"] == 1

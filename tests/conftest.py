@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread."""
+"""What holds for every test: no network, one thread, random numbers that no other test drew."""
 
 from __future__ import annotations
 
@@ -9,15 +9,42 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
-settings.register_profile("fedleak", derandomize=True, deadline=None, max_examples=50)
+settings.register_profile(
+    "fedleak",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],  # a slow machine is no failure
+    max_examples=50,
+)
 settings.load_profile("fedleak")
+
+
+def _begin_anew() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    os.environ.pop("PL_GLOBAL_SEED", None)  # of seed_everything; Lightning's samplers follow it
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_random_numbers_of_a_file() -> None:
+    """Also for what a file's fixtures draw."""
+    _begin_anew()
+
+
+@pytest.fixture(autouse=True)
+def _own_random_numbers() -> None:
+    """Else what a test draws would depend on which tests its worker has run before."""
+    _begin_anew()
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ def test_help_and_version_load_no_heavy_module(capsys: pytest.CaptureFixture[str
         "heavy = {'torch', 'lightning', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "demo" in done.stdout
     assert "fit" in done.stdout

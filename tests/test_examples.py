@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.processes import SECONDS, environment_of_own
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -73,10 +74,10 @@ def test_defended_ddp(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "defended_ddp.py")],
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=environment_of_own(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
     local = value(done.stdout, "leakage_local/aligned_flatchat/f1 =")

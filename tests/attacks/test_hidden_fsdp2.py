@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import free_port
+from tests.helpers.processes import SECONDS, environment_of_own
 
 
 @pytest.mark.ddp
 def test_a_model_sharded_by_fsdp2_gathers_and_gives_back() -> None:
     worker = Path(__file__).with_name("fsdp2_worker.py")
-    port = str(free_port())
     root = str(Path(__file__).parents[2])
+    environment = environment_of_own(PYTHONPATH=root, MASTER_ADDR="127.0.0.1", WORLD_SIZE="2")
     ranks = [
         subprocess.Popen(
             [sys.executable, str(worker)],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": root,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-            },
+            env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -37,7 +28,7 @@ def test_a_model_sharded_by_fsdp2_gathers_and_gives_back() -> None:
         for rank in (0, 1)
     ]
     try:
-        answers = [rank.communicate(timeout=200) for rank in ranks]
+        answers = [rank.communicate(timeout=SECONDS) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from sklearn.metrics import roc_auc_score
 
 from tests.callbacks.ddp_worker import first_rows
 from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.processes import SECONDS, environment_of_own
 
 pytestmark = pytest.mark.ddp
 
@@ -19,14 +19,13 @@ pytestmark = pytest.mark.ddp
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     root = tmp_path_factory.mktemp("ddp")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", "tests.callbacks.ddp_worker", str(root)],
         cwd=Path(__file__).parents[2],
-        env=environment,
+        env=environment_of_own(CUDA_VISIBLE_DEVICES=""),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

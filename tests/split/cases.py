@@ -19,7 +19,7 @@ from torch import nn
 from lightning_fedleak.split import PeerError, SplitModel, SplitServer, connect, split_model
 from tests.helpers.models import tiny_bert_classifier, tiny_gpt2, tiny_llama
 
-TIMEOUT = 120.0
+TIMEOUT = 600.0
 SGD = partial(torch.optim.SGD, lr=0.02)
 
 

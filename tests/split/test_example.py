@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.processes import SECONDS, environment_of_own
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "split_learning.py"
 
@@ -17,10 +18,10 @@ def test_the_server_reads_the_message(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE)],
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=environment_of_own(CUDA_VISIBLE_DEVICES=""),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
     message, reply = done.stdout.splitlines()

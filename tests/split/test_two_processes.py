@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import torch
 from lightning_fedleak.split import PeerError, SplitClient, connect
 from lightning_fedleak.split.client import trained
 from tests.helpers.models import VOCAB
+from tests.helpers.processes import environment_of_own
 from tests.split.cases import CASES, SGD, TIMEOUT
 
 pytestmark = pytest.mark.ddp
@@ -48,7 +48,7 @@ def runs(tmp_path_factory):
     """What the client saw in each case, what the server left, and the unsplit model's run."""
     folder = tmp_path_factory.mktemp("split")
     command = [sys.executable, "-m", "tests.split.cases", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = environment_of_own(CUDA_VISIBLE_DEVICES="")
     found = {}
     with subprocess.Popen(
         command, cwd=Path(__file__).parents[2], env=environment, stderr=subprocess.PIPE, text=True

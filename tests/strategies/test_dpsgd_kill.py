@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from lightning_fedleak.defenses.accounting import epsilon_of
+from tests.helpers.processes import SECONDS, environment_of_own
 from tests.strategies.dpsgd_lives import LIVES, NOISE, live
 from tests.strategies.dpsgd_runs import BATCH, N
 
@@ -26,10 +27,10 @@ def test_killed_at_ten_random_points_it_forgets_no_release_and_repeats_no_noise(
     ended = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment_of_own(),
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=SECONDS,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     lives = json.loads((tmp_path / "lives.json").read_text())

@@ -24,7 +24,7 @@ BY_CHANCE = 1e-9
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank saw, by case."""
     folder = tmp_path_factory.mktemp("token_ldp")
-    return two_processes("tests.strategies.token_ldp_worker", folder, seconds=600, gpus=True)
+    return two_processes("tests.strategies.token_ldp_worker", folder, gpus=True)
 
 
 def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:

@@ -270,6 +270,8 @@ class Budget:
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """What releases were accounted as, and the noise: as settled, and how turned up."""
         state: dict[str, Tensor | int | float | str] = {}
+        if self.rate is not None and self.delta is not None:
+            state["rate"], state["delta"] = self.rate, self.delta
         if self.notches:
             state["notches"] = self.notches
         if self.noise_multiplier is not None:
@@ -306,6 +308,10 @@ class Budget:
                 "the accountant of the checkpoint, or begin a new run."
             )
         self.notches = max(self.notches, int(state.get("notches", 0)))
+        if self.rate is None and "rate" in state:
+            # Until the data are known here: for who asks what the releases have cost.
+            self.rate = float(state["rate"])
+            self.delta = float(state["delta"]) if self.delta is None else self.delta
         if self._calibrates and "noise_multiplier" in state:
             self.noise_multiplier = float(state["noise_multiplier"])
             self._found = True

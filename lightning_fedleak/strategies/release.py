@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -40,12 +40,17 @@ class Release:
         DefenseError: an unknown ``client``, defences that cannot be told apart, or a wrong order.
     """
 
-    def __init__(self, defenses: Sequence[Defense], client: Client) -> None:
+    def __init__(self, defenses: Iterable[Defense], client: Client) -> None:
         if client not in ("rank", "world"):
             raise DefenseError(
                 f"DefendedStrategy: client={client!r} must be 'rank' (each process is a client) "
                 "or 'world' (all processes together are one)"
             )
+        if isinstance(defenses, Defense) or not isinstance(defenses, Iterable):
+            raise DefenseError(
+                f"DefendedStrategy: defenses={defenses!r} must be a list, even of one: [...]"
+            )
+        defenses = tuple(defenses)  # once: a generator would be empty the second time
         for defense in defenses:
             _check(defense)
         names = [defense.name for defense in defenses]
@@ -54,7 +59,7 @@ class Release:
                 f"DefendedStrategy: defenses named alike: {names}. A defence may be given once; "
                 "two instances of one class need different `name`s."
             )
-        self.defenses = tuple(defenses)
+        self.defenses = defenses
         for place, defense in enumerate(self.defenses):
             defense.check_order(self.defenses[:place], self.defenses[place + 1 :])
         self.client: Client = client
@@ -218,7 +223,10 @@ class Release:
 
         One inside of an optimizer that is guarded steps after the release.
         """
-        if self._paused or self._context is None or id(optimizer) in self._removers:
+        if self._paused or self._context is None:
+            return
+        if id(optimizer) in self._removers:
+            self._just_released.clear()  # gradients that come from here on are new
             return
         trained = {id(p) for p in self._context.root.parameters() if p.requires_grad}
         open_ = [p for p in _released(optimizer) if p.grad is not None and id(p) in trained]

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import DefenseContext, DefenseError
+from lightning_fedleak.strategies.launcher import BringsBackStates
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY, Release
 from lightning_fedleak.strategies.step import check_optimizer
 
@@ -167,6 +169,12 @@ class DDPSeam(Seam, DDPStrategy):
         for method in ("configure_ddp", "_setup_model"):
             if getattr(inner, method) is not getattr(DDPStrategy, method):
                 _refuse(f"{inner.__name__}.{method}", "pass a plain DDPStrategy")
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._fedleak.defenses and type(self._launcher) is _MultiProcessingLauncher:
+            assert self._start_method != "popen"
+            self._launcher = BringsBackStates(self, start_method=self._start_method)
 
     def _process(self) -> int:
         return int(self.global_rank)

@@ -1,0 +1,62 @@
+"""Defences that are given in other ways than in a list, or used by several Trainers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fedleak.defenses import DPSGD, DefenseError, GradientNoise
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.processes import free_port
+from tests.strategies.toy import ToyLM, fit, loader, trainer
+
+
+def noise() -> GradientNoise:
+    return GradientNoise(1.0, 1.0)
+
+
+def test_a_generator_is_read_once() -> None:
+    strategy = DefendedStrategy("auto", (defense for defense in [noise()]))  # type: ignore[arg-type]
+    assert [defense.name for defense in strategy.defenses] == ["gradient_noise"]
+    assert DefendedStrategy("auto", (noise(),)).defenses[0].name == "gradient_noise"
+
+
+@pytest.mark.parametrize("given", [noise(), None])
+def test_what_is_no_list_is_refused(given: Any) -> None:
+    with pytest.raises(DefenseError, match="must be a list, even of one"):
+        DefendedStrategy("auto", given)
+
+
+def test_gradients_after_the_release_are_not_those_that_were_released() -> None:
+    class Twice(ToyLM):
+        """Steps an optimizer of its own with what came after the defended step."""
+
+        def __init__(self) -> None:
+            super().__init__("sgd")
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            known, own = self.optimizers(), torch.optim.SGD(self.parameters(), lr=0.1)
+            self.manual_backward(self.loss(batch))
+            known.step()
+            known.zero_grad()
+            self.manual_backward(self.loss(batch))
+            own.step()
+
+    with pytest.raises(DefenseError, match="no defence has seen"):
+        fit(DefendedStrategy("auto", [noise()]), Twice)
+
+
+def test_what_was_released_in_processes_that_ended_is_remembered(monkeypatch) -> None:
+    defense = DPSGD(1.0, noise_multiplier=1.0, accountant="rdp")
+    for releases in (2, 4):
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        fit(DefendedStrategy("ddp_spawn", [defense]), devices=2, max_steps=2)
+        assert defense.releases == defense.privacy.releases == releases
+    assert 0 < defense.privacy.epsilon < 100
+    assert defense.privacy.delta == pytest.approx(0.1 / 24)
+    again = trainer(DefendedStrategy("auto", [defense]), max_steps=1)
+    with pytest.raises(DefenseError, match="not those of the 4 releases before"):
+        again.fit(ToyLM(), loader())

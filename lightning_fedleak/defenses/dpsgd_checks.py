@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.layers import has_ghost_rule, refusal
@@ -136,10 +137,10 @@ def check_loader(context: DefenseContext) -> None:
     Raises:
         DefenseError: there are.
     """
-    loaders = getattr(trainer_of(context), "train_dataloader", None)
-    if isinstance(loaders, list | tuple | dict) and len(loaders) > 1:
+    loaders = len(tree_leaves(getattr(trainer_of(context), "train_dataloader", None)))
+    if loaders > 1:
         raise DefenseError(
-            f"DPSGD: {len(loaders)} training loaders at once; an example is sampled from one. "
+            f"DPSGD: {loaders} training loaders at once; an example is sampled from one. "
             "Return one DataLoader (torch.utils.data.ConcatDataset joins datasets)."
         )
 
@@ -183,6 +184,12 @@ def planned_steps(context: DefenseContext, per_epoch: int) -> int:
         DefenseError: that has no end.
     """
     trainer = trainer_of(context)
+    if any(type(c).__name__ == "_LRCallback" for c in getattr(trainer, "callbacks", ())):
+        raise DefenseError(
+            "DPSGD: the learning rate finder trains for steps of its own, and the noise for "
+            "target_epsilon would be found for those alone. Find the learning rate on public data "
+            "or in a run without DPSGD, or give noise_multiplier: then its steps are accounted too."
+        )
     limit = getattr(trainer, "limit_train_batches", 1.0)
     if isinstance(limit, int):
         per_epoch = min(per_epoch, limit)
@@ -208,7 +215,7 @@ def count_samples(batch: Any) -> int:
     Raises:
         DefenseError: there is none.
     """
-    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
     if len(sizes) != 1:
         found = "no tensors" if not sizes else f"tensors with first dimensions {sorted(sizes)}"
         raise DefenseError(
@@ -236,15 +243,16 @@ def loss_with_graph(output: Any, samples: int) -> Tensor:
     )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors of a batch, in mappings, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
 
 
 def sizes_of(dataloader: Any) -> tuple[int, int]:
@@ -260,7 +268,8 @@ def sizes_of(dataloader: Any) -> tuple[int, int]:
     if dataset is None or not hasattr(dataset, "__len__") or not batch_size:
         raise DefenseError(
             f"DPSGD needs one DataLoader with batch_size and a dataset that has a length, got "
-            f"{type(dataloader).__name__}."
+            f"{type(dataloader).__name__} with batch_size={batch_size}. Pass batch_size=... "
+            "instead of batch_sampler=..."
         )
     return len(dataset), int(batch_size)
 
@@ -359,6 +368,7 @@ __all__ = [
     "planned_steps",
     "same_draw",
     "sizes_of",
+    "tensors_of",
     "trainer_of",
     "unsharded",
 ]

@@ -52,6 +52,12 @@ def refusal(name: str, module: nn.Module) -> str:
             f"the parameters {names} hang on a {kind} that has layers inside. Put them into a "
             "module of their own, or freeze them."
         )
+    if type(module) in _RULES and not {"weight", "bias"}.issuperset(loose):
+        return (
+            f"'{name}' ({kind}) trains {names}. Its weight is computed from other parameters, as "
+            "weight_norm and spectral_norm do, so their per-sample gradients cannot be told. Take "
+            "that off (torch.nn.utils.remove_weight_norm), or freeze it."
+        )
     if isinstance(module, nn.RNNBase):
         return f"'{name}' is a {kind}; use opacus.layers.DP{kind}, or freeze it."
     if isinstance(module, nn.Embedding):
@@ -178,6 +184,13 @@ def _any(
             x = source.reshape(samples, rows, *source.shape[1:])
             upstream = gradient.reshape(samples, rows, *gradient.shape[1:])
             found = vmap(one, randomness="error")(x, upstream)
+    except Exception as error:
+        raise DefenseError(
+            f"DPSGD: a {plain_type(module).__name__} cannot be run again for one sample at a time "
+            f"({error}). The forward of a trained layer must take one tensor of samples, return "
+            "one, and draw nothing at random. Put what is trained into layers of that form, or "
+            "freeze it."
+        ) from error
     finally:
         module._forward_hooks, module._forward_pre_hooks = hooks, before
     for key, values in found.items():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -27,6 +28,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
 )
 
 from lightning_fedleak.defenses.base import DefenseError
@@ -214,7 +216,7 @@ def poisson_loader(
     if steps is None:
         steps = max(1, round(1 / rate))
     check_count(steps, "steps")
-    _check_loader(loader)
+    check_torch_loader(loader)
     _check_none_of_several(loader)
     shard = _shard(loader)
     if not shard:
@@ -251,7 +253,7 @@ def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     Raises:
         DefenseError: a loader that may give an example twice, or whose sampler is not known.
     """
-    _check_loader(loader)
+    check_torch_loader(loader)
     _shard(loader)
     checked = copy.copy(loader)
     checked._iterator = None
@@ -264,7 +266,12 @@ def is_sharded(loader: Any) -> bool:
     return isinstance(getattr(loader, "sampler", None), DistributedSampler)
 
 
-def _check_loader(loader: DataLoader[Any]) -> None:
+def check_torch_loader(loader: DataLoader[Any]) -> None:
+    """Refuses a loader whose examples cannot be told apart and drawn one by one.
+
+    Raises:
+        DefenseError: says what to change.
+    """
     if not isinstance(loader, DataLoader):
         raise DefenseError(
             f"DP-SGD needs a torch DataLoader, got {type(loader).__name__}. Return one "
@@ -287,6 +294,8 @@ def _check_loader(loader: DataLoader[Any]) -> None:
             "batch_size=None turns batching off, and Poisson sampling makes batches: give the "
             "DataLoader a batch_size and single examples."
         )
+    if isinstance(loader.dataset, Subset | ConcatDataset):
+        _check_once(loader.dataset)
     if type(loader.batch_sampler) is not BatchSampler:
         raise DefenseError(
             f"the batch sampler {type(loader.batch_sampler).__name__} is one of your own. "
@@ -329,6 +338,36 @@ def _shard(loader: DataLoader[Any]) -> range:
             "shuffle=True; to train on a part of the data pass torch.utils.data.Subset."
         )
     return range(size)
+
+
+def _check_once(dataset: Dataset[Any]) -> None:
+    """Refuses a dataset that torch's own classes make of others with an example in two places."""
+    sources, places = _origins(dataset)
+    order = np.lexsort((places, sources))
+    again = (np.diff(sources[order]) == 0) & (np.diff(places[order]) == 0)
+    if again.any():
+        raise DefenseError(
+            f"{int(again.sum())} of the {len(places)} places in the dataset hold an example that "
+            "stands at another place too (a Subset with an index twice, or a ConcatDataset of a "
+            "dataset with itself), and privacy is accounted for each place: such an example pays "
+            "several times. Let each stand once, and train for more epochs."
+        )
+
+
+def _origins(dataset: Any) -> tuple[Any, Any]:
+    """For each place the dataset that its example comes from, by identity, and where it is there.
+
+    Subset and ConcatDataset are looked through.
+    """
+    if isinstance(dataset, ConcatDataset):
+        parts = [_origins(part) for part in dataset.datasets]
+        return tuple(np.concatenate(column) for column in zip(*parts, strict=True))  # type: ignore[return-value]
+    if isinstance(dataset, Subset):
+        sources, places = _origins(dataset.dataset)
+        indices = np.asarray(dataset.indices, dtype=np.int64)
+        return sources[indices], places[indices]
+    size = len(_sized(dataset))
+    return np.full(size, id(dataset), dtype=np.int64), np.arange(size)
 
 
 def _sized(dataset: Dataset[Any]) -> Any:
@@ -392,6 +431,7 @@ __all__ = [
     "EmptyCollate",
     "PoissonBatchSampler",
     "RowCollate",
+    "check_torch_loader",
     "checked_loader",
     "is_sharded",
     "poisson_loader",

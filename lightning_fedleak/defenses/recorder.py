@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,13 @@ from lightning_fedleak.defenses.per_sample import Part
 Layout = tuple[str, int]
 """How a layer's first dimension counts samples: ("batch", 1), ("flat", positions of a sample), or
 ("expanded", 1) where it had one row for all samples and now has one for each."""
+
+_EXPANDED = (
+    "DPSGD: {0} looked up one row for all samples, and DPSGD let it look up one for each of the "
+    "{1} instead, so that each has a gradient of its own. If that is why it failed (the module "
+    "repeats the row itself, or has several rows for a sample), let it look up one for each row "
+    "of the batch, or freeze it."
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ class Recorder:
         self._open = self._looking = False
         self._counting = True
         self._positional: set[nn.Module] = set()
+        self._given: list[Tensor] = []
         self._handles: list[Any] = []
         self.root = root
         self._refused: Exception | None = None
@@ -105,18 +113,28 @@ class Recorder:
             raise self._refused
 
     @contextmanager
-    def step(self, samples: int, *, counts: bool = True) -> Iterator[None]:
+    def step(
+        self, samples: int, *, counts: bool = True, given: Iterable[Tensor] = ()
+    ) -> Iterator[None]:
         """Records the calls inside, of a batch of ``samples``; forgets what came before.
 
         Gradients of a batch that does not count are made zero at every trained layer, also where
-        they are NaN, and are not recorded.
+        they are NaN, and are not recorded. By the tensors ``given`` in the batch it is seen where
+        rows are joined so that they would be taken for other samples'.
         """
         self.clear()
         self.samples, self._open, self._counting = samples, True, counts
+        self._given = [t for t in given if t.dim() == 2 and len(t) == samples]
+        expanded = set(self._positional)
         try:
             yield
+        except Exception as error:
+            if names := [n for n, m in self.root.named_modules() if m in self._positional]:
+                error.add_note(_EXPANDED.format(", ".join(names), samples))
+            self._positional = expanded
+            raise
         finally:
-            self._open = False
+            self._open, self._given = False, []
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -161,6 +179,7 @@ class Recorder:
             return True
         return n > self.samples and torch.equal(ids, torch.arange(n, device=ids.device))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not (self._open and torch.is_grad_enabled()):
             return
@@ -170,6 +189,7 @@ class Recorder:
             self._refused = self._refused or error
 
     def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._check_rows(name, first_input(args, kwargs))
         if not trains(module):
             self._pass(name, output)
             return
@@ -221,6 +241,37 @@ class Recorder:
                 "samples in every trainable layer, or freeze this one."
             )
         return ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
+
+    def _check_rows(self, name: str, source: Any) -> None:
+        """Refuses several rows a sample where one of them is another sample's row of the batch.
+
+        What a training step makes of a batch has no gradient until the first layer. Rows that were
+        changed before they were joined are not recognised.
+        """
+        samples = self.samples
+        if not isinstance(source, Tensor) or source.requires_grad or source.dim() != 2:
+            return
+        rows = len(source) // samples
+        if len(source) % samples or rows < 2:
+            return
+        alike = torch.zeros(len(source), samples, dtype=torch.bool, device=source.device)
+        for given in self._given:
+            width = min(source.shape[1], given.shape[1])
+            if width < 2 or given.device != source.device:
+                continue
+            for sample, row in enumerate(given[:, :width]):
+                alike[:, sample] |= (source[:, :width] == row).all(1)
+        owners = torch.arange(len(source), device=source.device) // rows
+        own = alike.gather(1, owners[:, None])[:, 0]
+        foreign = (alike.any(1) & ~own).nonzero().flatten().tolist()
+        if foreign:
+            raise DefenseError(
+                f"DPSGD: '{name}' gets {len(source)} rows for {samples} samples, and row "
+                f"{foreign[0]}, which would be taken for one of sample {foreign[0] // rows}'s, is "
+                f"sample {int(alike[foreign[0]].int().argmax())}'s in the batch. An example would "
+                "be clipped in several places, and add more than max_grad_norm. Put the rows of a "
+                "sample side by side: torch.stack([a, b], 1).flatten(0, 1), not torch.cat([a, b])."
+            )
 
     def _silenced(self, gradient: Tensor) -> Tensor | None:
         return None if self._looking else torch.zeros_like(gradient)

@@ -16,6 +16,7 @@ from lightning_fedleak.defenses.dpsgd_checks import sizes_of, unsharded
 from lightning_fedleak.defenses.poisson import (
     EmptyCollate,
     PoissonBatchSampler,
+    check_torch_loader,
     checked_loader,
     is_sharded,
     poisson_loader,
@@ -78,6 +79,7 @@ def sampling_of(
         DefenseError: a loader that cannot be sampled, or one that gives an example to several
             processes of one client, or to several clients in one step.
     """
+    check_torch_loader(dataloader)
     examples, batch_size = sizes_of(dataloader)
     replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
     if context.clients > 1 and not is_sharded(dataloader):

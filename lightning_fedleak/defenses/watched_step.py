@@ -10,11 +10,17 @@ from torch import nn
 
 from lightning_fedleak.defenses.base import DefenseContext
 from lightning_fedleak.defenses.buffers import Buffers, is_ddp
-from lightning_fedleak.defenses.dpsgd_checks import count_samples, loss_with_graph, on_device
+from lightning_fedleak.defenses.dpsgd_checks import (
+    count_samples,
+    loss_with_graph,
+    on_device,
+    tensors_of,
+)
 from lightning_fedleak.defenses.per_sample import Clipping
 from lightning_fedleak.defenses.recorder import Recorder
 from lightning_fedleak.defenses.sampling import Sampling
 from lightning_fedleak.defenses.step_checks import (
+    CHECK_EVERY,
     DrawnBatches,
     LossCheck,
     times_zero,
@@ -62,6 +68,7 @@ class WatchedStep:
         self._clipped: ClippedSum | None = None
         self._stands_in = False
         self._refused: Exception | None = None
+        self._compared: int | None = None
 
     def adopt(self) -> None:
         """Learns anew which parameters hang on which layer; to be called between steps."""
@@ -106,9 +113,12 @@ class WatchedStep:
         if samples == 0:
             recorder.clear()
             return zero_on_the_graph(context.root)
-        buffers = Buffers(context.root)
+        contents = self._compared is None or releases >= self._compared + CHECK_EVERY
+        self._compared = releases if contents else self._compared
+        buffers = Buffers(context.root, contents=contents)
         sent = buffers.sent_first() if is_ddp(context) else nullcontext()
-        with recorder.step(samples, counts=not self._stands_in), sent:
+        given = tensors_of(batch)
+        with recorder.step(samples, counts=not self._stands_in, given=given), sent:
             output = training_step()
         with team.together():
             recorder.check()

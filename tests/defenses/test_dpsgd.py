@@ -520,7 +520,7 @@ def test_a_batch_whose_samples_cannot_be_counted(batch: Any, message: str) -> No
 
 
 def test_a_loader_that_cannot_be_sampled() -> None:
-    with pytest.raises(DefenseError, match="one DataLoader with batch_size"):
+    with pytest.raises(DefenseError, match="needs a torch DataLoader, got list"):
         Run(DPSGD(CLIP, noise_multiplier=1.0), loader=[1, 2])
 
 

@@ -75,10 +75,14 @@ class GateEvent:
         if self.exhausted:
             start = f"{start}\n  defences: {', '.join(self.exhausted)}, turned up as far as it goes"
             mend = "let the defences start stronger or be turned up further (most_notches)"
-        return (
-            f"{start}{saved}\n  what now: {self._finding()}. Use larger batches, {mend}, or raise "
-            f"at_most.{go_on}"
-        )
+        if math.isnan(self.value) and (self.verdict is None or not self.verdict.fires):
+            what_now = (
+                "what was shared was not measured, so nothing is known of it. leakage.jsonl holds "
+                "the reason. Mend that, or let unknown looks pass with patience= or strict=False"
+            )
+        else:
+            what_now = f"{self._finding()}. Use larger batches, {mend}, or raise at_most"
+        return f"{start}{saved}\n  what now: {what_now}.{go_on}"
 
     def _finding(self) -> str:
         if self.verdict is None or not self.verdict.fires:

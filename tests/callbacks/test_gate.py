@@ -103,6 +103,16 @@ def test_unknown_is_a_breach_for_a_strict_gate(tmp_path):
     assert math.isnan(gate.fired.value)
 
 
+def test_a_stop_at_an_unknown_value_does_not_say_that_too_much_leaked(tmp_path):
+    with pytest.warns(UserWarning, match="stopped training") as caught:
+        run(tmp_path, [None], at_most=0.05)
+    (text,) = [str(w.message) for w in caught if "RiskGate" in str(w.message)]
+    assert "is unknown" in text
+    assert "leakage.jsonl holds the reason" in text
+    assert "strict=False" in text
+    assert "more than you allow" not in text
+
+
 def test_unknown_uses_up_patience_together_with_breaches(tmp_path):
     with pytest.warns(UserWarning, match="stopped training at step 2"):
         trainer, *_ = run(tmp_path, script=[20, None, 20], at_most=0.1, patience=2)

@@ -50,7 +50,7 @@ def test_lora_closes_this_surface(run) -> None:
 def test_membership_is_told_unless_noise_drowns_it(run) -> None:
     printed = run("membership.py")
     assert value(printed, "no defence: AUC") == value(printed, "sigma 0.01: AUC") == 1
-    assert value(printed, "sigma 2: AUC") < 0.75
+    assert value(printed, "sigma 2: AUC") < 0.9  # of 88 games, not seeded: 0.54, give or take 0.06
 
 
 def test_inversion_reads_texts_at_every_split(run) -> None:

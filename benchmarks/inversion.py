@@ -4,7 +4,7 @@
         --lengths 64 --noise 0 0.1 0.3 1 3 --attacks prefix paper descent --json fig1.json
     python benchmarks/inversion.py cells --model DIR --text imdb --splits 2 4 --texts 3 \
         --lengths 16 64 256 --noise 0 --json fig2.json
-    python benchmarks/inversion.py stale --model DIR --text imdb --other tinystories --split 2
+    python benchmarks/inversion.py stale --model DIR --text imdb --other tinystories --splits 2
     python benchmarks/inversion.py starts --model DIR --text tinystories --bos 1 --splits 4
     python benchmarks/inversion.py show fig1.json --against sigma --plot fig1.png
 

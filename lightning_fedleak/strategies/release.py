@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -75,6 +76,7 @@ class Release:
         self._removers: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
         self._watch: RemovableHandle | None = None
         self._just_released: set[int] = set()
+        self._unreleased: list[tuple[nn.Parameter, int]] | None = None
 
     def add_tap(self, fn: Tap) -> Callable[[], None]:
         """Registers ``fn``; returns what takes it out again."""
@@ -104,6 +106,7 @@ class Release:
     def open(self, context: DefenseContext, step: Callable[[], int]) -> None:
         """Says where the defences act; ``step`` tells the current optimizer step."""
         self._context, self._step = context, step
+        self._unreleased = None
         if self.gradient_defenses:
             self._watch = register_optimizer_step_post_hook(self._stepped)
 
@@ -133,6 +136,8 @@ class Release:
             return run(batch, *rest)
         context = self._now()
         self._just_released.clear()
+        if self.gradient_defenses:
+            self._check_unmoved(context.root)
         # What stands in for an empty batch then goes the way of every batch.
         for defense in sorted(self.defenses, key=lambda d: not d.per_sample):
             if defense.acts_on_batches:
@@ -205,6 +210,7 @@ class Release:
             return
         for defense in self.defenses:
             defense.before_release()
+        self._unreleased = []
         if self.separates_stages:
             self._tap(Stage.LOCAL, optimizer)
             if self.gradient_defenses:
@@ -217,6 +223,25 @@ class Release:
             else:
                 self._tap(Stage.SHARED, optimizer)
         self._tap(Stage.AGGREGATE, optimizer)
+
+    def _check_unmoved(self, root: nn.Module) -> None:
+        """Refuses weights that move from batch to batch before anything was released in this fit.
+
+        Something writes the update into them without an optimizer.
+        """
+        if self._unreleased is None:
+            self._unreleased = [
+                (p, p._version)
+                for p in root.parameters()
+                if p.requires_grad and not isinstance(p, DTensor)
+            ]
+        elif any(p._version != version for p, version in self._unreleased):
+            raise DefenseError(
+                "DefendedStrategy: the weights changed since the first batch, and no optimizer "
+                "stepped: what was written into them was not defended. Step an optimizer that "
+                "`configure_optimizers` returns (does an overridden `optimizer_step` leave it "
+                "out?), torch.optim.SGD for `weight -= lr * weight.grad`."
+            )
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """Refuses an optimizer that Lightning does not know: what it applied was not defended.

@@ -49,6 +49,49 @@ def test_gradients_after_the_release_are_not_those_that_were_released() -> None:
         fit(DefendedStrategy("auto", [noise()]), Twice)
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+def test_updates_that_no_optimizer_makes_are_refused(automatic: bool) -> None:
+    class ByHand(ToyLM):
+        def __init__(self) -> None:
+            super().__init__("sgd")
+            self.automatic_optimization = automatic
+
+        def update(self) -> None:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter -= 0.1 * parameter.grad
+            self.zero_grad()
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+            closure()
+            self.update()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if automatic:
+                return super().training_step(batch, batch_idx)
+            self.manual_backward(self.loss(batch))
+            self.update()
+            return None
+
+        def configure_optimizers(self) -> Any:
+            return super().configure_optimizers() if automatic else None
+
+    with pytest.raises(DefenseError, match="weights changed since the first batch, and no opt"):
+        fit(DefendedStrategy("auto", [noise()]), ByHand)
+    fit(DefendedStrategy(), ByHand)
+
+
+def test_weights_that_change_after_a_release_are_a_schedules_own_business() -> None:
+    class Clamped(ToyLM):
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.no_grad():
+                self.head.weight.clamp_(-1, 1)
+
+    defense = noise()
+    fit(DefendedStrategy("auto", [defense]), Clamped, accumulate_grad_batches=1)
+    assert defense.releases == 6
+
+
 def test_what_was_released_in_processes_that_ended_is_remembered(monkeypatch) -> None:
     defense = DPSGD(1.0, noise_multiplier=1.0, accountant="rdp")
     for releases in (2, 4):

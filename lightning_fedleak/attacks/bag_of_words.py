@@ -55,7 +55,11 @@ def bag_of_words(gradient: Tensor) -> WordGuess:
 
 
 class BagOfWords(Attack):
-    """The non-zero rows of the input embedding's gradient, see :func:`bag_of_words`."""
+    """The non-zero rows of the input embedding's gradient, see :func:`bag_of_words`.
+
+    Args:
+        name: as in the logs.
+    """
 
     threat_model = ThreatModel.of(
         "an honest but curious server that reads one update of the input embeddings",

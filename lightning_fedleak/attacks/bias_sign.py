@@ -53,6 +53,9 @@ class BiasSign(Attack):
     """The sign rule on the output head's bias, see :func:`bias_sign`.
 
     Few language models have such a bias (BERT-style masked models do, GPT-2 and Llama do not).
+
+    Args:
+        name: as in the logs.
     """
 
     threat_model = ThreatModel.of(

@@ -20,7 +20,7 @@ _ROWS_AT_ONCE = 8
 
 
 class ActivationCompression(ActivationDefense):
-    """Shrinks what a client of split learning sends of each text (Zheng 2024, Sect. 6.1).
+    """Shrinks what a client of split learning sends of each text (Zheng 2023, Sect. 6.1).
 
     The paper names two ways in which a new backbone could give less away, and tries neither: hidden
     embeddings that get smaller from layer to layer, and embeddings of early tokens that are dropped

@@ -22,7 +22,7 @@ _SAMPLES = 64
 
 
 class ActivationNoise(ActivationDefense):
-    """Adds independent Gaussian noise to every number of the hidden states (Zheng 2024, Sect. 4.4).
+    """Adds independent Gaussian noise to every number of the hidden states (Zheng 2023, Sect. 4.4).
 
     ``h + N(0, s^2)`` for the states h (B, L, d) that a client of split learning sends, padding
     included, in every forward anew. The noise is a constant to the gradient, which passes through.

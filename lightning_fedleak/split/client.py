@@ -37,7 +37,8 @@ class SplitClient:
 
     What leaves: hidden states of the split, the mask and given positions; for training the labels,
     or with the head on the client the gradient in the last hidden states in their place; in
-    generation the new position's hidden states alone. Token ids never leave.
+    generation the new position's hidden states alone. The ids of the input never leave, but a
+    language model's labels are its text: to train one, split it with ``head="client"``.
 
     Args:
         split: of the same model as the server's; only the client's parts are kept.

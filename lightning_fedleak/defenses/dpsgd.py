@@ -361,7 +361,10 @@ class DPSGD(Defense):
         team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
         step, sampling = self._in_fit()
         # What follows sends other messages where these differ.
-        team.check_alike(noise_multiplier=sigma, releases=self.releases)
+        team.check_alike(
+            noise_multiplier=sigma, releases=self.releases, max_grad_norm=self.max_grad_norm
+        )
+        self._check_clip(step)
         with team.together():
             clipped = step.clipped(parameters, context)
         clipped.check_explained(parameters, context, team)
@@ -409,6 +412,7 @@ class DPSGD(Defense):
                 "DPSGD: noise on the sum of samples cannot be clipped sample by sample"
             )
         step, sampling = self._in_fit()
+        self._check_clip(step)
         clipped = step.clipped(parameters, context)
         released = clipped.with_canary(canary.samples, sampling.expected)
         std = self._client_noise(context) * self.max_grad_norm / sampling.expected
@@ -460,6 +464,15 @@ class DPSGD(Defense):
                 "DPSGD: a training step or a release outside of fit; nothing was released"
             )
         return self._step, self._sampling
+
+    def _check_clip(self, step: WatchedStep) -> None:
+        if self.max_grad_norm != step.clip:
+            raise DefenseError(
+                f"DPSGD: max_grad_norm was {step.clip:g} when the fit began and is "
+                f"{self.max_grad_norm:g} now. Samples are clipped to the first, and noise would "
+                "follow the second, less of it than is accounted. Leave max_grad_norm as it is "
+                "during a fit; nothing was released."
+            )
 
     def _client_noise(self, context: DefenseContext) -> float:
         """Noise multiplier of what this client adds itself."""

@@ -104,6 +104,7 @@ class GradientNoise(Defense):
         self.most_notches = most_notches
         self.notches = 0
         self.releases = 0
+        self._spent = 0.0
         if clip is None or sigma == 0 or seed is not None:
             self.guarantee = _why_none(clip, sigma)
         self._seeded = seed is not None
@@ -132,29 +133,37 @@ class GradientNoise(Defense):
         """Epsilon of all of one client's data, replaced by any other, after these releases.
 
         Exact for Gaussian noise, also where later updates depend on earlier ones. The number of
-        releases must not depend on the data.
+        releases must not depend on the data. Releases of a run that was resumed count with the
+        noise that they had.
 
         Args:
             delta: in (0, 1).
-            releases: optimizer steps counted; default those so far.
+            releases: optimizer steps counted, with the noise of now; default those so far, each
+                with its own.
             clients: 1 in the local model, where the server sees each client's update. In the
                 central model the number of clients that all add their noise, where the server sees
                 nothing but their sum (secure aggregation).
 
         Returns:
-            Epsilon; infinite without a clip, without noise, or with a seed.
+            Epsilon; infinite without a clip, without noise, or with a seed, now or in one of these
+            releases.
 
         Raises:
             ValueError: an argument out of range.
         """
-        releases = self.releases if releases is None else releases
-        if releases < 0 or clients < 1:
+        counted = self.releases if releases is None else releases
+        if counted < 0 or clients < 1:
             raise ValueError(
-                f"releases={releases} must be at least 0, and clients={clients} at least 1"
+                f"releases={counted} must be at least 0, and clients={clients} at least 1"
             )
-        private = self.clip is not None and self.sigma > 0 and not self._seeded
-        spread = self.sigma * math.sqrt(clients)
-        return gaussian_epsilon(2 * math.sqrt(releases) / spread if private else math.inf, delta)
+        if not self._private:
+            return gaussian_epsilon(math.inf, delta)
+        spent = self._spent if releases is None else releases / self.sigma**2
+        return gaussian_epsilon(2 * math.sqrt(spent / clients), delta)
+
+    @property
+    def _private(self) -> bool:
+        return self.clip is not None and self.sigma > 0 and not self._seeded
 
     def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
         """Clips and noises the update in place.
@@ -165,6 +174,7 @@ class GradientNoise(Defense):
         norm = _finite_norm(parameters, context.root)
         scale = 1.0 if self.clip is None or norm <= self.clip else self.clip / norm
         release, self.releases = self.releases, self.releases + 1
+        self._spent += 1 / self.sigma**2 if self._private else math.inf
         self._canaries = 0
         for index, parameter in enumerate(parameters):
             if parameter.grad is None:
@@ -209,12 +219,18 @@ class GradientNoise(Defense):
         return canary
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """The number of releases so far, and how often the noise was turned up."""
+        """The releases so far, what they cost, and how often the noise was turned up."""
         notches = {"notches": self.notches} if self.notches else {}
-        return {"releases": self.releases, **notches}
+        spent = {"spent": self._spent} if self.releases else {}
+        return {"releases": self.releases, **spent, **notches}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on counting; neither counter runs backwards, not even in one process."""
+        """Goes on counting; no counter runs backwards, not even in one process.
+
+        Releases that the state does not tell the noise of may have had none.
+        """
+        if int(state.get("releases", 0)):
+            self._spent = max(self._spent, float(state.get("spent", math.inf)))
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if "releases" in state:
             self.releases = max(self.releases, int(state["releases"]))

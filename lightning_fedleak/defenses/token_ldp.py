@@ -174,6 +174,7 @@ class TokenLDP(Defense):
         self._set = None if isinstance(domain, str) else _checked_set(domain)
         self._randomizer(max(2, buckets or bits or 2))  # checks the settings
         self._releases = ReleaseCounter()
+        self._earlier = 0.0
         self._ready: Words | None = None
         promise = self._promise()
         self.guarantee = promise.guarantee
@@ -228,9 +229,13 @@ class TokenLDP(Defense):
 
     @property
     def epsilon_spent(self) -> float:
-        """Epsilon of a row over all its releases so far, by basic composition."""
+        """Epsilon of a row over all its releases so far, by basic composition.
+
+        Where settings changed, on the way or when a run was resumed, each release counts as the
+        dearest of them.
+        """
         releases = self.releases_per_example
-        return self.epsilon_per_sequence * releases if releases else 0.0
+        return max(self.epsilon_per_sequence, self._earlier) * releases if releases else 0.0
 
     @property
     def privacy(self) -> Privacy:
@@ -271,15 +276,24 @@ class TokenLDP(Defense):
         drawn = self._drawn(ids, n_words, ready, digests, context)
         self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
         self._agree(context)
+        self._earlier = max(self._earlier, self.epsilon_per_sequence)
         written = text.written(tokens, drawn, self.labels == "replaced")
         return self._form.write(batch, written)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Counts that hold for every process: batches, releases of an example, longest row."""
-        return {**self._releases.state_dict()}
+        """Counts that hold for every process: batches, releases of an example, longest row.
+
+        And the most that a release of a row has cost, once there was one.
+        """
+        counts = self._releases.state_dict()
+        if not counts["releases"]:
+            return {**counts}
+        return {**counts, "epsilon": max(self.epsilon_per_sequence, self._earlier)}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on counting; no counter runs backwards, not even in one process."""
+        if int(state.get("releases", 0)):
+            self._earlier = max(self._earlier, float(state.get("epsilon", math.inf)))
         names = ("batches", "releases", "longest")
         self._releases.load(*(int(state.get(name, 0)) for name in names))
 

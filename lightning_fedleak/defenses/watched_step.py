@@ -45,6 +45,7 @@ class WatchedStep:
         check: looks at the loss.
         moves: looks at the weights.
         canaries: how many were released beside this step.
+        clip: largest norm of a sample's gradient.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class WatchedStep:
         self.moves = Moves()
         self.canaries = 0
         self._team = team
-        self._clip: float = clip
+        self.clip: float = clip
         self._clipping: Clipping = clipping
         self._batches = DrawnBatches(poisson)
         self._recorder = Recorder(root)
@@ -145,7 +146,7 @@ class WatchedStep:
                 parameters,
                 recorder.parts,
                 recorder.samples,
-                self._clip,
+                self.clip,
                 self._clipping,
                 context,
                 half=recorder.half,

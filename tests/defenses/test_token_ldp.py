@@ -374,7 +374,7 @@ def test_a_resumed_fit_neither_replays_nor_forgets(gpt2: nn.Module) -> None:
         first = TokenLDP("grr", 30.0, memoize=memoize)
         before = defended(first, gpt2, ids)
         state = first.state_dict()
-        assert all(isinstance(v, int) for v in state.values())
+        assert all(isinstance(v, int | float) for v in state.values())
         second = TokenLDP("grr", 30.0, memoize=memoize)
         second.load_state_dict(state)
         after = defended(second, gpt2, ids, entropy=b"g" * 32)
@@ -610,7 +610,7 @@ def test_a_checkpoint_carries_the_counts_and_no_secret(tmp_path: Any) -> None:
     trainer.fit(before, loader)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     state = torch.load(tmp_path / "a.ckpt", weights_only=True)["lightning_fedleak_defenses"]
-    assert state == {"token_ldp": {"batches": 4, "releases": 2, "longest": 12}}
+    assert state == {"token_ldp": {"batches": 4, "releases": 2, "longest": 12, "epsilon": 20.0}}
     second = TokenLDP("grr", 20.0, memoize=False)
     trainer = pl.Trainer(strategy=DefendedStrategy("auto", [second]), max_epochs=3, **options)
     after = Recording()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def test_freeze_reaches_shards_by_part_and_by_pattern(ranks) -> None:
 @pytest.mark.ddp
 def test_resume_restores_defences_and_making_optimizer_state_is_no_release(ranks) -> None:
     expected: dict[str, Any] = {
-        "saved": {"gradient_noise": {"releases": 3}},
+        "saved": {"gradient_noise": {"releases": 3, "spent": math.inf}},
         "same": True,
         "releases": 6,
         "steps": 6,

@@ -142,8 +142,9 @@ def test_a_resumed_fit_draws_anew_and_counts_on(ranks, memoize: str) -> None:
         assert (before["releases"], after["releases"]) == (1, 2)
         assert after["epsilon"] == 2 * LENGTH * EPSILON
         assert after["ranks agree"]
-        # Counts alone: no secret from which the replacements would follow.
-        assert one["state"] == {"batches": ROWS // BATCH, "releases": 1, "longest": LENGTH}
+        # Counts and costs alone: no secret from which the replacements would follow.
+        counts = {"batches": ROWS // BATCH, "releases": 1, "longest": LENGTH}
+        assert one["state"] == {**counts, "epsilon": LENGTH * EPSILON}
     assert independent(pairs(found[0]["after"]), pairs(found[1]["after"]))
 
 

@@ -1,0 +1,113 @@
+"""What a run costs that changes a defence's settings on the way, or is resumed with others."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fedleak.defenses import (
+    DPSGD,
+    DefenseContext,
+    DefenseError,
+    GradientNoise,
+    TokenLDP,
+)
+from lightning_fedleak.defenses.gaussian import gaussian_epsilon
+from tests.defenses.test_dpsgd import CLIP, Run, first
+from tests.helpers.models import tiny_gpt2
+
+IDS = torch.randint(3, 97, (4, 10), generator=torch.Generator().manual_seed(0))
+
+
+def where(root: nn.Module) -> DefenseContext:
+    return DefenseContext(root, 0, 1, torch.device("cpu"), "32-true", 0, b"e" * 32)
+
+
+def after(defense: GradientNoise, releases: int) -> GradientNoise:
+    parameter = nn.Parameter(torch.zeros(3))
+    for _ in range(releases):
+        defense.on_gradients([parameter], where(nn.Module()))
+    return defense
+
+
+def resumed(before: GradientNoise, now: GradientNoise) -> GradientNoise:
+    now.load_state_dict(before.state_dict())
+    return now
+
+
+def test_gradient_noise_remembers_how_little_it_was() -> None:
+    weak = after(GradientNoise(1.0, 0.5), 3)
+    strong = after(resumed(weak, GradientNoise(1.0, 4.0)), 2)
+    expected = gaussian_epsilon(2 * math.sqrt(3 / 0.5**2 + 2 / 4.0**2), 1e-5)
+    assert strong.epsilon(1e-5) == pytest.approx(expected, rel=1e-12)
+    assert strong.epsilon(1e-5) > weak.epsilon(1e-5)
+    assert strong.epsilon(1e-5, clients=4) == pytest.approx(
+        gaussian_epsilon(math.sqrt(3 / 0.5**2 + 2 / 4.0**2), 1e-5), rel=1e-12
+    )
+    assert strong.epsilon(1e-5, releases=2) == GradientNoise(1.0, 4.0).epsilon(1e-5, releases=2)
+
+
+@pytest.mark.parametrize(
+    "void", [GradientNoise(None, 1.0), GradientNoise(1.0, 0.0), GradientNoise(1.0, 1.0, seed=1)]
+)
+def test_gradient_noise_does_not_forget_that_nothing_held(void: GradientNoise) -> None:
+    assert resumed(after(void, 1), GradientNoise(1.0, 4.0)).epsilon(1e-5) == math.inf
+
+
+def test_releases_of_unknown_noise_hold_nothing() -> None:
+    defense = GradientNoise(1.0, 4.0)
+    defense.load_state_dict({"releases": 2})
+    assert defense.epsilon(1e-5) == math.inf
+    defense = GradientNoise(1.0, 4.0)
+    defense.load_state_dict({"releases": 0})
+    assert after(defense, 1).epsilon(1e-5) < math.inf
+
+
+def released(defense: TokenLDP) -> TokenLDP:
+    model = tiny_gpt2()
+    defense.before_setup(where(model))
+    defense.on_batch({"input_ids": IDS, "labels": IDS}, where(model))
+    defense.teardown()
+    return defense
+
+
+def test_token_ldp_counts_each_release_as_the_dearest() -> None:
+    dear = released(TokenLDP("grr", 50.0, memoize=False))
+    assert dear.epsilon_spent == 50.0
+    cheap = TokenLDP("grr", 1.0, memoize=False)
+    cheap.load_state_dict(dear.state_dict())
+    assert cheap.epsilon_per_sequence == 1.0
+    assert cheap.epsilon_spent == 50.0
+    assert released(cheap).epsilon_spent == 100.0
+    again = TokenLDP("grr", 1.0, memoize=False)
+    again.load_state_dict(cheap.state_dict())
+    assert again.epsilon_spent == 100.0
+    dear.epsilon = 1.0
+    assert released(dear).epsilon_spent == 100.0
+
+
+@pytest.mark.filterwarnings("ignore:TokenLDP")
+def test_token_ldp_does_not_forget_that_nothing_held() -> None:
+    void = released(TokenLDP("grr", 5.0, domain="batch"))
+    held = TokenLDP("grr", 5.0)
+    held.load_state_dict(void.state_dict())
+    assert held.epsilon_spent == math.inf
+
+
+def test_token_ldp_per_token_is_the_longest_row_with_every_release() -> None:
+    defense = released(released(TokenLDP("grr", 2.0, per="token", memoize=False)))
+    assert defense.epsilon_spent == 40.0
+
+
+def test_a_clip_that_changes_during_a_fit_is_refused() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    run.step(first(5))
+    run.defense.max_grad_norm = CLIP / 100
+    with pytest.raises(
+        DefenseError, match=r"max_grad_norm was 0.3 when the fit began and is 0.003"
+    ):
+        run.step(first(5))
+    assert run.defense.releases == 1

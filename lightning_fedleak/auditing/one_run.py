@@ -166,7 +166,7 @@ def audit_one_run(
         relation=accountant or relation,
         games=m,
         limit=limit,
-        method=f"one run, {len(pairs)} number{'s' * (len(pairs) > 1)} of guesses tried",
+        method=f"one run, {len(pairs)} choice{'s' * (len(pairs) > 1)} of how many to guess",
     )
 
 

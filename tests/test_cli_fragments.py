@@ -9,7 +9,7 @@ import pytest
 
 from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PrefixInversion
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.defenses import Freeze, GradientNoise
+from lightning_fedleak.defenses import DPSGD, Freeze, GradientNoise
 from lightning_fedleak.demo.fit import fit
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
@@ -46,14 +46,14 @@ def fitted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(L.Trainer, "fit", keep)
 
-    def run(*fragments: str) -> L.Trainer:
+    def run(*fragments: str, more: tuple[str, ...] = ()) -> L.Trainer:
         configs = [ROOT / "examples" / "finetune.yaml", own]
         configs += [FRAGMENTS / f"{name}.yaml" for name in fragments]
         arguments = [a for path in configs for a in ("--config", str(path))]
         arguments += [f"--model.model={model}", f"--data.text={text}", "--data.batch_size=4"]
         arguments += ["--data.length=32", "--trainer.max_steps=3", "--trainer.accelerator=cpu"]
         arguments += ["--trainer.devices=1", "--trainer.enable_progress_bar=false"]
-        fit(["fit", *arguments])
+        fit(["fit", *arguments, *more])
         return trainers[-1]
 
     return run
@@ -78,6 +78,7 @@ def test_every_fragment_is_tested() -> None:
         "inversion",
         "gate_inversion",
         "noise_gradients",
+        "dp_sgd",
         "freeze_head_and_embeddings",
     }
 
@@ -142,6 +143,17 @@ def test_noise_gradients(fitted) -> None:
     [noise] = trainer.strategy.defenses
     assert isinstance(noise, GradientNoise)
     assert noise.releases == trainer.global_step == 3
+
+
+def test_dp_sgd(fitted) -> None:
+    pytest.importorskip("opacus")
+    trainer = fitted("word_leakage", "dp_sgd", more=("--model.loss=sample_mean",))
+    still_has_the_users_own(trainer)
+    [defense] = trainer.strategy.defenses
+    assert isinstance(defense, DPSGD)
+    assert defense.releases == trainer.global_step == 3
+    assert 0 < float(trainer.callback_metrics["privacy/epsilon"]) <= 8
+    assert float(trainer.callback_metrics["privacy/delta"]) == pytest.approx(1e-5)
 
 
 def test_defences_add_up(fitted) -> None:

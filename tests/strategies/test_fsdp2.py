@@ -57,7 +57,7 @@ def test_one_client_shares_the_reduced_gradient_with_noise_of_every_shards_own(
         n = found["coordinates"]
         low, high = scipy.stats.chi2.ppf([1e-9, 1 - 1e-9], n)
         assert low < n * found["noise mean square"] < high
-        assert abs(found["correlation of shards"]) < 0.5  # 1 if shards got the same noise
+        assert abs(found["correlation of shards"]) < 0.35  # about 0.55 if shards got the same noise
         assert found["releases"] == releases
         for fact in ("one update", "aggregate is shared", "finite"):
             assert found[fact], fact

@@ -219,8 +219,9 @@ def count_samples(batch: Any) -> int:
     if len(sizes) != 1:
         found = "no tensors" if not sizes else f"tensors with first dimensions {sorted(sizes)}"
         raise DefenseError(
-            f"DPSGD: the batch holds {found}, so its samples cannot be counted. Let every tensor's "
-            "first dimension be the samples."
+            f"DPSGD: the batch ({type(batch).__name__}) holds {found}, so its samples cannot be "
+            "counted. Let it be a tensor, or a dict, list or tuple of tensors, each with the "
+            "samples as its first dimension."
         )
     return int(sizes.pop())
 

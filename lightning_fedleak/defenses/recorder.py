@@ -129,6 +129,8 @@ class Recorder:
         try:
             yield
         except Exception as error:
+            if self._refused is not None:
+                raise self._refused from error
             if names := [n for n, m in self.root.named_modules() if m in self._positional]:
                 error.add_note(_EXPANDED.format(", ".join(names), samples))
             self._positional = expanded
@@ -160,10 +162,12 @@ class Recorder:
     def _expand(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not (self._open and torch.is_grad_enabled() and self.samples > 1):
             return None
-        if not trains(module):
-            return None
         ids = first_input(args, kwargs)
         if not isinstance(ids, Tensor) or ids.dim() == 0:
+            return None
+        if ids.dim() == 1 or len(ids) == 1:
+            self._check_alone(ids.flatten())
+        if not trains(module):
             return None
         if ids.dim() == 1 and (module in self._positional or self._counts(ids)):
             ids = ids[None]
@@ -241,6 +245,19 @@ class Recorder:
                 "samples in every trainable layer, or freeze this one."
             )
         return ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
+
+    def _check_alone(self, ids: Tensor) -> None:
+        """Refuses a sample that is run by itself; its row would be taken for positions."""
+        for given in self._given:
+            if not 2 <= len(ids) <= given.shape[1] or given.device != ids.device:
+                continue
+            alike = (given[:, : len(ids)] == ids).all(1)
+            if bool(alike.any()) and not bool(alike.all()):
+                sample = int(alike.int().argmax())
+                self._refused = self._refused or DefenseError(
+                    f"DPSGD: sample {sample} of {self.samples} was run by itself in training_step, "
+                    "where a row for each sample is looked for. Run the whole batch at once."
+                )
 
     def _check_rows(self, name: str, source: Any) -> None:
         """Refuses several rows a sample where one of them is another sample's row of the batch.

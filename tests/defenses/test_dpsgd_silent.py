@@ -72,6 +72,47 @@ def test_where_one_row_for_all_was_multiplied_the_error_says_so() -> None:
     assert "transformer.wpe looked up one row for all samples" in failed.value.__notes__[0]
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with own_rng(0):
+            self.words, self.head = nn.Embedding(97, 8), nn.Linear(8, 97)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.words(ids)))
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_samples_that_are_run_one_by_one_are_refused(batched: bool, frozen: bool) -> None:
+    run = Run(noisy(), Words())
+    run.root.words.requires_grad_(not frozen)
+
+    def loss(batch: Any) -> Tensor:
+        rows = [ids[None] if batched else ids[:-1] for ids in batch[0]]
+        return torch.stack([run.root(row).square().mean() for row in rows]).mean()
+
+    run.loss = loss  # type: ignore[method-assign]
+    with pytest.raises(DefenseError, match="sample 0 of 5 was run by itself"):
+        run.step([IDS])
+    assert run.defense.releases == 0
+
+
+def test_positions_in_the_batch_may_be_looked_up_once() -> None:
+    class Placed(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = nn.Embedding(6, 8)
+
+        def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.words(ids) + self.places(places[:1])))
+
+    run = Run(noisy(), Placed())
+    run.loss = lambda b: mean_of_sample_means(run.root(*b), b[0], causal=True)  # type: ignore[method-assign]
+    run.step([IDS, torch.arange(6).expand(5, 6)])
+    assert run.defense.releases == 1
+
+
 @pytest.mark.parametrize(
     "twice",
     [
@@ -154,17 +195,9 @@ def test_a_buffer_that_is_written_to_later_is_noticed() -> None:
 
 
 def test_a_frozen_embedding_that_shortens_the_rows_it_looks_up_is_refused() -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            with own_rng(0):
-                self.words, self.head = nn.Embedding(97, 8, max_norm=0.5), nn.Linear(8, 97)
-            self.words.requires_grad_(False)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.head(self.words(ids))
-
-    run = Run(noisy(), Words())
+    root = Words()
+    root.words = nn.Embedding(97, 8, max_norm=0.5).requires_grad_(False)
+    run = Run(noisy(), root)
     run.loss = lambda b: mean_of_sample_means(run.root(b[0]), b[0], causal=True)  # type: ignore[method-assign]
     with pytest.raises(DefenseError, match=r"'words.weight'.*without max_norm"):
         run.step([IDS])

@@ -467,7 +467,11 @@ def test_a_models_own_rounding_is_the_largest_distance_between_two_ways_to_embed
     for zone in (0.0, 0.05):
         found = own_rounding(anatomy, 1, zone, cast=dtype)
         assert found == pytest.approx(rounding_by_hand(model, 1, zone, dtype), rel=1e-6)
-    assert own_rounding(anatomy, 1, 0.0, cast=dtype) > 0
+    found, by_hand = (
+        own_rounding(anatomy, 1, 0.0, cast=dtype),
+        rounding_by_hand(model, 1, 0.0, dtype),
+    )
+    assert found > 0 or by_hand == 0  # some CPUs round a row alike in every batch
     before = torch.get_rng_state()
     assert own_rounding(anatomy, 1, 0.0, together=8) <= own_rounding(anatomy, 1, 0.0)
     assert torch.equal(torch.get_rng_state(), before)

@@ -339,8 +339,8 @@ class DPSGD(Defense):
             DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
                 samples are mixed, or a buffer was changed.
         """
-        step, _ = self._in_fit()
-        return step.run(training_step, batch, self.releases, context)
+        step, sampling = self._in_fit()
+        return step.run(training_step, batch, sampling, self.releases, context)
 
     def before_release(self) -> None:
         """Refuses a release that the budget does not cover.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -36,6 +37,8 @@ from lightning_fedleak.defenses.ledger import check_count, check_sample_rate
 
 DOMAIN = b"lightning-fedleak poisson sampling 1\0"
 LEAST_ENTROPY = 16
+MOST_WAITING = 1 << 12
+"""Batches whose sizes are remembered; workers fetch far fewer ahead of training."""
 _ALREADY = (
     "DP-SGD samples each example independently and replaces the sampler, or with poisson=False "
     "counts each example once in a batch: it must know what the sampler does."
@@ -79,6 +82,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.rate = rate
         self.steps = steps
         self.step = first_step
+        self._sizes: deque[int] | None = None
         place = (client, shard.start, shard.step)
         fields = b"".join(value.to_bytes(8, "big") for value in place)
         self._key = hashlib.sha256(DOMAIN + fields + entropy).digest()
@@ -91,7 +95,23 @@ class PoissonBatchSampler(Sampler[list[int]]):
         """The next ``steps`` batches, empty ones among them."""
         for _ in range(self.steps):
             step, self.step = self.step, self.step + 1
-            yield self.draw(step)
+            drawn = self.draw(step)
+            if self._sizes is None:
+                self._sizes = deque(maxlen=MOST_WAITING)
+            self._sizes.append(len(drawn))
+            yield drawn
+
+    def claim(self, samples: int) -> bool:
+        """Whether a batch of so many examples was drawn and not claimed yet; claims it.
+
+        Also true where no batch was drawn at all, so that none can have come from here.
+        """
+        if self._sizes is None:
+            return True
+        if samples not in self._sizes:
+            return False
+        self._sizes.remove(samples)
+        return True
 
     def draw(self, step: int) -> list[int]:
         """The indices in batch number ``step``."""

@@ -49,6 +49,22 @@ class Sampling:
         sampler = self.loader.batch_sampler
         return sampler.step if isinstance(sampler, PoissonBatchSampler) else 0
 
+    def check_size(self, samples: int) -> None:
+        """Refuses a batch that does not hold as many samples as examples were drawn for it.
+
+        Raises:
+            DefenseError: something came between the loader and the training step.
+        """
+        sampler, size = self.loader.batch_sampler, self.loader.batch_size
+        drawn = isinstance(sampler, PoissonBatchSampler) and not sampler.claim(samples)
+        if drawn or (size is not None and samples > size):
+            raise DefenseError(
+                f"DPSGD: training_step gets a batch of {samples} samples, and the loader made none "
+                "of that size. A hook (on_after_batch_transfer?) or callback that adds rows to a "
+                "batch, repeats or cuts them, or another loader, makes an example count "
+                "otherwise than is accounted. Let each batch keep one row for each example drawn."
+            )
+
     def placeholder(self) -> Any:
         """A batch of one example that was not drawn and must not count."""
         assert isinstance(self.loader.collate_fn, EmptyCollate)

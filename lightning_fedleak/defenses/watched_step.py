@@ -87,13 +87,19 @@ class WatchedStep:
         return batch
 
     def run(
-        self, training_step: Callable[[], Any], batch: Any, releases: int, context: DefenseContext
+        self,
+        training_step: Callable[[], Any],
+        batch: Any,
+        sampling: Sampling,
+        releases: int,
+        context: DefenseContext,
     ) -> Any:
         """Records the forward pass and looks at the loss; an empty batch gives a loss of zero.
 
         Args:
             training_step: of the module.
             batch: that it gets.
+            sampling: how it was drawn.
             releases: how many were made.
             context: where.
 
@@ -110,6 +116,7 @@ class WatchedStep:
                 raise self._refused
             self._batches.begin(batch, context)
             samples = count_samples(batch)
+            sampling.check_size(0 if self._stands_in else samples)
         self._clipped = None
         if samples == 0:
             recorder.clear()

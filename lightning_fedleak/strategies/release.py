@@ -127,7 +127,9 @@ class Release:
         """The training loader that the defences make of one."""
         context = self._now()
         for defense in self.defenses:
-            dataloader = defense.on_dataloader(dataloader, context)
+            dataloader = _given(
+                defense, "on_dataloader", defense.on_dataloader(dataloader, context)
+            )
         return dataloader
 
     def training_step(self, run: Callable[..., Any], batch: Any, *rest: Any) -> Any:
@@ -146,7 +148,7 @@ class Release:
                         f"{type(defense).__name__} replaces batches, but `training_step` takes an "
                         "iterator over them. Let it take `batch` and `batch_idx`."
                     )
-                batch = defense.on_batch(batch, context)
+                batch = _given(defense, "on_batch", defense.on_batch(batch, context))
         step = functools.partial(run, batch, *rest)
         for defense in reversed(self.defenses):
             step = functools.partial(defense.on_training_step, step, batch, context)
@@ -275,11 +277,26 @@ class Release:
         for defense in self.gradient_defenses:
             for fn in tuple(self._canaries.values()):
                 fn(defense, parameters, context)
-            defense.on_gradients(parameters, context)
+            returned: object = defense.on_gradients(parameters, context)  # type: ignore[func-returns-value]
+            if returned is not None:
+                raise DefenseError(
+                    f"{type(defense).__name__}.on_gradients returned {type(returned).__name__}, "
+                    "which nobody reads: it must rewrite `p.grad` itself and return nothing. The "
+                    "update was not released."
+                )
 
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
         for fn in tuple(self._taps.values()):
             fn(stage, optimizer)
+
+
+def _given(defense: Defense, hook: str, value: Any) -> Any:
+    if value is None:
+        raise DefenseError(
+            f"{type(defense).__name__}.{hook} returned None; it must return what to go on with, "
+            "be it what it got"
+        )
+    return value
 
 
 def _check(defense: Defense) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 
-from lightning_fedleak.defenses import DPSGD, DefenseError, GradientNoise
+from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.processes import free_port
 from tests.strategies.toy import ToyLM, fit, loader, trainer
@@ -27,6 +28,55 @@ def test_a_generator_is_read_once() -> None:
 def test_what_is_no_list_is_refused(given: Any) -> None:
     with pytest.raises(DefenseError, match="must be a list, even of one"):
         DefendedStrategy("auto", given)
+
+
+class Forgetful(Defense):
+    name, guarantee = "forgetful", "none: a test"
+
+    def __init__(self, hook: str, value: Any) -> None:
+        self.value = value
+        self.answer = {hook}
+
+    def on_gradients(self, parameters: Any, context: Any) -> Any:
+        return self.value if "on_gradients" in self.answer else None
+
+    def on_batch(self, batch: Any, context: Any) -> Any:
+        return self.value if "on_batch" in self.answer else batch
+
+    def on_dataloader(self, dataloader: Any, context: Any) -> Any:
+        return self.value if "on_dataloader" in self.answer else dataloader
+
+
+@pytest.mark.parametrize(
+    ("hook", "value", "message"),
+    [
+        ("on_gradients", [1.0], "on_gradients returned list, which nobody reads"),
+        ("on_batch", None, "on_batch returned None; it must return"),
+        ("on_dataloader", None, "on_dataloader returned None; it must return"),
+    ],
+)
+def test_a_defence_that_returns_the_wrong_thing_is_told(hook, value, message: str) -> None:
+    with pytest.raises(DefenseError, match=message):
+        fit(DefendedStrategy("auto", [Forgetful(hook, value)]))
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("change", ["twice", "cut", "as it was"])
+def test_dpsgd_gets_the_rows_that_were_drawn(change: str, poisson: bool) -> None:
+    class Augmented(ToyLM):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            if change == "twice" and len(batch[0]):
+                return [batch[0].repeat(2, 1)]
+            return [batch[0][:1]] if change == "cut" and poisson else [batch[0].flip(1)]
+
+    defense = DPSGD(1.0, noise_multiplier=1.0, accountant="rdp", poisson=poisson)
+    run = trainer(DefendedStrategy("auto", [defense]), max_epochs=4)
+    if change == "as it was" or (change == "cut" and not poisson):
+        run.fit(Augmented(), loader())
+        assert defense.releases == 24
+    else:
+        with pytest.raises(DefenseError, match="samples, and the loader made none of that size"):
+            run.fit(Augmented(), loader())
 
 
 def test_gradients_after_the_release_are_not_those_that_were_released() -> None:
@@ -103,3 +153,21 @@ def test_what_was_released_in_processes_that_ended_is_remembered(monkeypatch) ->
     again = trainer(DefendedStrategy("auto", [defense]), max_steps=1)
     with pytest.raises(DefenseError, match="not those of the 4 releases before"):
         again.fit(ToyLM(), loader())
+
+
+def test_noise_is_not_found_for_the_steps_of_a_learning_rate_finder(tmp_path) -> None:
+    class Tuned(ToyLM):
+        lr = 0.1
+
+    def find(defense: DPSGD) -> None:
+        search = LearningRateFinder(num_training_steps=4, update_attr=False)
+        run = trainer(
+            DefendedStrategy("auto", [defense]), callbacks=[search], default_root_dir=tmp_path
+        )
+        run.fit(Tuned(), loader())
+
+    with pytest.raises(DefenseError, match="learning rate finder trains for steps of its own"):
+        find(DPSGD(1.0, target_epsilon=3.0, target_delta=1e-3))
+    accounted = DPSGD(1.0, noise_multiplier=1.0, accountant="rdp")
+    find(accounted)
+    assert accounted.releases == accounted.privacy.releases > 6

@@ -92,7 +92,10 @@ class ActivationDefense(Defense):
             named: Mapping[str, Any] = self._named
             place = place_of(find_anatomy(context.root, **named), self.layer)
         except ValueError as error:
-            raise DefenseError(f"{type(self).__name__}: {error}") from error
+            raise DefenseError(
+                f"{type(self).__name__}: {error} (Parts of a model are named by `anatomy`, "
+                "anatomy={'model': 'model'} say.)"
+            ) from error
         self._root, self._context = context.root, context
         _forget_compiled(context.root)
 

@@ -95,7 +95,10 @@ class Freeze(Defense):
             try:
                 anatomy = find_anatomy(context.root)
             except AnatomyError as error:
-                raise DefenseError(f"{self._call}: {error}") from error
+                raise DefenseError(
+                    f"{self._call}: {error} Freeze takes names of parameters instead of a part, "
+                    "Freeze(parameters=['model.lm_head.*']) say."
+                ) from error
             frozen |= self._by_part(self.part, anatomy)
         if not any(p.requires_grad and id(p) not in frozen for p in context.root.parameters()):
             raise DefenseError(

@@ -7,7 +7,12 @@ from torch import Tensor
 
 
 def mean_of_sample_means(
-    logits: Tensor, labels: Tensor, *, causal: bool, ignore_index: int = -100
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    causal: bool,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Cross-entropy, averaged over each sample's labels first and over samples then.
 
@@ -21,6 +26,7 @@ def mean_of_sample_means(
         labels: (B, T) or (B,) integers, beside the inputs they belong to.
         causal: whether position t predicts label t + 1, as in Hugging Face's causal models.
         ignore_index: label that is left out.
+        label_smoothing: in [0, 1], as in torch's cross-entropy.
 
     Returns:
         A scalar.
@@ -46,6 +52,7 @@ def mean_of_sample_means(
         labels.flatten(),
         reduction="none",
         ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
     ).view(samples, -1)
     counts = (labels.reshape(samples, -1) != ignore_index).sum(1).clamp(min=1)
     return (losses.sum(1) / counts).mean()

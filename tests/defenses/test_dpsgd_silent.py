@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, Subset
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
@@ -258,3 +259,21 @@ class Stream(IterableDataset[Any]):
 def test_a_loader_is_refused_for_what_it_is(loader: Any, message: str) -> None:
     with pytest.raises(DefenseError, match=message):
         Run(noisy(), loader=loader())
+
+
+def test_smoothed_labels_are_taken_as_means_of_samples() -> None:
+    ragged = torch.where(torch.arange(6) < torch.tensor([2, 3, 4, 5, 6])[:, None], IDS, -100)
+    run = Run(noisy(), tiny_llama().train())
+
+    def loss(batch: Any) -> Tensor:
+        logits = run.root(input_ids=batch[0]).logits
+        return mean_of_sample_means(logits, batch[1], causal=True, label_smoothing=0.1)
+
+    run.loss = loss  # type: ignore[method-assign]
+    alone = []
+    for ids, labels in zip(IDS, ragged, strict=True):
+        logits = run.root(input_ids=ids[None]).logits[0, :-1]
+        alone.append(F.cross_entropy(logits, labels[1:], label_smoothing=0.1))
+    torch.testing.assert_close(loss([IDS, ragged]), torch.stack(alone).mean())
+    run.step([IDS, ragged])
+    assert run.defense.releases == 1

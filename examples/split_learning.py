@@ -69,7 +69,7 @@ def main() -> None:
         split = split_model(load(), LAYER)
         with SplitClient(split, connect(url, "client"), on_send=noised) as client:
             text = client.generate(message, NEW_TOKENS)
-        tokens = torch.tensor([guesses.get(timeout=120)])
+        tokens = torch.tensor([guesses.get(timeout=600)])
         server.join()
 
     length = message.shape[1]

@@ -70,7 +70,7 @@ def check_exact(found: dict[str, Any], most: float, releases: int = 3) -> None:
 @pytest.mark.parametrize("name", [*MODELS, "one by one"])
 def test_the_client_shares_the_clipped_sum_over_all_processes(ranks, name: str) -> None:
     for found in of(ranks, f"exact {name}"):
-        check_exact(found, 3e-6)
+        check_exact(found, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_the_same_in_bf16_mixed(request: pytest.FixtureRequest, strategy: str, n
 @pytest.mark.parametrize("name", ONLY_DDP)
 def test_the_same_under_other_reducers_of_ddp(ddp, name: str) -> None:
     for found in of(ddp, f"exact {name}"):
-        check_exact(found, 3e-6)
+        check_exact(found, 1e-6)
 
 
 @pytest.mark.parametrize("name", ONLY_FSDP2)
 def test_the_same_under_other_ways_to_shard(fsdp2, name: str) -> None:
     for found in of(fsdp2, f"exact {name}"):
-        check_exact(found, 3e-6)
+        check_exact(found, 1e-6)
 
 
 def test_the_same_under_a_policy_of_mixed_precision(fsdp2) -> None:

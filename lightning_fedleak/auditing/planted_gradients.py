@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fedleak.auditing.dp_sgd import Games, log_likelihood_ratios
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.accounting import History
+from lightning_fedleak.defenses.poisson import PoissonBatchSampler
 
 RATE = 0.1
 
@@ -111,10 +113,9 @@ class PlantedGradients:
         try:
             sampler = defense.on_dataloader(self._loader, context).batch_sampler
             defense.on_train_start(context)
-            epochs = itertools.chain.from_iterable(itertools.repeat(sampler))
             optimizer = torch.optim.SGD(self._weights, lr=RATE)
             releases = []
-            for drawn in itertools.islice(epochs, self.steps):
+            for drawn in itertools.islice(_batches(sampler), self.steps):
                 there = torch.zeros(len(members), dtype=torch.bool)
                 there[drawn] = True
                 batch = self._data[there & members]
@@ -157,3 +158,13 @@ class PlantedGradients:
 
     def _secret(self, what: str, number: int) -> bytes:
         return hashlib.sha256(f"planted gradients {what} {self.seed} {number}".encode()).digest()
+
+
+def _batches(sampler: Any) -> Iterator[list[int]]:
+    """Without end. Poisson draws are not noted by their sampler.
+
+    It would tell the defence how many there were, and who is not there is drawn all the same.
+    """
+    if isinstance(sampler, PoissonBatchSampler):
+        return map(sampler.draw, itertools.count(sampler.step))
+    return itertools.chain.from_iterable(itertools.repeat(sampler))

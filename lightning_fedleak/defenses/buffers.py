@@ -27,8 +27,8 @@ class Buffers:
     step counter is refused too.
 
     Every write counts up a tensor's version, except one by ``.data``. So contents are compared as
-    well: of small buffers in every step, of the rest where ``contents`` says so. Parameters are
-    not looked at under FSDP2, which writes to them itself.
+    well: of small buffers in every step, of the rest where ``contents`` says so, of sparse ones
+    never. Parameters are not looked at under FSDP2, which writes to them itself.
 
     Args:
         root: the module that is trained.
@@ -52,7 +52,8 @@ class Buffers:
         ]
 
     def _compares(self, buffer: Tensor) -> bool:
-        return not buffer.is_meta and (self._contents or buffer.numel() <= SMALL)
+        dense = buffer.layout == torch.strided and not buffer.is_meta
+        return dense and (self._contents or buffer.numel() <= SMALL)
 
     @contextmanager
     def sent_first(self) -> Iterator[None]:
@@ -113,8 +114,10 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 @torch.no_grad()
 def _print(parameter: Tensor) -> str:
     """A few digits that tell contents apart."""
-    if parameter.is_meta:
+    if parameter.is_meta or parameter.layout != torch.strided:
         return ""
+    if parameter.element_size() == 1:  # torch does not compute in float8
+        return repr(parameter.view(torch.uint8).sum().item())
     if not parameter.is_floating_point():
         return repr(parameter.sum().item())
     norm = torch.linalg.vector_norm(parameter, dtype=torch.float64)

@@ -314,8 +314,6 @@ def check_torch_loader(loader: DataLoader[Any]) -> None:
             "batch_size=None turns batching off, and Poisson sampling makes batches: give the "
             "DataLoader a batch_size and single examples."
         )
-    if isinstance(loader.dataset, Subset | ConcatDataset):
-        _check_once(loader.dataset)
     if type(loader.batch_sampler) is not BatchSampler:
         raise DefenseError(
             f"the batch sampler {type(loader.batch_sampler).__name__} is one of your own. "
@@ -342,7 +340,9 @@ def _check_none_of_several(loader: DataLoader[Any]) -> None:
 
 
 def _shard(loader: DataLoader[Any]) -> range:
-    """Indices of this process's examples."""
+    """Indices of this process's examples, each of which stands once in the dataset."""
+    if isinstance(loader.dataset, Subset | ConcatDataset):
+        _check_once(loader.dataset)
     size, sampler = len(_sized(loader.dataset)), loader.sampler
     # Of these classes exactly: one derived from them may choose, or repeat, what it likes.
     if type(sampler) is RandomSampler and not sampler.replacement:

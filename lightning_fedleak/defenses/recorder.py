@@ -21,6 +21,9 @@ Layout = tuple[str, int]
 """How a layer's first dimension counts samples: ("batch", 1), ("flat", positions of a sample), or
 ("expanded", 1) where it had one row for all samples and now has one for each."""
 
+_FEW = 4
+"""Columns in which nearly all rows that differ do so."""
+
 _EXPANDED = (
     "DPSGD: {0} looked up one row for all samples, and DPSGD let it look up one for each of the "
     "{1} instead, so that each has a gradient of its own. If that is why it failed (the module "
@@ -248,13 +251,19 @@ class Recorder:
             )
         return ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _check_alone(self, ids: Tensor) -> None:
-        """Refuses a sample that is run by itself; its row would be taken for positions."""
+        """Refuses a sample that is run by itself; its row would be taken for positions.
+
+        Labels of the samples, (B,), come here too. Zeros and ones in a batch (a mask), or one
+        number over and over, are like them by chance and are no sample's ids.
+        """
         for given in self._given:
             if not 2 <= len(ids) <= given.shape[1] or given.device != ids.device:
                 continue
             alike = (given[:, : len(ids)] == ids).all(1)
-            if bool(alike.any()) and not bool(alike.all()):
+            tells = (given > 1).any() & (ids != ids[0]).any()
+            if bool(alike.any() & ~alike.all() & tells):
                 sample = int(alike.int().argmax())
                 self._refused = self._refused or DefenseError(
                     f"DPSGD: sample {sample} of {self.samples} was run by itself in training_step, "
@@ -265,7 +274,8 @@ class Recorder:
         """Refuses several rows a sample where one of them is another sample's row of the batch.
 
         What a training step makes of a batch has no gradient until the first layer. Rows that were
-        changed before they were joined are not recognised.
+        changed before they were joined are not recognised, nor those of one number over and over,
+        which tell no sample (token types, where another sample's labels are all zero).
         """
         samples = self.samples
         if not isinstance(source, Tensor) or source.requires_grad or source.dim() != 2:
@@ -274,14 +284,15 @@ class Recorder:
         if len(source) % samples or rows < 2:
             return
         alike = torch.zeros(len(source), samples, dtype=torch.bool, device=source.device)
+        owners = torch.arange(len(source), device=source.device) // rows
+        own = torch.zeros_like(owners, dtype=torch.bool)
         for given in self._given:
             width = min(source.shape[1], given.shape[1])
             if width < 2 or given.device != source.device:
                 continue
-            for sample, row in enumerate(given[:, :width]):
-                alike[:, sample] |= (source[:, :width] == row).all(1)
-        owners = torch.arange(len(source), device=source.device) // rows
-        own = alike.gather(1, owners[:, None])[:, 0]
+            found = _equal_rows(source[:, :width], given[:, :width])
+            own |= found.gather(1, owners[:, None])[:, 0]
+            alike |= found & (given[:, :width] != given[:, :1]).any(1)
         foreign = (alike.any(1) & ~own).nonzero().flatten().tolist()
         if foreign:
             raise DefenseError(
@@ -311,6 +322,17 @@ class Recorder:
                 parts.setdefault(self._owned[module, key], []).append(part)
         except Exception as error:
             self._refused = self._refused or error
+
+
+def _equal_rows(rows: Tensor, others: Tensor) -> Tensor:
+    """(N, B) booleans: which of (N, W) ``rows`` equal which of (B, W) ``others``."""
+    equal = rows[:, :1] == others[:, 0]
+    for column in range(1, min(_FEW, rows.shape[1])):
+        equal &= rows[:, column, None] == others[:, column]
+    for other in equal.any(0).nonzero().flatten().tolist():
+        maybe = equal[:, other].nonzero().flatten()
+        equal[maybe, other] = (rows[maybe] == others[other]).all(1)
+    return equal
 
 
 def owns_parameters(module: nn.Module) -> bool:

@@ -229,7 +229,8 @@ class Release:
     def _check_unmoved(self, root: nn.Module) -> None:
         """Refuses weights that move from batch to batch before anything was released in this fit.
 
-        Something writes the update into them without an optimizer.
+        Something writes the update into them without an optimizer. Weights of no optimizer may
+        move while gradients wait for a step: they are an average of the others, say.
         """
         if self._unreleased is None:
             self._unreleased = [
@@ -237,7 +238,11 @@ class Release:
                 for p in root.parameters()
                 if p.requires_grad and not isinstance(p, DTensor)
             ]
-        elif any(p._version != version for p, version in self._unreleased):
+            return
+        moved = {id(p) for p, version in self._unreleased if p._version != version}
+        known = [p for optimizer, _ in self._removers.values() for p in _released(optimizer)]
+        waits = any(p.grad is not None for p in known) and moved.isdisjoint(map(id, known))
+        if moved and not waits:
             raise DefenseError(
                 "DefendedStrategy: the weights changed since the first batch, and no optimizer "
                 "stepped: what was written into them was not defended. Step an optimizer that "

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, Subset
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
+from lightning_fedleak.defenses.recorder import _equal_rows
 from tests.defenses.test_dpsgd import CLIP, N, Net, Run, data, first, trainer
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
 
@@ -114,6 +117,60 @@ def test_positions_in_the_batch_may_be_looked_up_once() -> None:
     assert run.defense.releases == 1
 
 
+class Typed(Words):
+    """Adds what a small table holds for each of ``kinds``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with own_rng(1):
+            self.types = nn.Embedding(2, 8)
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.words(ids) + self.types(kinds)))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("labels", [[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+def test_labels_that_look_like_a_mask_are_no_sample(labels: list[int], frozen: bool) -> None:
+    run = Run(noisy(), Typed())
+    run.root.types.requires_grad_(not frozen)
+    mask = (torch.arange(6) >= torch.arange(5)[:, None]).long()
+
+    def loss(batch: Any) -> Tensor:
+        ids, _, kinds = batch
+        types = run.root.types(kinds)[:, None]
+        logits = run.root.head(torch.tanh(run.root.words(ids) + types))
+        return mean_of_sample_means(logits, ids, causal=True)
+
+    run.loss = loss  # type: ignore[method-assign]
+    run.step([IDS, mask, torch.tensor(labels)])
+    assert run.defense.releases == 1
+
+
+def test_token_types_that_look_like_labels_are_no_other_samples() -> None:
+    run = Run(noisy(), Typed())
+    labels = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1], [0, 0]])
+
+    def loss(batch: Any) -> Tensor:
+        rows = side_by_side(batch[0])
+        return mean_of_sample_means(run.root(rows, torch.zeros_like(rows)), rows, causal=True)
+
+    run.loss = loss  # type: ignore[method-assign]
+    run.step([IDS, labels])
+    assert run.defense.releases == 1
+
+
+@given(data=st.data())
+def test_equal_rows(data: Any) -> None:
+    n, b, width = (data.draw(st.integers(1, 7)) for _ in range(3))
+    number = st.integers(0, 1)
+    rows = torch.tensor(data.draw(st.lists(number, min_size=n * width, max_size=n * width)))
+    others = torch.tensor(data.draw(st.lists(number, min_size=b * width, max_size=b * width)))
+    rows, others = rows.view(n, width), others.view(b, width)
+    expected = [[row == other for other in others.tolist()] for row in rows.tolist()]
+    assert _equal_rows(rows.float(), others).tolist() == expected
+
+
 @pytest.mark.parametrize(
     "twice",
     [
@@ -193,6 +250,30 @@ def test_a_buffer_that_is_written_to_later_is_noticed() -> None:
     root.where = "buffer"
     with pytest.raises(DefenseError, match="changed the buffer 'buffer'"):
         run.step(first(5))
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_sparse_buffers_and_float8_weights_are_looked_at_as_far_as_torch_can(written: bool) -> None:
+    class Small(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("graph", torch.eye(4).to_sparse())
+            self.register_buffer("scale", torch.ones(4).to(torch.float8_e4m3fn))
+            small = torch.ones(3, 4).to(torch.float8_e4m3fn).t()
+            self.small = nn.Parameter(small, requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if written:
+                self.small.data.copy_(torch.full((4, 3), 2.0))
+            return super().forward(x)
+
+    run = Run(noisy(), Small())
+    if not written:
+        run.step(first(3))
+        assert run.defense.releases == 1
+        return
+    with pytest.raises(DefenseError, match="wrote to the parameter 'small'"):
+        run.step(first(3))
 
 
 def test_a_frozen_embedding_that_shortens_the_rows_it_looks_up_is_refused() -> None:

@@ -131,6 +131,44 @@ def test_updates_that_no_optimizer_makes_are_refused(automatic: bool) -> None:
     fit(DefendedStrategy(), ByHand)
 
 
+def test_an_average_of_the_weights_may_move_while_gradients_are_added_up() -> None:
+    class Averaged(ToyLM):
+        def __init__(self) -> None:
+            super().__init__("sgd")
+            self.average = torch.optim.swa_utils.AveragedModel(self.head)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.average.update_parameters(self.head)
+
+        def configure_optimizers(self) -> Any:
+            trained = [p for n, p in self.named_parameters() if not n.startswith("average")]
+            return torch.optim.SGD(trained, lr=0.1)
+
+    defense = noise()
+    fit(DefendedStrategy("auto", [defense]), Averaged, accumulate_grad_batches=3)
+    assert defense.releases == 2
+
+
+def test_updates_by_hand_beside_an_optimizer_of_something_else_are_refused() -> None:
+    class Beside(ToyLM):
+        def __init__(self) -> None:
+            super().__init__("sgd")
+            self.automatic_optimization = False
+            self.unused = torch.nn.Linear(2, 2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            weight = self.head.weight
+            (gradient,) = torch.autograd.grad(self.loss(batch), [weight])
+            with torch.no_grad():
+                weight -= 0.1 * gradient
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.unused.parameters(), lr=0.1)
+
+    with pytest.raises(DefenseError, match="weights changed since the first batch"):
+        fit(DefendedStrategy("auto", [noise()]), Beside)
+
+
 def test_weights_that_change_after_a_release_are_a_schedules_own_business() -> None:
     class Clamped(ToyLM):
         def on_train_batch_end(self, *_: Any) -> None:

@@ -33,6 +33,7 @@ from torch.utils.data import (
 )
 
 from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.dpsgd_checks import tensors_of
 from lightning_fedleak.defenses.ledger import check_count, check_sample_rate
 
 DOMAIN = b"lightning-fedleak poisson sampling 1\0"
@@ -144,7 +145,7 @@ class RowCollate:
     def __call__(self, examples: list[Any]) -> Any:
         """The batch of these examples."""
         batch = self.collate(examples)
-        sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+        sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
         if len(sizes) == 1 and sizes != {len(examples)}:
             raise DefenseError(
                 f"the collate function made {sizes.pop()} rows of {len(examples)} examples. "
@@ -397,17 +398,6 @@ def _sized(dataset: Dataset[Any]) -> Any:
             "sampling needs a map-style dataset."
         )
     return dataset
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _emptied(once: Any, twice: Any) -> Any:

@@ -184,6 +184,8 @@ def _any(
             x = source.reshape(samples, rows, *source.shape[1:])
             upstream = gradient.reshape(samples, rows, *gradient.shape[1:])
             found = vmap(one, randomness="error")(x, upstream)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise DefenseError(
             f"DPSGD: a {plain_type(module).__name__} cannot be run again for one sample at a time "

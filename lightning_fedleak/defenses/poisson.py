@@ -384,8 +384,11 @@ def _origins(dataset: Any) -> tuple[Any, Any]:
         parts = [_origins(part) for part in dataset.datasets]
         return tuple(np.concatenate(column) for column in zip(*parts, strict=True))  # type: ignore[return-value]
     if isinstance(dataset, Subset):
+        indices = np.asarray(dataset.indices)
+        if indices.dtype.kind not in "iu":  # keys, or none at all
+            _, places = np.unique(indices, return_inverse=True)
+            return np.full(len(indices), id(dataset.dataset), dtype=np.int64), places
         sources, places = _origins(dataset.dataset)
-        indices = np.asarray(dataset.indices, dtype=np.int64)
         return sources[indices], places[indices]
     size = len(_sized(dataset))
     return np.full(size, id(dataset), dtype=np.int64), np.arange(size)

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, Subset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+)
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.recorder import _equal_rows
@@ -193,6 +200,25 @@ def test_parts_of_datasets_are_taken() -> None:
     run = Run(noisy(), loader=DataLoader(joined, batch_size=8))
     run.step(first(3))
     assert run.defense.releases == 1
+
+
+class ByName(Dataset[Any]):
+    """Examples under names."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, name: str) -> Any:
+        return data()[int(name)]
+
+
+def test_names_in_a_subset_tell_examples_apart() -> None:
+    names, named = [str(i) for i in range(N)], ByName()
+    run = Run(noisy(), loader=DataLoader(Subset(named, names), batch_size=2))
+    run.step(first(3))
+    assert run.defense.releases == 1
+    with pytest.raises(DefenseError, match=r"2 of the .* places"):
+        Run(noisy(), loader=DataLoader(Subset(named, [*names, "1", "2"]), batch_size=2))
 
 
 def test_loaders_inside_of_one_another_are_refused() -> None:

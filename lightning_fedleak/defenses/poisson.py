@@ -382,7 +382,7 @@ def _origins(dataset: Any) -> tuple[Any, Any]:
     """
     if isinstance(dataset, ConcatDataset):
         parts = [_origins(part) for part in dataset.datasets]
-        return tuple(np.concatenate(column) for column in zip(*parts, strict=True))  # type: ignore[return-value]
+        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
     if isinstance(dataset, Subset):
         indices = np.asarray(dataset.indices)
         if indices.dtype.kind not in "iu":  # keys, or none at all

@@ -240,9 +240,11 @@ class Release:
             ]
             return
         moved = {id(p) for p, version in self._unreleased if p._version != version}
+        if not moved:
+            return
         known = [p for optimizer, _ in self._removers.values() for p in _released(optimizer)]
         waits = any(p.grad is not None for p in known) and moved.isdisjoint(map(id, known))
-        if moved and not waits:
+        if not waits:
             raise DefenseError(
                 "DefendedStrategy: the weights changed since the first batch, and no optimizer "
                 "stepped: what was written into them was not defended. Step an optimizer that "

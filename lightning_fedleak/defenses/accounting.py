@@ -340,12 +340,12 @@ def check_delta_for(delta: float, examples: int) -> None:
     Raises:
         DefenseError: outside (0, 1), or not below ``1 / examples``.
     """
-    _check_delta(delta)
+    _check_delta(delta, "target_delta")
     check_count(examples, "examples")
     if delta >= 1 / examples:
         raise DefenseError(
-            f"delta={delta!r} must be below 1 / {examples} = {1 / examples:.3g}, the number of "
-            "examples: else publishing one of them at random would count as private"
+            f"target_delta={delta!r} must be below 1 / {examples} = {1 / examples:.3g}, the number "
+            "of examples: else publishing one of them at random would count as private"
         )
 
 

@@ -426,7 +426,7 @@ def test_a_run_without_end_has_no_noise_for_an_epsilon() -> None:
 
 @pytest.mark.parametrize("delta", [1 / N, 0.5])
 def test_delta_must_be_below_one_over_the_number_of_examples(delta: float) -> None:
-    with pytest.raises(DefenseError, match="must be below 1 / 40"):
+    with pytest.raises(DefenseError, match=r"target_delta=.* must be below 1 / 40"):
         Run(DPSGD(CLIP, noise_multiplier=1.0, target_delta=delta))
 
 

@@ -55,7 +55,7 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.attacks.base import Attack, WordGuess
 from lightning_fedleak.attacks.flatchat import flatchat
-from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.demo.data import TextDataModule
 from lightning_fedleak.demo.module import CausalLMFineTuning
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
@@ -351,7 +351,10 @@ def run_one(cell: Cell, folder: Path, public: PublicText) -> CellResult:
         L.seed_everything(seed, verbose=False)
         module = CausalLMFineTuning(setting.model, lr=setting.lr, loss="sample_mean")
         monitor = LeakageMonitor(
-            attacks, every_n_steps=setting.every_n_steps, window=setting.steps, log_dir=folder
+            attacks,
+            every_n_steps=setting.every_n_steps,
+            games=Games(window=setting.steps),
+            log_dir=folder,
         )
         trainer = L.Trainer(
             strategy=DefendedStrategy("auto", defenses),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         TrainedMembership,
     )
     from lightning_fedleak.callbacks import (
+        Games,
         LeakageLimitExceeded,
         LeakageMonitor,
         RiskGate,
@@ -64,6 +65,7 @@ _HOMES = {
         "TrainedMembership",
     ),
     "callbacks": (
+        "Games",
         "LeakageLimitExceeded",
         "LeakageMonitor",
         "RiskGate",
@@ -98,6 +100,7 @@ __all__ = [
     "FCMembership",
     "FlatChat",
     "Freeze",
+    "Games",
     "GradientNoise",
     "LeakageLimitExceeded",
     "LeakageMonitor",

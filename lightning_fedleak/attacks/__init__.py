@@ -7,6 +7,7 @@ from lightning_fedleak.attacks.base import (
     Attack,
     Guess,
     Query,
+    RunFacts,
     Surfaces,
     UnusableObservation,
     WordGuess,
@@ -22,7 +23,7 @@ from lightning_fedleak.attacks.flatchat import (
     TypeCountRegressor,
 )
 from lightning_fedleak.attacks.flattening import flatten, rank_types, separate_clusters
-from lightning_fedleak.attacks.inversion import InversionAttack, TextGuess
+from lightning_fedleak.attacks.inversion import InversionAttack, TextAttack, TextGuess
 from lightning_fedleak.attacks.membership import MembershipAttack, MembershipGuess
 from lightning_fedleak.attacks.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.prefix_inversion import PrefixInversion
@@ -54,7 +55,9 @@ __all__ = [
     "Query",
     "RevealLabels",
     "RevealLabelsGuess",
+    "RunFacts",
     "Surfaces",
+    "TextAttack",
     "TextGuess",
     "TokenRelaxation",
     "TrainedMembership",

@@ -35,7 +35,7 @@ from lightning_fedleak.attacks.attention_design import (
 )
 from lightning_fedleak.attacks.attention_public import PublicStates
 from lightning_fedleak.attacks.attention_rungs import guess_by
-from lightning_fedleak.attacks.base import Query
+from lightning_fedleak.attacks.base import Query, RunFacts
 from lightning_fedleak.attacks.crafted_attention import (
     CraftedAttention,
     algorithm_one,
@@ -228,10 +228,10 @@ class AttentionMembership(MembershipAttack):
 
     # ---- A_init -----------------------------------------------------------------------------
 
-    def expect(self, *, defended: bool) -> None:
+    def meet(self, facts: RunFacts) -> None:
         """Against a defence that acts on gradients the default widths are one."""
         if self._open_widths:
-            widths = (DEFENDED_WIDTH,) if defended else WIDTHS
+            widths = (DEFENDED_WIDTH,) if "gradients" in facts.defended else WIDTHS
             self.design = replace(self.design, widths=widths_of(widths, None))
 
     def prepare(self, anatomy: Anatomy) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
@@ -69,6 +70,31 @@ class Query:
     positions: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """What an adversary knows of the run that it attacks, besides what it sees.
+
+    A server that prescribes the training knows all of it.
+
+    Attributes:
+        precision: in the Trainer's words (``"bf16-mixed"``).
+        autocast: dtype that the client's forward is cast to; None without autocast.
+        optimizer: class of the one that owns what the attack reads; None where none does.
+        optimizer_settings: of that optimizer, plain values.
+        local_steps: optimizer steps whose weight change is shared; None where single gradients are.
+        defended: what the run's defences rewrite.
+        step: optimizer step that the fit begins at; not 0 where it was resumed.
+    """
+
+    precision: str = "32-true"
+    autocast: torch.dtype | None = None
+    optimizer: str | None = None
+    optimizer_settings: Mapping[str, object] = field(default_factory=dict)
+    local_steps: int | None = None
+    defended: frozenset[Literal["gradients", "batches", "activations"]] = frozenset()
+    step: int = 0
+
+
 class Attack(ABC):
     """An adversary. Subclasses set ``threat_model`` and implement ``needs`` and ``run``.
 
@@ -85,6 +111,12 @@ class Attack(ABC):
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.default_name
+
+    def meet(self, facts: RunFacts) -> None:  # noqa: B027
+        """Learns about the run, before :meth:`prepare` and whenever the facts change.
+
+        Default: nothing.
+        """
 
     @abstractmethod
     def needs(self, anatomy: Anatomy) -> Surfaces:
@@ -122,11 +154,16 @@ class Attack(ABC):
         """
         return self.config()
 
+    def fingerprint(self) -> str:
+        """What a saved state must have been made with, as one string."""
+        return repr(sorted(self.given().items()))
+
 
 __all__ = [
     "Attack",
     "Guess",
     "Query",
+    "RunFacts",
     "Surfaces",
     "UnusableObservation",
     "WordGuess",

@@ -107,7 +107,6 @@ class DescentAttack(InversionAttack):
         self.at_once = at_once
         self.autocast = autocast
         self.refresh_every = refresh_every
-        self._bottom: BottomModel | None = None
         self._table: TokenTable | None = None
 
     def config(self) -> dict[str, object]:
@@ -126,7 +125,9 @@ class DescentAttack(InversionAttack):
         super().prepare(anatomy)
         # Weights copied in inference mode could never take part in autograd.
         with torch.inference_mode(False), torch.no_grad():
-            self._bottom = BottomModel(anatomy, self.layer, autocast=self.autocast)
+            self._bottom = BottomModel(
+                anatomy, self.layer, autocast=self.autocast or self._met.autocast
+            )
             self._table = TokenTable.of(self._bottom.word_embeddings())
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
@@ -138,17 +139,6 @@ class DescentAttack(InversionAttack):
             words = self.bottom.word_embeddings()
             if not torch.equal(words.to(self.table.embeddings.dtype), self.table.embeddings):
                 self._table = TokenTable.of(words)
-
-    @property
-    def bottom(self) -> BottomModel:
-        """The adversary's copy.
-
-        Raises:
-            RuntimeError: before :meth:`prepare`.
-        """
-        if self._bottom is None:
-            raise RuntimeError(f"{type(self).__name__} has no bottom model yet: call prepare()")
-        return self._bottom
 
     @property
     def table(self) -> TokenTable:

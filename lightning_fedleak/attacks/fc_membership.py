@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.crafted_fc import CraftedFC, TwoIdentities, check_targets, inputs_of
 from lightning_fedleak.attacks.l1_neighbours import neighbours
 from lightning_fedleak.attacks.membership import Granularity, MembershipAttack, MembershipGuess
@@ -238,9 +239,10 @@ class FCMembership(MembershipAttack):
         if before not in (None, self._hints["trainer"]):
             self._measured_at = -MEASURE_EVERY
 
-    def expect(self, *, defended: bool) -> None:
-        """Against a defence that acts on gradients ``ladder="auto"`` is ``(1.0,)``."""
-        self._defended = defended
+    def meet(self, facts: RunFacts) -> None:
+        """Learns the precision; against defended gradients ``ladder="auto"`` is ``(1.0,)``."""
+        self.set_precision(facts.precision)
+        self._defended = "gradients" in facts.defended
 
     @property
     def _steps(self) -> tuple[float, ...] | Literal["auto"]:

@@ -8,17 +8,29 @@ text off the hidden states with the bottom model alone.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import place_of, text_blocks
-from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces, UnusableObservation
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Guess,
+    Query,
+    RunFacts,
+    Surfaces,
+    UnusableObservation,
+)
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation
 from lightning_fedleak.threats import Capability, ThreatModel
+
+if TYPE_CHECKING:
+    from lightning_fedleak.attacks.bottom import BottomModel
 
 NOTHING = -1
 """Token id where nothing was guessed."""
@@ -42,7 +54,22 @@ class TextGuess(Guess):
     candidates: int = 0
 
 
-class InversionAttack(Attack):
+class TextAttack(Attack):
+    """An adversary that reconstructs whole texts: its guess is a :class:`TextGuess`.
+
+    One that reads gradients is shown them as an attack on words is, and names its texts in any
+    order.
+    """
+
+    def age(self, step: int) -> float:
+        """Optimizer steps that this adversary's copy of the model is behind at ``step``.
+
+        NaN where it keeps none.
+        """
+        return math.nan
+
+
+class InversionAttack(TextAttack):
     """A server that reconstructs the client's text from the hidden states at the split layer.
 
     Args:
@@ -74,6 +101,32 @@ class InversionAttack(Attack):
             raise ValueError(f"budget_seconds must be positive or None, got {budget_seconds!r}")
         self.layer = layer
         self.budget_seconds = budget_seconds
+        self._bottom: BottomModel | None = None
+        self._met = RunFacts()
+
+    def meet(self, facts: RunFacts) -> None:
+        """Learns the precision that the client computes in, and where the fit begins.
+
+        A copy of the bottom model that was taken before is of that step.
+        """
+        self._met = facts
+        if self._bottom is not None:
+            self._bottom.step = max(self._bottom.step, facts.step)
+
+    @property
+    def bottom(self) -> BottomModel:
+        """The adversary's copy of the bottom model.
+
+        Raises:
+            RuntimeError: it has taken none, which those that keep one do in :meth:`prepare`.
+        """
+        if self._bottom is None:
+            raise RuntimeError(f"{type(self).__name__} has no bottom model yet: call prepare()")
+        return self._bottom
+
+    def age(self, step: int) -> float:
+        """Optimizer steps that the copy of the bottom model is behind; NaN without one."""
+        return math.nan if self._bottom is None else float(self._bottom.age(step))
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """The hidden states at the split.
@@ -132,4 +185,4 @@ class InversionAttack(Attack):
         self._other_layers = frozenset(place_of(anatomy, layer).name for layer in layers)
 
 
-__all__ = ["NOTHING", "InversionAttack", "TextGuess"]
+__all__ = ["NOTHING", "InversionAttack", "TextAttack", "TextGuess"]

@@ -119,13 +119,6 @@ class MembershipAttack(Attack):
         """A_init: checks the layer, and calibrates on public text where the attack does so."""
         place_of(anatomy, self.layer)
 
-    def expect(self, *, defended: bool) -> None:
-        """Says whether a defence of the run rewrites gradients, as the adversary knows.
-
-        Called before :meth:`prepare`. An adversary that would craft other layers against clipping
-        and noise does so from now on. Default: nothing.
-        """
-
     @property
     @abstractmethod
     def rungs(self) -> int:

@@ -112,22 +112,10 @@ class PrefixInversion(InversionAttack):
         self.refresh_every = refresh_every
         self.renew_table_every = renew_table_every
         self.seed = seed
-        self._bottom: BottomModel | None = None
         self._table: StateTable | None = None
         self._table_step: int | None = None
         self._precision = 0.0
         self._variance: Tensor | None = None
-
-    @property
-    def bottom(self) -> BottomModel:
-        """The adversary's copy of the bottom model.
-
-        Raises:
-            RuntimeError: before :meth:`prepare`.
-        """
-        if self._bottom is None:
-            raise RuntimeError("call prepare(anatomy) before the attack is run")
-        return self._bottom
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Copies the bottom model and computes the table of typical states.
@@ -137,7 +125,8 @@ class PrefixInversion(InversionAttack):
                 causal: then a token's state depends on what follows it.
         """
         super().prepare(anatomy)
-        bottom = BottomModel(anatomy, self.layer, autocast=self.autocast)
+        autocast = self.autocast or self._met.autocast
+        bottom = BottomModel(anatomy, self.layer, autocast=autocast)
         if not bottom.causal:
             raise ValueError(
                 f"{type(anatomy.model).__name__} is not causal: a hidden state at layer "

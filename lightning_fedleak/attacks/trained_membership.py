@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.crafted_fc import CraftedFC, Frozen, check_targets, inputs_of
 from lightning_fedleak.attacks.hidden import context_length, hidden_states
 from lightning_fedleak.attacks.membership import (
@@ -202,9 +203,9 @@ class TrainedMembership(MembershipAttack):
         self._scale = Scale.of(self._public)
         self._neurons.clear()
 
-    def expect(self, *, defended: bool) -> None:
+    def meet(self, facts: RunFacts) -> None:
         """Against a defence that acts on gradients one rung is crafted."""
-        self._defended = defended
+        self._defended = "gradients" in facts.defended
 
     @property
     def _parts(self) -> tuple[float, ...]:

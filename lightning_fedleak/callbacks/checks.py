@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch.strategies import (
@@ -18,18 +21,12 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.inversion import InversionAttack
-from lightning_fedleak.attacks.membership import MembershipAttack
-from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.callbacks.look import Plan
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.threats import (
-    DISHONEST_SERVER,
-    HONEST_BUT_CURIOUS,
-    Capability,
-    require,
-)
+from lightning_fedleak.threats import Capability, require
+
+if TYPE_CHECKING:
+    from lightning_fedleak.callbacks.channels.base import Run
 
 SURFACE_CAPABILITIES = {
     HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
@@ -66,23 +63,7 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
         )
 
 
-def assumed_of(
-    attacks: Sequence[Attack], given: Collection[Capability] | None
-) -> frozenset[Capability]:
-    """What the adversary has besides what it sees; by default what the attacks are about."""
-    if given is not None:
-        return frozenset(given)
-    games = any(isinstance(a, MembershipAttack) for a in attacks)
-    return DISHONEST_SERVER if games else HONEST_BUT_CURIOUS
-
-
-def check_rounds(
-    local_steps: int | None,
-    attacks: Sequence[Attack],
-    stages: Sequence[Stage],
-    *,
-    head_own_part: bool,
-) -> None:
+def check_rounds(local_steps: int | None, stages: Sequence[Stage], *, head_own_part: bool) -> None:
     """Refuses rounds of local steps beside what reads single gradients.
 
     Raises:
@@ -96,88 +77,6 @@ def check_rounds(
             f"head_own_part; got local_steps={local_steps}, "
             f"stages={tuple(str(s) for s in stages)}, head_own_part={head_own_part}"
         )
-    others = [a.name for a in attacks if isinstance(a, MembershipAttack | InversionAttack)]
-    if others:
-        raise ValueError(
-            f"local_steps attacks a weight change, and '{others[0]}' reads what one step sends: "
-            "give membership and inversion attacks a LeakageMonitor of their own, without "
-            "local_steps"
-        )
-
-
-def check_processes(
-    processes: int, client: str, *, scored: bool, rounds: bool, head_own_part: bool
-) -> None:
-    """Refuses what one process cannot tell of a run of several.
-
-    Args:
-        processes: of the run.
-        client: ``"rank"`` or ``"world"``.
-        scored: the user's canaries are scored over looks.
-        rounds: weight changes of several steps are attacked.
-        head_own_part: the head's own part of a tied matrix is attacked.
-
-    Raises:
-        ValueError: says what to leave out.
-    """
-    if processes == 1:
-        return
-    if scored:
-        raise ValueError(
-            "score_canaries= needs every release of the run, and each process sees its own "
-            "client's: run one process, or leave score_canaries out"
-        )
-    if rounds and client == "rank":
-        raise ValueError(
-            "local_steps describes one client that trains on its own; DDP averages at every step. "
-            "Use client='world', or run one process."
-        )
-    if head_own_part and client == "world":
-        raise ValueError(
-            "head_own_part=True is taken inside each process's backward, and with client='world' "
-            "the client's batch is spread over several: leave it out, or run one process"
-        )
-
-
-def check_canaries(attacks: Sequence[Attack], stages: Sequence[Stage]) -> None:
-    """Refuses canaries of the user's that nothing would be asked about.
-
-    Raises:
-        ValueError: no membership attack, or what leaves the client is not measured.
-    """
-    if not any(isinstance(a, MembershipAttack) for a in attacks):
-        raise ValueError(
-            "canaries= are texts that membership attacks are asked for, and none is listed: add "
-            "FCMembership(layer=6), say"
-        )
-    if Stage.SHARED not in stages:
-        raise ValueError("canaries= are measured on what leaves the client: add 'shared' to stages")
-
-
-def check_held_out(attacks: Sequence[Attack], held_out: PublicText | None) -> None:
-    """Refuses non-members that a membership attack was calibrated on.
-
-    Raises:
-        ValueError: the attack's public text is the text that is held out.
-    """
-    for attack in attacks:
-        public = getattr(attack, "public_text", None)
-        if not isinstance(attack, MembershipAttack) or held_out is None:
-            continue
-        if isinstance(public, PublicText) and same_texts(public, held_out):
-            raise ValueError(
-                f"held_out= is the public text that '{attack.name}' is calibrated on, so that the "
-                "games' non-members would be texts it knows to be outside: split the text, one "
-                "part for each"
-            )
-
-
-def same_texts(one: PublicText, other: PublicText) -> bool:
-    """Whether two public texts are one, token by token."""
-    if one is other:
-        return True
-    both = zip(one.sentences, other.sentences, strict=False)
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in both)
 
 
 def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
@@ -216,48 +115,59 @@ def resolve_client(given: str | None, strategy: Strategy) -> str:
     )
 
 
-def plan_attack(
-    attack: Attack,
-    anatomy: Anatomy,
-    optimizers: Sequence[Optimizer],
-    assumed: frozenset[Capability],
-    *,
-    reduces_all: bool,
-) -> Plan:
-    """Checks an attack against this model and run.
+@dataclass(frozen=True)
+class Plan:
+    """An attack in one run.
 
-    What a :class:`MembershipAttack` reads is always exposed: the server has added it itself, in
-    front of which no layer of the client's needs to be trained. So are the hidden states that an
-    :class:`InversionAttack` reads: who lists one has a split there. Who knows the model knows its
-    bottom.
+    Attributes:
+        attack: the attack.
+        roles: whose gradients it reads; none where it reads layers that the server adds itself, or
+            hidden states at the split.
+        exposed: whether all of them are really shared.
+        optimizer: the one that owns these parameters; None where they are not exposed, or no
+            parameters of the client's.
+    """
+
+    attack: Attack
+    roles: tuple[str, ...]
+    exposed: bool
+    optimizer: Optimizer | None
+
+
+def require_capabilities(attack: Attack, run: Run, sees: AbstractSet[Capability]) -> None:
+    """Refuses an attack whose adversary lacks what it needs. Who knows the model knows its bottom.
 
     Args:
         attack: the attack.
-        anatomy: the model's parts.
-        optimizers: the run's optimizers.
-        assumed: what the adversary has besides what it sees.
-        reduces_all: every trainable parameter leaves the client (DDP), not only those that an
-            optimizer owns.
+        run: with the model, and what the adversary is assumed to have.
+        sees: what it sees besides gradients.
 
     Raises:
-        ThreatModelError: the adversary lacks a capability in this setting.
-        ValueError: the attack reads parameters of several optimizers, or no gradients; or the model
-            has no such layer.
+        ThreatModelError: names every capability that is missing.
     """
-    held = set(assumed)
+    anatomy = run.anatomy
+    held = set(run.assumed)
     held.update(
         c for role, c in SURFACE_CAPABILITIES.items() if anatomy.parameter(role) is not None
     )
     if anatomy.kind == "classifier":
         held -= set(SURFACE_CAPABILITIES.values())
-    if isinstance(attack, InversionAttack):
-        held.add(Capability.SEES_ACTIVATIONS)
+    held |= sees
     if Capability.KNOWS_MODEL in held:
         held.add(Capability.KNOWS_BOTTOM_MODEL)
     require(attack.name, attack.threat_model, held)
+
+
+def gradient_plan(attack: Attack, run: Run) -> Plan:
+    """Checks an attack on gradients of the client's own parameters against this model and run.
+
+    Raises:
+        ValueError: the attack reads parameters of several optimizers, or no gradients.
+    """
+    anatomy, strategy = run.anatomy, run.trainer.strategy
+    # DDP reduces every trainable parameter, not only those that an optimizer owns.
+    reduces_all = isinstance(strategy, DDPStrategy) and run.client == "rank"
     surfaces = attack.needs(anatomy)
-    if isinstance(attack, MembershipAttack | InversionAttack):
-        return Plan(attack, (), True, None)
     roles = surfaces.gradients
     if not roles or surfaces.layers:
         raise ValueError(
@@ -268,7 +178,7 @@ def plan_attack(
     owners: list[Optimizer] = []
     exposed = True
     for role in roles:
-        owner = _owner(anatomy.parameter(role), optimizers)
+        owner = _owner(anatomy.parameter(role), run.trainer.optimizers)
         exposed &= anatomy.trainable(role) and (owner is not None or reduces_all)
         if owner is not None and all(owner is not o for o in owners):
             owners.append(owner)
@@ -278,38 +188,6 @@ def plan_attack(
             "optimizers. Give these parameters to one optimizer, or leave this attack out."
         )
     return Plan(attack, roles, exposed, owners[0] if owners else None)
-
-
-def check_games(
-    attacks: Sequence[Attack], strategy: Strategy, stages: Sequence[Stage], client: str
-) -> None:
-    """Refuses membership games where the client's part of them cannot be told.
-
-    Raises:
-        ValueError: says which setting to change.
-    """
-    names = [a.name for a in attacks if isinstance(a, MembershipAttack)]
-    if not names:
-        return
-    who = f"LeakageMonitor: '{names[0]}' plays membership games, which"
-    if isinstance(strategy, ModelParallelStrategy):
-        raise ValueError(
-            f"{who} need whole layers; {type(strategy).__name__} shards them. Use DDP with "
-            "client='rank', or one device; attacks on words and texts run under FSDP2 too."
-        )
-    if getattr(strategy, "world_size", 1) == 1:
-        return
-    if client == "world":
-        raise ValueError(
-            f"{who} ask one process's batch; with client='world' the batch is spread over "
-            "several. Use client='rank', or run one process."
-        )
-    if Stage.AGGREGATE in stages:
-        raise ValueError(
-            f"{who} ask one client's batch; what is left of it in the mean over clients is not "
-            "computed. Leave 'aggregate' out of stages=, or give these attacks a monitor of their "
-            "own."
-        )
 
 
 def _owner(parameter: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> Optimizer | None:

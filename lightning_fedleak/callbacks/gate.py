@@ -16,7 +16,6 @@ from lightning_fedleak.callbacks.gate_event import GateEvent, LeakageLimitExceed
 from lightning_fedleak.callbacks.harden import defenses_to_harden, harden
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
@@ -193,31 +192,27 @@ class RiskGate(L.Callback):
 
     def _check_looks(self, monitor: LeakageMonitor, clients: int) -> None:
         """Refuses a rate that is never known, or not before the gate would act on that."""
-        metric = self.metric.rpartition("/")[-1]
-        if not metric.startswith("tpr_at_fpr_"):
+        name = self.metric.removesuffix("_worst_client")
+        worst = name != self.metric and clients > 1
+        found = monitor.looks_until_known(name, 1 if worst else clients)
+        if found is None:
             return
-        worst = metric.endswith("_worst_client") and clients > 1
-        fpr = float(metric.removeprefix("tpr_at_fpr_").removesuffix("_worst_client"))
-        others = monitor.targets * (1 if worst else clients)
-        looks = math.ceil(NEGATIVES_PER_FPR / fpr / others - 1e-9)
+        looks, why = found
         pooled = 1 if worst or self.bound != "value" else monitor.games.window
-        found = (
-            f"RiskGate watches '{self.metric}': a rate at {fpr:g} false positives is known only "
-            f"from {NEGATIVES_PER_FPR / fpr:.0f} texts that are not in the batch, and a look has "
-            f"{others} of them"
-        )
+        why = f"RiskGate watches '{self.metric}': {why}"
         if looks > pooled:
             raise ValueError(
-                f"{found}; with bound='{self.bound}' this value is of {pooled} "
+                f"{why}; with bound='{self.bound}' this value is of {pooled} "
                 f"look{'s' * (pooled > 1)}, and never known. Watch the AUC or the advantage, or "
                 "give the monitor more targets= or (for a value pooled over looks, with "
-                "bound='value') a longer window=."
+                "bound='value') a longer window=, in games=Games(...)."
             )
         if self.strict and looks > self.patience + 1:
             raise ValueError(
-                f"{found}, so that it is unknown at the first {looks - 1} looks, which a strict "
+                f"{why}, so that it is unknown at the first {looks - 1} looks, which a strict "
                 "gate treats as breaches. Watch the AUC or the advantage, give the monitor more "
-                "targets=, or pass strict=False: then the gate does nothing until it is known."
+                "targets= in games=Games(...), or pass strict=False: then the gate does nothing "
+                "until it is known."
             )
 
     def _new_evidence(self) -> Evidence | None:

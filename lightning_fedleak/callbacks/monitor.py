@@ -13,38 +13,45 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.membership import MembershipAttack
-from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import BatchAdapter
 from lightning_fedleak.callbacks.cadence import cadence_of
-from lightning_fedleak.callbacks.canary_scores import CanaryScores, Reduction
+from lightning_fedleak.callbacks.channels import Games
+from lightning_fedleak.callbacks.channels.base import (
+    Channel,
+    Look,
+    Run,
+    Settings,
+    channels_of,
+    reason,
+)
 from lightning_fedleak.callbacks.checks import (
-    assumed_of,
     check_attacks,
-    check_canaries,
-    check_games,
-    check_held_out,
-    check_processes,
     check_rounds,
     known_stages,
     resolve_client,
 )
-from lightning_fedleak.callbacks.ledger import Ledger, Series, check_names
-from lightning_fedleak.callbacks.live_inversion import check_texts
-from lightning_fedleak.callbacks.look import Look
-from lightning_fedleak.callbacks.opening import calibrate, watch_over
-from lightning_fedleak.callbacks.outcome import Outcome
-from lightning_fedleak.callbacks.privacy import privacy_tags, privacy_values
-from lightning_fedleak.callbacks.reading import BatchReader
-from lightning_fedleak.callbacks.report import JsonLines, Report
-from lightning_fedleak.callbacks.results import Results
-from lightning_fedleak.callbacks.reveal import RevealFiles
-from lightning_fedleak.callbacks.sources import SCALE, GameSettings
+from lightning_fedleak.callbacks.fit import Fit
+from lightning_fedleak.callbacks.report import (
+    JsonLines,
+    Report,
+    RevealFiles,
+    privacy_tags,
+    privacy_values,
+)
+from lightning_fedleak.callbacks.results import Outcome, Results, Series
 from lightning_fedleak.callbacks.tensorboard import add_layout
-from lightning_fedleak.callbacks.watch import Watch
-from lightning_fedleak.canaries import CanarySet
-from lightning_fedleak.snapshots import HeadOwnPart
+from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.threats import Capability
+
+_MOVED = {
+    "targets": "targets",
+    "held_out": "held_out",
+    "window": "window",
+    "canary_scale": "scale",
+    "canaries": "canaries",
+    "score_canaries": "score_canaries",
+}
+"""Arguments that are the games' now, and their names there."""
 
 
 class LeakageMonitor(L.Callback):
@@ -69,7 +76,8 @@ class LeakageMonitor(L.Callback):
     a server that puts trainable layers of its own into the model, behind the layer it reads, and
     sets dropout to 0. None is put in: at a look the server is asked about sentences of the batch
     and about others, what its layers' gradient would be follows from the step
-    (:class:`~lightning_fedleak.callbacks.live_games.LiveGames`) and passes through the defences.
+    (:class:`~lightning_fedleak.callbacks.channels.MembershipChannel`) and passes through the
+    defences.
     ``exposed`` is always 1: no layer of the client's own has to be trained for that, and freezing
     any does not help. Texts are asked for as the model reads them: of a masked language model with
     its masked tokens, which a real server would have to guess. Tokens that the loss does not reach
@@ -80,7 +88,7 @@ class LeakageMonitor(L.Callback):
     **Texts.** An :class:`~lightning_fedleak.attacks.inversion.InversionAttack` reads the hidden
     states that the user's own forward gives at its layer, as a split model would send them: at
     stage local before, at stage shared behind the defences that rewrite them, dropout included
-    (:class:`~lightning_fedleak.callbacks.live_inversion.LiveInversion`). Its metrics are of
+    (:class:`~lightning_fedleak.callbacks.channels.TextsChannel`). Its metrics are of
     ``texts`` texts a look; under the attack's ``budget_seconds`` what is not found in time is
     wrong, texts that were not begun do not count, and ``finished`` is below 1.
 
@@ -111,27 +119,10 @@ class LeakageMonitor(L.Callback):
         tokenizer: decodes what ``reveal`` writes; without one it writes token ids.
         log_dir: where ``leakage.jsonl`` goes; default the logger's folder.
         anatomy: overrides for :func:`find_anatomy` (``model``, ``embedding``, ``head``, ...).
-        targets: of membership games: sentences asked for at a look, at most so many that are in
-            the batch and as many that are not.
-        held_out: of membership games: texts that are in no batch, a
-            :class:`~lightning_fedleak.attacks.public_text.PublicText`, and not the one that an
-            attack is calibrated on. Default: sentences of the batches read shortly before a look;
-            the first look, before which there was none, then has no result of these games yet, and
-            the next step is looked at too.
-        window: looks over which the games of membership attacks are pooled. At 16 targets a rate
-            at 1% false positives is known after 63 looks.
-        canary_scale: how strongly a dishonest server lets its own layers feed the model. It matters
-            under clipping or noise only, where the default is the worst case: a canary takes the
-            whole norm that it is clipped to. The Trainer's own ``gradient_clip_val`` does not act
-            on it, only defences do: with noise and that clipping together leakage is overstated.
-        canaries: texts of the user's own, in the training data by coin flips
-            (:func:`~lightning_fedleak.canaries.with_canaries`). At a look at which some are in
-            the batch, membership attacks are also asked for these and for as many that were left
-            out of the data; logged as ``audit/<attack>``.
+        games: how membership games are played: how many texts are asked for, which are not in the
+            batch, over how many looks rates are pooled, canaries of the user's own; see
+            :class:`~lightning_fedleak.callbacks.Games`.
         texts: of each client's batch that inversion attacks reconstruct at a look, at most.
-        score_canaries: ``"max"`` or ``"mean"``: at each look every canary is scored, included or
-            not, and one score for each is kept over looks by this rule (:meth:`canary_scores`). One
-            process only; costs a forward of all canaries at each look.
 
     Raises:
         ValueError: contradictory or unknown arguments.
@@ -153,14 +144,12 @@ class LeakageMonitor(L.Callback):
         tokenizer: Any | None = None,
         log_dir: str | Path | None = None,
         anatomy: Mapping[str, Any] | None = None,
-        targets: int = 16,
-        held_out: PublicText | None = None,
-        window: int = 100,
-        canary_scale: float = SCALE,
-        canaries: CanarySet | None = None,
+        games: Games | None = None,
         texts: int = 4,
-        score_canaries: Reduction | None = None,
+        **moved: Any,
     ) -> None:
+        if moved:
+            raise TypeError(_moved(moved))
         self.attacks = [attacks] if isinstance(attacks, Attack) else list(attacks)
         check_attacks(self.attacks)
         self.cadence = cadence_of(every_n_steps, max_overhead)
@@ -171,27 +160,20 @@ class LeakageMonitor(L.Callback):
         if client not in (None, "rank", "world"):
             raise ValueError(f"client must be 'rank' or 'world', got {client!r}")
         self._client_given = client
-        check_rounds(local_steps, self.attacks, self.stages, head_own_part=head_own_part)
+        check_rounds(local_steps, self.stages, head_own_part=head_own_part)
         self.local_steps = local_steps
         self.head_own_part = head_own_part
-        self.assume = assumed_of(self.attacks, assume)
+        self.games = games or Games()
+        self.texts = texts
+        settings = Settings(self.stages, local_steps, head_own_part, self.games, texts)
+        self._channels = channels_of(self.attacks, settings)
+        self._series = _series_of(self.attacks, self._channels, self.stages)
+        assumed = frozenset().union(*(c.adversary for c in self._channels if c.attacks))
+        self.assume = assumed if assume is None else frozenset(assume)
         self.tokenizer = tokenizer
         self.log_dir = None if log_dir is None else Path(log_dir)
         self._anatomy_overrides = dict(anatomy or {})
-        self.games = GameSettings(targets, held_out, window, canary_scale, canaries, score_canaries)
-        check_held_out(self.attacks, held_out)
-        if canaries is not None:
-            check_canaries(self.attacks, self.stages)
-        self._scores: CanaryScores | None = None
-        if canaries is not None and score_canaries is not None:
-            players = [a.name for a in self.attacks if isinstance(a, MembershipAttack)]
-            self._scores = CanaryScores(score_canaries, players)
-        check_texts(self.attacks, self.stages, texts)
-        self.texts = texts
-        self._ledger = Ledger(
-            self.attacks, self.stages, self.games, head_own_part=head_own_part, texts=texts
-        )
-        self._results = Results(self._ledger, self._scores)
+        self._results = Results(self._series)
         self._restored: dict[str, Any] = {}
         self._prepared: set[str] = set()
         self._listeners: list[Callable[[L.Trainer], None]] = []
@@ -199,8 +181,7 @@ class LeakageMonitor(L.Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._watch: Watch | None = None
-        self._own_part: HeadOwnPart | None = None
+        self._fit: Fit | None = None
         self._report: Report | None = None
 
     # ---- names ------------------------------------------------------------------------------
@@ -213,7 +194,7 @@ class LeakageMonitor(L.Callback):
 
     def metric_names(self) -> list[str]:
         """Names of the values that this monitor logs at each look."""
-        return ["monitor/failures", "monitor/seconds", *self._ledger.names()]
+        return ["monitor/failures", "monitor/seconds", *self._results.names()]
 
     @property
     def latest(self) -> dict[str, float]:
@@ -245,17 +226,13 @@ class LeakageMonitor(L.Callback):
         """Optimizer step of the newest values."""
         return self._results.last_step
 
-    @property
-    def targets(self) -> int:
-        """Texts of each kind that membership games ask for at a look, at most."""
-        return self.games.targets
-
     def canary_scores(self, attack: str | None = None) -> Tensor:
         """(m,) one score for each of ``canaries=``, for a one-run audit.
 
         ::
 
-            monitor = LeakageMonitor(attack, canaries=train.canaries, score_canaries="max")
+            games = Games(canaries=train.canaries, score_canaries="max")
+            monitor = LeakageMonitor(attack, games=games)
             trainer.fit(...)
             audit_canaries(train.canaries, monitor.canary_scores(), delta=1e-5)
 
@@ -274,9 +251,24 @@ class LeakageMonitor(L.Callback):
         Raises:
             ValueError: no ``score_canaries``, no such attack, or no look has scored them.
         """
-        if self._scores is None:
-            raise ValueError("canaries are scored with canaries=... and score_canaries='max'")
-        return self._scores.of(attack)
+        for channel in self._channels:
+            if channel.canary_scores is not None:
+                return channel.canary_scores.of(attack)
+        raise ValueError("canaries are scored with games=Games(canaries=..., score_canaries='max')")
+
+    def looks_until_known(self, name: str, clients: int) -> tuple[int, str] | None:
+        """After how many looks a logged value is first known.
+
+        Args:
+            name: of the value in the logs.
+            clients: that it is of, together.
+
+        Returns:
+            The number of looks and why so many; None where it is known at every look.
+        """
+        root, _, metric = name.rpartition("/")
+        of = {series.log_name: channel for series, channel in self._series.items()}
+        return of[root].looks_until_known(metric, clients) if root in of else None
 
     def subscribe(self, listener: Callable[[L.Trainer], None], logs: Sequence[str] = ()) -> None:
         """Calls ``listener(trainer)`` on every process after each look, until the fit ends.
@@ -296,33 +288,36 @@ class LeakageMonitor(L.Callback):
             return
         self.cadence.next_step = 0
         self._results.clear()
-        others = [c for c in trainer.callbacks if isinstance(c, LeakageMonitor)]  # type: ignore[attr-defined]
-        check_names(self._ledger, [c._ledger for c in others])
+        for channel in self._channels:
+            channel.clear()
+        self._check_names(trainer)
         self.client = resolve_client(self._client_given, trainer.strategy)
-        check_processes(
-            trainer.world_size,
-            self.client,
-            scored=self._scores is not None,
-            rounds=self.local_steps is not None,
-            head_own_part=self.head_own_part,
-        )
-        check_games(self.attacks, trainer.strategy, self.stages, self.client)
-        if self.head_own_part:
-            anatomy = self._find_anatomy(pl_module)
-            if anatomy.head is None or not anatomy.tied:
-                raise ValueError(
-                    "head_own_part=True is for a tied head only; here the head's gradient is its "
-                    "own and is attacked as it is shared"
-                )
-            self._own_part = HeadOwnPart(anatomy.head)
+        if self.local_steps is not None and trainer.world_size > 1 and self.client == "rank":
+            raise ValueError(
+                "local_steps describes one client that trains on its own; DDP averages at every "
+                "step. Use client='world', or run one process."
+            )
+        for channel in self._channels:
+            channel.setup(trainer, self.client, lambda: self._find_anatomy(pl_module))
+
+    def _check_names(self, trainer: L.Trainer) -> None:
+        """Refuses two monitors of one run that log under the same names."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for other in callbacks:
+            if isinstance(other, LeakageMonitor) and other is not self:
+                both = {s.log_name for s in self._series} & {s.log_name for s in other._series}
+                if both:
+                    raise ValueError(
+                        f"another LeakageMonitor of this run logs {', '.join(sorted(both))} too; "
+                        "give the attacks of one of them other names"
+                    )
 
     def _find_anatomy(self, pl_module: L.LightningModule) -> Anatomy:
         return find_anatomy(pl_module, **self._anatomy_overrides)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
-        anatomy = self._find_anatomy(pl_module)
-        self._reader = BatchReader(anatomy.kind, self.batch_adapter)
+        run = Run(trainer, self._find_anatomy(pl_module), self.client, self.assume)
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder = folder if self.log_dir is None else self.log_dir
         self._jsonl = JsonLines(folder / "leakage.jsonl")
@@ -334,39 +329,29 @@ class LeakageMonitor(L.Callback):
             pooled=trainer.world_size > 1 and self.client == "rank",
             local_steps=self.local_steps,
         )
-        self._watch = watch_over(
-            trainer,
-            anatomy,
+        self._fit = Fit(
+            run,
             self.attacks,
-            assume=self.assume,
-            client=self.client,
+            self._series,
+            self._channels,
             stages=self.stages,
             cadence=self.cadence,
             local_steps=self.local_steps,
-            own_part=self._own_part,
-            games=self.games,
-            texts=self.texts,
-            kinds=self._ledger.kinds,
-            witness=self._report,
+            batch_adapter=self.batch_adapter,
         )
-        self._prepared = self._watch.prepared
+        self._prepared = self._fit.prepared
         restored, self._restored = self._restored, {}
-        calibrate(self._watch, restored)
+        self._fit.calibrate(restored)
         if trainer.is_global_zero:
             add_layout(
-                trainer.loggers,
-                self.utility,
-                self.attacks,
-                self._ledger.prefixes,
-                privacy_tags(trainer),
-                self._heard,
+                trainer.loggers, self.utility, self._series, privacy_tags(trainer), self._heard
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers how many looks came before this fit, and where it starts."""
-        assert self._watch is not None
+        assert self._fit is not None
         self._results.begin()
-        self._watch.begin(trainer.global_step)
+        self._fit.begin(trainer.global_step)
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -374,17 +359,15 @@ class LeakageMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Starts a look where one is due, and takes the truth before any defence does."""
-        assert self._watch is not None
-        self._reader.check_first(trainer, batch)
-        self._watch.step_starts(trainer.global_step)
-        self._watch.add_batch(trainer.global_step, lambda: self._reader.read(batch))
+        assert self._fit is not None
+        self._fit.batch_starts(trainer.global_step, batch)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
         """Tells a step from a batch that only adds to it."""
-        assert self._watch is not None
-        self._watch.before_step(optimizer)
+        assert self._fit is not None
+        self._fit.before_step(optimizer)
 
     def on_train_batch_end(
         self,
@@ -395,9 +378,9 @@ class LeakageMonitor(L.Callback):
         batch_idx: int,
     ) -> None:
         """Logs a look once its optimizer step is over."""
-        assert self._watch is not None
+        assert self._fit is not None
         manual = not pl_module.automatic_optimization
-        ended = self._watch.step_ends(batch is not None and (manual or bool(outputs)))
+        ended = self._fit.step_ends(batch is not None and (manual or bool(outputs)))
         if ended is None:
             return
         look, outcomes = ended
@@ -435,6 +418,12 @@ class LeakageMonitor(L.Callback):
         numbers = torch.tensor(list(values.values()), device=trainer.strategy.root_device)
         known.update(zip(values, numbers.unbind(), strict=True))
         assert self._report is not None
+        for channel in self._channels:
+            mine = {s: o for s, o in outcomes.items() if self._series[s] is channel}
+            try:
+                channel.published(look, mine, self._report)
+            except Exception as error:
+                self._report.warn_once(f"not all of a look was written: {reason(error)}")
         self._report.write(look, outcomes, values)
         for listener in self._listeners:
             listener(trainer)
@@ -444,7 +433,8 @@ class LeakageMonitor(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves a row in TensorBoard's table of runs."""
         if self._report is not None:
-            self._report.write_summary(self.latest)
+            headlines = [channel.headline for channel in self._series.values()]
+            self._report.write_summary(self.latest, headlines)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
@@ -457,23 +447,24 @@ class LeakageMonitor(L.Callback):
         self._close()
 
     def _close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        if self._own_part is not None:
-            self._own_part.close()
+        if self._fit is not None:
+            self._fit.close()
+        for channel in self._channels:
+            channel.close()
         self._listeners.clear()
         self._heard.clear()
         self._reset()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on with: plain numbers, strings and tensors."""
+        kept = [channel.state_dict() for channel in self._channels]
         return {
             **self._results.state_dict(),
+            **{name: value for state in kept for name, value in state.items()},
             "next_step": self.cadence.next_step,
-            "canaries": canaries.state_dict() if (canaries := self.games.canaries) else None,
             "attacks": {
                 a.name: {
-                    "config": repr(sorted(a.given().items())),
+                    "config": a.fingerprint(),
                     "tensors": {k: v.detach().cpu() for k, v in a.state_dict().items()},
                 }
                 for a in self.attacks
@@ -486,9 +477,31 @@ class LeakageMonitor(L.Callback):
         self._results.load_state_dict(state_dict)
         soon = self.cadence.after_look(self.last_step, 0.0, 0.0)
         self.cadence.next_step = min(state_dict["next_step"], soon)
-        committed = state_dict.get("canaries")
-        if self.games.canaries is not None and committed is not None:
-            self.games.canaries.load_state_dict(committed)
+        for channel in self._channels:
+            channel.load_state_dict(state_dict)
         self._restored = {
             name: saved for name, saved in state_dict["attacks"].items() if saved["tensors"]
         }
+
+
+def _series_of(
+    attacks: Sequence[Attack], channels: Sequence[Channel], stages: Sequence[Stage]
+) -> dict[Series, Channel]:
+    """The channel of each series, in the order of the logs."""
+    owner = {attack.name: channel for channel in channels for attack in channel.attacks}
+    found: dict[Series, Channel] = {}
+    for stage in stages:
+        for attack in attacks:
+            channel = owner[attack.name]
+            if (series := channel.series(attack, stage)) is not None:
+                found[series] = channel
+    return found | {s: channel for channel in channels for s in channel.further_series()}
+
+
+def _moved(given: Mapping[str, Any]) -> str:
+    """Why arguments are refused: with the spelling that does what was meant."""
+    games = [f"{_MOVED[name]}=..." for name in given if name in _MOVED]
+    if not games:
+        return f"LeakageMonitor() got an unexpected keyword argument '{next(iter(given))}'"
+    old = ", ".join(f"{name}=" for name in given if name in _MOVED)
+    return f"LeakageMonitor({old}) is spelled LeakageMonitor(games=Games({', '.join(games)})) now"

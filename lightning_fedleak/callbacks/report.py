@@ -1,4 +1,4 @@
-"""Where results are written: ``leakage.jsonl``, TensorBoard's extras, the local reveal files.
+"""Where results are written: the loggers, ``leakage.jsonl``, the local reveal files.
 
 Numbers only, with one exception: the reveal files, which hold recovered words and texts, are local
 and have mode 0600.
@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
-from lightning_fedleak.attacks.base import Attack, Guess, WordGuess
-from lightning_fedleak.callbacks.kinds import Inverted, headline_of
-from lightning_fedleak.callbacks.ledger import HEAD_ONLY, STAGE_OF, Series
-from lightning_fedleak.callbacks.look import Look
-from lightning_fedleak.callbacks.outcome import Outcome
-from lightning_fedleak.callbacks.reveal import RevealFiles
-from lightning_fedleak.callbacks.tensorboard import (
-    add_hparams,
-    add_place_histogram,
-    add_score_histograms,
-)
+from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.callbacks.results import Outcome, Series
+from lightning_fedleak.callbacks.tensorboard import add_hparams, tensorboards
+from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.metrics import Rate
+from lightning_fedleak.strategies import DefendedStrategy
+
+if TYPE_CHECKING:
+    from lightning_fedleak.callbacks.channels.base import Look
 
 SCHEMA_VERSION = 1
 HISTOGRAM_EVERY_LOOKS = 10
+GAP = "[?]"
+"""Stands for tokens that were not guessed."""
+LOGGED = ("epsilon", "delta", "noise_multiplier")
 
 
 class JsonLines:
@@ -84,8 +87,48 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+class RevealFiles:
+    """What was recovered, in words: local files of mode 0600, never in a logger, never uploaded.
+
+    Args:
+        folder: where they are.
+        rank: of this process, a part of their names.
+        tokenizer: decodes token ids; None writes the ids.
+    """
+
+    def __init__(self, folder: Path, rank: int, tokenizer: Any | None) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._tokenizer = tokenizer
+
+    def append(self, kind: str, lines: Iterable[str]) -> None:
+        """Adds lines to ``revealed_<kind>.rank<r>.txt``, which only its owner may read."""
+        path = self._folder / f"revealed_{kind}.rank{self._rank}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o600)  # whatever its mode was
+            file.writelines(f"{line}\n" for line in lines)
+
+    def each(self, ids: Sequence[int]) -> str:
+        """Tokens one by one."""
+        if self._tokenizer is None:
+            return " ".join(str(i) for i in ids)
+        return " ".join(repr(self._tokenizer.decode([i])) for i in ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Tokens as one text; below 0 where nothing was guessed."""
+        if self._tokenizer is None:
+            return " ".join(GAP if i < 0 else str(i) for i in ids)
+        parts = (
+            GAP * len(run) if gap else self._tokenizer.decode(run)
+            for gap, run in ((gap, list(run)) for gap, run in groupby(ids, lambda i: i < 0))
+        )
+        return repr("".join(parts))
+
+
 class Report:
-    """Writes what the looks of one fit found: to the loggers, ``leakage.jsonl``, the reveal files.
+    """Writes what the looks of one fit found: to the loggers and ``leakage.jsonl``.
 
     Args:
         trainer: of this fit.
@@ -94,6 +137,10 @@ class Report:
         reveal: recovered words and texts; None writes none.
         pooled: a result holds several clients.
         local_steps: optimizer steps of a round; None without rounds.
+
+    Attributes:
+        looks: written so far.
+        boards: TensorBoard's loggers, on rank 0; empty on others.
     """
 
     def __init__(
@@ -109,62 +156,46 @@ class Report:
         self._trainer = trainer
         self._attacks = attacks
         self._jsonl = jsonl
-        self._reveal = reveal
+        self.reveal = reveal
         self._pooled = pooled
         self._local_steps = local_steps
-        self._looks = 0
+        self.looks = 0
         self._warned: set[str] = set()
-
-    def show_words(self, look: Look, series: Series, guess: Guess, types: Tensor) -> None:
-        """Writes what guessed words leave behind besides numbers."""
-        if not isinstance(guess, WordGuess):
-            return
-        name = "/".join(series)
-        if self._reveal is not None:
-            self._reveal.add_words(look.step, name, guess, types)
-        if self._trainer.is_global_zero and self._looks % HISTOGRAM_EVERY_LOOKS == 0:
-            add_score_histograms(self._trainer.loggers, name, guess, types, look.step)
-
-    def show_texts(self, look: Look, series: Series, found: Inverted) -> None:
-        """Writes what reconstructed texts leave behind besides numbers."""
-        if self._reveal is not None:
-            self._reveal.add_texts(look.step, "/".join(series), found)
+        self.boards: list[TensorBoardLogger] = []
+        if trainer.is_global_zero:
+            self.boards = tensorboards(trainer.loggers)
 
     def write(
         self, look: Look, outcomes: Mapping[Series, Outcome], values: Mapping[str, float]
     ) -> None:
         """Writes one look; says once for each reason why a result is unknown."""
-        self._looks += 1
-        for (_, name), outcome in outcomes.items():
+        self.looks += 1
+        for series, outcome in outcomes.items():
             if outcome.unknown is not None:
-                self._warn_once(
-                    name + outcome.unknown,
-                    f"'{name}' gave no result at step {look.step}: {outcome.unknown}. Its leakage "
-                    "there is unknown, not 0; training goes on. (Said once for each reason; "
-                    "monitor/failures counts them.)",
+                self.warn_once(
+                    f"'{series.name}' gave no result at step {look.step}: {outcome.unknown}. Its "
+                    "leakage there is unknown, not 0; training goes on. (Said once for each "
+                    "reason; monitor/failures counts them.)",
+                    series.name + outcome.unknown,
                 )
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
         for logger in self._trainer.loggers:
             logger.log_metrics(finite, step=look.step)
         if self._trainer.is_global_zero:
-            if self._looks % HISTOGRAM_EVERY_LOOKS == 1:
-                for series, outcome in outcomes.items():
-                    name = "/".join(series)
-                    add_place_histogram(self._trainer.loggers, name, outcome, look.step)
             try:
                 self._write_lines(look, outcomes)
             except OSError as error:
-                path = self._jsonl.path
-                self._warn_once(str(path), f"{path} cannot be written: {error.strerror}")
+                self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
 
-    def _warn_once(self, key: str, text: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
+    def warn_once(self, text: str, key: str | None = None) -> None:
+        """Warns, but not twice of the same (by default: in the same words)."""
+        if (key or text) not in self._warned:
+            self._warned.add(key or text)
             rank_zero_warn(f"LeakageMonitor: {text}")
 
     def _write_lines(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         configs = {a.name: a.config() for a in self._attacks}
-        for (prefix, name), outcome in outcomes.items():
+        for series, outcome in outcomes.items():
             if outcome.pending is not None:
                 continue
             extra = {f"{k}_worst_client": v for k, v in outcome.worst.items()}
@@ -176,11 +207,11 @@ class Report:
             }
             self._jsonl.append(
                 step=look.step,
-                stage=STAGE_OF[prefix],
+                stage=str(series.stage),
                 client="pooled" if self._pooled else 0,
                 round_=None if self._local_steps is None else look.step // self._local_steps,
-                attack=name,
-                config=configs.get(name, configs.get(name.removesuffix(f"_{HEAD_ONLY}"), {})),
+                attack=series.name,
+                config=configs[series.attack],
                 n=outcome.n,
                 exposed=outcome.exposed,
                 rates=outcome.rates,
@@ -188,15 +219,66 @@ class Report:
                 unknown=outcome.unknown,
             )
 
-    def write_summary(self, latest: Mapping[str, float]) -> None:
-        """Leaves a row in TensorBoard's table of runs."""
-        if not self._trainer.is_global_zero or not latest:
+    def write_summary(self, latest: Mapping[str, float], headlines: Sequence[str]) -> None:
+        """Leaves a row in TensorBoard's table of runs: settings, and the last headlines."""
+        if not self.boards or not latest:
             return
         strategy = self._trainer.strategy
         settings = {f"fedleak/{a.name}": repr(a.config()) for a in self._attacks}
         settings["fedleak/strategy"] = type(strategy).__name__
         defenses = getattr(strategy, "defenses", ())
         settings["fedleak/defenses"] = ", ".join(d.name for d in defenses) or "none"
-        ends = tuple(f"/{headline_of(a)}" for a in self._attacks)
+        ends = tuple(f"/{headline}" for headline in headlines)
         chosen = (n for n in latest if n.startswith("utility/") or n.endswith(ends))
-        add_hparams(self._trainer.loggers, settings, {f"hp/{n}": latest[n] for n in chosen})
+        add_hparams(self.boards, settings, {f"hp/{n}": latest[n] for n in chosen})
+
+
+# ---- what defences say that their releases have cost ----------------------------------------
+
+
+def accounting_defenses(trainer: L.Trainer) -> tuple[Defense, ...]:
+    """The defences of a run that account for what they release."""
+    strategy = trainer.strategy
+    given = strategy.defenses if isinstance(strategy, DefendedStrategy) else ()
+    return tuple(d for d in given if type(d).privacy is not Defense.privacy)
+
+
+def privacy_values(trainer: L.Trainer) -> dict[str, float]:
+    """What the releases so far have cost.
+
+    As ``privacy/epsilon``, ``privacy/delta`` and, where there is one, ``privacy/noise_multiplier``,
+    or as ``privacy/<defence>/...`` where several defences account. None of it covers the logs of
+    leakage themselves, nor what a gate decides in sight of them.
+    """
+    defenses = accounting_defenses(trainer)
+    values: dict[str, float] = {}
+    for defense in defenses:
+        try:
+            cost = defense.privacy
+        except DefenseError:  # nothing was released yet
+            continue
+        if cost is not None:
+            root = "privacy" if len(defenses) == 1 else f"privacy/{defense.name}"
+            known = {name: getattr(cost, name) for name in LOGGED}
+            values |= {f"{root}/{n}": float(v) for n, v in known.items() if v is not None}
+    return values
+
+
+def privacy_tags(trainer: L.Trainer) -> list[str]:
+    """The logged names of every epsilon."""
+    defenses = accounting_defenses(trainer)
+    if len(defenses) == 1:
+        return ["privacy/epsilon"]
+    return [f"privacy/{defense.name}/epsilon" for defense in defenses]
+
+
+__all__ = [
+    "GAP",
+    "HISTOGRAM_EVERY_LOOKS",
+    "JsonLines",
+    "Report",
+    "RevealFiles",
+    "accounting_defenses",
+    "privacy_tags",
+    "privacy_values",
+]

@@ -1,22 +1,176 @@
-"""What a monitor has found, over all its fits, and what a checkpoint keeps of it."""
+"""What a monitor finds: of one client, over all of them, and over all looks of its fits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from lightning_fedleak.callbacks.canary_scores import CanaryScores
-from lightning_fedleak.callbacks.ledger import MAX_WAITS, Ledger, Series, values_of
-from lightning_fedleak.callbacks.look import Look
-from lightning_fedleak.callbacks.outcome import Outcome
+from lightning_fedleak.metrics import Rate
+from lightning_fedleak.snapshots import Stage
+
+if TYPE_CHECKING:
+    from lightning_fedleak.callbacks.channels.base import Channel, Look
+
+PREFIX = {
+    Stage.LOCAL: "leakage_local",
+    Stage.SHARED: "leakage",
+    Stage.AGGREGATE: "leakage_aggregate",
+}
+MAX_WAITS = 20
+
+
+@dataclass(frozen=True)
+class Series:
+    """One attack's results at one stage, under one name in the logs.
+
+    Attributes:
+        prefix: the name's first part.
+        name: its second part: the attack's name, or what its channel makes of it.
+        attack: the attack's name.
+        stage: where what it reads was seen.
+    """
+
+    prefix: str
+    name: str
+    attack: str
+    stage: Stage
+
+    @classmethod
+    def at(cls, stage: Stage, attack: str) -> Series:
+        """Of an attack at a stage."""
+        return cls(PREFIX[stage], attack, attack, stage)
+
+    @property
+    def log_name(self) -> str:
+        """``leakage/flatchat``: what the names of its values begin with."""
+        return f"{self.prefix}/{self.name}"
+
+
+# ---- of one client --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an attack's guess is worth.
+
+    Attributes:
+        numbers: in the order and number that its channel packs them.
+    """
+
+    numbers: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """There is no result: not safe, unknown.
+
+    Attributes:
+        why: for the logs; holds no private text.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """No result yet; not a failure.
+
+    Attributes:
+        why: what is waited for.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True)
+class NothingShared:
+    """Nothing left the client in this step."""
+
+
+Result = Found | Unknown | Waiting | NothingShared
+
+
+# ---- over all clients -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One attack at one stage, over all clients.
+
+    Attributes:
+        rates: by name, pooled over clients (and, where that kind of result does so, over the last
+            looks); NaN where unknown.
+        n: what was counted: true word types added over clients, games, or texts.
+        exposed: whether the attack's surface leaves the client at all.
+        worst: each rate's value at the client where it is highest; empty for one client.
+        extra: numbers that have no interval; NaN where there is none.
+        now: each rate's value at this look alone; None where ``rates`` is of this look alone.
+        unknown: why there is no value; None where there is one.
+        pending: why there is no value *yet*; None otherwise.
+        by_position: of reconstructed texts: (right, all) tokens by range of places in their text.
+    """
+
+    rates: Mapping[str, Rate]
+    n: int
+    exposed: bool = True
+    worst: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, float] = field(default_factory=dict)
+    now: Mapping[str, float] | None = None
+    unknown: str | None = None
+    pending: str | None = None
+    by_position: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def values(self, root: str) -> dict[str, float]:
+        """The numbers under names of the logs that begin with ``root``; none where pending."""
+        if self.pending is not None:
+            return {}
+        out = {f"{root}/exposed": float(self.exposed)}
+        for name, rate in self.rates.items():
+            out[f"{root}/{name}"] = rate.value
+            out[f"{root}/{name}_low"] = rate.low
+            out[f"{root}/{name}_high"] = rate.high
+        for name, value in self.worst.items():
+            out[f"{root}/{name}_worst_client"] = value
+        for name, value in self.extra.items():
+            if not math.isnan(value):
+                out[f"{root}/{name}"] = value
+        return out
+
+    def values_now(self, root: str) -> dict[str, float]:
+        """The numbers of this look alone, under the names of the logs."""
+        values = self.values(root)
+        if self.now is not None and values:
+            values = {n: v for n, v in values.items() if not n.endswith(("_low", "_high"))}
+            values |= {f"{root}/{name}": value for name, value in self.now.items()}
+        return values
+
+
+def unknown(metrics: Iterable[str], why: str) -> Outcome:
+    """An outcome without a value: not safe, unknown."""
+    nothing = Rate(math.nan, math.nan, math.nan)
+    return Outcome(dict.fromkeys(metrics, nothing), 0, unknown=why)
+
+
+def not_shared(metrics: Iterable[str]) -> Outcome:
+    """The attack's surface does not leave the client: metrics 0, ``exposed`` 0."""
+    return Outcome(dict.fromkeys(metrics, Rate(0.0, 0.0, 0.0)), 0, exposed=False)
+
+
+def pending(why: str) -> Outcome:
+    """There will be a value at a later look."""
+    return Outcome({}, 0, pending=why)
+
+
+# ---- over all looks -------------------------------------------------------------------------
 
 
 class Results:
-    """Counts looks and failures, and keeps the newest values.
+    """What a monitor has found, over all its fits, and what a checkpoint keeps of it.
 
     Args:
-        ledger: the monitor's series.
-        scores: of the user's canaries over looks; None where they are not scored.
+        channels: the channel of each series, in the order of the logs.
 
     Attributes:
         latest: the newest value by log name; NaN is unknown. Empty before the first look.
@@ -28,9 +182,9 @@ class Results:
         deferrals: steps in a row that were to be looked at and shared nothing.
     """
 
-    def __init__(self, ledger: Ledger, scores: CanaryScores | None) -> None:
-        self._ledger = ledger
-        self._scores = scores
+    def __init__(self, channels: Mapping[Series, Channel]) -> None:
+        self._channels = channels
+        self._waits: dict[Series, int] = {}
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
         self.pending: frozenset[str] = frozenset()
@@ -40,12 +194,20 @@ class Results:
         self.deferrals = 0
         self._looks_before = 0
 
+    def names(self, series: Iterable[Series] | None = None) -> list[str]:
+        """Log names of the values of some series; of all without an argument."""
+        ends = ("", "_low", "_high", "_worst_client")
+        found = []
+        for one in self._channels if series is None else series:
+            found.append(f"{one.log_name}/exposed")
+            metrics = self._channels[one].metrics
+            found += [f"{one.log_name}/{m}{end}" for m in metrics for end in ends]
+        return found
+
     def clear(self) -> None:
         """A new fit: earlier looks were at another run."""
         self.deferrals = 0
-        self._ledger.clear()
-        if self._scores is not None:
-            self._scores.clear()
+        self._waits.clear()
 
     def begin(self) -> None:
         """Training begins: remembers how many looks came before."""
@@ -62,7 +224,7 @@ class Results:
             if self.deferrals <= MAX_WAITS:
                 return None
             why = f"nothing was shared in {self.deferrals} steps in a row"
-            outcomes = self._ledger.all_unknown(why)
+            outcomes = self._all_unknown(why)
         self.deferrals = 0
         return outcomes
 
@@ -75,8 +237,16 @@ class Results:
         looks = self.looks - self._looks_before
         if looks == 0 and (due or self.deferrals > 0):
             why = "training ended before anything that was shared could be looked at"
-            return self._ledger.all_unknown(why)
-        return self._ledger.never(looks)
+            return self._all_unknown(why)
+        why = "training ended before there was a first result"
+        return {
+            series: unknown(self._channels[series].metrics, why)
+            for series, waits in self._waits.items()
+            if waits == looks and not self._late(series)
+        }
+
+    def _all_unknown(self, why: str) -> dict[Series, Outcome]:
+        return {s: unknown(channel.metrics, why) for s, channel in self._channels.items()}
 
     def add(
         self, look: Look, outcomes: Mapping[Series, Outcome], beside: Mapping[str, float]
@@ -91,9 +261,13 @@ class Results:
         Returns:
             The outcomes, *unknown* where one has been pending for too long.
         """
-        known = self._ledger.wait(outcomes)
-        self.pending = self._ledger.pending()
-        values, now = values_of(known)
+        known = self._wait(outcomes)
+        self.pending = frozenset(self.names(s for s in self._waits if not self._late(s)))
+        values: dict[str, float] = {}
+        now: dict[str, float] = {}
+        for series, outcome in known.items():
+            values |= outcome.values(series.log_name)
+            now |= outcome.values_now(series.log_name)
         self.failures += sum(outcome.unknown is not None for outcome in known.values())
         values |= beside
         values["monitor/failures"] = float(self.failures)
@@ -102,20 +276,33 @@ class Results:
         self.last_step = look.step
         self.latest = values
         self.look_values = values | now
-        if self._scores is not None:
-            self._scores.add(look.canary_scores)
         return known
+
+    def _wait(self, outcomes: Mapping[Series, Outcome]) -> dict[Series, Outcome]:
+        """Counts who waits; in place of what has been pending for too long, *unknown*."""
+        self._waits = {s: self._waits.get(s, 0) + 1 for s, o in outcomes.items() if o.pending}
+        why = f"for more than {MAX_WAITS} looks"
+        return {
+            s: unknown(self._channels[s].metrics, f"{o.pending}, {why}") if self._late(s) else o
+            for s, o in outcomes.items()
+        }
+
+    def _late(self, series: Series) -> bool:
+        return self._waits.get(series, 0) > MAX_WAITS
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and tensors."""
+        kept = {s.log_name: channel.series_state(s) for s, channel in self._channels.items()}
         return {
             "looks": self.looks,
             "failures": self.failures,
             "deferrals": self.deferrals,
             "last_step": self.last_step,
             "latest": dict(self.latest),
-            "ledger": self._ledger.state_dict(),
-            "canary_scores": None if self._scores is None else self._scores.state_dict(),
+            "ledger": {
+                "waits": {series.log_name: n for series, n in self._waits.items()},
+                "kinds": kept,
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -125,10 +312,24 @@ class Results:
         self.deferrals = state["deferrals"]
         self.last_step = state["last_step"]
         self.latest = dict(state["latest"])
-        self._ledger.load_state_dict(state.get("ledger", {}))
-        scores = state.get("canary_scores")
-        if self._scores is not None and scores is not None:
-            self._scores.load_state_dict(scores)
+        ledger = state.get("ledger", {})
+        waits, kept = ledger.get("waits", {}), ledger.get("kinds", {})
+        for series, channel in self._channels.items():
+            channel.load_series_state(series, kept.get(series.log_name, {}))
+        self._waits = {s: waits[s.log_name] for s in self._channels if s.log_name in waits}
 
 
-__all__ = ["Results"]
+__all__ = [
+    "PREFIX",
+    "Found",
+    "NothingShared",
+    "Outcome",
+    "Result",
+    "Results",
+    "Series",
+    "Unknown",
+    "Waiting",
+    "not_shared",
+    "pending",
+    "unknown",
+]

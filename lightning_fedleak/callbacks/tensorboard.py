@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import Attack, WordGuess
-from lightning_fedleak.callbacks.kinds import charts_of, headline_of
-from lightning_fedleak.callbacks.ledger import STAGE_OF, exists_at
-from lightning_fedleak.callbacks.outcome import Outcome
+from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.callbacks.results import Series
+
+if TYPE_CHECKING:
+    from lightning_fedleak.callbacks.channels.base import Channel
 
 
 def tensorboards(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
@@ -25,8 +26,7 @@ def tensorboards(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
 def add_layout(
     loggers: Sequence[Logger],
     utility: Sequence[str],
-    attacks: Sequence[Attack],
-    prefixes: Sequence[str],
+    series: Mapping[Series, Channel],
     privacy: Sequence[str] = (),
     decisions: Sequence[str] = (),
 ) -> None:
@@ -35,8 +35,7 @@ def add_layout(
     Args:
         loggers: the run's loggers; only TensorBoard's are used.
         utility: names of the user's metrics.
-        attacks: the monitor's.
-        prefixes: ``"leakage"``, ``"leakage_local"``, ``"leakage_aggregate"`` as measured.
+        series: the channel of each series, in the order of the logs.
         privacy: names of what defences account for.
         decisions: names of what gates log.
     """
@@ -45,14 +44,14 @@ def add_layout(
     }
     if privacy:
         page["privacy: epsilon"] = _lines(privacy)
-    for prefix in prefixes:
-        seen = [a for a in attacks if exists_at(a, STAGE_OF[prefix])]
-        for headline in dict.fromkeys(headline_of(a) for a in seen):
-            names = [f"{prefix}/{a.name}" for a in seen if headline_of(a) == headline]
+    for prefix in dict.fromkeys(one.prefix for one in series):
+        seen = {one: channel for one, channel in series.items() if one.prefix == prefix}
+        for headline in dict.fromkeys(channel.headline for channel in seen.values()):
+            names = [one.log_name for one, channel in seen.items() if channel.headline == headline]
             page[f"{prefix}: {_title(headline)}"] = _lines([f"{n}/{headline}" for n in names])
-        for attack in seen:
-            root, headline = f"{prefix}/{attack.name}", headline_of(attack)
-            for title, metrics in charts_of(attack).items():
+        for one, channel in seen.items():
+            root, headline = one.log_name, channel.headline
+            for title, metrics in channel.charts.items():
                 page[f"{root}: {title}"] = _lines([f"{root}/{metric}" for metric in metrics])
             page[f"{root}: {_title(headline)} and its 95% interval"] = [
                 "Margin",
@@ -90,12 +89,14 @@ def add_score_histograms(
                 logger.experiment.add_histogram(f"{name}/score_of_{label}_types", finite, step)
 
 
-def add_place_histogram(loggers: Sequence[Logger], name: str, outcome: Outcome, step: int) -> None:
+def add_place_histogram(
+    loggers: Sequence[Logger], name: str, places: Mapping[str, tuple[int, int]], step: int
+) -> None:
     """At which places of their texts tokens were recovered, as a histogram.
 
     The height over a range of places is the share of its tokens that were right.
     """
-    ranges = [key.partition("-") for key in outcome.by_position]
+    ranges = [key.partition("-") for key in places]
     if not ranges:
         return
     limits = [
@@ -103,7 +104,7 @@ def add_place_histogram(loggers: Sequence[Logger], name: str, outcome: Outcome, 
         for low, dash, high in ranges
     ]
     starts = [float(low) for low, _, _ in ranges]
-    shares = [right / n for right, n in outcome.by_position.values()]
+    shares = [right / n for right, n in places.values()]
     counts = [s * (b - a) for s, a, b in zip(shares, starts, limits, strict=True)]
     middles = [(a + b) / 2 for a, b in zip(starts, limits, strict=True)]
     for logger in tensorboards(loggers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,16 @@ class Rate:
 
 
 UNKNOWN = Rate(math.nan, math.nan, math.nan)
+
+
+def flat(rates: Mapping[str, Rate]) -> dict[str, float]:
+    """Each rate under its name, and its interval under ``<name>_low`` and ``<name>_high``."""
+    values: dict[str, float] = {}
+    for name, rate in rates.items():
+        values[name] = rate.value
+        values[f"{name}_low"] = rate.low
+        values[f"{name}_high"] = rate.high
+    return values
 
 
 def word_counts(guess: WordGuess, truth_types: Tensor, vocab_size: int) -> Counts:

@@ -22,7 +22,7 @@ from lightning_fedleak.metrics.clustered import (
     share,
     within,
 )
-from lightning_fedleak.metrics.functional import UNKNOWN, Rate
+from lightning_fedleak.metrics.functional import UNKNOWN, Rate, flat
 
 FPRS = (0.01, 0.001)
 RATES = ("accuracy", "f1", "auc", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FPRS))
@@ -183,8 +183,8 @@ class MembershipInference(Metric):
             column = column.detach().reshape(-1).to(self.device, torch.float64)
             getattr(self, name).append(column)
 
-    def compute(self) -> dict[str, Tensor]:
-        """The rates over all games.
+    def rates(self) -> dict[str, Rate]:
+        """Each of ``RATES`` over all games, on this process.
 
         Raises:
             ValueError: some updates came with decisions and others without.
@@ -196,7 +196,7 @@ class MembershipInference(Metric):
                 "some games came with the adversary's decisions and others without: give "
                 "decisions to every update, or to none"
             )
-        rates = membership_rates(
+        return membership_rates(
             scores,
             members == 1,
             clusters,
@@ -205,11 +205,14 @@ class MembershipInference(Metric):
             resamples=self.resamples,
             seed=self.seed,
         )
-        values: dict[str, float] = {}
-        for name, rate in rates.items():
-            values[name] = rate.value
-            values[f"{name}_low"] = rate.low
-            values[f"{name}_high"] = rate.high
+
+    def compute(self) -> dict[str, Tensor]:
+        """The rates over all games.
+
+        Raises:
+            ValueError: some updates came with decisions and others without.
+        """
+        values = flat(self.rates())
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def _column(self, name: str) -> Tensor:

@@ -21,7 +21,7 @@ from torchmetrics.functional.text.rouge import rouge_score
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.attacks.inversion import TextGuess
-from lightning_fedleak.metrics.functional import UNKNOWN, Rate, proportion
+from lightning_fedleak.metrics.functional import UNKNOWN, Rate, flat, proportion
 
 Floats = NDArray[np.float64]
 
@@ -279,10 +279,7 @@ class TextReconstruction(Metric):
         """
         guessed = guess.tokens if isinstance(guess, TextGuess) else guess
         hits, real = token_hits(guessed, input_ids, attention_mask)
-        scores = sentence_scores(guessed, input_ids, attention_mask, rouge=self.rouge)
-        columns = [scores.hits.double(), scores.lengths.double(), scores.rouge_l]
-        # Flat, as the empty tensor is with which a process that saw no sentence takes part.
-        self.sentences.append(torch.stack(columns, 1).flatten().to(self.device))
+        self.add(sentence_scores(guessed, input_ids, attention_mask, rouge=self.rouge))
         place = (real.cumsum(1) - 1)[real]
         inside = place < self.positions
         place = place[inside]
@@ -292,21 +289,26 @@ class TextReconstruction(Metric):
             held: Tensor = getattr(self, state)
             held += counts.to(held.device)
 
-    def compute(self) -> dict[str, Tensor]:
-        """The rates over all sentences."""
+    def add(self, scores: SentenceScores) -> None:
+        """Adds sentences that were scored elsewhere, and are in no place's rate."""
+        columns = [scores.hits.double(), scores.lengths.double(), scores.rouge_l]
+        # Flat, as the empty tensor is with which a process that saw no sentence takes part.
+        self.sentences.append(torch.stack(columns, 1).flatten().to(self.device))
+
+    def rates(self) -> dict[str, Rate]:
+        """Each of ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
         held = dim_zero_cat(self.sentences) if len(self.sentences) else torch.zeros(0)
         hits, lengths, rouge = held.reshape(-1, 3).cpu().double().unbind(1)
-        rates = reconstruction_rates(
+        return reconstruction_rates(
             SentenceScores(hits, lengths, rouge),
             confidence=self.confidence,
             resamples=self.resamples,
             seed=self.seed,
         )
-        values: dict[str, float] = {}
-        for name, rate in rates.items():
-            values[name] = rate.value
-            values[f"{name}_low"] = rate.low
-            values[f"{name}_high"] = rate.high
+
+    def compute(self) -> dict[str, Tensor]:
+        """The rates over all sentences."""
+        values = flat(self.rates())
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def by_position(self) -> list[Rate]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,10 +13,14 @@ from torchmetrics import Metric
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.metrics.functional import (
     Counts,
+    Rate,
+    flat,
     precision_recall_f1,
     type_count_error,
     word_counts,
 )
+
+_COUNTS = ("tp", "fp", "fn", "n_estimates")
 
 
 class WordRecovery(Metric):
@@ -38,6 +44,9 @@ class WordRecovery(Metric):
     higher_is_better = None
     full_state_update = False
 
+    WIDTH = 5
+    """Numbers that :meth:`pack` gives."""
+
     tp: Tensor
     fp: Tensor
     fn: Tensor
@@ -48,9 +57,9 @@ class WordRecovery(Metric):
         super().__init__(**kwargs)
         self.vocab_size = vocab_size
         self.confidence = confidence
-        for count in ("tp", "fp", "fn", "n_estimates"):
+        for count in _COUNTS:
             self.add_state(count, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("error_sum", torch.zeros((), dtype=torch.float32), dist_reduce_fx="sum")
+        self.add_state("error_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, guess: WordGuess, truth_types: Tensor) -> None:
         """Adds one batch.
@@ -68,14 +77,27 @@ class WordRecovery(Metric):
             self.error_sum += error
             self.n_estimates += 1
 
+    def pack(self) -> list[float]:
+        """All that was added so far, as plain numbers: the counts, and the sum of errors."""
+        return [*(float(getattr(self, count)) for count in _COUNTS), float(self.error_sum)]
+
+    def add_packed(self, numbers: Sequence[float]) -> None:
+        """Adds what another instance gave with :meth:`pack`."""
+        for count, number in zip(_COUNTS, numbers, strict=False):
+            setattr(self, count, getattr(self, count) + int(number))
+        self.error_sum += numbers[-1]
+
+    def rates(self) -> dict[str, Rate]:
+        """Precision, recall and F1 of the pooled counts, on this process."""
+        counts = Counts(int(self.tp), int(self.fp), int(self.fn))
+        return precision_recall_f1(counts, self.confidence)
+
+    def mean_type_count_error(self) -> float:
+        """Of the batches with an estimate, on this process; NaN where there was none."""
+        n = int(self.n_estimates)
+        return float(self.error_sum) / n if n else math.nan
+
     def compute(self) -> dict[str, Tensor]:
         """The rates of the pooled counts."""
-        counts = Counts(int(self.tp), int(self.fp), int(self.fn))
-        values: dict[str, float] = {}
-        for name, rate in precision_recall_f1(counts, self.confidence).items():
-            values[name] = rate.value
-            values[f"{name}_low"] = rate.low
-            values[f"{name}_high"] = rate.high
-        n = int(self.n_estimates)
-        values["type_count_error"] = float(self.error_sum) / n if n else float("nan")
+        values = flat(self.rates()) | {"type_count_error": self.mean_type_count_error()}
         return {name: torch.tensor(value) for name, value in values.items()}

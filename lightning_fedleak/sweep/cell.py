@@ -30,8 +30,8 @@ from lightning_fedleak.attacks import (
     PublicText,
 )
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.callbacks import LeakageMonitor
-from lightning_fedleak.callbacks.kinds import headline_of
+from lightning_fedleak.callbacks import Games, LeakageMonitor
+from lightning_fedleak.callbacks.channels.base import family_of
 from lightning_fedleak.demo.data import TextDataModule
 from lightning_fedleak.demo.module import CausalLMFineTuning
 from lightning_fedleak.strategies import DefendedStrategy
@@ -168,7 +168,10 @@ def run_cell(cell: Cell, folder: Path) -> CellResult:
         )
         attacks = make_attacks(setting, find_anatomy(module))
         monitor = LeakageMonitor(
-            attacks, every_n_steps=setting.every_n_steps, window=setting.steps, log_dir=folder
+            attacks,
+            every_n_steps=setting.every_n_steps,
+            games=Games(window=setting.steps),
+            log_dir=folder,
         )
         trainer = L.Trainer(
             strategy=DefendedStrategy("auto", defenses),
@@ -257,7 +260,7 @@ def leakage_of(path: Path, attacks: Sequence[Attack]) -> dict[str, Leakage]:
     found = {}
     for attack in attacks:
         own = [x for x in lines if x["attack"] == attack.name and x["stage"] == "shared"]
-        found[attack.name] = _leakage(headline_of(attack), own)
+        found[attack.name] = _leakage(family_of(attack).headline, own)
     return found
 
 

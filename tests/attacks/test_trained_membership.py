@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.base import Query, UnusableObservation
+from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.calibration import PublicText
 from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.membership import sentence_rows
@@ -198,12 +198,12 @@ def test_against_a_defence_of_gradients_the_decisions_rung_alone_is_crafted(atta
     full = attack.granularity == "full"
     target = (sentence_rows(hidden, None, 8) if full else hidden[:, 0])[0]
     whole = attack.craft(target).bias[attack.guess_rung]
-    attack.expect(defended=True)
+    attack.meet(RunFacts(defended=frozenset({"gradients"})))
     try:
         assert (attack.rungs, attack.guess_rung, attack.config()["rungs"]) == (1, 0, 1)
         assert torch.equal(attack.craft(target).bias, whole[None])
     finally:
-        attack.expect(defended=False)
+        attack.meet(RunFacts())
     assert attack.rungs == 14
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.callbacks import LeakageLimitExceeded, LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
 from lightning_fedleak.callbacks.evidence import Evidence, default_warmup
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.test_gate import F1, Scripted
@@ -363,7 +363,7 @@ def test_a_value_that_is_still_to_come_is_neither_breach_nor_evidence(bound):
 def test_a_rate_that_is_not_known_when_the_gate_acts_is_refused(
     tmp_path, fpr, settings, gate, words
 ):
-    monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=100, **settings)
+    monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=100, games=Games(**settings))
     gate = RiskGate(f"leakage/fc_membership/tpr_at_fpr_{fpr}", at_most=0.3, **gate)
     trainer = SimpleNamespace(callbacks=[gate, monitor], world_size=1, min_epochs=0, min_steps=0)
     refused = nullcontext() if words is None else pytest.raises(ValueError, match=words)

@@ -19,7 +19,7 @@ from lightning_fedleak.attacks.insertion import insert
 from lightning_fedleak.attacks.membership import CRAFTED, MembershipGuess
 from lightning_fedleak.attacks.trained_membership import TrainedMembership
 from lightning_fedleak.auditing import audit_canaries
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import Games, LeakageMonitor, RiskGate
 from lightning_fedleak.canaries import InclusionMismatch, with_canaries
 from lightning_fedleak.defenses import DPSGD, Defense, Freeze, GradientNoise
 from lightning_fedleak.defenses.activation_noise import ActivationNoise
@@ -98,7 +98,7 @@ def test_texts_of_ones_own_can_be_held_out_and_then_the_first_look_has_a_result(
     batch = next(iter(random_token_loader(32)))["input_ids"]
     public = PublicText([*texts.tolist(), *batch.tolist()])
     attack = Recording()
-    monitor = LeakageMonitor(attack, every_n_steps=100, held_out=public, targets=3)
+    monitor = LeakageMonitor(attack, every_n_steps=100, games=Games(held_out=public, targets=3))
     fit([monitor], tmp_path, module=still())
     ((step, _, _, query),) = attack.seen
     asked = own_rows(query)
@@ -111,7 +111,7 @@ def test_texts_of_ones_own_can_be_held_out_and_then_the_first_look_has_a_result(
 def test_the_hidden_states_are_those_of_eval_mode_and_the_upstream_that_of_the_real_step(tmp_path):
     attack = Recording(layer=1)
     module = CausalLMModule(tiny_gpt2(dropout=0.3).train(), lr=0.0)
-    monitor = LeakageMonitor(attack, every_n_steps=3, targets=2, canary_scale=10.0)
+    monitor = LeakageMonitor(attack, every_n_steps=3, games=Games(targets=2, scale=10.0))
     kept = []
 
     def keep(_, __, output):
@@ -145,7 +145,7 @@ def test_the_gradient_is_that_of_layers_that_are_really_there(tmp_path, granular
     """One step with the crafted layers in the model, by autograd, against the live canary."""
     attack = Recording(layer=1, granularity=granularity, tokens=12)
     scale = 1e-6
-    monitor = LeakageMonitor(attack, every_n_steps=3, targets=2, canary_scale=scale)
+    monitor = LeakageMonitor(attack, every_n_steps=3, games=Games(targets=2, scale=scale))
     module = still()
     fit([monitor], tmp_path, module=module)
     batch = list(random_token_loader(32))[1]
@@ -167,7 +167,7 @@ def test_the_loss_scale_of_amp_is_not_in_the_canary(tmp_path):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
         attack = Recording()
-        monitor = LeakageMonitor(attack, every_n_steps=3, targets=2)
+        monitor = LeakageMonitor(attack, every_n_steps=3, games=Games(targets=2))
         fit([monitor], tmp_path / str(scale), module=still(), plugins=[plugin])
         assert monitor.latest[AUC] == 1
         seen.append(attack.computed[1][3])
@@ -177,7 +177,7 @@ def test_the_loss_scale_of_amp_is_not_in_the_canary(tmp_path):
 
 def test_accumulated_batches_are_samples_of_one_game(tmp_path):
     attack = Recording()
-    monitor = LeakageMonitor(attack, every_n_steps=2, targets=8)
+    monitor = LeakageMonitor(attack, every_n_steps=2, games=Games(targets=8))
     fit([monitor], tmp_path, module=still(), accumulate_grad_batches=2)
     batches = [b["input_ids"].tolist() for b in random_token_loader(32)]
     step, _, snapshot, query = attack.seen[0]
@@ -258,7 +258,7 @@ def test_canaries_pass_through_the_defences_in_one_norm_with_the_update(tmp_path
     clip = 0.02
     strategy = DefendedStrategy("auto", defenses=[Norm(), GradientNoise(clip=clip, sigma=0.0)])
     stages = ("local", "shared")
-    monitor = LeakageMonitor(attack, every_n_steps=3, stages=stages, canary_scale=1e3)
+    monitor = LeakageMonitor(attack, every_n_steps=3, stages=stages, games=Games(scale=1e3))
     fit([monitor], tmp_path, strategy=strategy)
     steps = [step for step, stage, *_ in attack.seen if stage == "local"]
     for step, local, shared in zip(steps, attack.at("local"), attack.at("shared"), strict=True):
@@ -276,7 +276,7 @@ def test_under_clip_and_noise_a_canary_leaks_as_the_gaussian_mechanism_does(tmp_
     clip = 3.0
     strategy = DefendedStrategy("auto", defenses=[GradientNoise(clip=clip, sigma=sigma, seed=0)])
     attack = Recording(ladder=(1.0,))
-    monitor = LeakageMonitor(attack, every_n_steps=1, window=200)
+    monitor = LeakageMonitor(attack, every_n_steps=1, games=Games(window=200))
     fit([monitor], tmp_path, strategy=strategy, module=still(), n=400)
     shared = torch.cat(attack.at("shared"))[:, 0].double() / (sigma * clip)
     batches = [b["input_ids"].tolist() for b in random_token_loader(400)]
@@ -304,7 +304,7 @@ def test_under_clip_and_noise_the_default_ladder_leaks_no_less_than_one_rung(tmp
     noise = GradientNoise(clip=3.0, sigma=0.5, seed=0)
     attacks = [FCMembership(1, name="default"), FCMembership(1, ladder=(1.0,), name="one")]
     assert attacks[0].rungs == 14
-    monitor = LeakageMonitor(attacks, every_n_steps=1, window=200)
+    monitor = LeakageMonitor(attacks, every_n_steps=1, games=Games(window=200))
     strategy = DefendedStrategy("auto", defenses=[noise])
     fit([monitor], tmp_path / "noise", strategy=strategy, module=still(), n=400)
     assert attacks[0].config()["ladder"] == [1.0]
@@ -321,7 +321,7 @@ def test_under_clip_and_noise_attention_has_one_width_and_leaks_no_less(tmp_path
     public = PublicText(list(torch.randint(3, 97, (200, 12), generator=generator)))
     default = AttentionMembership(1, public, tokens=12, batch=4, name="default")
     many = AttentionMembership(1, public, tokens=12, batch=4, widths=(*WIDTHS, 0.6), name="many")
-    monitor = LeakageMonitor([default, many], every_n_steps=1, window=200)
+    monitor = LeakageMonitor([default, many], every_n_steps=1, games=Games(window=200))
     strategy = DefendedStrategy("auto", defenses=[GradientNoise(clip=3.0, sigma=0.5, seed=0)])
     fit([monitor], tmp_path / "noise", strategy=strategy, module=still(), n=400)
     assert default.config()["widths"] == [0.1]
@@ -570,7 +570,7 @@ def test_rates_that_cannot_be_computed_are_unknown_and_stop_nothing(tmp_path, mo
     def broken(*_, **__):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("lightning_fedleak.callbacks.kinds.membership_rates", broken)
+    monkeypatch.setattr("lightning_fedleak.metrics.membership.membership_rates", broken)
     monitor = LeakageMonitor([Recording(), Probe()], every_n_steps=3)
     with pytest.warns(UserWarning, match="ZeroDivisionError at test_live_games"):
         trainer = fit([monitor], tmp_path)
@@ -656,7 +656,7 @@ def test_games_are_pooled_over_the_window_and_a_look_has_its_own_values(tmp_path
                 return MembershipGuess(guess.scores, ~guess.members)
             return guess
 
-    monitor = LeakageMonitor(Sometimes(), every_n_steps=1, window=3)
+    monitor = LeakageMonitor(Sometimes(), every_n_steps=1, games=Games(window=3))
     values = []
     accuracies = []
     accuracy = "leakage/recording/accuracy"
@@ -693,7 +693,9 @@ def audited(root, every_n_steps=1, seed=3, rule=None, lr=0.0, **settings):
     )
     attack = Recording()
     monitor = LeakageMonitor(
-        attack, every_n_steps=every_n_steps, canaries=data.canaries, score_canaries=rule
+        attack,
+        every_n_steps=every_n_steps,
+        games=Games(canaries=data.canaries, score_canaries=rule),
     )
     loader = DataLoader(data, batch_size=4, shuffle=False)
     fit_with(loader, monitor, root, still(lr=lr), **settings)
@@ -746,7 +748,7 @@ def test_all_canaries_are_scored_alike_at_each_look_and_by_one_rule_over_the_run
     torch.testing.assert_close(mean.canary_scores(), looks.mean(0))
     with pytest.raises(ValueError, match="resume with score_canaries='max'"):
         mean.load_state_dict(monitor.state_dict())
-    resumed = LeakageMonitor(Recording(), canaries=data.canaries, score_canaries="max")
+    resumed = LeakageMonitor(Recording(), games=Games(canaries=data.canaries, score_canaries="max"))
     with pytest.raises(ValueError, match="at no look"):
         resumed.canary_scores()
     resumed.load_state_dict(monitor.state_dict())
@@ -754,9 +756,9 @@ def test_all_canaries_are_scored_alike_at_each_look_and_by_one_rule_over_the_run
     with pytest.raises(ValueError, match="score_canaries='max'"):
         audited(tmp_path / "none", every_n_steps=100)[0].canary_scores()
     with pytest.raises(ValueError, match="must be 'max', 'mean' or None"):
-        LeakageMonitor(Recording(), canaries=data.canaries, score_canaries="sum")
+        LeakageMonitor(Recording(), games=Games(canaries=data.canaries, score_canaries="sum"))
     with pytest.raises(ValueError, match="give these too"):
-        LeakageMonitor(Recording(), score_canaries="max")
+        LeakageMonitor(Recording(), games=Games(score_canaries="max"))
 
 
 def test_scores_of_canaries_under_dpsgd_with_little_noise_tell_them_apart(tmp_path):
@@ -789,9 +791,9 @@ def test_the_text_that_an_attack_is_calibrated_on_is_not_held_out():
     attack = TrainedMembership(1, text)
     for held_out in (text, PublicText(texts)):
         with pytest.raises(ValueError, match="held_out= is the public text that 'trained_memb"):
-            LeakageMonitor(attack, held_out=held_out)
-    LeakageMonitor(attack, held_out=PublicText([[1, 2, 3], [4, 5, 7]]))
-    LeakageMonitor(FCMembership(1), held_out=text)
+            LeakageMonitor(attack, games=Games(held_out=held_out))
+    LeakageMonitor(attack, games=Games(held_out=PublicText([[1, 2, 3], [4, 5, 7]])))
+    LeakageMonitor(FCMembership(1), games=Games(held_out=text))
 
 
 def test_canaries_that_nothing_is_asked_about_are_refused():
@@ -799,6 +801,6 @@ def test_canaries_that_nothing_is_asked_about_are_refused():
         {n: torch.arange(3, 15) for n in ("input_ids", "attention_mask", "labels")}
     ], seed=0)  # fmt: skip
     with pytest.raises(ValueError, match="membership attacks are asked for, and none is listed"):
-        LeakageMonitor(Probe(), canaries=data.canaries)
+        LeakageMonitor(Probe(), games=Games(canaries=data.canaries))
     with pytest.raises(ValueError, match="add 'shared' to stages"):
-        LeakageMonitor(Recording(), canaries=data.canaries, stages=["local"])
+        LeakageMonitor(Recording(), stages=["local"], games=Games(canaries=data.canaries))

@@ -22,7 +22,7 @@ from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.inversion import NOTHING, InversionAttack, TextGuess
 from lightning_fedleak.batches import BatchError
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.callbacks.kinds import Inverted, Texts, place_names
+from lightning_fedleak.callbacks.channels.texts import Inverted, TextsChannel, place_names
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.defenses.dpsgd import DPSGD
 from lightning_fedleak.metrics.text_reconstruction import (
@@ -390,7 +390,7 @@ def test_rates_are_those_of_the_guess(tmp_path):
     ids = next(iter(random_token_loader(4)))["input_ids"]
     expected = reconstruction_rates(sentence_scores(torch.full_like(ids, 5), ids), resamples=200)
     for name, rate in expected.items():
-        if name in Texts.metrics:
+        if name in TextsChannel.metrics:
             assert monitor.latest[f"leakage/recording/{name}"] == rate.value
             assert monitor.latest[f"leakage/recording/{name}_high"] == pytest.approx(rate.high)
     assert monitor.latest["leakage/recording/finished"] == 1
@@ -759,7 +759,9 @@ def test_the_adversary_must_know_the_bottom(tmp_path):
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.integers(0, 10**6))
 def test_clients_are_pooled_by_text(clients, n, length, seed):
     generator = torch.Generator().manual_seed(seed)
-    kind, rows, guessed, truths, masks, ages = Texts(5), {}, [], [], [], []
+    monitor = LeakageMonitor(Recording(), texts=5)
+    [(series, channel)] = monitor._series.items()
+    rows, guessed, truths, masks, ages = {}, [], [], [], []
     for client in range(clients):
         truth = torch.randint(3, (n, length), generator=generator)
         guess = torch.randint(3, (n, length), generator=generator)
@@ -768,16 +770,16 @@ def test_clients_are_pooled_by_text(clients, n, length, seed):
         age = float(torch.randint(5, (), generator=generator))
         found = Inverted(TextGuess(guess), truth, real, age)
         rows[client] = found.pack(5)
-        assert len(rows[client]) == kind.width
+        assert len(rows[client]) == channel.width
         guessed.append(guess)
         truths.append(truth)
         masks.append(real)
         ages.append(age)
-    outcome = kind.outcome(rows)
+    outcome = channel.pooled(series, rows)
     everything = torch.cat(guessed), torch.cat(truths), torch.cat(masks)
     expected = reconstruction_rates(sentence_scores(*everything), resamples=200)
     assert outcome.n == n * clients
-    assert set(outcome.rates) == set(Texts.metrics)
+    assert set(outcome.rates) == set(TextsChannel.metrics)
     for name, rate in outcome.rates.items():
         assert rate.value == pytest.approx(expected[name].value)
         assert rate.low == pytest.approx(expected[name].low)

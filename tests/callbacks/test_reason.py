@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fedleak.attacks.base import UnusableObservation
-from lightning_fedleak.callbacks.look import reason
+from lightning_fedleak.callbacks.channels.base import reason
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.callbacks.targets import Deal, NoTargets, Rows
+from lightning_fedleak.callbacks.channels.base import NoTargets
+from lightning_fedleak.callbacks.channels.targets import Deal, Rows
 
 
 def generator(seed=0):

@@ -1,24 +1,95 @@
-"""Which texts a live membership game asks for: some of the step's batch, as many that are not."""
+"""What live membership games ask for: which texts, where they come from, and their settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lightning_fedleak.attacks.base import Query
+from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.callbacks.channels.base import NoTargets
+from lightning_fedleak.callbacks.results import Waiting
+from lightning_fedleak.canaries import CanarySet
 
 SPARE = 4
 """Texts drawn for each that is asked for, since some may be too short, or in the batch."""
+EARLIER_BATCHES = 2
+SCALE = 1e9
+"""How strongly a dishonest server's layers feed the model, unless the user says otherwise.
+
+Without clipping or noise it changes nothing. With them it is the worst case: a canary takes the
+whole norm that it is clipped to. No server has to disturb the model for it: a trained factor that
+is still zero has a gradient as large as one likes, and adds nothing.
+"""
 
 
-class NoTargets(ValueError):
-    """The batch holds no sentence that could be asked for."""
+Reduction = Literal["max", "mean"]
+
+
+@dataclass(frozen=True)
+class Games:
+    """How a :class:`LeakageMonitor` plays membership games: ``LeakageMonitor(games=Games(...))``.
+
+    Args:
+        targets: sentences asked for at a look, at most so many that are in the batch and as many
+            that are not.
+        held_out: texts that are in no batch, a
+            :class:`~lightning_fedleak.attacks.public_text.PublicText`, and not the one that an
+            attack is calibrated on. Default: sentences of the batches read shortly before a look;
+            the first look, before which there was none, then has no result of these games yet, and
+            the next step is looked at too.
+        window: looks over which the games of membership attacks are pooled. At 16 targets a rate
+            at 1% false positives is known after 63 looks.
+        scale: how strongly a dishonest server lets its own layers feed the model. It matters
+            under clipping or noise only, where the default is the worst case: a canary takes the
+            whole norm that it is clipped to. The Trainer's own ``gradient_clip_val`` does not act
+            on it, only defences do: with noise and that clipping together leakage is overstated.
+        canaries: texts of the user's own, in the training data by coin flips
+            (:func:`~lightning_fedleak.canaries.with_canaries`). At a look at which some are in
+            the batch, membership attacks are also asked for these and for as many that were left
+            out of the data; logged as ``audit/<attack>``.
+        score_canaries: ``"max"`` or ``"mean"``: at each look every canary is scored, included or
+            not, and one score for each is kept over looks by this rule
+            (:meth:`LeakageMonitor.canary_scores`). One process only; costs a forward of all
+            canaries at each look.
+
+    Raises:
+        ValueError: a number out of range, or scores of no canaries.
+    """
+
+    targets: int = 16
+    held_out: PublicText | None = None
+    window: int = 100
+    scale: float = SCALE
+    canaries: CanarySet | None = None
+    score_canaries: Reduction | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("targets", "window"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} must be a positive integer, got {number!r}")
+        if self.held_out is not None and not isinstance(self.held_out, PublicText):
+            raise ValueError(
+                "held_out must be a PublicText, as PublicText(texts, tokenizer) gives it; got a "
+                f"{type(self.held_out).__name__}"
+            )
+        if not self.scale > 0 or math.isinf(self.scale):
+            raise ValueError(f"scale must be a positive number, got {self.scale!r}")
+        if self.score_canaries not in (None, *get_args(Reduction)):
+            raise ValueError(
+                f"score_canaries must be 'max', 'mean' or None, got {self.score_canaries!r}"
+            )
+        if self.score_canaries is not None and self.canaries is None:
+            raise ValueError("score_canaries= scores the texts of canaries=: give these too")
 
 
 @dataclass(frozen=True, repr=False)
@@ -275,4 +346,166 @@ def _ids(given: Any) -> set[int]:
     return {i for i in several if isinstance(i, int) and not isinstance(i, bool) and i >= 0}
 
 
-__all__ = ["Deal", "NoTargets", "Rows", "Targets", "special_ids"]
+class Sources:
+    """Draws the targets of each look.
+
+    Args:
+        games: the monitor's.
+        client: number of this process's client.
+        causal: of the model.
+        special: ids of tokens that are not asked for.
+    """
+
+    def __init__(
+        self,
+        games: Games,
+        client: int,
+        *,
+        causal: bool,
+        special: frozenset[int] = frozenset(),
+    ) -> None:
+        self._deal = Deal(games.targets, causal=causal, special=special)
+        self._held_out = None if games.held_out is None else games.held_out.sentences
+        self._client = client
+        self._earlier: deque[TokenBatch] = deque(maxlen=EARLIER_BATCHES)
+        self._in: set[tuple[int, ...]] = set()
+        if (canaries := games.canaries) is not None:
+            marked = list(zip(canaries.token_ids, canaries.included.tolist(), strict=True))
+            self._all, self._included = canaries.token_ids, canaries.included
+            self._in = {tuple(text.tolist()) for text, included in marked if included}
+            self._out = [text for text, included in marked if not included]
+
+    def wants_batch(self, steps_to_look: int) -> bool:
+        """Whether a batch that is not looked at may serve the next look."""
+        return self._held_out is None and steps_to_look <= EARLIER_BATCHES
+
+    def remember(self, batch: TokenBatch) -> None:
+        """Keeps a batch, by reference, as text that a later batch does not hold."""
+        if self._held_out is None and batch.input_ids.numel():
+            self._earlier.append(batch)
+
+    def population(self, step: int, batches: Sequence[TokenBatch]) -> Targets | Waiting:
+        """Sentences of the batch, and others.
+
+        Raises:
+            NoTargets: the batch's sentences are too short.
+        """
+        inside, generator, outside = Rows.of(batches), self._generator(step), None
+        if self._held_out is not None:
+            outside = self._deal.some(self._held_out, generator, like=inside)
+        elif self._earlier:
+            outside = Rows.of(list(self._earlier))
+        targets = None
+        if outside is not None:
+            targets = self._deal.targets(inside, outside, generator)
+        return targets or Waiting("no text is known that is not in the batch")
+
+    def canaries(self, step: int, batches: Sequence[TokenBatch]) -> Targets | Waiting:
+        """The user's own canaries that are in the batch, and others that are not in the data.
+
+        Raises:
+            NoTargets: the canaries are too short.
+        """
+        inside, generator = Rows.of(batches), self._generator(step)
+        places = [i for i, text in enumerate(inside.tuples()) if text in self._in]
+        if not places:
+            return Waiting("no canary was in the batch")
+        if not self._out:
+            return Waiting("every canary is in the data")
+        outside = self._deal.some(self._out, generator, like=inside)
+        targets = self._deal.targets(inside, outside, generator, among=places)
+        return targets or Waiting("every canary that was left out is in the batch")
+
+    def all_canaries(self, batches: Sequence[TokenBatch]) -> Targets:
+        """Every canary of the user's, included or not, in their order; the token asked for stays.
+
+        Raises:
+            NoTargets: a canary holds no token that may be asked for.
+        """
+        device = batches[0].input_ids.device
+        texts = [TokenBatch(t.to(device)[None], None, None, "causal") for t in self._all]
+        ones = [replace(t, attention_mask=torch.ones_like(t.input_ids)) for t in texts]
+        masked = any(b.attention_mask is not None for b in batches)
+        rows = replace(Rows.of(ones), masked=masked)
+        return self._deal.as_they_are(rows, self._included, torch.Generator().manual_seed(0))
+
+    def _generator(self, step: int) -> torch.Generator:
+        """Depends on the step and the client alone, so that a resumed run draws the same."""
+        return torch.Generator().manual_seed(1_000_003 * step + self._client)
+
+
+class CanaryScores:
+    """The scores of all canaries, included or not, reduced over looks by one rule.
+
+    A look counts for all canaries or for none, so that which are scored does not hang on the coins.
+
+    Args:
+        reduction: ``"max"`` or ``"mean"``; settled before the run.
+        attacks: names of the attacks that score them.
+    """
+
+    def __init__(self, reduction: Reduction, attacks: Sequence[str]) -> None:
+        self.reduction = reduction
+        self._attacks = tuple(attacks)
+        self.clear()
+
+    def clear(self) -> None:
+        """A new fit: earlier looks were at another run."""
+        self._looks = dict.fromkeys(self._attacks, 0)
+        self._kept: dict[str, Tensor] = {}
+
+    def add(self, scores: Mapping[str, Tensor]) -> None:
+        """Takes what attacks said at one look, (m,) each."""
+        for name, new in scores.items():
+            kept = self._kept.get(name)
+            joined = torch.maximum if self.reduction == "max" else torch.add
+            self._kept[name] = new.double() if kept is None else joined(kept, new.double())
+            self._looks[name] += 1
+
+    def of(self, attack: str | None) -> Tensor:
+        """(m,) scores of one attack; without a name of the only one.
+
+        Raises:
+            ValueError: no such attack, several and no name, or no look has scored the canaries.
+        """
+        name = self._attacks[0] if attack is None and len(self._attacks) == 1 else attack
+        if name not in self._looks:
+            raise ValueError(f"canary_scores(attack) must name one of {list(self._attacks)}")
+        if not self._looks[name]:
+            raise ValueError(f"'{name}' has scored the canaries at no look so far")
+        kept = self._kept[name]
+        return kept.clone() if self.reduction == "max" else kept / self._looks[name]
+
+    def state_dict(self) -> dict[str, object]:
+        """What a resumed run goes on with."""
+        return {"reduction": self.reduction, "looks": dict(self._looks), "kept": dict(self._kept)}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Takes back what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: it was reduced by another rule.
+        """
+        if state["reduction"] != self.reduction:
+            raise ValueError(
+                f"the checkpoint's canary scores were reduced by {state['reduction']!r}, and one "
+                f"rule must hold for the whole run: resume with score_canaries="
+                f"{state['reduction']!r}"
+            )
+        looks, kept = state["looks"], state["kept"]
+        assert isinstance(looks, Mapping)
+        assert isinstance(kept, Mapping)
+        self._looks = {name: int(looks.get(name, 0)) for name in self._attacks}
+        self._kept = {n: kept[n].double().cpu() for n in self._attacks if n in kept}
+
+
+__all__ = [
+    "SCALE",
+    "CanaryScores",
+    "Deal",
+    "Games",
+    "Rows",
+    "Sources",
+    "Targets",
+    "special_ids",
+]

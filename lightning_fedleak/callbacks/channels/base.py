@@ -1,0 +1,532 @@
+"""What a channel is: one object for one family of leak, which does all that the callbacks need.
+
+A channel taps what its attacks read, lets them guess at each stage, scores the guesses, and packs,
+pools, names and shows the results. The monitor holds a list of channels and knows no family. A
+family of one's own is a subclass of :class:`Channel` and its attacks, in one file:
+``Channel.reads`` names the class of attacks that it takes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.activations import ChangedInPlace
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.base import Attack, Guess, RunFacts, UnusableObservation
+from lightning_fedleak.batches import BatchError, TokenBatch
+from lightning_fedleak.callbacks.checks import Plan, gradient_plan, require_capabilities
+from lightning_fedleak.callbacks.results import (
+    Found,
+    NothingShared,
+    Outcome,
+    Result,
+    Series,
+    Unknown,
+    Waiting,
+)
+from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateError
+from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.threats import HONEST_BUT_CURIOUS, Capability
+
+if TYPE_CHECKING:
+    from lightning_fedleak.callbacks.channels.targets import CanaryScores, Games
+    from lightning_fedleak.callbacks.report import Report
+
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The monitor's arguments that are about what its attacks read, see :class:`LeakageMonitor`.
+
+    Attributes:
+        stages: where to measure.
+        local_steps: optimizer steps of a round; None for single gradients.
+        head_own_part: attack the head's own part of a tied matrix too.
+        games: of membership attacks.
+        texts: that are reconstructed at a look, at most.
+    """
+
+    stages: tuple[Stage, ...]
+    local_steps: int | None
+    head_own_part: bool
+    games: Games
+    texts: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One fit, as channels know it; its strategy is set up.
+
+    Attributes:
+        trainer: of this fit.
+        anatomy: the model's parts.
+        client: ``"rank"`` (each process is a client) or ``"world"`` (all are one).
+        assumed: what the adversary has besides what it sees.
+    """
+
+    trainer: L.Trainer
+    anatomy: Anatomy
+    client: str
+    assumed: frozenset[Capability]
+
+    @property
+    def number(self) -> int:
+        """Number of this process's client."""
+        return self.trainer.global_rank if self.client == "rank" else 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.trainer.strategy.root_device
+
+    @property
+    def defenses(self) -> tuple[Defense, ...]:
+        """The defences of the run, in their order."""
+        strategy = self.trainer.strategy
+        return tuple(strategy.defenses) if isinstance(strategy, DefendedStrategy) else ()
+
+    def facts(self, optimizer: Optimizer | None, local_steps: int | None, step: int) -> RunFacts:
+        """What an attack is told of this run, see :meth:`Attack.meet`.
+
+        Args:
+            optimizer: that owns what the attack reads; None where none does.
+            local_steps: optimizer steps of a round; None for single gradients.
+            step: optimizer step that the fit begins at.
+        """
+        precision = str(self.trainer.precision)
+        defended: set[Literal["gradients", "batches", "activations"]] = set()
+        for defense in self.defenses:
+            if defense.acts_on_gradients:
+                defended.add("gradients")
+            if defense.acts_on_batches:
+                defended.add("batches")
+            if defense.activation_layers:
+                defended.add("activations")
+        return RunFacts(
+            precision=precision,
+            autocast=AUTOCAST.get(precision),
+            optimizer=None if optimizer is None else type(optimizer).__name__,
+            optimizer_settings=_plain(optimizer),
+            local_steps=local_steps,
+            defended=frozenset(defended),
+            step=step,
+        )
+
+
+def _plain(optimizer: Optimizer | None) -> Mapping[str, Any]:
+    """The settings of an optimizer's first group, but for its tensors."""
+    if optimizer is None:
+        return {}
+    group = optimizer.param_groups[0]
+    known = (int, float, bool, str, tuple, type(None))
+    return {name: value for name, value in group.items() if isinstance(value, known)}
+
+
+@dataclass
+class Look:
+    """What one look has gathered so far.
+
+    Attributes:
+        step: optimizer step looked at.
+        batches: the step's micro-batches, by reference, before any defence touched them.
+        batch: the micro-batch at work, which may yet turn out to train nothing.
+        said: what an attack said in a series, or why it said nothing (yet).
+        truth_error: why a batch could not be read; None where all were.
+        stepped: ids of the optimizers that were really about to step (none: nothing was shared).
+        seconds: time spent so far.
+        step_seconds: time that the step itself took so far; 0 until it is known.
+        learning_rates: of what the attacks read, at each local step.
+        kept: what channels keep until the look is published, by keys of their own.
+    """
+
+    step: int
+    batches: list[TokenBatch] = field(default_factory=list)
+    batch: TokenBatch | None = None
+    said: dict[Series, object] = field(default_factory=dict)
+    truth_error: str | None = None
+    stepped: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+    started: float = field(default_factory=lambda: time.perf_counter())
+    step_seconds: float = 0.0
+    learning_rates: list[set[float]] = field(default_factory=list)
+    kept: dict[object, Any] = field(default_factory=dict)
+
+    def elapsed(self) -> float:
+        """Seconds since the look began that were not its own."""
+        return time.perf_counter() - self.started - self.seconds
+
+    @contextmanager
+    def clock(self, device: torch.device) -> Iterator[None]:
+        """Adds the time of a block; waits for a GPU before and after, as looks may."""
+        _wait(device)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            _wait(device)
+            self.seconds += time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class Moment:
+    """A moment of a step at which what leaves the client is the same at all of ``stages``.
+
+    Attributes:
+        look: the look.
+        stages: at all of which the gradient is now.
+        wanted: those of them that are measured.
+        optimizer: that is about to step; None: all that the round's update is of.
+        scale: loss scale that is still in gradients which no GradScaler has unscaled.
+        take: the gradients of what the attacks read, as they are now.
+    """
+
+    look: Look
+    stages: tuple[Stage, ...]
+    wanted: tuple[Stage, ...]
+    optimizer: Optimizer | None
+    scale: float
+    take: Callable[[], GradientSnapshot]
+    _view: GradientSnapshot | Unknown | None = None
+
+    def gradients(self) -> GradientSnapshot | Unknown:
+        """What :attr:`take` gives, taken once, or why there is nothing."""
+        if self._view is None:
+            self._view = taken(self.take)
+        return self._view
+
+
+def taken(take: Callable[[], GradientSnapshot]) -> GradientSnapshot | Unknown:
+    """What a tap gives, or why it gives nothing."""
+    try:
+        return take()
+    except Exception as error:
+        return Unknown(reason(error))
+
+
+class Channel(ABC):
+    """One family of leak: everything that the callbacks do for its attacks.
+
+    Lives as long as its monitor. :meth:`open` begins a fit and :meth:`close` ends it; a look is
+    :meth:`arm`, then :meth:`batch_ends` for each micro-batch but the last, :meth:`at_moment` and
+    :meth:`before_defense` on the gradient's way out, :meth:`batch_ends` for the last,
+    :meth:`results`, :meth:`disarm` and :meth:`published`. What a method may leave out has a
+    default.
+
+    Args:
+        attacks: of this family; may be none.
+        settings: the monitor's.
+
+    Attributes:
+        reads: the class of the attacks that it takes (of several channels the one whose class is
+            nearest to the attack's own).
+        family: its name in the logs.
+        metrics: names of its rates, each logged with ``_low`` and ``_high``.
+        headline: the one that stands for the others on a page or in a table.
+        charts: titles of further charts, and the metrics in each.
+        width: numbers in a packed result.
+        parted: each process holds a part of the result, also where all are one client.
+        reads_updates: its attacks can read the weight change of several steps.
+        adversary: what its adversaries have by default, besides what they see.
+        sees: what they see because the monitor shows it to them.
+        canary_scores: of the user's own texts over looks, where it keeps them.
+
+    Raises:
+        ValueError: settings that do not fit.
+    """
+
+    reads: ClassVar[type[Attack]]
+    family: ClassVar[str]
+    metrics: ClassVar[tuple[str, ...]]
+    headline: ClassVar[str]
+    charts: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    width: int
+    parted: ClassVar[bool] = False
+    reads_updates: ClassVar[bool] = False
+    adversary: ClassVar[frozenset[Capability]] = HONEST_BUT_CURIOUS
+    sees: ClassVar[frozenset[Capability]] = frozenset()
+
+    known: ClassVar[dict[type[Attack], type[Channel]]] = {}
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "reads" in vars(cls):
+            Channel.known[cls.reads] = cls
+
+    def __init__(self, attacks: Sequence[Any], settings: Settings) -> None:
+        self.attacks: tuple[Any, ...] = tuple(attacks)
+        self.settings = settings
+        self.plans: tuple[Plan, ...] = ()
+        self.canary_scores: CanaryScores | None = None
+        if settings.local_steps is not None and attacks and not self.reads_updates:
+            raise ValueError(
+                f"local_steps attacks a weight change, and '{attacks[0].name}' reads what one step "
+                "sends: give membership and inversion attacks a LeakageMonitor of their own, "
+                "without local_steps"
+            )
+
+    # ---- names ------------------------------------------------------------------------------
+
+    def series(self, attack: Attack, stage: Stage) -> Series | None:
+        """Under which name an attack's results at a stage are logged; None: there are none."""
+        return Series.at(stage, attack.name)
+
+    def further_series(self) -> list[Series]:
+        """Series besides those of the attacks at the stages."""
+        return []
+
+    def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
+        """After how many looks a rate is first known, and why; None: it is at every look."""
+        return None
+
+    # ---- a fit ------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, client: str, anatomy: Callable[[], Anatomy]) -> None:  # noqa: B027
+        """Refuses what does not fit the run, before the model is on its device.
+
+        Args:
+            trainer: of the fit.
+            client: ``"rank"`` or ``"world"``.
+            anatomy: finds the model's parts.
+
+        Raises:
+            ValueError: says which argument to change.
+        """
+
+    def open(self, run: Run) -> None:
+        """Begins a fit: puts taps in."""
+        self.run = run
+
+    def plan(self, attack: Attack) -> Plan:
+        """Checks an attack against the model and the run, as they are now.
+
+        Default: one that reads gradients of the client's own parameters.
+
+        Raises:
+            ThreatModelError: its adversary lacks a capability.
+            ValueError: it cannot read this model.
+        """
+        require_capabilities(attack, self.run, self.sees)
+        return gradient_plan(attack, self.run)
+
+    def follow(self, plans: Sequence[Plan]) -> None:
+        """Works by these plans from now on, one for each of its attacks."""
+        self.plans = tuple(plans)
+
+    def check(self) -> None:  # noqa: B027
+        """Tries what can be tried before the first step, once the attacks are calibrated.
+
+        Raises:
+            ValueError: an attack does not work on this model.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Ends a fit: removes taps. May be called twice, and without :meth:`open`."""
+
+    # ---- a look -----------------------------------------------------------------------------
+
+    def wants_batch(self, steps_to_look: int) -> bool:
+        """Whether a batch that is not looked at may serve the next look."""
+        return False
+
+    def remember(self, batch: TokenBatch) -> None:  # noqa: B027
+        """Keeps a batch that is not looked at, by reference."""
+
+    def arm(self) -> None:  # noqa: B027
+        """Starts a look."""
+
+    def batch_ends(self, batch: TokenBatch | None) -> None:  # noqa: B027
+        """A micro-batch of a look is over; None where it trained nothing."""
+
+    def at_moment(self, moment: Moment) -> None:
+        """Lets the attacks guess from what is now at some stages. Default: from gradients."""
+        self.read_gradients(moment, self.plans)
+
+    def before_defense(  # noqa: B027
+        self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
+    ) -> None:
+        """A defence is about to act on the gradients."""
+
+    @abstractmethod
+    def results(self, look: Look) -> dict[Series, Result]:
+        """This process's result of each series; every process calls it at every look."""
+
+    def disarm(self, look: Look) -> None:  # noqa: B027
+        """Ends a look: lets go of what was held, whatever became of it."""
+
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:  # noqa: B027
+        """The look counts: shows more of it than numbers, on every process."""
+
+    # ---- over clients and looks -------------------------------------------------------------
+
+    @abstractmethod
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """What the clients' packed results make together.
+
+        Args:
+            series: whose.
+            rows: by number of the client; at least one.
+        """
+
+    def clear(self) -> None:  # noqa: B027
+        """A new fit: earlier looks were at another run."""
+
+    def series_state(self, series: Series) -> dict[str, Tensor]:
+        """What must survive a checkpoint of one series. Default: nothing."""
+        return {}
+
+    def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Takes back what :meth:`series_state` gave."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a checkpoint besides, by names that no other channel uses."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Takes back what :meth:`state_dict` gave, from among what others gave."""
+
+    # ---- what channels have in common -------------------------------------------------------
+
+    def series_at(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
+        """The series of an attack at those of the stages where there is one."""
+        found = (self.series(attack, stage) for stage in stages)
+        return [series for series in found if series is not None]
+
+    def read_gradients(self, moment: Moment, plans: Sequence[Plan]) -> None:
+        """Lets attacks guess from the gradients that are now at the wanted stages, once each."""
+        mine = [
+            p
+            for p in plans
+            if p.exposed
+            and p.roles
+            and (moment.optimizer is None or p.optimizer in (None, moment.optimizer))
+        ]
+        if not moment.wanted or not mine:
+            return
+        view = moment.gradients()
+        for plan in mine:
+            first, *others = self.series_at(plan.attack, moment.wanted)
+            if first not in moment.look.said:
+                moment.look.said[first] = guess(plan, view)
+            for series in others:
+                moment.look.said.setdefault(series, moment.look.said[first])
+
+    def result_of(self, look: Look, plan: Plan, series: Series) -> Result | None:
+        """Why a series has no result in this look, or None: what was said is to be scored."""
+        if look.truth_error is not None:
+            return Unknown(f"the batch could not be read: {look.truth_error}")
+        if not look.stepped or not plan.exposed:
+            return NothingShared()
+        said = look.said.get(series, Unknown("the attack was not run"))
+        return said if isinstance(said, Unknown | Waiting) else None
+
+
+def channels_of(attacks: Sequence[Attack], settings: Settings) -> list[Channel]:
+    """One channel of every known family, with those of the attacks that are its own.
+
+    Raises:
+        ValueError: settings that do not fit.
+    """
+    return [
+        kind([a for a in attacks if family_of(a) is kind], settings)
+        for kind in Channel.known.values()
+    ]
+
+
+def family_of(attack: Attack) -> type[Channel]:
+    """The class of an attack's channel."""
+    return next(Channel.known[c] for c in type(attack).__mro__ if c in Channel.known)
+
+
+def guess(plan: Plan, view: GradientSnapshot | Unknown) -> Guess | Unknown:
+    """What an attack says of gradients, or why it says nothing."""
+    if isinstance(view, Unknown):
+        return view
+    absent = [r for r in plan.roles if r not in view.tensors]
+    if absent:
+        return Unknown(f"no gradient of {', '.join(absent)} in this step")
+    try:
+        with torch.no_grad():
+            return plan.attack.run(Observation((view,)))
+    except Exception as error:
+        return Unknown(reason(error))
+
+
+def worst_of(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric at the client where it is highest; empty for one client."""
+    worst: dict[str, float] = {}
+    if len(each) > 1:
+        for name in each[0]:
+            known = [values[name] for values in each if not math.isnan(values[name])]
+            worst[name] = max(known) if known else math.nan
+    return worst
+
+
+class NoTargets(ValueError):
+    """The batch holds no sentence that could be asked for."""
+
+
+_OURS = (
+    UnusableObservation,
+    BatchError,
+    ChangedInPlace,
+    NoTargets,
+    UpdateError,
+    torch.OutOfMemoryError,
+)
+_PACKAGE = Path(__file__).parents[2]
+
+
+def reason(error: Exception) -> str:
+    """Why there is no result, for logs: the error's kind, and its words or its place.
+
+    Only words written here are repeated: another error's may quote the private batch. So may a
+    ``DefenseError`` of a defence of the user's own, or one that repeats another error.
+    """
+    kind = type(error).__name__
+    if isinstance(error, _OURS):
+        return f"{kind}: {error}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    path = Path(place.filename)
+    ours = path.is_relative_to(_PACKAGE) and error.__cause__ is None
+    if isinstance(error, DefenseError) and ours:
+        return f"{kind}: {error}"
+    return f"{kind} at {path.name}:{place.lineno}"
+
+
+__all__ = [
+    "Channel",
+    "Found",
+    "Look",
+    "Moment",
+    "NoTargets",
+    "Plan",
+    "Run",
+    "Settings",
+    "channels_of",
+    "family_of",
+    "guess",
+    "reason",
+    "taken",
+    "worst_of",
+]

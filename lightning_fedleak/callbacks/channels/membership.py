@@ -1,0 +1,711 @@
+"""Membership: is this text in the batch? Games with canaries that are computed beside the step.
+
+A dishonest server's layers are not put into the model. Their gradient follows from the hidden
+states of the step's own batch and from the gradient of the user's own loss there
+(:meth:`~lightning_fedleak.attacks.membership.MembershipAttack.gradient`), and then goes the way of
+every gradient, through the defences. The hidden states are those of an eval-mode forward without
+gradient, since a dishonest server sets dropout to 0. Training sees nothing of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+
+from lightning_fedleak.activations import ActivationTap
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.anatomy.wrappers import without_peft
+from lightning_fedleak.attacks.base import Attack, UnusableObservation
+from lightning_fedleak.attacks.hidden import hidden_states
+from lightning_fedleak.attacks.insertion import direction_of, upstream_of
+from lightning_fedleak.attacks.membership import CRAFTED, MembershipAttack
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.callbacks.channels.base import (
+    Channel,
+    Look,
+    Moment,
+    Plan,
+    Run,
+    Settings,
+    reason,
+    worst_of,
+)
+from lightning_fedleak.callbacks.channels.targets import (
+    CanaryScores,
+    Rows,
+    Sources,
+    Targets,
+    special_ids,
+)
+from lightning_fedleak.callbacks.checks import require_capabilities
+from lightning_fedleak.callbacks.model_ids import ModelIds
+from lightning_fedleak.callbacks.report import Report
+from lightning_fedleak.callbacks.results import (
+    Found,
+    NothingShared,
+    Outcome,
+    Result,
+    Series,
+    Unknown,
+    Waiting,
+)
+from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
+from lightning_fedleak.metrics import MembershipInference, Rate
+from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR, RATES
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.threats import DISHONEST_SERVER
+
+AUDIT = "audit"
+RESAMPLES = 200
+_EVERY = "every canary"
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class _Games:
+    """The games of one attack at one look.
+
+    Attributes:
+        asked: the targets.
+        canary: the gradient of their crafted layers, on its way out.
+    """
+
+    asked: Targets
+    canary: CanaryGradient
+
+
+@dataclass
+class _Table:
+    """The games of one look that are about one kind of texts.
+
+    Attributes:
+        asked: the targets, or why there are none (yet).
+        games: by the attack's name; or why there are none.
+        whole: all of them are asked for, also where the loss looks away.
+    """
+
+    asked: Targets | Waiting | Unknown
+    games: dict[str, _Games | Unknown] = field(default_factory=dict)
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer at one look.
+
+    Attributes:
+        client: (B, L, d) hidden states of each micro-batch.
+        gradients: (B, L, d) of the loss in them.
+    """
+
+    client: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Played:
+    """The games of one client at one look.
+
+    Attributes:
+        scores: (n,) the adversary's.
+        members: (n,) bool, the secret bits b.
+        decisions: (n,) bool, the adversary's b'.
+    """
+
+    scores: Tensor
+    members: Tensor
+    decisions: Tensor
+
+    def pack(self, width: int) -> list[float]:
+        """Numbers in a fixed order: n, scores, bits, decisions, filled up with zeros."""
+        numbers = [float(len(self.scores))]
+        for column in (self.scores, self.members, self.decisions):
+            numbers += column.double().tolist()
+        return numbers + [0.0] * (width - len(numbers))
+
+
+class _Window:
+    """The games of one series at the last looks.
+
+    Accuracy, F1 and advantage are of the adversary's own decisions, so that one look alone has
+    them. The threshold of a TPR is fitted on other games than those scored. The games of one client
+    at one look are one cluster (:func:`~lightning_fedleak.metrics.membership.membership_rates`);
+    looks are taken as independent, also where an epoch brings back the texts of an earlier one.
+    """
+
+    def __init__(self, looks: int) -> None:
+        self._looks: deque[Tensor] = deque(maxlen=looks)
+        self._next = 0
+
+    def add(self, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Adds a look's packed games, by client, and computes the rates over all of the window."""
+        games = []
+        for client, numbers in rows.items():
+            n = int(numbers[0])
+            columns = [[float(self._next)] * n, [float(client)] * n]
+            columns += [list(numbers[1 + i * n : 1 + (i + 1) * n]) for i in range(3)]
+            games.append(torch.tensor(columns, dtype=torch.float64).T)
+        self._next += 1
+        self._looks.append(torch.cat(games))
+        pooled = torch.cat(list(self._looks))
+        now = {name: rate.value for name, rate in _rates(self._looks[-1]).items()}
+        clients = games if len(games) > 1 else []
+        each = [{name: r.value for name, r in _rates(g).items()} for g in clients]
+        return Outcome(_rates(pooled, RESAMPLES), len(pooled), worst=worst_of(each), now=now)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """(n, 5): look, client, score, bit, decision of every game in the window."""
+        return {"games": torch.cat(list(self._looks))} if self._looks else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on with the window."""
+        self.clear()
+        if "games" in state:
+            games = state["games"].double().cpu()
+            looks = sorted(set(games[:, 0].tolist()))
+            self._looks.extend(games[games[:, 0] == look] for look in looks)
+            self._next = int(games[-1, 0]) + 1
+
+    def clear(self) -> None:
+        """Forgets the window."""
+        self._looks.clear()
+        self._next = 0
+
+
+def _rates(games: Tensor, resamples: int = 100) -> dict[str, Rate]:
+    width = int(games[:, 1].max()) + 1
+    cluster = (games[:, 0] * width + games[:, 1]).long()
+    metric = MembershipInference(resamples=resamples, sync_on_compute=False)
+    metric.update(games[:, 2], games[:, 3] == 1, cluster, games[:, 4] == 1)
+    return metric.rates()
+
+
+class MembershipChannel(Channel):
+    """Membership games: at each look the bits are drawn, and the attacks guess.
+
+    The server's copy of the model is the model as it is at the look: its age is 0. What an attack
+    reads is always exposed: the server has added it itself, in front of which no layer of the
+    client's needs to be trained.
+    """
+
+    reads = MembershipAttack
+    family = "membership"
+    metrics = RATES
+    headline = "auc"
+    charts = MappingProxyType(
+        {
+            "accuracy and advantage": ("accuracy", "advantage"),
+            "TPR at a small FPR": tuple(name for name in RATES if name.startswith("tpr")),
+        }
+    )
+    adversary = DISHONEST_SERVER
+
+    def __init__(self, attacks: Sequence[MembershipAttack], settings: Settings) -> None:
+        super().__init__(attacks, settings)
+        self.games = games = settings.games
+        self.width = 1 + 3 * 2 * games.targets
+        for attack in attacks:
+            _check_held_out(attack, games.held_out)
+        self._audits: dict[str, Series] = {}
+        if games.canaries is not None:
+            if not attacks:
+                raise ValueError(
+                    "canaries= are texts that membership attacks are asked for, and none is "
+                    "listed: add FCMembership(layer=6), say"
+                )
+            if Stage.SHARED not in settings.stages:
+                raise ValueError(
+                    "canaries= are measured on what leaves the client: add 'shared' to stages"
+                )
+            self._audits = {a.name: Series(AUDIT, a.name, a.name, Stage.SHARED) for a in attacks}
+            if games.score_canaries is not None:
+                self.canary_scores = CanaryScores(games.score_canaries, [a.name for a in attacks])
+        self._windows: dict[Series, _Window] = {}
+        self._tap: ActivationTap | None = None
+        self._ids: ModelIds | None = None
+        self._layers: set[int] = set()
+        self._tables: dict[str, _Table] = {}
+        self._leaving = False
+
+    def further_series(self) -> list[Series]:
+        """Those of the user's canaries."""
+        return list(self._audits.values())
+
+    def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
+        """A TPR at a small rate of false positives takes many texts that are not in the batch."""
+        if not metric.startswith("tpr_at_fpr_"):
+            return None
+        fpr = float(metric.removeprefix("tpr_at_fpr_"))
+        others = self.games.targets * clients
+        return math.ceil(NEGATIVES_PER_FPR / fpr / others - 1e-9), (
+            f"a rate at {fpr:g} false positives is known only from {NEGATIVES_PER_FPR / fpr:.0f} "
+            f"texts that are not in the batch, and a look has {others} of them"
+        )
+
+    # ---- a fit ------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, client: str, anatomy: Callable[[], Anatomy]) -> None:
+        """Refuses runs in which the client's part of the games cannot be told.
+
+        Raises:
+            ValueError: says which setting to change.
+        """
+        if self.canary_scores is not None and trainer.world_size > 1:
+            raise ValueError(
+                "score_canaries= needs every release of the run, and each process sees its own "
+                "client's: run one process, or leave score_canaries out"
+            )
+        if not self.attacks:
+            return
+        strategy = trainer.strategy
+        who = f"LeakageMonitor: '{self.attacks[0].name}' plays membership games, which"
+        if isinstance(strategy, ModelParallelStrategy):
+            raise ValueError(
+                f"{who} need whole layers; {type(strategy).__name__} shards them. Use DDP with "
+                "client='rank', or one device; attacks on words and texts run under FSDP2 too."
+            )
+        if getattr(strategy, "world_size", 1) == 1:
+            return
+        if client == "world":
+            raise ValueError(
+                f"{who} ask one process's batch; with client='world' the batch is spread over "
+                "several. Use client='rank', or run one process."
+            )
+        if Stage.AGGREGATE in self.settings.stages:
+            raise ValueError(
+                f"{who} ask one client's batch; what is left of it in the mean over clients is not "
+                "computed. Leave 'aggregate' out of stages=, or give these attacks a monitor of "
+                "their own."
+            )
+
+    def open(self, run: Run) -> None:
+        """Begins a fit."""
+        super().open(run)
+        self._precision = run.trainer.precision_plugin
+        self._sources = Sources(
+            self.games,
+            run.number,
+            causal=run.anatomy.kind == "causal",
+            special=_special(run.trainer, run.anatomy),
+        )
+        self._replaced = any(d.acts_on_batches for d in run.defenses)
+        self._rewritten = {layer: d.name for d in run.defenses for layer in d.activation_layers}
+
+    def plan(self, attack: Attack) -> Plan:
+        """The layers that it reads are the server's own.
+
+        Raises:
+            ThreatModelError: its adversary lacks a capability.
+            ValueError: the model has no such layer.
+        """
+        require_capabilities(attack, self.run, self.sees)
+        attack.needs(self.run.anatomy)
+        return Plan(attack, (), True, None)
+
+    def follow(self, plans: Sequence[Plan]) -> None:
+        """Taps the layers that are read."""
+        super().follow(plans)
+        layers = {a.layer for a in self.attacks}
+        if layers != self._layers:
+            self.close()
+            if layers:
+                self._tap = self._tap_at(sorted(layers))
+                self._ids = ModelIds(self.run.anatomy) if self._replaced else None
+            self._layers = layers
+
+    def _tap_at(self, layers: Sequence[int]) -> ActivationTap:
+        # A server that adds trainable layers gets a gradient there, whatever is frozen below. In a
+        # reentrant checkpoint that cannot be had without changing what is trained.
+        anatomy = self.run.anatomy
+        checkpointed = any(
+            getattr(m, "gradient_checkpointing", False) for m in anatomy.model.modules()
+        )
+        return ActivationTap(anatomy, layers, states=False, reach=not checkpointed)
+
+    def check(self) -> None:
+        """Tries every attack on two short texts, so that what cannot work shows before training.
+
+        Raises:
+            ValueError: an attack does not fit the model, or the model does not run on token ids.
+        """
+        for attack in self.attacks:
+            rows = Rows(torch.full((2, 2), 1), torch.ones(2, 2, dtype=torch.bool), False)
+            try:
+                with self._precision.forward_context():
+                    hidden = hidden_states(self.run.anatomy, attack.layer, rows.ids)
+                embedded = attack.embed(hidden, rows.query(torch.tensor([0, 1])))
+                upstream = hidden.new_zeros(2, 2 if attack.granularity == "token" else 1).float()
+                shape = tuple(attack.gradient(embedded, hidden, None, upstream).shape)
+                if shape != (2, 2, attack.rungs):
+                    raise ValueError(
+                        f"its gradient should be (2, 2, {attack.rungs}), and is {shape}"
+                    )
+            except Exception as error:
+                raise ValueError(
+                    f"LeakageMonitor: '{attack.name}' cannot be played on this model: {error}"
+                ) from error
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        if self._tap is not None:
+            self._tap.close()
+        if self._ids is not None:
+            self._ids.close()
+        self._tap = self._ids = None
+        self._layers = set()
+
+    # ---- a look -----------------------------------------------------------------------------
+
+    def wants_batch(self, steps_to_look: int) -> bool:
+        """Whether a batch that is not looked at may serve the next look as text outside of it."""
+        return bool(self.attacks) and self._sources.wants_batch(steps_to_look)
+
+    def remember(self, batch: TokenBatch) -> None:
+        """Keeps a batch, by reference, as text that a later batch does not hold."""
+        if self.attacks:
+            self._sources.remember(batch)
+
+    def arm(self) -> None:
+        """Starts a look."""
+        if self._tap is not None:
+            self._tap.arm()
+        if self._ids is not None:
+            self._ids.arm()
+
+    def disarm(self, look: Look) -> None:
+        """Ends a look, lets go of what it held, and remembers its batches."""
+        if self._tap is not None:
+            self._tap.disarm()
+        if self._ids is not None:
+            self._ids.arm(False)
+        self._leaving = False
+        self._tables.clear()
+        for batch in look.batches:
+            self.remember(batch)
+
+    @torch.no_grad()
+    def _begin(self, step: int, batches: Sequence[TokenBatch], scale: float) -> None:
+        """Draws the targets, and computes each attack's canary as it is before any defence.
+
+        Once in a look: where several optimizers step, the server's layers are stepped with the
+        first of them.
+
+        Args:
+            step: optimizer step.
+            batches: the micro-batches that the step's gradient is of.
+            scale: loss scale that is still in the gradients of the hidden states.
+        """
+        if not self.attacks or self._tables:
+            return
+        self._leaving = True
+        self._tables[str(Stage.SHARED)] = _Table(_drawn(self._sources.population, step, batches))
+        if self._audits:
+            self._tables[AUDIT] = _Table(_drawn(self._sources.canaries, step, batches))
+        if self.canary_scores is not None:
+            every = _drawn(lambda _, b: self._sources.all_canaries(b), step, batches)
+            self._tables[_EVERY] = _Table(every, whole=True)
+        dealt = [t for t in self._tables.values() if isinstance(t.asked, Targets)]
+        layers: dict[int, _Layer | Unknown] = {}
+        for attack in self.attacks if dealt else ():
+            if attack.layer not in layers:
+                layers[attack.layer] = self._layer(attack.layer, batches, scale)
+            layer = layers[attack.layer]
+            for table in dealt:
+                try:
+                    table.games[attack.name] = (
+                        layer
+                        if isinstance(layer, Unknown)
+                        else self._games(attack, batches, layer, table.asked, table.whole)
+                    )
+                except Exception as error:
+                    table.games[attack.name] = Unknown(reason(error))
+
+    def _layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _Layer | Unknown:
+        """The client's hidden states and the gradient of its loss in them."""
+        assert self._tap is not None
+        try:
+            for rewritten, name in self._rewritten.items():
+                if rewritten <= layer:
+                    raise UnusableObservation(
+                        f"the defence '{name}' rewrites the hidden states at layer {rewritten}, "
+                        f"and what layers of the server's own read at layer {layer} then is not "
+                        "computed: ask below it"
+                    )
+            gradients = self._tap.gradients(layer, scale=scale)
+            if len(gradients) != len(batches):
+                raise UnusableObservation(
+                    f"the loss's gradient at layer {layer} was seen in {len(gradients)} of "
+                    f"{len(batches)} batches (torch.compile, or a loss that does not use it?)"
+                )
+            for batch, gradient in zip(batches, gradients, strict=True):
+                if gradient.shape[:2] != batch.input_ids.shape:
+                    raise UnusableObservation(
+                        f"the model was run on {tuple(gradient.shape[:2])} tokens at layer "
+                        f"{layer}, the batch holds {tuple(batch.input_ids.shape)}"
+                    )
+            read = batches if self._ids is None else self._ids.written(batches)
+            with self._precision.forward_context():
+                client = [
+                    hidden_states(self.run.anatomy, layer, b.input_ids, b.attention_mask)
+                    for b in read
+                ]
+        except Exception as error:
+            return Unknown(reason(error))
+        return _Layer(client, gradients)
+
+    def _embedded(self, layer: int, rows: Rows) -> Tensor:
+        """The server's hidden states (G, L, d) of texts; zero where they were never padded to."""
+        with self._precision.forward_context():
+            if rows.masked:
+                return hidden_states(self.run.anatomy, layer, rows.ids, rows.real.long())
+            out: Tensor | None = None
+            lengths = rows.real.sum(1)
+            for length in sorted(set(lengths.tolist())):
+                which = lengths == length
+                states = hidden_states(self.run.anatomy, layer, rows.ids[which, :length])
+                if out is None:
+                    out = states.new_zeros(*rows.ids.shape, states.shape[-1])
+                out[which.to(out.device), :length] = states
+        assert out is not None
+        return out
+
+    def _games(
+        self,
+        attack: MembershipAttack,
+        batches: Sequence[TokenBatch],
+        layer: _Layer,
+        asked: Targets | Waiting | Unknown,
+        whole: bool,
+    ) -> _Games:
+        assert isinstance(asked, Targets)
+        upstream = [
+            upstream_of(
+                gradient.to(hidden.device),
+                direction_of(hidden.shape[-1]),
+                self.games.scale,
+                whole_sentence=attack.granularity == "full",
+                mask=batch.attention_mask,
+            )
+            for batch, hidden, gradient in zip(batches, layer.client, layer.gradients, strict=True)
+        ]
+        asked = asked if whole else _reached(attack, asked, upstream)
+        parts = [asked.at(i) for i in torch.split(torch.arange(len(asked.members)), _AT_ONCE)]
+        embedded = torch.cat(
+            [attack.embed(self._embedded(attack.layer, p.rows), p.query()) for p in parts]
+        )
+        samples = [
+            attack.gradient(embedded, hidden, batch.attention_mask, arrived)
+            for batch, hidden, arrived in zip(batches, layer.client, upstream, strict=True)
+        ]
+        return _Games(asked, CanaryGradient(torch.cat(samples)))
+
+    def before_defense(
+        self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
+    ) -> None:
+        """Every canary goes through the defence too."""
+        for table in self._tables.values() if self._leaving else ():
+            for name, games in table.games.items():
+                if isinstance(games, Unknown):
+                    continue
+                if not defense.acts_on_canaries:
+                    table.games[name] = Unknown(
+                        f"the defence '{defense.name}' does not say what it does to a canary "
+                        "(Defense.on_canary)"
+                    )
+                    continue
+                try:
+                    canary = defense.on_canary(games.canary, parameters, context)
+                    table.games[name] = replace(games, canary=canary)
+                except Exception as error:
+                    table.games[name] = Unknown(reason(error))
+
+    def at_moment(self, moment: Moment) -> None:
+        """Lets every attack guess from its canary as it is now."""
+        look = moment.look
+        if not self.attacks or look.truth_error is not None:
+            return
+        if Stage.LOCAL in moment.stages:
+            now = [] if look.batch is None else [look.batch]
+            self._begin(look.step, [*look.batches, *now], moment.scale)
+        shared = Stage.SHARED in moment.wanted
+        for attack in self.attacks if moment.wanted else ():
+            said = self._guess(attack, str(Stage.SHARED), look.step, moment.wanted[0])
+            for series in self.series_at(attack, moment.wanted):
+                look.said.setdefault(series, said)
+            if shared and self._audits:
+                said = self._guess(attack, AUDIT, look.step, Stage.SHARED)
+                look.said.setdefault(self._audits[attack.name], said)
+            if shared and self.canary_scores is not None:
+                said = self._guess(attack, _EVERY, look.step, Stage.SHARED)
+                if isinstance(said, Played):
+                    look.kept.setdefault((self.family, attack.name), said.scores)
+        if Stage.SHARED in moment.stages:
+            self._leaving = False
+
+    @torch.no_grad()
+    def _guess(
+        self, attack: MembershipAttack, table_name: str, step: int, stage: Stage
+    ) -> Played | Unknown | Waiting:
+        table = self._tables.get(table_name)
+        if table is None:
+            return Unknown("the games were not begun")
+        if not isinstance(table.asked, Targets):
+            return table.asked
+        games = table.games.get(attack.name, Unknown("the games were not begun"))
+        if isinstance(games, Unknown):
+            return games
+        snapshot = GradientSnapshot(
+            step,
+            stage,
+            {CRAFTED: games.canary.released},
+            client=self.run.number,
+            noise_std=games.canary.noise_std,
+        )
+        members = games.asked.members
+        try:
+            guess = attack.run(Observation((snapshot,)), games.asked.query())
+            scores = guess.scores.detach().double().cpu()
+            if scores.shape != members.shape or bool(scores.isnan().any()):
+                raise UnusableObservation("the attack gave no score for some of its targets")
+            decisions = guess.members.detach().bool().cpu()
+            if decisions.shape != members.shape:
+                raise UnusableObservation("the attack decided about other targets than asked")
+        except Exception as error:
+            return Unknown(reason(error))
+        return Played(scores, members, decisions)
+
+    def results(self, look: Look) -> dict[Series, Result]:
+        """The games of each series, packed."""
+        found: dict[Series, Result] = {}
+        for stage in self.settings.stages:
+            for plan in self.plans:
+                for series in self.series_at(plan.attack, (stage,)):
+                    found[series] = self._result(look, plan, series)
+        for plan in self.plans if self._audits else ():
+            series = self._audits[plan.attack.name]
+            found[series] = self._result(look, plan, series)
+        return found
+
+    def _result(self, look: Look, plan: Plan, series: Series) -> Result:
+        if (none := self.result_of(look, plan, series)) is not None:
+            return none
+        if not any(batch.input_ids.numel() for batch in look.batches):
+            return NothingShared()
+        said = look.said[series]
+        if not isinstance(said, Played):
+            return Unknown("the attack guessed something else")
+        return Found(said.pack(self.width))
+
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
+        """The scores of the user's canaries count."""
+        if self.canary_scores is not None:
+            kept = {name: look.kept.get((self.family, name)) for name in self._audits}
+            self.canary_scores.add({n: scores for n, scores in kept.items() if scores is not None})
+
+    # ---- over clients and looks -------------------------------------------------------------
+
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """The games of the last looks, of all clients."""
+        return self._window(series).add(rows)
+
+    def _window(self, series: Series) -> _Window:
+        return self._windows.setdefault(series, _Window(self.games.window))
+
+    def clear(self) -> None:
+        """Forgets earlier games, and the scores of canaries."""
+        self._windows.clear()
+        if self.canary_scores is not None:
+            self.canary_scores.clear()
+
+    def series_state(self, series: Series) -> dict[str, Tensor]:
+        """The games of the window."""
+        return self._window(series).state_dict()
+
+    def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:
+        """Goes on with the window."""
+        self._window(series).load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The user's canaries, and their scores over looks."""
+        canaries, scores = self.games.canaries, self.canary_scores
+        return {
+            "canaries": None if canaries is None else canaries.state_dict(),
+            "canary_scores": None if scores is None else scores.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the scores; the canaries must be the same.
+
+        Raises:
+            ValueError: other canaries, or scores reduced by another rule.
+        """
+        scores = state.get("canary_scores")
+        if self.canary_scores is not None and scores is not None:
+            self.canary_scores.load_state_dict(scores)
+        committed = state.get("canaries")
+        if self.games.canaries is not None and committed is not None:
+            self.games.canaries.load_state_dict(committed)
+
+
+def _check_held_out(attack: MembershipAttack, held_out: PublicText | None) -> None:
+    """Refuses non-members that a membership attack was calibrated on."""
+    public = getattr(attack, "public_text", None)
+    if held_out is None or not isinstance(public, PublicText):
+        return
+    both = zip(public.sentences, held_out.sentences, strict=False)
+    if len(public) == len(held_out) and all(torch.equal(a, b) for a, b in both):
+        raise ValueError(
+            f"held_out= is the public text that '{attack.name}' is calibrated on, so that the "
+            "games' non-members would be texts it knows to be outside: split the text, one "
+            "part for each"
+        )
+
+
+def _special(trainer: L.Trainer, anatomy: Anatomy) -> frozenset[int]:
+    """By the model's config, and the ``tokenizer`` of a callback, the module or the data."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
+    tokenizers = [getattr(holder, "tokenizer", None) for holder in holders]
+    return special_ids(getattr(without_peft(anatomy.model), "config", None), tokenizers)
+
+
+def _drawn(
+    draw: Callable[[int, Sequence[TokenBatch]], Targets | Waiting],
+    step: int,
+    batches: Sequence[TokenBatch],
+) -> Targets | Waiting | Unknown:
+    try:
+        return draw(step, batches)
+    except Exception as error:
+        return Unknown(reason(error))
+
+
+def _reached(attack: MembershipAttack, asked: Targets, upstream: Sequence[Tensor]) -> Targets:
+    """The targets without tokens of the batch that the loss looks away from.
+
+    Their gradient is exactly zero whatever is asked. A server that chooses its layers would not let
+    that happen, so that such a token must not count as one that is kept secret.
+    """
+    rows = [row for batch in upstream for row in batch]
+    where = zip(asked.places.tolist(), asked.positions.tolist(), strict=True)
+    token = attack.granularity == "token"
+    there = torch.stack([rows[row][column if token else 0] for row, column in where if row >= 0])
+    if not bool((there != 0).any()):
+        raise UnusableObservation(
+            f"the loss does not depend on the hidden states at layer {attack.layer} of any of the "
+            f"{len(there)} tokens asked for; a lower layer would be reached"
+        )
+    return asked.reached(there != 0)
+
+
+__all__ = ["MembershipChannel", "Played"]

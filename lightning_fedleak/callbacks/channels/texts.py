@@ -1,0 +1,463 @@
+"""Texts: what was said, from the activations that cross a split or from gradients.
+
+Of activations, those are attacked that the client's own forward gave at the split, dropout and all,
+with the mask and the positions that go along. The server's copy of the bottom model is renewed at
+each look (as often as the attack says).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from lightning_fedleak.attacks.base import Attack, UnusableObservation
+from lightning_fedleak.attacks.hidden import whole_model
+from lightning_fedleak.attacks.inversion import NOTHING, InversionAttack, TextAttack, TextGuess
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.callbacks.channels.base import (
+    Channel,
+    Look,
+    Moment,
+    Plan,
+    Run,
+    Settings,
+    reason,
+    worst_of,
+)
+from lightning_fedleak.callbacks.checks import require_capabilities
+from lightning_fedleak.callbacks.report import HISTOGRAM_EVERY_LOOKS, Report, RevealFiles
+from lightning_fedleak.callbacks.results import (
+    Found,
+    NothingShared,
+    Outcome,
+    Result,
+    Series,
+    Unknown,
+)
+from lightning_fedleak.callbacks.split_tap import Crossed, SplitTap
+from lightning_fedleak.callbacks.tensorboard import add_place_histogram
+from lightning_fedleak.metrics import Rate, TextReconstruction
+from lightning_fedleak.metrics.text_reconstruction import (
+    SentenceScores,
+    sentence_scores,
+    token_hits,
+)
+from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
+from lightning_fedleak.threats import Capability
+
+CROSSING = (Stage.LOCAL, Stage.SHARED)
+"""Where activations are: no server reduces them over clients."""
+RESAMPLES = 200
+
+
+PLACES = 12
+"""Ranges of places in a text: the first, the second, then each twice as long as the one before."""
+
+
+def place_names() -> list[str]:
+    """``["0", "1", "2-3", "4-7", ..., "512-1023", "1024-"]``."""
+    middle = [f"{2**k}-{2 ** (k + 1) - 1}" for k in range(1, PLACES - 2)]
+    return ["0", "1", *middle, f"{2 ** (PLACES - 2)}-"]
+
+
+@dataclass(frozen=True)
+class Inverted:
+    """What an attack made of n texts that were sent, and what they were.
+
+    Attributes:
+        guess: tokens (n, L).
+        input_ids: (n, L) the tokens sent.
+        real: (n, L) bool, False where padded.
+        age: optimizer steps that the adversary's bottom model was behind; NaN where the attack
+            does not say.
+    """
+
+    guess: TextGuess
+    input_ids: Tensor
+    real: Tensor
+    age: float
+
+    @property
+    def begun(self) -> Tensor:
+        """(n,) bool, False for texts that the time budget left untouched."""
+        some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
+        return torch.ones_like(some) if self.guess.finished else some
+
+    def pack(self, texts: int) -> list[float]:
+        """Scores of the texts that were begun, as numbers in a fixed order.
+
+        n; age; whether the attack finished; right tokens, tokens and ROUGE-L of each text, filled
+        up to ``texts``; right tokens and tokens by range of places.
+        """
+        begun = self.begun
+        guessed, truth, real = self.guess.tokens[begun], self.input_ids[begun], self.real[begun]
+        scores = sentence_scores(guessed, truth, real)
+        numbers = [float(len(scores.hits)), self.age, float(self.guess.finished)]
+        for column in (scores.hits, scores.lengths, scores.rouge_l):
+            numbers += column.double().tolist() + [0.0] * (texts - len(column))
+        hits, there = token_hits(guessed, truth, real)
+        place = (there.cumsum(1) - 1)[there]
+        which = torch.frexp(place.double()).exponent.clamp(max=PLACES - 1)
+        for seen in (hits[there], torch.ones_like(hits[there])):
+            numbers += torch.zeros(PLACES).index_add_(0, which, seen.float()).tolist()
+        return numbers
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The texts of one look.
+
+    Attributes:
+        rows: (micro-batch, row) of each.
+        input_ids: (n, L) the tokens of the client's batch.
+        real: (n, L) bool.
+    """
+
+    rows: Sequence[tuple[int, int]]
+    input_ids: Tensor
+    real: Tensor
+
+
+class TextsChannel(Channel):
+    """Attacks that reconstruct whole texts.
+
+    Of those that read hidden states each process shows some texts of its own batch; who lists one
+    has a split there. Texts that were guessed from gradients, which tell no order, are matched
+    with those of the batch so that as many tokens as possible are right. Texts that an attack's
+    time budget left untouched do not count; intervals take texts as independent, not their tokens
+    (:func:`~lightning_fedleak.metrics.text_reconstruction.reconstruction_rates`).
+    """
+
+    reads = TextAttack
+    family = "texts"
+    metrics = ("token_accuracy", "exact_sentences", "rouge_l")
+    headline = "token_accuracy"
+    charts = MappingProxyType({"whole texts": ("exact_sentences", "rouge_l")})
+    parted = True
+    sees = frozenset({Capability.SEES_ACTIVATIONS})
+
+    def __init__(self, attacks: Sequence[TextAttack], settings: Settings) -> None:
+        super().__init__(attacks, settings)
+        texts = settings.texts
+        if isinstance(texts, bool) or not isinstance(texts, int) or texts < 1:
+            raise ValueError(f"texts must be a positive integer, got {texts!r}")
+        self.inverters = [a for a in attacks if isinstance(a, InversionAttack)]
+        if self.inverters and settings.stages == (Stage.AGGREGATE,):
+            raise ValueError(
+                f"'{self.inverters[0].name}' reads the activations that a client sends, which are "
+                "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
+                "stages"
+            )
+        self.width = 3 + 3 * texts + 2 * PLACES
+        self._stages = tuple(s for s in CROSSING if s in settings.stages)
+        self._crossed: list[Crossed] = []
+        self._tap: SplitTap | None = None
+        self._done = False
+
+    def series(self, attack: Attack, stage: Stage) -> Series | None:
+        """No activations are reduced over clients."""
+        reduced = stage not in CROSSING and isinstance(attack, InversionAttack)
+        return None if reduced else super().series(attack, stage)
+
+    # ---- a fit ------------------------------------------------------------------------------
+
+    def open(self, run: Run) -> None:
+        """Puts the hooks in; the defences' own are there.
+
+        Raises:
+            ValueError: a stage does not exist at an attack's layer.
+        """
+        super().open(run)
+        self._defended = {layer for d in run.defenses for layer in d.activation_layers}
+        self._check_local()
+        if self.inverters:
+            layers = [a.layer for a in self.inverters]
+            self._tap = SplitTap(run.anatomy, layers, self._defended)
+
+    def _check_local(self) -> None:
+        """Refuses to measure hidden states "before the defences" that are computed behind one."""
+        for defense in self.run.defenses if Stage.LOCAL in self._stages else ():
+            for attack in self.inverters:
+                below = [layer for layer in defense.activation_layers if layer < attack.layer]
+                if below:
+                    raise ValueError(
+                        f"stages=('local', ...): the defence '{defense.name}' rewrites the hidden "
+                        f"states at layer {below[0]}, below layer {attack.layer} that "
+                        f"'{attack.name}' reads; what these would be without it is never computed. "
+                        "Leave 'local' out, and compare with a run without the defence"
+                    )
+
+    def plan(self, attack: Attack) -> Plan:
+        """An attack on hidden states always has something to read; others need gradients.
+
+        Raises:
+            ThreatModelError: its adversary lacks a capability.
+            ValueError: the model has no such layer, or no such gradients.
+        """
+        if not isinstance(attack, InversionAttack):
+            return super().plan(attack)
+        require_capabilities(attack, self.run, self.sees)
+        attack.needs(self.run.anatomy)
+        return Plan(attack, (), True, None)
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        self._crossed.clear()
+        if self._tap is not None:
+            self._tap.close()
+        self._tap = None
+
+    # ---- a look -----------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Starts a look."""
+        self._done = False
+        if self._tap is not None:
+            self._tap.arm()
+
+    def disarm(self, look: Look) -> None:
+        """Ends a look, and lets go of what it held."""
+        self._crossed.clear()
+        if self._tap is not None:
+            self._tap.disarm()
+
+    def batch_ends(self, batch: TokenBatch | None) -> None:
+        """A micro-batch of a look is over; None where it trained nothing."""
+        if self._tap is None or self._done:
+            return
+        if batch is None:
+            self._tap.arm()
+        else:
+            self._crossed.append(self._tap.take(batch))
+
+    def at_moment(self, moment: Moment) -> None:
+        """Lets every attack on hidden states reconstruct once in a look, others from gradients."""
+        super().at_moment(moment)
+        # The same on every process, which FSDP2's gathering of the model needs.
+        if self._tap is not None and not self._done:
+            self._done = True
+            with whole_model(self.run.anatomy.root), torch.no_grad():
+                self._reconstruct(moment.look, self._tap)
+
+    def _reconstruct(self, look: Look, tap: SplitTap) -> None:
+        if look.truth_error is not None:
+            return
+        if look.batch is not None:
+            self._crossed.append(tap.take(look.batch))
+        chosen: _Chosen | Unknown | None
+        try:
+            chosen = self._choose(look.step, [crossed.batch for crossed in self._crossed])
+        except Exception as error:
+            chosen = Unknown(reason(error))
+        if chosen is None:
+            return
+        for attack in self.inverters:
+            if Series.at(self._stages[0], attack.name) in look.said:
+                continue
+            said: Inverted | Unknown = Unknown("")
+            for i, stage in enumerate(self._stages):
+                if i == 0 or attack.layer in self._defended:
+                    said = (
+                        chosen
+                        if isinstance(chosen, Unknown)
+                        else self._reconstructed(attack, stage, chosen, look.step)
+                    )
+                look.said[Series.at(stage, attack.name)] = said
+
+    def _choose(
+        self, step: int, batches: Sequence[TokenBatch], *, every: bool = False
+    ) -> _Chosen | None:
+        """Draws texts by the step and the process alone, so that a resumed run draws the same.
+
+        Args:
+            step: optimizer step.
+            batches: of this process.
+            every: all texts, in their order.
+
+        Returns:
+            None where the batches hold no text.
+        """
+        rows: list[tuple[int, int]] = []
+        truths: list[tuple[Tensor, Tensor]] = []
+        for i, batch in enumerate(batches):
+            ids, mask = batch.input_ids.cpu(), batch.attention_mask
+            real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
+            truths.append((ids, real))
+            rows += [(i, row) for row in real.any(1).nonzero().flatten().tolist()]
+        if not rows:
+            return None
+        seed = 1_000_003 * step + self.run.trainer.global_rank
+        generator = torch.Generator().manual_seed(seed)
+        most = len(rows) if every else self.settings.texts
+        order = torch.randperm(len(rows), generator=generator)[:most].tolist()
+        drawn = [rows[i] for i in sorted(order)]
+        return _Chosen(
+            drawn,
+            _stacked([truths[i][0][row] for i, row in drawn]),
+            _stacked([truths[i][1][row] for i, row in drawn]),
+        )
+
+    def _reconstructed(
+        self, attack: InversionAttack, stage: Stage, chosen: _Chosen, step: int
+    ) -> Inverted | Unknown:
+        try:
+            snapshot = self._snapshot(attack.layer, stage, chosen.rows, step)
+            guess = attack.run(Observation(activations=(snapshot,)))
+            if not isinstance(guess, TextGuess) or guess.tokens.shape != chosen.input_ids.shape:
+                raise UnusableObservation("the attack guessed no texts, or others than were sent")
+            found = Inverted(guess, chosen.input_ids, chosen.real, attack.age(step))
+            if not bool(found.begun.any()):
+                raise UnusableObservation(
+                    f"no time: budget_seconds={attack.budget_seconds} is over before the first "
+                    "token is found"
+                )
+        except Exception as error:
+            return Unknown(reason(error))
+        return found
+
+    def _snapshot(
+        self, layer: int, stage: Stage, rows: Sequence[tuple[int, int]], step: int
+    ) -> ActivationSnapshot:
+        states = [self._crossed[i].states(stage, layer)[row] for i, row in rows]
+        length = max(len(s) for s in states)
+        masks = [self._crossed[i].attention_mask for i, _ in rows]
+        positions = [self._crossed[i].position_ids for i, _ in rows]
+        if len({p is None for p in positions}) > 1:
+            raise UnusableObservation("only some micro-batches were given position_ids")
+        mask = None
+        if any(m is not None or len(s) < length for m, s in zip(masks, states, strict=True)):
+            mask = _stacked(
+                [
+                    torch.ones(len(s), dtype=torch.int64, device=s.device)
+                    if m is None
+                    else m[row].to(s.device).long()
+                    for m, s, (_, row) in zip(masks, states, rows, strict=True)
+                ]
+            )
+        ids = [p[row] for p, (_, row) in zip(positions, rows, strict=True) if p is not None]
+        return ActivationSnapshot(
+            step,
+            stage,
+            {f"layer {layer}": _stacked(states).detach()},
+            client=self.run.trainer.global_rank,
+            attention_mask=mask,
+            position_ids=_stacked(ids) if ids else None,
+        )
+
+    def results(self, look: Look) -> dict[Series, Result]:
+        """Scores the texts of each series."""
+        found: dict[Series, Result] = {}
+        for stage in self.settings.stages:
+            for plan in self.plans:
+                for series in self.series_at(plan.attack, (stage,)):
+                    found[series] = self._result(look, plan, series)
+        return found
+
+    def _result(self, look: Look, plan: Plan, series: Series) -> Result:
+        if (none := self.result_of(look, plan, series)) is not None:
+            return none
+        if not any(batch.input_ids.numel() for batch in look.batches):
+            return NothingShared()
+        said = look.said[series]
+        try:
+            if isinstance(said, TextGuess):
+                said = self._matched(said, plan.attack.age(look.step), look)
+            if not isinstance(said, Inverted):
+                return Unknown("the attack guessed something else")
+            packed = said.pack(self.settings.texts)
+            look.kept[series] = said
+        except Exception as error:
+            return Unknown(reason(error))
+        return Found(packed)
+
+    def _matched(self, guess: TextGuess, age: float, look: Look) -> Inverted:
+        """Texts guessed from gradients beside those of the batch that they are most like."""
+        every = self._choose(look.step, look.batches, every=True)
+        drawn = self._choose(look.step, look.batches)
+        assert every is not None
+        assert drawn is not None
+        length = every.input_ids.shape[1]
+        said = guess.tokens.cpu()[:, :length]
+        said = torch.nn.functional.pad(said, (0, length - said.shape[1]), value=NOTHING)
+        hits = (said[:, None] == every.input_ids) & every.real
+        guessed, true = linear_sum_assignment(hits.sum(2).numpy(), maximize=True)
+        tokens = torch.full_like(every.input_ids, NOTHING)
+        tokens[torch.from_numpy(true)] = said[torch.from_numpy(guessed)]
+        which = [every.rows.index(row) for row in drawn.rows]
+        shown = TextGuess(tokens[which], finished=guess.finished)
+        return Inverted(shown, every.input_ids[which], every.real[which], age)
+
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
+        """Reveals texts, and draws at which places tokens were recovered."""
+        for series, outcome in outcomes.items():
+            if series in look.kept and report.reveal is not None:
+                title = f"== step {look.step}, {series.log_name}"
+                _reveal(report.reveal, title, look.kept[series])
+            if report.looks % HISTOGRAM_EVERY_LOOKS == 0:
+                name, places = series.log_name, outcome.by_position
+                add_place_histogram(report.boards, name, places, look.step)
+
+    # ---- over clients -----------------------------------------------------------------------
+
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """All clients' texts together."""
+        pooled, each = self._metric(), []
+        for row in rows.values():
+            alone = self._metric()
+            for metric in (alone, pooled):
+                metric.add(self._scores(row))
+            each.append({name: rate.value for name, rate in self._rates(alone).items()})
+        places = torch.tensor([list(row)[-2 * PLACES :] for row in rows.values()]).sum(0).long()
+        pairs = zip(places[:PLACES].tolist(), places[PLACES:].tolist(), strict=True)
+        return Outcome(
+            self._rates(pooled),
+            sum(int(row[0]) for row in rows.values()),
+            worst=worst_of(each),
+            extra={
+                "age": max(row[1] for row in rows.values()),
+                "finished": sum(row[2] for row in rows.values()) / len(rows),
+            },
+            by_position={
+                name: (right, n) for name, (right, n) in zip(place_names(), pairs, strict=True) if n
+            },
+        )
+
+    def _metric(self) -> TextReconstruction:
+        return TextReconstruction(resamples=RESAMPLES, sync_on_compute=False)
+
+    def _scores(self, row: Sequence[float]) -> SentenceScores:
+        n, texts = int(row[0]), self.settings.texts
+        columns = torch.tensor(list(row)[3 : 3 + 3 * texts], dtype=torch.float64)
+        hits, lengths, rouge = columns.reshape(3, texts)[:, :n]
+        return SentenceScores(hits, lengths, rouge)
+
+    def _rates(self, metric: TextReconstruction) -> dict[str, Rate]:
+        rates = metric.rates()
+        return {name: rates[name] for name in self.metrics}
+
+
+def _reveal(files: RevealFiles, title: str, found: Inverted) -> None:
+    """Writes each text of one look, what was sent above what was reconstructed."""
+    lines = [title]
+    for sent, guessed, real in zip(
+        found.input_ids, found.guess.tokens.to(found.input_ids.device), found.real, strict=True
+    ):
+        true, said = sent[real].tolist(), guessed[real].tolist()
+        right = sum(a == b for a, b in zip(true, said, strict=True))
+        lines.append(f"-- {right} of {len(true)} tokens right")
+        lines.append(f"original:      {files.text(true)}")
+        lines.append(f"reconstructed: {files.text(said)}")
+    files.append("texts", lines)
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Rows (L_i, ...) as one tensor (n, L, ...), zeros behind the shorter ones."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+__all__ = ["Inverted", "TextsChannel", "place_names"]

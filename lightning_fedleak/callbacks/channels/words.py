@@ -1,0 +1,258 @@
+"""Words: which types a batch held, from the gradients of the client's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.attacks.base import Attack, WordGuess
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.callbacks.channels.base import (
+    Channel,
+    Look,
+    Moment,
+    Plan,
+    Settings,
+    guess,
+    reason,
+    taken,
+    worst_of,
+)
+from lightning_fedleak.callbacks.report import HISTOGRAM_EVERY_LOOKS, Report, RevealFiles
+from lightning_fedleak.callbacks.results import (
+    Found,
+    NothingShared,
+    Outcome,
+    Result,
+    Series,
+    Unknown,
+)
+from lightning_fedleak.callbacks.tensorboard import add_score_histograms
+from lightning_fedleak.metrics import WordRecovery
+from lightning_fedleak.snapshots import HeadOwnPart, Stage
+
+
+@dataclass(frozen=True)
+class WordTruth:
+    """The word types that a step's batches really held. Only the client has this.
+
+    Attributes:
+        output_types: sorted distinct ids that the loss was computed on.
+        input_types: sorted distinct ids that were read.
+        n_targets: tokens the loss was computed on.
+    """
+
+    output_types: Tensor
+    input_types: Tensor
+    n_targets: int
+
+    @classmethod
+    def of(cls, batches: Sequence[TokenBatch]) -> WordTruth:
+        """Joins the micro-batches of one step. Synchronises with the device."""
+        targets = [b.target_ids() for b in batches]
+        reads = [b.read_ids() for b in batches]
+        return cls(
+            torch.unique(torch.cat(targets)) if targets else torch.empty(0, dtype=torch.long),
+            torch.unique(torch.cat(reads)) if reads else torch.empty(0, dtype=torch.long),
+            sum(int(t.numel()) for t in targets),
+        )
+
+    def types(self, surface: str) -> Tensor:
+        """The types of one surface, ``"output"`` or ``"input"``."""
+        return self.output_types if surface == "output" else self.input_types
+
+    def mask(self, vocab_size: int) -> Tensor:
+        """(2, V) bool: output and input types, for a union over processes."""
+        mask = torch.zeros(2, vocab_size, dtype=torch.bool, device=self.output_types.device)
+        mask[0, self.output_types] = True
+        mask[1, self.input_types.to(mask.device)] = True
+        return mask
+
+    @classmethod
+    def of_mask(cls, mask: Tensor, n_targets: int) -> WordTruth:
+        """The inverse of :meth:`mask`."""
+        return cls(mask[0].nonzero().flatten(), mask[1].nonzero().flatten(), n_targets)
+
+
+class WordsChannel(Channel):
+    """Attacks that name the words of a batch; also of the head's own part of a tied matrix."""
+
+    reads = Attack
+    family = "words"
+    metrics = ("precision", "recall", "f1")
+    headline = "f1"
+    charts = MappingProxyType({"precision and recall": ("precision", "recall")})
+    width = WordRecovery.WIDTH
+    reads_updates: ClassVar[bool] = True
+
+    def __init__(self, attacks: Sequence[Attack], settings: Settings) -> None:
+        super().__init__(attacks, settings)
+        self._own_part: HeadOwnPart | None = None
+        self._own_series: dict[str, Series] = {}
+        if settings.head_own_part:
+            self._own_series = {
+                a.name: Series("leakage_local", f"{a.name}_head_only", a.name, Stage.LOCAL)
+                for a in attacks
+            }
+
+    def further_series(self) -> list[Series]:
+        """Those of the head's own part."""
+        return list(self._own_series.values())
+
+    # ---- a fit ------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, client: str, anatomy: Callable[[], Anatomy]) -> None:
+        """Splits the head off a tied matrix where its own part is asked for.
+
+        Raises:
+            ValueError: the head is not tied, or its batch is spread over processes.
+        """
+        if not self.settings.head_own_part:
+            return
+        if trainer.world_size > 1 and client == "world":
+            raise ValueError(
+                "head_own_part=True is taken inside each process's backward, and with "
+                "client='world' the client's batch is spread over several: leave it out, or run "
+                "one process"
+            )
+        found = anatomy()
+        if found.head is None or not found.tied:
+            raise ValueError(
+                "head_own_part=True is for a tied head only; here the head's gradient is its "
+                "own and is attacked as it is shared"
+            )
+        self._own_part = HeadOwnPart(found.head)
+
+    def close(self) -> None:
+        """Gives the head its own forward back."""
+        if self._own_part is not None:
+            self._own_part.close()
+        self._own_part = None
+
+    # ---- a look -----------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Starts a look."""
+        if self._own_part is not None:
+            self._own_part.arm()
+
+    def at_moment(self, moment: Moment) -> None:
+        """Lets the attacks guess from gradients, at the end from the head's own part too."""
+        super().at_moment(moment)
+        own = self._own_part
+        if own is None or Stage.AGGREGATE not in moment.stages:
+            return
+        scale, look = moment.scale, moment.look
+        view = taken(lambda: own.view(look.step, client=self.run.number, scale=scale))
+        for plan in self.plans:
+            mine = plan.optimizer in (None, moment.optimizer)
+            if plan.roles == (HEAD_WEIGHT,) and plan.exposed and mine:
+                series = self._own_series[plan.attack.name]
+                if series not in look.said:
+                    look.said[series] = guess(plan, view)
+
+    def results(self, look: Look) -> dict[Series, Result]:
+        """Counts each guess against the words of the look's batches."""
+        if not self.attacks:
+            return {}
+        truth = self._truth(look)
+        found: dict[Series, Result] = {}
+        for stage in self.settings.stages:
+            for plan in self.plans:
+                for series in self.series_at(plan.attack, (stage,)):
+                    found[series] = self._result(look, plan, series, truth)
+        for plan in self.plans if self._own_part is not None else ():
+            if plan.roles == (HEAD_WEIGHT,):
+                series = self._own_series[plan.attack.name]
+                found[series] = self._result(look, plan, series, truth)
+        return found
+
+    def _truth(self, look: Look) -> WordTruth | None:
+        """The true words, of all processes together where they are one client."""
+        strategy, size = self.run.trainer.strategy, self.run.anatomy.vocab_size
+        together = self.run.client == "world" and self.run.trainer.world_size > 1
+        device = self.run.device
+        mask = torch.zeros(2, size if together else 0, dtype=torch.int32, device=device)
+        tokens = torch.zeros((), dtype=torch.int64, device=device)
+        truth = None
+        try:
+            if look.truth_error is None:
+                truth = WordTruth.of(look.batches)
+                if together:
+                    mask += truth.mask(size).to(mask.device)
+                    tokens += truth.n_targets
+        except Exception as error:
+            look.truth_error = reason(error)
+        if not together:
+            return truth
+        mask = strategy.reduce(mask, reduce_op="sum")
+        tokens = strategy.reduce(tokens, reduce_op="sum")
+        return None if look.truth_error else WordTruth.of_mask(mask > 0, int(tokens))
+
+    def _result(self, look: Look, plan: Plan, series: Series, truth: WordTruth | None) -> Result:
+        if (none := self.result_of(look, plan, series)) is not None:
+            return none
+        if truth is None or truth.n_targets == 0:
+            return NothingShared()
+        said = look.said[series]
+        try:
+            if not isinstance(said, WordGuess):
+                raise TypeError(f"no score is known for a {type(said).__name__}")
+            types = truth.types(said.surface)
+            metric = self._metric()
+            metric.update(said, types)
+            look.kept[series] = (said, types)
+        except Exception as error:
+            return Unknown(reason(error))
+        return Found(metric.pack())
+
+    def _metric(self) -> WordRecovery:
+        return WordRecovery(self.run.anatomy.vocab_size, sync_on_compute=False)
+
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
+        """Reveals words, and draws how far the scores of used and unused types lie apart."""
+        for series in (s for s in outcomes if s in look.kept):
+            said, types = look.kept[series]
+            if report.reveal is not None:
+                _reveal(report.reveal, f"== step {look.step}, {series.log_name}", said, types)
+            if report.looks % HISTOGRAM_EVERY_LOOKS == 0:
+                add_score_histograms(report.boards, series.log_name, said, types, look.step)
+
+    # ---- over clients -----------------------------------------------------------------------
+
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Counts are added over clients, and the rates computed from the sums."""
+        pooled, each = self._metric(), []
+        for row in rows.values():
+            alone = self._metric()
+            alone.add_packed(row)
+            pooled.add_packed(row)
+            each.append({name: rate.value for name, rate in alone.rates().items()})
+        return Outcome(
+            pooled.rates(),
+            int(pooled.tp + pooled.fn),
+            worst=worst_of(each),
+            extra={"type_count_error": pooled.mean_type_count_error()},
+        )
+
+
+def _reveal(files: RevealFiles, title: str, said: WordGuess, truth: Tensor) -> None:
+    """Writes what was recovered at one look, right and wrong guesses apart."""
+    true_ids = set(truth.tolist())
+    guessed = said.types.tolist()
+    right = [t for t in guessed if t in true_ids]
+    wrong = [t for t in guessed if t not in true_ids]
+    missed = sorted(true_ids.difference(guessed))
+    kinds = {"recovered": right, "wrong": wrong, "missed": missed}
+    lines = [f"{kind} ({len(ids)}): {files.each(ids)}" for kind, ids in kinds.items()]
+    files.append("words", [title, *lines])
+
+
+__all__ = ["WordTruth", "WordsChannel"]

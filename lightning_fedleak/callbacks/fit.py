@@ -1,0 +1,435 @@
+"""The monitor in one fit: when it looks, and what it asks of the channels at a look."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.hidden import whole_model
+from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
+from lightning_fedleak.callbacks.cadence import Cadence, StepClock
+from lightning_fedleak.callbacks.channels.base import Channel, Look, Moment, Plan, Run, reason
+from lightning_fedleak.callbacks.checks import warn_of_adaptive_updates, warn_of_untested
+from lightning_fedleak.callbacks.exchange import Exchange
+from lightning_fedleak.callbacks.results import Outcome, Result, Series, Unknown, Waiting
+from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.snapshots import (
+    GradientSnapshot,
+    GradientTap,
+    Stage,
+    UpdateError,
+    UpdateTap,
+)
+from lightning_fedleak.strategies import DefendedStrategy, before_real_step
+
+
+class Fit:
+    """Everything of a monitor that lives only as long as one fit.
+
+    Args:
+        run: the fit; its strategy is set up.
+        attacks: the monitor's.
+        series: the channel of each series, in the order of the logs.
+        channels: all of them.
+        stages: where to measure.
+        cadence: when to look.
+        local_steps: attack the weight change of so many steps; None for single gradients.
+        batch_adapter: the user's own, for batches of an unknown form.
+
+    Attributes:
+        look: the one at work; None between looks.
+        prepared: names of the attacks that are calibrated.
+
+    Raises:
+        ValueError: an attack does not fit the model or the run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        attacks: Sequence[Attack],
+        series: Mapping[Series, Channel],
+        channels: Sequence[Channel],
+        *,
+        stages: Sequence[Stage],
+        cadence: Cadence,
+        local_steps: int | None,
+        batch_adapter: BatchAdapter | None,
+    ) -> None:
+        self._run = run
+        self._attacks = tuple(attacks)
+        self._series = series
+        self._channels = tuple(channels)
+        self._stages = tuple(stages)
+        self._cadence = cadence
+        self._local_steps = local_steps
+        self._adapter = batch_adapter
+        self._read_one = False
+        self._exchange = Exchange(run, series)
+        self._removers: list[Callable[[], None]] = []
+        self._keeps_local = False
+        self._clock = StepClock()
+        self._tried = self._midway = self._hurried = False
+        self._begins_at = int(run.trainer.global_step)
+        self.look: Look | None = None
+        self.prepared: set[str] = set()
+
+        self._plans: list[Plan] = []
+        self._tap = GradientTap({})
+        self._update_tap: UpdateTap | None = None
+        for channel in self._channels:
+            channel.open(run)
+        if local_steps is None:
+            self._install()
+        self.follow()
+
+    def _install(self) -> None:
+        trainer = self._run.trainer
+        strategy = trainer.strategy
+        separated = False
+        if isinstance(strategy, DefendedStrategy):
+            separated = strategy.separates_stages
+            self._removers.append(strategy.add_tap(self._on_strategy_stage))
+            self._removers.append(strategy.add_canaries(self._before_defense))
+        else:
+            for optimizer in trainer.optimizers:
+                remove = before_real_step(optimizer, partial(self._on_real_step, optimizer))
+                self._removers.append(remove)
+        ddp = isinstance(strategy, DDPStrategy)
+        self._keeps_local = ddp and self._run.client == "rank" and not separated
+
+    def follow(self) -> None:
+        """Follows what is trained: layers may be frozen and unfrozen while the fit goes on."""
+        by_name = {a.name: c.plan(a) for c in self._channels for a in c.attacks}
+        plans = [by_name[attack.name] for attack in self._attacks]
+        if plans == self._plans:
+            return
+        self._plans = plans
+        anatomy = self._run.anatomy
+        roles = dict.fromkeys(r for plan in self.exposed for r in plan.roles)
+        parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
+        self._watched = {id(p) for p in parameters.values()}
+        self._tap.close()
+        self._tap = GradientTap(parameters, tied=anatomy.tied)
+        if self._keeps_local:
+            self._tap.keep_local()
+        if self._local_steps is not None:
+            self._update_tap = UpdateTap(parameters, tied=anatomy.tied)
+            warn_of_adaptive_updates(self.exposed)
+        warn_of_untested(plans, anatomy)
+        for channel in self._channels:
+            channel.follow([by_name[attack.name] for attack in channel.attacks])
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tells every attack about the run."""
+        for plan in self._plans:
+            facts = self._run.facts(plan.optimizer, self._local_steps, self._begins_at)
+            plan.attack.meet(facts)
+
+    @property
+    def exposed(self) -> list[Plan]:
+        """The attacks that have something to read."""
+        return [p for p in self._plans if p.exposed]
+
+    def calibrate(self, restored: Mapping[str, Any]) -> None:
+        """Prepares every attack that has something to read, and tries what can be tried.
+
+        Args:
+            restored: of a checkpoint, by the attack's name: its settings then, and its calibration,
+                which is used where the settings are the same.
+
+        Raises:
+            ValueError: an attack does not fit the model.
+        """
+        with whole_model(self._run.anatomy.root):
+            for attack in (plan.attack for plan in self.exposed):
+                saved = restored.get(attack.name)
+                if saved is not None and saved["config"] == attack.fingerprint():
+                    attack.load_state_dict(saved["tensors"])
+                    self.prepared.add(attack.name)
+                    self._tell()
+                started = time.perf_counter()
+                self._prepare(attack)
+                seconds = time.perf_counter() - started
+                if seconds > 1:
+                    rank_zero_info(f"LeakageMonitor: '{attack.name}' calibrated in {seconds:.1f} s")
+        for channel in self._channels:
+            channel.check()
+
+    def _prepare(self, attack: Attack) -> None:
+        """Calibrates an attack, once in a fit."""
+        if attack.name not in self.prepared:
+            attack.prepare(self._run.anatomy)
+            self.prepared.add(attack.name)
+
+    def begin(self, step: int) -> None:
+        """Training starts at ``step``; a fit that is resumed does not know it before."""
+        self._begins_at = step
+        self._tell()
+
+    def close(self) -> None:
+        """Removes every tap but those of the channels, which their monitor closes."""
+        for remove in self._removers:
+            remove()
+        self._removers.clear()
+        self._tap.close()
+        self.look = None
+
+    # ---- a step -----------------------------------------------------------------------------
+
+    def batch_starts(self, step: int, batch: Any) -> None:
+        """Starts a look where one is due, and takes the truth before any defence does.
+
+        Shortly before a look also a batch that is not looked at is read, where a channel wants
+        it: as text that the batch of the look will not hold.
+        """
+        self._check_first(batch)
+        self._step_starts(step)
+        if self.look is None:
+            for channel in self._channels:
+                if channel.wants_batch(self._cadence.next_step - step):
+                    with suppress(Exception):
+                        channel.remember(self._read(batch))
+            return
+        try:
+            self.look.batch = self._read(batch)
+        except Exception as error:
+            self.look.truth_error = reason(error)
+
+    def _check_first(self, batch: Any) -> None:
+        """Refuses a first batch that cannot be read, on all processes at once."""
+        if self._read_one:
+            return
+        error: Exception | None = None
+        try:
+            self._read(batch)
+        except Exception as refusal:
+            error = refusal
+        strategy = self._run.trainer.strategy
+        if strategy.reduce_boolean_decision(error is not None, all=False):
+            raise error or BatchError("another process could not read its first batch")
+        self._read_one = True
+
+    def _read(self, batch: Any) -> TokenBatch:
+        if batch is None:
+            raise BatchError(
+                "the batch is not known before training_step. A step that takes dataloader_iter "
+                "cannot be watched: write training_step(self, batch, batch_idx)."
+            )
+        if self._adapter is not None:
+            return self._adapter(batch)
+        return read_batch(batch, self._run.anatomy.kind)
+
+    def _step_starts(self, step: int) -> None:
+        """Times the steps without a look, and starts a look where one is due.
+
+        Never between two batches whose gradients add up: the truth would be half of it.
+        """
+        if self.look is not None:
+            return
+        self._clock.starts(step)
+        if self._midway or not self._cadence.due(step):
+            return
+        self.look = look = Look(step)
+        with look.clock(self._run.device):
+            self.follow()
+            needed = any(_follows_model(plan.attack) for plan in self.exposed)
+            with whole_model(self._run.anatomy.root) if needed else nullcontext():
+                for plan in self.exposed:
+                    self._refresh(plan.attack, look)
+            self._tap.arm()
+            if self._update_tap is not None:
+                self._update_tap.begin()
+            for channel in self._channels:
+                channel.arm()
+
+    def _refresh(self, attack: Attack, look: Look) -> None:
+        try:
+            self._prepare(attack)
+            attack.refresh(self._run.anatomy, look.step)
+        except Exception as error:
+            for series in self._series:
+                if series.attack == attack.name:
+                    look.said[series] = Unknown(reason(error))
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step, or to skip its step."""
+        if not self._owns(optimizer):
+            return
+        self._tried = True
+        if self.look is not None and self._local_steps is not None:
+            groups = [
+                g
+                for g in optimizer.param_groups
+                if any(id(p) in self._watched for p in g["params"])
+            ]
+            self.look.learning_rates.append({float(g["lr"]) for g in groups})
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        owners = [p.optimizer for p in self.exposed if p.optimizer is not None]
+        return not owners or any(o is optimizer for o in owners)
+
+    def _on_real_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step; no gradient defence acted on what left the client."""
+        if self._keeps_local:
+            self._ask((Stage.LOCAL, Stage.SHARED), optimizer, kept=True)
+            self._ask((Stage.AGGREGATE,), optimizer)
+        else:
+            self._ask(tuple(Stage), optimizer)
+
+    def _on_strategy_stage(self, stage: Stage, optimizer: Optimizer) -> None:
+        """A DefendedStrategy shows ``p.grad`` at a stage."""
+        if not self._keeps_local:
+            self._ask((stage,), optimizer)
+        elif stage is Stage.AGGREGATE:
+            self._on_real_step(optimizer)
+
+    def _before_defense(
+        self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
+    ) -> None:
+        for channel in self._channels:
+            channel.before_defense(defense, parameters, context)
+
+    def _ask(self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False) -> None:
+        """Shows a gradient that is the same at all of ``stages`` to every channel, once."""
+        if not self._owns(optimizer):
+            return
+        self._tried = True
+        look = self.look
+        if look is None or id(optimizer) in look.stepped:
+            return
+        if look.step_seconds == 0:
+            look.step_seconds = look.elapsed()
+        scale = self._loss_scale()
+        self._show(
+            Moment(
+                look,
+                stages,
+                tuple(s for s in stages if s in self._stages),
+                optimizer,
+                scale,
+                lambda: self._tap.view(
+                    look.step,
+                    next(s for s in stages if s in self._stages),
+                    kept=kept,
+                    client=self._run.number,
+                    scale=scale if kept else 1.0,
+                ),
+            )
+        )
+        if Stage.AGGREGATE in stages:
+            look.stepped.add(id(optimizer))
+
+    def _show(self, moment: Moment) -> None:
+        with moment.look.clock(self._run.device):
+            for channel in self._channels:
+                try:
+                    channel.at_moment(moment)
+                except Exception as error:
+                    self._failed(moment.look, channel, error)
+
+    def _failed(self, look: Look, channel: Channel, error: Exception) -> None:
+        """Nothing is known of any series of a channel that crashed."""
+        for series, owner in self._series.items():
+            if owner is channel:
+                look.said[series] = Unknown(reason(error))
+
+    def _loss_scale(self) -> float:
+        """The loss scale that is still in gradients which no GradScaler has unscaled."""
+        scaler = getattr(self._run.trainer.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _show_update(self, look: Look, local_steps: int, tap: UpdateTap) -> None:
+        look.step_seconds = look.elapsed() / local_steps
+
+        def take() -> GradientSnapshot:
+            if any(len(rates) != 1 for rates in look.learning_rates):
+                raise UpdateError("what the attacks read is trained at different learning rates")
+            rate = sum(next(iter(rates)) for rates in look.learning_rates) / local_steps
+            return tap.end(look.step, Stage.SHARED, learning_rate=rate, local_steps=local_steps)
+
+        self._show(Moment(look, (Stage.SHARED,), (Stage.SHARED,), None, 1.0, take))
+        look.stepped.add(0)
+
+    # ---- results ----------------------------------------------------------------------------
+
+    def step_ends(self, trained: bool) -> tuple[Look, dict[Series, Outcome] | None] | None:
+        """Ends the look once its optimizer step is over.
+
+        Args:
+            trained: the batch gave a gradient (false: ``training_step`` returned None).
+
+        Returns:
+            None while there is no finished look; the look and its outcomes, or None in their
+            place where nothing was shared.
+        """
+        tried, self._tried = self._tried, False
+        self._midway = (self._midway or trained) and not tried
+        look = self.look
+        if look is None:
+            return None
+        held = look.batch if trained else None
+        if held is not None:
+            look.batches.append(held)
+        look.batch = None
+        for channel in self._channels:
+            channel.batch_ends(held)
+        if not tried:
+            return None
+        if self._update_tap is not None and self._local_steps is not None:
+            if len(look.learning_rates) < self._local_steps:
+                return None
+            self._show_update(look, self._local_steps, self._update_tap)
+        outcomes = self._finish(look)
+        self.look = None
+        self._clock.interrupted()
+        self._tap.disarm()
+        for channel in self._channels:
+            channel.disarm(look)
+        return look, outcomes
+
+    def _finish(self, look: Look) -> dict[Series, Outcome] | None:
+        """Scores every attack, pools over processes, and fixes the next look.
+
+        That is the next step where, for the first time, a result is still waited for.
+        """
+        results: dict[Series, Result] = {}
+        with look.clock(self._run.device):
+            for channel in self._channels:
+                results |= channel.results(look)
+        soon = not self._hurried and any(isinstance(r, Waiting) for r in results.values())
+        self._hurried |= soon
+        next_step = look.step + 1 if soon else self._next_step(look)
+        shared = {
+            series: plan.exposed
+            for plan in self._plans
+            for series in results
+            if series.attack == plan.attack.name
+        }
+        ordered = {series: results[series] for series in self._series if series in results}
+        outcomes, self._cadence.next_step = self._exchange.outcomes(ordered, shared, next_step)
+        return outcomes
+
+    def _next_step(self, look: Look) -> int:
+        step_seconds = self._clock.seconds or look.step_seconds
+        proposed = self._cadence.after_look(look.step, look.seconds, step_seconds)
+        return max(proposed, look.step + (self._local_steps or 1))
+
+
+def _follows_model(attack: Attack) -> bool:
+    """Whether the attack looks at the model at all."""
+    kind = type(attack)
+    return kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
+
+
+__all__ = ["Fit"]

@@ -608,13 +608,26 @@ def test_an_honest_server_adds_no_layers(tmp_path):
     [
         ({"targets": 0}, "targets must be a positive"),
         ({"window": 1.5}, "window must be a positive"),
+        ({"scale": 0.0}, "scale must be a positive"),
         ({"held_out": ["a text"]}, "held_out must be a PublicText"),
-        ({"local_steps": 2}, "reads what one step sends"),
+        ({"score_canaries": "max"}, "give these too"),
     ],
 )
-def test_arguments_that_cannot_be_meant_are_refused(arguments, words):
+def test_games_that_cannot_be_meant_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
-        LeakageMonitor(Recording(), **arguments)
+        Games(**arguments)
+
+
+def test_rounds_of_steps_are_refused():
+    with pytest.raises(ValueError, match="reads what one step sends"):
+        LeakageMonitor(Recording(), local_steps=2)
+
+
+def test_arguments_that_have_moved_are_refused_with_their_new_spelling():
+    with pytest.raises(TypeError, match=r"games=Games\(targets=\.\.\., scale=\.\.\.\)\) now"):
+        LeakageMonitor(Recording(), targets=8, canary_scale=1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'target'"):
+        LeakageMonitor(Recording(), target=8)
 
 
 def test_a_layer_that_is_not_there_is_refused_before_training(tmp_path):

@@ -431,11 +431,18 @@ class Channel(ABC):
             for series in others:
                 moment.look.said.setdefault(series, moment.look.said[first])
 
-    def result_of(self, look: Look, plan: Plan, series: Series) -> Result | None:
-        """Why a series has no result in this look, or None: what was said is to be scored."""
+    def result_of(self, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result | None:
+        """Why a series has no result in this look, or None: what was said is to be scored.
+
+        Args:
+            look: the look.
+            plan: of the attack.
+            series: whose result.
+            empty: the batches hold nothing that could leak.
+        """
         if look.truth_error is not None:
             return Unknown(f"the batch could not be read: {look.truth_error}")
-        if not look.stepped or not plan.exposed:
+        if empty or not look.stepped or not plan.exposed:
             return NothingShared()
         said = look.said.get(series, Unknown("the attack was not run"))
         return said if isinstance(said, Unknown | Waiting) else None

@@ -52,7 +52,6 @@ from lightning_fedleak.callbacks.model_ids import ModelIds
 from lightning_fedleak.callbacks.report import Report
 from lightning_fedleak.callbacks.results import (
     Found,
-    NothingShared,
     Outcome,
     Result,
     Series,
@@ -597,10 +596,9 @@ class MembershipChannel(Channel):
         return found
 
     def _result(self, look: Look, plan: Plan, series: Series) -> Result:
-        if (none := self.result_of(look, plan, series)) is not None:
+        empty = not any(batch.input_ids.numel() for batch in look.batches)
+        if (none := self.result_of(look, plan, series, empty=empty)) is not None:
             return none
-        if not any(batch.input_ids.numel() for batch in look.batches):
-            return NothingShared()
         said = look.said[series]
         if not isinstance(said, Played):
             return Unknown("the attack guessed something else")

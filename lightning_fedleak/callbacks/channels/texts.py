@@ -33,7 +33,6 @@ from lightning_fedleak.callbacks.checks import require_capabilities
 from lightning_fedleak.callbacks.report import HISTOGRAM_EVERY_LOOKS, Report, RevealFiles
 from lightning_fedleak.callbacks.results import (
     Found,
-    NothingShared,
     Outcome,
     Result,
     Series,
@@ -359,10 +358,9 @@ class TextsChannel(Channel):
         return found
 
     def _result(self, look: Look, plan: Plan, series: Series) -> Result:
-        if (none := self.result_of(look, plan, series)) is not None:
+        empty = not any(batch.input_ids.numel() for batch in look.batches)
+        if (none := self.result_of(look, plan, series, empty=empty)) is not None:
             return none
-        if not any(batch.input_ids.numel() for batch in look.batches):
-            return NothingShared()
         said = look.said[series]
         try:
             if isinstance(said, TextGuess):

@@ -28,7 +28,6 @@ from lightning_fedleak.callbacks.channels.base import (
 from lightning_fedleak.callbacks.report import HISTOGRAM_EVERY_LOOKS, Report, RevealFiles
 from lightning_fedleak.callbacks.results import (
     Found,
-    NothingShared,
     Outcome,
     Result,
     Series,
@@ -197,10 +196,10 @@ class WordsChannel(Channel):
         return None if look.truth_error else WordTruth.of_mask(mask > 0, int(tokens))
 
     def _result(self, look: Look, plan: Plan, series: Series, truth: WordTruth | None) -> Result:
-        if (none := self.result_of(look, plan, series)) is not None:
+        empty = truth is None or truth.n_targets == 0
+        if (none := self.result_of(look, plan, series, empty=empty)) is not None:
             return none
-        if truth is None or truth.n_targets == 0:
-            return NothingShared()
+        assert truth is not None
         said = look.said[series]
         try:
             if not isinstance(said, WordGuess):

@@ -50,7 +50,8 @@ class RiskGate(L.Callback):
 
     An *unknown* value counts, unless ``strict=False``, as a breach towards ``patience`` for
     ``"value"`` and ``"lower"`` (for ``"lower"`` it is no evidence, so that these stops come on top
-    of ``alpha``), and as the largest possible value for ``"upper"``.
+    of ``alpha``), and as the largest possible value for ``"upper"``. A fit in which a strict gate
+    never had a result ends as *unknown*: the gate acts then, whatever ``patience`` and ``warmup``.
 
     Args:
         metric: a name in the logs, ``"leakage/<attack>/<metric>"``.
@@ -124,6 +125,8 @@ class RiskGate(L.Callback):
         self._breaches = 0
         self._evidence: Evidence | None = None
         self._monitor: LeakageMonitor | None = None
+        self._begun = 0
+        self._known = False
 
     @property
     def state_key(self) -> str:
@@ -189,7 +192,13 @@ class RiskGate(L.Callback):
         self._evidence, self.verdict = self._new_evidence(), None
         self._breaches = 0
         notches = [f"gate/{self.name}_notches"] if self.action == "harden" else []
-        self._monitor.subscribe(self._decide, [f"gate/{self.name}", *notches])
+        logs = [f"gate/{self.name}", *notches]
+        self._known = False
+        self._monitor.subscribe(self._decide, logs, at_end=self._conclude)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remembers where this fit starts."""
+        self._begun = trainer.global_step
 
     def _check_looks(self, monitor: LeakageMonitor, clients: int) -> None:
         """Refuses a rate that is never known, or not before the gate would act on that."""
@@ -254,9 +263,18 @@ class RiskGate(L.Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(notches, step=step)
 
+    def _conclude(self, trainer: L.Trainer) -> None:
+        """A fit in which a strict gate never had a result is unknown, whatever its patience."""
+        if not self.strict or self.fired is not None or trainer.global_step == self._begun:
+            return
+        if not trainer.strategy.broadcast(self._known):
+            assert self._monitor is not None
+            self._fire(trainer, self._monitor, math.nan)
+
     def _judge(self, value: float) -> bool:
         """Whether to act on one more look."""
         unknown = math.isnan(value)
+        self._known |= not unknown
         breach = self.strict if unknown else value > self.at_most
         shown = False
         if self._evidence is not None:

@@ -75,6 +75,7 @@ class Ledger:
             for stage, a in measured
         }
         self._waits: dict[Series, int] = {}
+        self._answered: set[Series] = set()
 
     @property
     def prefixes(self) -> list[str]:
@@ -94,8 +95,13 @@ class Ledger:
     def clear(self) -> None:
         """A new fit: earlier looks were at another run."""
         self._waits.clear()
+        self.begin()
         for kind in self.kinds.values():
             kind.clear()
+
+    def begin(self) -> None:
+        """Training begins: what an earlier fit had found is no result of this one."""
+        self._answered.clear()
 
     def all_unknown(self, why: str) -> dict[Series, Outcome]:
         """No series has a result."""
@@ -104,6 +110,7 @@ class Ledger:
     def wait(self, outcomes: Mapping[Series, Outcome]) -> dict[Series, Outcome]:
         """Counts who waits; in place of what has been pending for too long, *unknown*."""
         self._waits = {s: self._waits.get(s, 0) + 1 for s, o in outcomes.items() if o.pending}
+        self._answered |= {s for s, o in outcomes.items() if not o.pending or self._late(s)}
         why = f"for more than {MAX_WAITS} looks"
         return {
             s: unknown(self.kinds[s].metrics, f"{o.pending}, {why}") if self._late(s) else o
@@ -117,14 +124,11 @@ class Ledger:
         """Log names of the series that wait."""
         return frozenset(self.names(s for s in self._waits if not self._late(s)))
 
-    def never(self, looks: int) -> dict[Series, Outcome]:
-        """*Unknown* for the series that waited at all of so many looks, when a fit ends."""
+    def never(self) -> dict[Series, Outcome]:
+        """*Unknown* for the series that had no result since training began, when it ends."""
         why = "training ended before there was a first result"
-        return {
-            series: unknown(self.kinds[series].metrics, why)
-            for series, waits in self._waits.items()
-            if waits == looks and not self._late(series)
-        }
+        silent = self.kinds.keys() - self._answered
+        return {s: unknown(k.metrics, why) for s, k in self.kinds.items() if s in silent}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and tensors, by the names of the series."""

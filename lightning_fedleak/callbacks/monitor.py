@@ -58,8 +58,8 @@ class LeakageMonitor(L.Callback):
     not looked at; the look moves to the next step, at most 20 times in a row, after which it
     counts as a failure. So does a fit that ends before a look that was due could end.
 
-    The first step of each fit is looked at. Layers that are frozen or unfrozen on the way are
-    followed at the next look.
+    The first step of each fit is looked at, also where it resumes another. Layers that are frozen
+    or unfrozen on the way are followed at the next look.
 
     Under FSDP2 (``ModelParallelStrategy``) attacks get whole gradients, and for as long as they
     calibrate, refresh or invert texts the whole model, gathered on every process. Membership games
@@ -195,6 +195,7 @@ class LeakageMonitor(L.Callback):
         self._restored: dict[str, Any] = {}
         self._prepared: set[str] = set()
         self._listeners: list[Callable[[L.Trainer], None]] = []
+        self._at_end: list[Callable[[L.Trainer], None]] = []
         self._heard: list[str] = []
         self._reset()
 
@@ -278,15 +279,24 @@ class LeakageMonitor(L.Callback):
             raise ValueError("canaries are scored with canaries=... and score_canaries='max'")
         return self._scores.of(attack)
 
-    def subscribe(self, listener: Callable[[L.Trainer], None], logs: Sequence[str] = ()) -> None:
+    def subscribe(
+        self,
+        listener: Callable[[L.Trainer], None],
+        logs: Sequence[str] = (),
+        *,
+        at_end: Callable[[L.Trainer], None] | None = None,
+    ) -> None:
         """Calls ``listener(trainer)`` on every process after each look, until the fit ends.
 
         Args:
             listener: is called.
             logs: names of what it logs then, for TensorBoard's page.
+            at_end: is called when training ends, after what the monitor had left to say.
         """
         self._listeners.append(listener)
         self._heard += logs
+        if at_end is not None:
+            self._at_end.append(at_end)
 
     # ---- set-up -----------------------------------------------------------------------------
 
@@ -294,7 +304,6 @@ class LeakageMonitor(L.Callback):
         """Checks what can be checked before the model is on its device."""
         if stage != "fit":
             return
-        self.cadence.next_step = 0
         self._results.clear()
         others = [c for c in trainer.callbacks if isinstance(c, LeakageMonitor)]  # type: ignore[attr-defined]
         check_names(self._ledger, [c._ledger for c in others])
@@ -366,6 +375,7 @@ class LeakageMonitor(L.Callback):
         """Remembers how many looks came before this fit, and where it starts."""
         assert self._watch is not None
         self._results.begin()
+        self.cadence.next_step = trainer.global_step
         self._watch.begin(trainer.global_step)
 
     # ---- a step -----------------------------------------------------------------------------
@@ -418,6 +428,8 @@ class LeakageMonitor(L.Callback):
         missing = self._results.missing(due=self.cadence.due(trainer.global_step - 1))
         if missing:
             self._publish(trainer, Look(trainer.global_step), missing)
+        for listener in self._at_end:
+            listener(trainer)
 
     # ---- results ----------------------------------------------------------------------------
 
@@ -462,6 +474,7 @@ class LeakageMonitor(L.Callback):
         if self._own_part is not None:
             self._own_part.close()
         self._listeners.clear()
+        self._at_end.clear()
         self._heard.clear()
         self._reset()
 
@@ -469,7 +482,6 @@ class LeakageMonitor(L.Callback):
         """What a resumed run goes on with: plain numbers, strings and tensors."""
         return {
             **self._results.state_dict(),
-            "next_step": self.cadence.next_step,
             "canaries": canaries.state_dict() if (canaries := self.games.canaries) else None,
             "attacks": {
                 a.name: {
@@ -484,8 +496,6 @@ class LeakageMonitor(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave."""
         self._results.load_state_dict(state_dict)
-        soon = self.cadence.after_look(self.last_step, 0.0, 0.0)
-        self.cadence.next_step = min(state_dict["next_step"], soon)
         committed = state_dict.get("canaries")
         if self.games.canaries is not None and committed is not None:
             self.games.canaries.load_state_dict(committed)

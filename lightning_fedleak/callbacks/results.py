@@ -50,6 +50,7 @@ class Results:
     def begin(self) -> None:
         """Training begins: remembers how many looks came before."""
         self._looks_before = self.looks
+        self._ledger.begin()
 
     def settled(self, outcomes: dict[Series, Outcome] | None) -> dict[Series, Outcome] | None:
         """The outcomes of a look; None where the next step is to be looked at instead.
@@ -73,10 +74,12 @@ class Results:
             due: its last step was to be looked at.
         """
         looks = self.looks - self._looks_before
-        if looks == 0 and (due or self.deferrals > 0):
+        if looks > 0:
+            return self._ledger.never()
+        if due or self.deferrals > 0:
             why = "training ended before anything that was shared could be looked at"
             return self._ledger.all_unknown(why)
-        return self._ledger.never(looks)
+        return {}
 
     def add(
         self, look: Look, outcomes: Mapping[Series, Outcome], beside: Mapping[str, float]

@@ -24,8 +24,9 @@ Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 class RiskGate(L.Callback):
     """Acts when a metric of a :class:`LeakageMonitor` exceeds a threshold.
 
-    Looks at every result of the monitor, at the level of steps. The value that the first process
-    has is what all processes of a run decide by. Before it stops or raises it saves a checkpoint.
+    Looks at every result of the monitor, at the level of steps. With several processes the first
+    one judges, and the others get a value only where the gate acts on it. Before it stops or raises
+    it saves a checkpoint.
 
     What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
     later on any noisy metric; the other two spend one probability of error, ``alpha``, on all
@@ -81,7 +82,8 @@ class RiskGate(L.Callback):
     Attributes:
         fired: what the gate found when it first fired in the newest fit; None so far.
         notches: how often it has turned the defences up.
-        verdict: what the looks so far show; None with ``bound="value"`` and before the first.
+        verdict: what the looks so far show; None with ``bound="value"`` and before the first. On
+            processes but the first, what they showed when the gate last fired.
 
     Raises:
         ValueError: arguments that cannot be meant.
@@ -250,13 +252,16 @@ class RiskGate(L.Callback):
         values = monitor.latest if self._evidence is None else monitor.look_values
         pending = any(name in monitor.pending for name in names)
         value = values.get(names[0], values.get(names[1], math.nan))
-        # Some values, such as seconds, each process has of its own: the first one's decide.
-        pending, value = trainer.strategy.broadcast((pending, value))
-        fires = False if pending else self._judge(value)
+        # The first process has what no other has, its clock's seconds and the worst client's value:
+        # it decides, and the others get what it acts on.
+        fires = trainer.is_global_zero and not pending and self._judge(value)
+        found = trainer.strategy.broadcast((value, self.verdict) if fires else None)
         step = monitor.last_step
         for logger in trainer.loggers:
-            logger.log_metrics({f"gate/{self.name}": float(fires)} | self._progress(), step=step)
-        if fires:
+            logged = {f"gate/{self.name}": float(found is not None)} | self._progress()
+            logger.log_metrics(logged, step=step)
+        if found is not None:
+            value, self.verdict = found
             self._fire(trainer, monitor, value)
         if self.action == "harden":
             notches = {f"gate/{self.name}_notches": float(self.notches)}

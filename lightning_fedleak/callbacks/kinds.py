@@ -41,6 +41,7 @@ class Kind(ABC):
         headline: the one that stands for the others on a page or in a table.
         charts: titles of further charts, and the metrics in each.
         width: numbers in a packed result.
+        extras: names of its values that have no interval.
         parted: each process holds a part of the result, also where all are one client.
     """
 
@@ -48,6 +49,7 @@ class Kind(ABC):
     headline: str
     charts: Mapping[str, tuple[str, ...]]
     width: int
+    extras: tuple[str, ...] = ()
     parted: bool = False
 
     @abstractmethod
@@ -76,6 +78,7 @@ class Words(Kind):
     headline = "f1"
     charts = MappingProxyType({"precision and recall": ("precision", "recall")})
     width = Tally.WIDTH
+    extras = ("type_count_error",)
 
     def outcome(self, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Counts are added over clients, and the rates computed from the sums."""
@@ -239,6 +242,7 @@ class Texts(Kind):
     metrics = ("token_accuracy", "exact_sentences", "rouge_l")
     headline = "token_accuracy"
     charts = MappingProxyType({"whole texts": ("exact_sentences", "rouge_l")})
+    extras = ("age", "finished")
     parted = True
 
     def __init__(self, texts: int) -> None:

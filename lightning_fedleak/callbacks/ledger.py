@@ -95,13 +95,22 @@ class Ledger:
     def clear(self) -> None:
         """A new fit: earlier looks were at another run."""
         self._waits.clear()
-        self.begin()
+        self._answered.clear()
+        self._forget()
+
+    def _forget(self) -> None:
         for kind in self.kinds.values():
             kind.clear()
 
-    def begin(self) -> None:
-        """Training begins: what an earlier fit had found is no result of this one."""
+    def begin(self, *, first: bool) -> None:
+        """Training begins: what an earlier fit had found is no result of this one.
+
+        Args:
+            first: this is process 0, which alone goes on with a checkpoint's games, of all clients.
+        """
         self._answered.clear()
+        if not first:
+            self._forget()
 
     def all_unknown(self, why: str) -> dict[Series, Outcome]:
         """No series has a result."""

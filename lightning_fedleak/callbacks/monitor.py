@@ -374,7 +374,7 @@ class LeakageMonitor(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers how many looks came before this fit, and where it starts."""
         assert self._watch is not None
-        self._results.begin()
+        self._results.begin(first=trainer.is_global_zero)
         self.cadence.next_step = trainer.global_step
         self._watch.begin(trainer.global_step)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Protocol
 
 import lightning.pytorch as L
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
@@ -25,6 +27,7 @@ from lightning_fedleak.callbacks.outcome import (
     unknown,
 )
 from lightning_fedleak.callbacks.scoring import WordTruth, tally
+from lightning_fedleak.metrics import Rate
 
 
 class Witness(Protocol):
@@ -43,7 +46,8 @@ FOUND, FAILED, NOTHING, WAITING = 0.0, 1.0, 2.0, 3.0
 class Pool:
     """The processes of one fit, which exchange counts after each look.
 
-    Every process takes part in the same exchanges, whatever failed on it.
+    Every process takes part in the same exchanges, whatever failed on it. A client's counts go to
+    process 0 and no further.
 
     Args:
         trainer: of this fit.
@@ -145,35 +149,106 @@ class Pool:
     ) -> tuple[dict[Series, Outcome] | None, int]:
         """The results of all processes together.
 
+        Process 0 gets the rows of all clients and pools them. The others get what came out, as
+        numbers, without the values of single clients and without the reasons.
+
         Returns:
-            The outcomes, None where nothing was shared; and the next step to look at as rank 0
+            The outcomes, None where nothing was shared; and the next step to look at as process 0
             proposes it.
         """
         series = [series_name(stage, plan.attack.name) for stage, plan in keys]
-        widths = [1 + self._kinds[name].width for name in series]
-        rows = (_row(r, width) for r, width in zip(results, widths, strict=True))
-        gathered = torch.tensor([*chain.from_iterable(rows), next_step], dtype=torch.float64)[None]
+        kinds = [self._kinds[name] for name in series]
+        widths = [1 + kind.width for kind in kinds]
+        rows = [_row(r, width) for r, width in zip(results, widths, strict=True)]
+        gathered = self._at_first(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
+        found: list[Outcome] | None = None
+        if gathered is not None:
+            tables = gathered.split(widths, dim=1)
+            exposed = [plan.exposed for _, plan in keys]
+            if not any(
+                e and bool((t[:, 0] == NOTHING).all()) for e, t in zip(exposed, tables, strict=True)
+            ):
+                found = [
+                    self._outcome(kind, shared, table, mine)
+                    for kind, shared, table, mine in zip(
+                        kinds, exposed, tables, results, strict=True
+                    )
+                ]
         if self._many:
-            gathered = self._strategy.all_gather(gathered[0].to(self._device)).cpu()
-        agreed = int(gathered[0, -1])
-        ends = list(accumulate(widths))
-        tables = [gathered[:, end - width : end] for end, width in zip(ends, widths, strict=True)]
-        exposed = [plan.exposed for _, plan in keys]
-        if any(
-            e and bool((t[:, 0] == NOTHING).all()) for e, t in zip(exposed, tables, strict=True)
-        ):
-            return None, agreed
-        outcomes: dict[Series, Outcome] = {}
-        for name, shared, table, mine in zip(series, exposed, tables, results, strict=True):
-            kind = self._kinds[name]
-            if self._one_client and not kind.parted and not bool((table[:, 0] == FAILED).any()):
-                table = table[:1]
-            outcomes[name] = not_shared(kind.metrics)
-            if shared:
-                outcomes[name] = _combined(kind, table, mine)
-            if self._one_client:
-                outcomes[name] = replace(outcomes[name], worst={})
-        return outcomes, agreed
+            told = _told(kinds, found, next_step).to(_exchange_device(self._device))
+            dist.broadcast(told, src=0)
+            if gathered is None:
+                found, next_step = _heard(kinds, told.tolist(), results)
+        return None if found is None else dict(zip(series, found, strict=True)), next_step
+
+    def _at_first(self, mine: Tensor) -> Tensor | None:
+        """(clients, numbers) of all processes on the first of them, None on the others."""
+        if not self._many:
+            return mine[None]
+        mine = mine.to(_exchange_device(self._device))
+        if dist.get_rank() != 0:
+            dist.gather(mine, None, dst=0)
+            return None
+        all_rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.gather(mine, all_rows, dst=0)
+        return torch.stack(all_rows).cpu()
+
+    def _outcome(self, kind: Kind, shared: bool, table: Tensor, mine: Result) -> Outcome:
+        if self._one_client and not kind.parted and not bool((table[:, 0] == FAILED).any()):
+            table = table[:1]
+        outcome = _combined(kind, table, mine) if shared else not_shared(kind.metrics)
+        return replace(outcome, worst={}) if self._one_client else outcome
+
+
+def _exchange_device(device: torch.device) -> torch.device:
+    """Where the processes' backend gathers: gloo does on CPU alone."""
+    return torch.device("cpu") if "gloo" in dist.get_backend() else device
+
+
+def _told(kinds: Sequence[Kind], found: Sequence[Outcome] | None, next_step: int) -> Tensor:
+    """What process 0 tells the others: pooled values, and no client's own."""
+    numbers = [float(found is not None), float(next_step)]
+    for i, kind in enumerate(kinds):
+        outcome = not_shared(()) if found is None else found[i]
+        state = FOUND if outcome.exposed else NOTHING
+        state = FAILED if outcome.unknown is not None else state
+        state = WAITING if outcome.pending is not None else state
+        now = outcome.now or {}
+        numbers += [state, float(outcome.n), float(outcome.now is not None)]
+        for name in kind.metrics:
+            rate = outcome.rates.get(name, Rate(math.nan, math.nan, math.nan))
+            numbers += [rate.value, rate.low, rate.high, now.get(name, math.nan)]
+        numbers += [outcome.extra.get(name, math.nan) for name in kind.extras]
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _heard(
+    kinds: Sequence[Kind], told: Sequence[float], results: Sequence[Result]
+) -> tuple[list[Outcome] | None, int]:
+    """What :func:`_told` says, on another process; reasons are its own results'."""
+    shared, next_step, *rest = told
+    numbers = iter(rest)
+    found = []
+    for kind, mine in zip(kinds, results, strict=True):
+        state, n, has_now = (next(numbers) for _ in range(3))
+        each = {name: [next(numbers) for _ in range(4)] for name in kind.metrics}
+        extra = {name: next(numbers) for name in kind.extras}
+        if state == FOUND:
+            rates = {name: Rate(*four[:3]) for name, four in each.items()}
+            now = {name: four[3] for name, four in each.items()} if has_now else None
+            found.append(Outcome(rates, int(n), extra=extra, now=now))
+        elif state == FAILED:
+            why = mine if isinstance(mine, str) else "the attack failed on another client"
+            found.append(unknown(kind.metrics, why))
+        elif state == WAITING:
+            found.append(_waits(mine))
+        else:
+            found.append(not_shared(kind.metrics))
+    return found if shared else None, int(next_step)
+
+
+def _waits(mine: Result) -> Outcome:
+    return pending(mine.why if isinstance(mine, Waiting) else "another client waits")
 
 
 def _unread(look: Look) -> str:
@@ -205,7 +280,7 @@ def _combined(kind: Kind, rows: Tensor, mine: Result) -> Outcome:
         why = mine if isinstance(mine, str) else f"the attack failed on client {failed[0]}"
         return unknown(kind.metrics, why)
     if not found:
-        return pending(mine.why if isinstance(mine, Waiting) else "another client waits")
+        return _waits(mine)
     try:
         return kind.outcome(found)
     except Exception as error:

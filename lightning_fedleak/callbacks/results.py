@@ -47,10 +47,14 @@ class Results:
         if self._scores is not None:
             self._scores.clear()
 
-    def begin(self) -> None:
-        """Training begins: remembers how many looks came before."""
+    def begin(self, *, first: bool) -> None:
+        """Training begins: remembers how many looks came before.
+
+        Args:
+            first: this is process 0.
+        """
         self._looks_before = self.looks
-        self._ledger.begin()
+        self._ledger.begin(first=first)
 
     def settled(self, outcomes: dict[Series, Outcome] | None) -> dict[Series, Outcome] | None:
         """The outcomes of a look; None where the next step is to be looked at instead.

@@ -325,7 +325,7 @@ def look(gate, evidence_metric="auc", **monitor):
     events = []
     gate.action = events.append
     strategy = SimpleNamespace(broadcast=lambda value: value)
-    gate._decide(SimpleNamespace(strategy=strategy, loggers=[]))
+    gate._decide(SimpleNamespace(strategy=strategy, loggers=[], is_global_zero=True))
     return events
 
 

@@ -99,7 +99,14 @@ class Evidence:
     def __init__(
         self, bound: Bound, at_most: float, alpha: float, warmup: int | None, metric: str
     ) -> None:
-        low, high, idle = range_of(metric)
+        span = range_of(metric)
+        if span is None:
+            raise ValueError(
+                "bound='lower' and bound='upper' need values of single looks in a known range; "
+                f"'{metric}' has none. Those that have: {', '.join(RANGES)}, each also with "
+                "_worst_client. Use one of them, or bound='value'."
+            )
+        low, high, idle = span
         self.bound = bound
         self.at_most = at_most
         self.alpha = alpha
@@ -177,24 +184,17 @@ class Evidence:
         return {"bound": self.bound, "at_most": self.at_most, "metric": self.metric}
 
 
-def range_of(metric: str) -> tuple[float, float, float]:
+def range_of(metric: str) -> tuple[float, float, float] | None:
     """Smallest and largest possible value of a metric, and that of an attack that knows nothing.
 
     Args:
         metric: last part of a log name, ``"f1"`` or ``"auc_worst_client"`` say.
 
-    Raises:
-        ValueError: the range is not known, or the name is that of the end of an interval.
+    Returns:
+        None where the range is not known, or the name is that of the end of an interval.
     """
     name = metric.removesuffix("_worst_client")
-    name = "tpr_at_fpr" if name.startswith("tpr_at_fpr_") else name
-    if name not in RANGES:
-        raise ValueError(
-            f"bound='lower' and bound='upper' need values of single looks in a known range; "
-            f"'{metric}' has none. Those that have: {', '.join(RANGES)}, each also with "
-            "_worst_client. Use one of them, or bound='value'."
-        )
-    return RANGES[name]
+    return RANGES.get("tpr_at_fpr" if name.startswith("tpr_at_fpr_") else name)
 
 
 def default_warmup(at_most: float, alpha: float, least: float, span: tuple[float, float]) -> int:

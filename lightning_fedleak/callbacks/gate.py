@@ -11,7 +11,7 @@ from typing import Any, Literal
 import lightning.pytorch as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_fedleak.callbacks.evidence import Evidence, Verdict
+from lightning_fedleak.callbacks.evidence import Evidence, Verdict, range_of
 from lightning_fedleak.callbacks.gate_event import GateEvent, LeakageLimitExceeded
 from lightning_fedleak.callbacks.harden import defenses_to_harden, harden
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
@@ -26,7 +26,8 @@ class RiskGate(L.Callback):
 
     Looks at every result of the monitor, at the level of steps. With several processes the first
     one judges, and the others get a value only where the gate acts on it. Before it stops or raises
-    it saves a checkpoint.
+    it saves a checkpoint (not under ``fast_dev_run``). What other metrics and attacks give, or fail
+    to give, is nothing to it.
 
     What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
     later on any noisy metric; the other two spend one probability of error, ``alpha``, on all
@@ -56,7 +57,7 @@ class RiskGate(L.Callback):
 
     Args:
         metric: a name in the logs, ``"leakage/<attack>/<metric>"``.
-        at_most: the largest value that is allowed.
+        at_most: the largest value that is allowed; of rates a share, at most 1.
         action: ``"stop"`` ends training in order, ``"raise"`` raises
             :class:`LeakageLimitExceeded`, ``"warn"`` warns once and goes on; a callable gets the
             :class:`GateEvent` each time the gate fires, on every process, and training goes on.
@@ -111,6 +112,12 @@ class RiskGate(L.Callback):
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(f"patience must be 0 or a positive integer, got {patience!r}")
         _check_bound(bound, alpha, warmup, patience, strict)
+        span = range_of(metric.rpartition("/")[-1].removesuffix("_low").removesuffix("_high"))
+        if bound == "value" and span is not None and at_most > span[1]:
+            raise ValueError(
+                f"RiskGate watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
+                f"that at_most={at_most:g} could never be exceeded: rates are shares, not percent"
+            )
         self.metric = metric
         self.at_most = float(at_most)
         self.action = action
@@ -128,6 +135,7 @@ class RiskGate(L.Callback):
         self._evidence: Evidence | None = None
         self._monitor: LeakageMonitor | None = None
         self._begun = 0
+        self._stopped = False
         self._known = False
 
     @property
@@ -195,7 +203,7 @@ class RiskGate(L.Callback):
         self._breaches = 0
         notches = [f"gate/{self.name}_notches"] if self.action == "harden" else []
         logs = [f"gate/{self.name}", *notches]
-        self._known = False
+        self._known = self._stopped = False
         self._monitor.subscribe(self._decide, logs, at_end=self._conclude)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -247,14 +255,16 @@ class RiskGate(L.Callback):
     def _decide(self, trainer: L.Trainer) -> None:
         monitor = self._monitor
         assert monitor is not None
+        if self._stopped:
+            return
         # One client alone is its own worst.
         names = (self.metric, self.metric.removesuffix("_worst_client"))
         values = monitor.latest if self._evidence is None else monitor.look_values
-        pending = any(name in monitor.pending for name in names)
+        said = any(name in monitor.look_values for name in names)
         value = values.get(names[0], values.get(names[1], math.nan))
         # The first process has what no other has, its clock's seconds and the worst client's value:
         # it decides, and the others get what it acts on.
-        fires = trainer.is_global_zero and not pending and self._judge(value)
+        fires = trainer.is_global_zero and said and self._judge(value)
         found = trainer.strategy.broadcast((value, self.verdict) if fires else None)
         step = monitor.last_step
         for logger in trainer.loggers:
@@ -303,7 +313,7 @@ class RiskGate(L.Callback):
         checkpoint = None
         hardened = harden(self._defenses)
         stops = self.action == "stop" or (self.action == "harden" and not hardened)
-        if stops or self.action == "raise":
+        if (stops or self.action == "raise") and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
             checkpoint = (
                 folder / f"gate-{self.name.replace('/', '-')}-step={monitor.last_step}.ckpt"
@@ -336,7 +346,7 @@ class RiskGate(L.Callback):
             self._evidence = self._new_evidence()
             rank_zero_warn(f"RiskGate '{self.name}' hardened the run {event}")
         elif stops:
-            trainer.should_stop = True
+            trainer.should_stop = self._stopped = True
             rank_zero_warn(f"RiskGate '{self.name}' stopped training {event}")
         elif self.action == "warn":
             if first:

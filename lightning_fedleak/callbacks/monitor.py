@@ -447,7 +447,8 @@ class LeakageMonitor(L.Callback):
         numbers = torch.tensor(list(values.values()), device=trainer.strategy.root_device)
         known.update(zip(values, numbers.unbind(), strict=True))
         assert self._report is not None
-        self._report.write(look, outcomes, values)
+        new = {name: value for name, value in values.items() if name in self.look_values}
+        self._report.write(look, outcomes, new)
         for listener in self._listeners:
             listener(trainer)
 

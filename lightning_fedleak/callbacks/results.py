@@ -107,7 +107,8 @@ class Results:
         values["monitor/seconds"] = look.seconds
         self.looks += 1
         self.last_step = look.step
-        self.latest = values
+        others = tuple(f"{'/'.join(s)}/" for s in self._ledger.kinds.keys() - outcomes.keys())
+        self.latest = {n: v for n, v in self.latest.items() if n.startswith(others)} | values
         self.look_values = values | now
         if self._scores is not None:
             self._scores.add(look.canary_scores)

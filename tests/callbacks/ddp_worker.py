@@ -181,7 +181,7 @@ def main(root: Path) -> None:
         plain = run(root / f"plain-{case}", [], **settings)
         before = footprint(plain), logged_losses(plain) if plain.is_global_zero else []
         monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=stages)
-        gate = RiskGate("leakage/probe/f1", at_most=2.0)
+        gate = RiskGate("leakage/probe/f1", at_most=1.0)
         watched = run(root / f"watched-{case}", [gate, monitor], **settings)
         after = footprint(watched), logged_losses(watched) if watched.is_global_zero else []
         out[f"same/{case}"] = same(before[0], after[0]) and before[1] == after[1]

@@ -96,7 +96,7 @@ def test_a_gate_warns_in_every_fit(tmp_path):
 
 def test_a_callback_can_be_copied_after_a_fit(tmp_path):
     monitor = LeakageMonitor(Probe(), every_n_steps=1)
-    gate = RiskGate(F1, at_most=2.0)
+    gate = RiskGate(F1, at_most=1.0)
     fit([gate, monitor], tmp_path)
     probe = copy.deepcopy(monitor).attacks[0]
     assert len(probe.seen) == 8

@@ -78,7 +78,8 @@ class RiskGate(L.Callback):
         warmup: looks that ``"upper"`` lets pass before it judges. Default: twice as many as a run
             needs whose value stays half-way between ``at_most`` and that of an attack that knows
             nothing (20 looks for an F1 of at most 0.5, 40 for 0.3, 140 for 0.1, 64 for an AUC of
-            at most 0.6, at the default ``alpha``), so that a comfortably safe run passes.
+            at most 0.6, at the default ``alpha``); more where the values of single looks scatter,
+            as those of few games do, so that a run of such a mean passes all the same.
 
     Attributes:
         fired: what the gate found when it first fired in the newest fit; None so far.

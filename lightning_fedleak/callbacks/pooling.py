@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Protocol
 
 import lightning.pytorch as L
@@ -163,7 +163,8 @@ class Pool:
         gathered = self._at_first(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
         found: list[Outcome] | None = None
         if gathered is not None:
-            tables = gathered.split(widths, dim=1)
+            ends = list(accumulate(widths))
+            tables = [gathered[:, e - w : e] for e, w in zip(ends, widths, strict=True)]
             exposed = [plan.exposed for _, plan in keys]
             if not any(
                 e and bool((t[:, 0] == NOTHING).all()) for e, t in zip(exposed, tables, strict=True)

@@ -89,7 +89,8 @@ class Evidence:
         bound: which.
         at_most: the threshold, strictly between the smallest and the largest possible value.
         alpha: probability of error.
-        warmup: looks that ``"upper"`` lets pass; None is :func:`default_warmup`.
+        warmup: looks that ``"upper"`` lets pass; None is :func:`default_warmup`, or where looks
+            scatter :func:`looks_per_variance` times the variance of the values seen.
         metric: last part of a log name, ``"f1"`` say; gives the range.
 
     Raises:
@@ -99,7 +100,14 @@ class Evidence:
     def __init__(
         self, bound: Bound, at_most: float, alpha: float, warmup: int | None, metric: str
     ) -> None:
-        low, high, idle = range_of(metric)
+        span = range_of(metric)
+        if span is None:
+            raise ValueError(
+                "bound='lower' and bound='upper' need values of single looks in a known range; "
+                f"'{metric}' has none. Those that have: {', '.join(RANGES)}, each also with "
+                "_worst_client. Use one of them, or bound='value'."
+            )
+        low, high, idle = span
         self.bound = bound
         self.at_most = at_most
         self.alpha = alpha
@@ -108,12 +116,14 @@ class Evidence:
         self._unknown = 0
         self._above = MeanTest(at_most, "above", restarts=True, span=(low, high))
         self._below = MeanTest(at_most, "below", span=(low, high))
-        self.warmup = 0
-        if bound == "upper":
+        self._least, self._per_variance = warmup or 0, 0.0
+        if bound == "upper" and warmup is None:
             least = idle if idle < at_most else low
-            self.warmup = (
-                default_warmup(at_most, alpha, least, (low, high)) if warmup is None else warmup
-            )
+            self._least = default_warmup(at_most, alpha, least, (low, high))
+            self._per_variance = looks_per_variance((at_most - least) / 2, alpha)
+        self.warmup = self._least
+        self._late = False
+        self._values, self._total, self._squares = 0, 0.0, 0.0
 
     def update(self, value: float) -> None:
         """Takes the value of one look; ``"upper"`` counts an unknown one as the worst there is."""
@@ -122,8 +132,23 @@ class Evidence:
                 return
             self._unknown += 1
             value = self.worst
+        else:
+            self._values += 1
+            self._total += value
+            self._squares += value * value
         self._above.update(value)
         self._below.update(value)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Sets how long the warm-up is, by the scatter of the known values, until it is over."""
+        if self._late:
+            return
+        if self._values > 1:
+            mean = self._total / self._values
+            variance = max(0.0, self._squares / self._values - mean * mean)
+            self.warmup = max(self._least, math.ceil(self._per_variance * variance))
+        self._late = self._below.looks >= self.warmup
 
     @property
     def progress(self) -> float:
@@ -135,7 +160,7 @@ class Evidence:
         """What the looks so far show."""
         needed = -math.log(self.alpha)
         above = self._above.highest >= needed
-        late = self.bound == "upper" and self._above.looks >= self.warmup
+        late = self.bound == "upper" and self._late
         fires = above or (late and self._below.log_evidence < needed)
         log = self._above.highest if above or self.bound == "lower" else self._below.log_evidence
         return Verdict(
@@ -156,6 +181,8 @@ class Evidence:
         return {
             "question": self._question(),
             "unknown": self._unknown,
+            "scatter": [self._values, self._total, self._squares],
+            "over": self.warmup if self._late else None,
             "above": self._above.state_dict(),
             "below": self._below.state_dict(),
         }
@@ -171,30 +198,27 @@ class Evidence:
         self._unknown = state["unknown"]
         self._above.load_state_dict(state["above"])
         self._below.load_state_dict(state["below"])
+        self._values, self._total, self._squares = state["scatter"]
+        if self._per_variance and state["over"] is not None:
+            self._late, self.warmup = True, state["over"]
+        self._warm_up()
         return True
 
     def _question(self) -> dict[str, Any]:
         return {"bound": self.bound, "at_most": self.at_most, "metric": self.metric}
 
 
-def range_of(metric: str) -> tuple[float, float, float]:
+def range_of(metric: str) -> tuple[float, float, float] | None:
     """Smallest and largest possible value of a metric, and that of an attack that knows nothing.
 
     Args:
         metric: last part of a log name, ``"f1"`` or ``"auc_worst_client"`` say.
 
-    Raises:
-        ValueError: the range is not known, or the name is that of the end of an interval.
+    Returns:
+        None where the range is not known, or the name is that of the end of an interval.
     """
     name = metric.removesuffix("_worst_client")
-    name = "tpr_at_fpr" if name.startswith("tpr_at_fpr_") else name
-    if name not in RANGES:
-        raise ValueError(
-            f"bound='lower' and bound='upper' need values of single looks in a known range; "
-            f"'{metric}' has none. Those that have: {', '.join(RANGES)}, each also with "
-            "_worst_client. Use one of them, or bound='value'."
-        )
-    return RANGES[name]
+    return RANGES.get("tpr_at_fpr" if name.startswith("tpr_at_fpr_") else name)
 
 
 def default_warmup(at_most: float, alpha: float, least: float, span: tuple[float, float]) -> int:
@@ -207,3 +231,20 @@ def default_warmup(at_most: float, alpha: float, least: float, span: tuple[float
         span: smallest and largest possible value.
     """
     return 2 * looks_to_show((least + at_most) / 2, at_most, alpha, "below", span)
+
+
+def looks_per_variance(gap: float, alpha: float) -> float:
+    """Looks, per variance of a look's value, in which all but few runs show a mean below.
+
+    A gambler who stakes what is best for a mean ``gap`` below the threshold and a variance ``v``
+    wins ``gap^2 / 2 v`` a look in log capital, with standard deviation ``gap / sqrt(v)``. After so
+    many looks capital that was the smallest share dealt, 1/14, has come to ``1 / alpha`` even two
+    standard deviations below what is expected. Which look is the last of the warm-up may hang on
+    what was seen: the evidence holds at any.
+
+    Args:
+        gap: by how much the mean lies below the threshold.
+        alpha: probability of error.
+    """
+    needed = math.log(14 / alpha)
+    return float((2 + math.sqrt(4 + 2 * needed)) ** 2 / gap**2)

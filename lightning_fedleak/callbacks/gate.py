@@ -11,7 +11,7 @@ from typing import Any, Literal
 import lightning.pytorch as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_fedleak.callbacks.evidence import Evidence, Verdict
+from lightning_fedleak.callbacks.evidence import Evidence, Verdict, range_of
 from lightning_fedleak.callbacks.gate_event import GateEvent, LeakageLimitExceeded
 from lightning_fedleak.callbacks.harden import defenses_to_harden, harden
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
@@ -23,8 +23,10 @@ Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 class RiskGate(L.Callback):
     """Acts when a metric of a :class:`LeakageMonitor` exceeds a threshold.
 
-    Looks at every result of the monitor, at the level of steps. The value that the first process
-    has is what all processes of a run decide by. Before it stops or raises it saves a checkpoint.
+    Looks at every result of the monitor, at the level of steps. With several processes the first
+    one judges, and the others get a value only where the gate acts on it. Before it stops or raises
+    it saves a checkpoint (not under ``fast_dev_run``). What other metrics and attacks give, or fail
+    to give, is nothing to it.
 
     What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
     later on any noisy metric; the other two spend one probability of error, ``alpha``, on all
@@ -49,11 +51,12 @@ class RiskGate(L.Callback):
 
     An *unknown* value counts, unless ``strict=False``, as a breach towards ``patience`` for
     ``"value"`` and ``"lower"`` (for ``"lower"`` it is no evidence, so that these stops come on top
-    of ``alpha``), and as the largest possible value for ``"upper"``.
+    of ``alpha``), and as the largest possible value for ``"upper"``. A fit in which a strict gate
+    never had a result ends as *unknown*: the gate acts then, whatever ``patience`` and ``warmup``.
 
     Args:
         metric: a name in the logs, ``"leakage/<attack>/<metric>"``.
-        at_most: the largest value that is allowed.
+        at_most: the largest value that is allowed; of rates a share, at most 1.
         action: ``"stop"`` ends training in order, ``"raise"`` raises
             :class:`LeakageLimitExceeded`, ``"warn"`` warns once and goes on; a callable gets the
             :class:`GateEvent` each time the gate fires, on every process, and training goes on.
@@ -74,12 +77,14 @@ class RiskGate(L.Callback):
         warmup: looks that ``"upper"`` lets pass before it judges. Default: twice as many as a run
             needs whose value stays half-way between ``at_most`` and that of an attack that knows
             nothing (20 looks for an F1 of at most 0.5, 40 for 0.3, 140 for 0.1, 64 for an AUC of
-            at most 0.6, at the default ``alpha``), so that a comfortably safe run passes.
+            at most 0.6, at the default ``alpha``); more where the values of single looks scatter,
+            as those of few games do, so that a run of such a mean passes all the same.
 
     Attributes:
         fired: what the gate found when it first fired in the newest fit; None so far.
         notches: how often it has turned the defences up.
-        verdict: what the looks so far show; None with ``bound="value"`` and before the first.
+        verdict: what the looks so far show; None with ``bound="value"`` and before the first. On
+            processes but the first, what they showed when the gate last fired.
 
     Raises:
         ValueError: arguments that cannot be meant.
@@ -107,6 +112,12 @@ class RiskGate(L.Callback):
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(f"patience must be 0 or a positive integer, got {patience!r}")
         _check_bound(bound, alpha, warmup, patience, strict)
+        span = range_of(metric.rpartition("/")[-1].removesuffix("_low").removesuffix("_high"))
+        if bound == "value" and span is not None and at_most > span[1]:
+            raise ValueError(
+                f"RiskGate watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
+                f"that at_most={at_most:g} could never be exceeded: rates are shares, not percent"
+            )
         self.metric = metric
         self.at_most = float(at_most)
         self.action = action
@@ -123,6 +134,9 @@ class RiskGate(L.Callback):
         self._breaches = 0
         self._evidence: Evidence | None = None
         self._monitor: LeakageMonitor | None = None
+        self._begun = 0
+        self._stopped = False
+        self._known = False
 
     @property
     def state_key(self) -> str:
@@ -188,7 +202,13 @@ class RiskGate(L.Callback):
         self._evidence, self.verdict = self._new_evidence(), None
         self._breaches = 0
         notches = [f"gate/{self.name}_notches"] if self.action == "harden" else []
-        self._monitor.subscribe(self._decide, [f"gate/{self.name}", *notches])
+        logs = [f"gate/{self.name}", *notches]
+        self._known = self._stopped = False
+        self._monitor.subscribe(self._decide, logs, at_end=self._conclude)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remembers where this fit starts."""
+        self._begun = trainer.global_step
 
     def _check_looks(self, monitor: LeakageMonitor, clients: int) -> None:
         """Refuses a rate that is never known, or not before the gate would act on that."""
@@ -231,27 +251,41 @@ class RiskGate(L.Callback):
     def _decide(self, trainer: L.Trainer) -> None:
         monitor = self._monitor
         assert monitor is not None
+        if self._stopped:
+            return
         # One client alone is its own worst.
         names = (self.metric, self.metric.removesuffix("_worst_client"))
         values = monitor.latest if self._evidence is None else monitor.look_values
-        pending = any(name in monitor.pending for name in names)
+        said = any(name in monitor.look_values for name in names)
         value = values.get(names[0], values.get(names[1], math.nan))
-        # Some values, such as seconds, each process has of its own: the first one's decide.
-        pending, value = trainer.strategy.broadcast((pending, value))
-        fires = False if pending else self._judge(value)
+        # The first process has what no other has, its clock's seconds and the worst client's value:
+        # it decides, and the others get what it acts on.
+        fires = trainer.is_global_zero and said and self._judge(value)
+        found = trainer.strategy.broadcast((value, self.verdict) if fires else None)
         step = monitor.last_step
         for logger in trainer.loggers:
-            logger.log_metrics({f"gate/{self.name}": float(fires)} | self._progress(), step=step)
-        if fires:
+            logged = {f"gate/{self.name}": float(found is not None)} | self._progress()
+            logger.log_metrics(logged, step=step)
+        if found is not None:
+            value, self.verdict = found
             self._fire(trainer, monitor, value)
         if self.action == "harden":
             notches = {f"gate/{self.name}_notches": float(self.notches)}
             for logger in trainer.loggers:
                 logger.log_metrics(notches, step=step)
 
+    def _conclude(self, trainer: L.Trainer) -> None:
+        """A fit in which a strict gate never had a result is unknown, whatever its patience."""
+        if not self.strict or self.fired is not None or trainer.global_step == self._begun:
+            return
+        if not trainer.strategy.broadcast(self._known):
+            assert self._monitor is not None
+            self._fire(trainer, self._monitor, math.nan)
+
     def _judge(self, value: float) -> bool:
         """Whether to act on one more look."""
         unknown = math.isnan(value)
+        self._known |= not unknown
         breach = self.strict if unknown else value > self.at_most
         shown = False
         if self._evidence is not None:
@@ -275,7 +309,7 @@ class RiskGate(L.Callback):
         checkpoint = None
         hardened = harden(self._defenses)
         stops = self.action == "stop" or (self.action == "harden" and not hardened)
-        if stops or self.action == "raise":
+        if (stops or self.action == "raise") and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
             checkpoint = (
                 folder / f"gate-{self.name.replace('/', '-')}-step={monitor.last_step}.ckpt"
@@ -308,7 +342,7 @@ class RiskGate(L.Callback):
             self._evidence = self._new_evidence()
             rank_zero_warn(f"RiskGate '{self.name}' hardened the run {event}")
         elif stops:
-            trainer.should_stop = True
+            trainer.should_stop = self._stopped = True
             rank_zero_warn(f"RiskGate '{self.name}' stopped training {event}")
         elif self.action == "warn":
             if first:

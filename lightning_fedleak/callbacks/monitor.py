@@ -65,8 +65,8 @@ class LeakageMonitor(L.Callback):
     not looked at; the look moves to the next step, at most 20 times in a row, after which it
     counts as a failure. So does a fit that ends before a look that was due could end.
 
-    The first step of each fit is looked at. Layers that are frozen or unfrozen on the way are
-    followed at the next look.
+    The first step of each fit is looked at, also where it resumes another. Layers that are frozen
+    or unfrozen on the way are followed at the next look.
 
     Under FSDP2 (``ModelParallelStrategy``) attacks get whole gradients, and for as long as they
     calibrate, refresh or invert texts the whole model, gathered on every process. Membership games
@@ -177,6 +177,7 @@ class LeakageMonitor(L.Callback):
         self._restored: dict[str, Any] = {}
         self._prepared: set[str] = set()
         self._listeners: list[Callable[[L.Trainer], None]] = []
+        self._at_end: list[Callable[[L.Trainer], None]] = []
         self._heard: list[str] = []
         self._reset()
 
@@ -270,15 +271,24 @@ class LeakageMonitor(L.Callback):
         of = {series.log_name: channel for series, channel in self._series.items()}
         return of[root].looks_until_known(metric, clients) if root in of else None
 
-    def subscribe(self, listener: Callable[[L.Trainer], None], logs: Sequence[str] = ()) -> None:
+    def subscribe(
+        self,
+        listener: Callable[[L.Trainer], None],
+        logs: Sequence[str] = (),
+        *,
+        at_end: Callable[[L.Trainer], None] | None = None,
+    ) -> None:
         """Calls ``listener(trainer)`` on every process after each look, until the fit ends.
 
         Args:
             listener: is called.
             logs: names of what it logs then, for TensorBoard's page.
+            at_end: is called when training ends, after what the monitor had left to say.
         """
         self._listeners.append(listener)
         self._heard += logs
+        if at_end is not None:
+            self._at_end.append(at_end)
 
     # ---- set-up -----------------------------------------------------------------------------
 
@@ -286,7 +296,6 @@ class LeakageMonitor(L.Callback):
         """Checks what can be checked before the model is on its device."""
         if stage != "fit":
             return
-        self.cadence.next_step = 0
         self._results.clear()
         for channel in self._channels:
             channel.clear()
@@ -351,6 +360,10 @@ class LeakageMonitor(L.Callback):
         """Remembers how many looks came before this fit, and where it starts."""
         assert self._fit is not None
         self._results.begin()
+        if not trainer.is_global_zero:  # the first process alone goes on with all clients' games
+            for channel in self._channels:
+                channel.clear()
+        self.cadence.next_step = trainer.global_step
         self._fit.begin(trainer.global_step)
 
     # ---- a step -----------------------------------------------------------------------------
@@ -401,6 +414,8 @@ class LeakageMonitor(L.Callback):
         missing = self._results.missing(due=self.cadence.due(trainer.global_step - 1))
         if missing:
             self._publish(trainer, Look(trainer.global_step), missing)
+        for listener in self._at_end:
+            listener(trainer)
 
     # ---- results ----------------------------------------------------------------------------
 
@@ -424,7 +439,8 @@ class LeakageMonitor(L.Callback):
                 channel.published(look, mine, self._report)
             except Exception as error:
                 self._report.warn_once(f"not all of a look was written: {reason(error)}")
-        self._report.write(look, outcomes, values)
+        new = {name: value for name, value in values.items() if name in self.look_values}
+        self._report.write(look, outcomes, new)
         for listener in self._listeners:
             listener(trainer)
 
@@ -452,6 +468,7 @@ class LeakageMonitor(L.Callback):
         for channel in self._channels:
             channel.close()
         self._listeners.clear()
+        self._at_end.clear()
         self._heard.clear()
         self._reset()
 
@@ -461,7 +478,6 @@ class LeakageMonitor(L.Callback):
         return {
             **self._results.state_dict(),
             **{name: value for state in kept for name, value in state.items()},
-            "next_step": self.cadence.next_step,
             "attacks": {
                 a.name: {
                     "config": a.fingerprint(),
@@ -475,8 +491,6 @@ class LeakageMonitor(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave."""
         self._results.load_state_dict(state_dict)
-        soon = self.cadence.after_look(self.last_step, 0.0, 0.0)
-        self.cadence.next_step = min(state_dict["next_step"], soon)
         for channel in self._channels:
             channel.load_state_dict(state_dict)
         self._restored = {

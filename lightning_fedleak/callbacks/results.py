@@ -185,6 +185,7 @@ class Results:
     def __init__(self, channels: Mapping[Series, Channel]) -> None:
         self._channels = channels
         self._waits: dict[Series, int] = {}
+        self._answered: set[Series] = set()
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
         self.pending: frozenset[str] = frozenset()
@@ -208,10 +209,12 @@ class Results:
         """A new fit: earlier looks were at another run."""
         self.deferrals = 0
         self._waits.clear()
+        self._answered.clear()
 
     def begin(self) -> None:
-        """Training begins: remembers how many looks came before."""
+        """Training begins: what an earlier fit had found is no result of this one."""
         self._looks_before = self.looks
+        self._answered.clear()
 
     def settled(self, outcomes: dict[Series, Outcome] | None) -> dict[Series, Outcome] | None:
         """The outcomes of a look; None where the next step is to be looked at instead.
@@ -235,15 +238,14 @@ class Results:
             due: its last step was to be looked at.
         """
         looks = self.looks - self._looks_before
-        if looks == 0 and (due or self.deferrals > 0):
+        if looks > 0:
+            why = "training ended before there was a first result"
+            silent = (series for series in self._channels if series not in self._answered)
+            return {series: unknown(self._channels[series].metrics, why) for series in silent}
+        if due or self.deferrals > 0:
             why = "training ended before anything that was shared could be looked at"
             return self._all_unknown(why)
-        why = "training ended before there was a first result"
-        return {
-            series: unknown(self._channels[series].metrics, why)
-            for series, waits in self._waits.items()
-            if waits == looks and not self._late(series)
-        }
+        return {}
 
     def _all_unknown(self, why: str) -> dict[Series, Outcome]:
         return {s: unknown(channel.metrics, why) for s, channel in self._channels.items()}
@@ -274,13 +276,15 @@ class Results:
         values["monitor/seconds"] = look.seconds
         self.looks += 1
         self.last_step = look.step
-        self.latest = values
+        others = tuple(f"{s.log_name}/" for s in self._channels if s not in outcomes)
+        self.latest = {n: v for n, v in self.latest.items() if n.startswith(others)} | values
         self.look_values = values | now
         return known
 
     def _wait(self, outcomes: Mapping[Series, Outcome]) -> dict[Series, Outcome]:
         """Counts who waits; in place of what has been pending for too long, *unknown*."""
         self._waits = {s: self._waits.get(s, 0) + 1 for s, o in outcomes.items() if o.pending}
+        self._answered |= {s for s, o in outcomes.items() if not o.pending or self._late(s)}
         why = f"for more than {MAX_WAITS} looks"
         return {
             s: unknown(self._channels[s].metrics, f"{o.pending}, {why}") if self._late(s) else o

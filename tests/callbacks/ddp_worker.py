@@ -113,6 +113,36 @@ def outside_on(rank: int) -> Any:
     return adapter
 
 
+class Spied:
+    """Counts what hands every process the others' tensors, or pickles them."""
+
+    NAMES = ("all_gather", "all_gather_into_tensor", "all_gather_object", "gather_object")
+
+    def __enter__(self) -> Spied:
+        self.calls: list[str] = []
+        self._kept = {name: getattr(dist, name) for name in self.NAMES}
+        for name, function in self._kept.items():
+            setattr(dist, name, self._counting(name, function))
+        return self
+
+    def _counting(self, name: str, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            return function(*args, **kwargs)
+
+        return counted
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._kept.items():
+            setattr(dist, name, function)
+
+
+def games_of(monitor: LeakageMonitor) -> Tensor:
+    """(n, 5) the games that this process keeps."""
+    kept = monitor.state_dict()["ledger"]["kinds"]["leakage/blind_on_one"]
+    return kept.get("games", torch.empty(0, 5))
+
+
 def run(root: Path, callbacks: list[L.Callback], **settings: Any) -> L.Trainer:
     module = CausalLMModule(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
     settings = {"strategy": "ddp", "devices": 2, "n": 16} | settings
@@ -151,7 +181,7 @@ def main(root: Path) -> None:
         plain = run(root / f"plain-{case}", [], **settings)
         before = footprint(plain), logged_losses(plain) if plain.is_global_zero else []
         monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=stages)
-        gate = RiskGate("leakage/probe/f1", at_most=2.0)
+        gate = RiskGate("leakage/probe/f1", at_most=1.0)
         watched = run(root / f"watched-{case}", [gate, monitor], **settings)
         after = footprint(watched), logged_losses(watched) if watched.is_global_zero else []
         out[f"same/{case}"] = same(before[0], after[0]) and before[1] == after[1]
@@ -190,8 +220,10 @@ def main(root: Path) -> None:
         before = footprint(run(root / f"no-games-{case}", [], strategy=strategy(), n=32))
         attacks = [GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()]
         monitor = LeakageMonitor(attacks, every_n_steps=1)
-        after = footprint(run(root / f"games-{case}", [monitor], strategy=strategy(), n=32))
-        games = monitor.state_dict()["ledger"]["kinds"]["leakage/blind_on_one"]["games"]
+        with Spied() as spied:
+            played = run(root / f"games-{case}", [monitor], strategy=strategy(), n=32)
+        after = footprint(played)
+        games = games_of(monitor)
         out[f"games/{case}"] = {
             "same": same(before, after),
             "looks": monitor.looks,
@@ -199,6 +231,20 @@ def main(root: Path) -> None:
             "values": {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")},
             "games": games.tolist(),
             "clients": sorted(set(games[:, 1].tolist())),
+            "gathered": spied.calls,
+        }
+        path = root / f"games-{case}.ckpt"
+        played.save_checkpoint(path)
+        monitor = LeakageMonitor([GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()], 1)
+        again = run(
+            root / f"again-{case}", [monitor], strategy=strategy(), n=32, max_epochs=2,
+            ckpt_path=str(path),
+        )  # fmt: skip
+        out[f"games again/{case}"] = {
+            "steps": again.global_step,
+            "looks": monitor.looks,
+            "games": len(games_of(monitor)),
+            "first": games_of(monitor)[: len(games)].tolist() == games.tolist(),
         }
     before = footprint(run(root / "no-inversion", []))
     for client in ("rank", "world"):
@@ -242,8 +288,15 @@ def main(root: Path) -> None:
         "failures": monitor.failures,
         "unknown": math.isnan(monitor.latest["leakage/fails_on_one/f1"]),
         "pooled": monitor.latest["leakage/worse_on_one/f1"],
-        "worst": monitor.latest["leakage/worse_on_one/f1_worst_client"],
+        "worst": monitor.latest.get("leakage/worse_on_one/f1_worst_client"),
+        "worst in metrics": "leakage/worse_on_one/f1_worst_client" in trainer.callback_metrics,
     }
+
+    name = "leakage/worse_on_one/f1_worst_client"
+    gate = RiskGate(name, at_most=monitor.latest["leakage/worse_on_one/f1"])
+    worst_monitor = LeakageMonitor(WorseOnOne(), every_n_steps=1)
+    trainer = run(root / "gate-worst", [gate, worst_monitor])
+    out["gate worst"] = (trainer.global_step, gate.fired is not None and gate.fired.value)
 
     monitor = LeakageMonitor([FailsOnOne(), Probe()], client="world")
     run(root / "failing-world", [monitor])

@@ -148,7 +148,7 @@ def hardened(defense: str, client: str) -> Case:
             "saved": len(list(folder.rglob(f"gate-*step={monitor.last_step}.ckpt"))),
         }
         trainer, gate, monitor, seen, _ = watched(
-            folder, defense, client, gate={"at_most": 2.0}, max_epochs=2, ckpt_path=str(path)
+            folder, defense, client, gate={"at_most": 1.0}, max_epochs=2, ckpt_path=str(path)
         )
         names = [name for name, _ in trainer.lightning_module.named_parameters()]
         now = zip(names, stopped, weights(trainer), strict=True)
@@ -219,7 +219,7 @@ def one_decides(folder: Path) -> dict[str, Any]:
 def fails_on_one(folder: Path) -> dict[str, Any]:
     metric = "leakage/fails_on_one/f1"
     trainer, found, monitor, seen, _ = watched(
-        folder, "noise", "rank", attack=FailsOnOne(), metric=metric, gate={"at_most": 2.0}
+        folder, "noise", "rank", attack=FailsOnOne(), metric=metric, gate={"at_most": 1.0}
     )
     return {
         "seen": seen,

@@ -339,7 +339,7 @@ def hardened(folder: Path) -> dict[str, Any]:
         trainer, _ = run(folder / part, [gate, monitor], [noise], **settings)
         if part == "first":
             trainer.save_checkpoint(path)
-            settings = {"max_epochs": 2, "at_most": 2.0, "ckpt_path": str(path)}
+            settings = {"max_epochs": 2, "at_most": 1.0, "ckpt_path": str(path)}
         out[part] = {
             "notches": [noise.notches, gate.notches],
             "steps": trainer.global_step,

@@ -85,10 +85,19 @@ def test_a_first_batch_that_one_client_cannot_read_is_refused_on_all(ranks):
     assert [rank["first"] for rank in ranks] == ["BatchError", "FailsThere"]
 
 
-def test_the_worst_client_is_logged_beside_the_pooled_value(ranks):
-    for rank in ranks:
-        assert rank["failing"]["worst"] > rank["failing"]["pooled"] > 0
-    assert ranks[0]["failing"] == ranks[1]["failing"]
+def test_the_worst_client_is_logged_beside_the_pooled_value_on_the_first_process_alone(ranks):
+    first, second = (dict(rank["failing"]) for rank in ranks)
+    assert first.pop("worst") > first["pooled"] > 0
+    assert second.pop("worst") is None
+    assert [part.pop("worst in metrics") for part in (first, second)] == [True, False]
+    assert first == second
+
+
+def test_a_gate_on_the_worst_client_stops_everywhere_at_once(ranks):
+    steps, value = ranks[0]["gate worst"]
+    assert steps == 1
+    assert value == ranks[0]["failing"]["worst"]
+    assert ranks[1]["gate worst"] == [steps, value]
 
 
 def test_a_cadence_by_cost_agrees_over_ranks(ranks):
@@ -108,8 +117,23 @@ def test_each_client_plays_its_own_games_and_training_is_the_same(ranks, case):
     assert second["same"]
     assert (first["looks"], first["failures"]) == (4, 1)
     assert first["clients"] == [0, 1]
-    for part in ("looks", "failures", "values", "games", "clients"):
+    for part in ("looks", "failures"):
         assert first[part] == second[part]
+    assert second["values"] == {
+        n: v for n, v in first["values"].items() if not n.endswith("_worst_client")
+    }
+
+
+@pytest.mark.parametrize("case", ["plain", "defended"])
+def test_what_one_client_gave_away_goes_to_the_first_process_alone(ranks, case):
+    first, second = (rank[f"games/{case}"] for rank in ranks)
+    assert first["gathered"] == second["gathered"] == []
+    assert second["games"] == second["clients"] == []
+    first, second = (rank[f"games again/{case}"] for rank in ranks)
+    assert (first["steps"], first["looks"]) == (second["steps"], second["looks"]) == (8, 8)
+    assert first["first"]
+    assert first["games"] > 3 * 2 * 8
+    assert second["games"] == 0
 
 
 def test_games_are_pooled_over_clients_and_the_worst_client_is_logged(ranks):
@@ -141,7 +165,9 @@ def test_texts_of_every_process_are_pooled_and_training_is_the_same(ranks, clien
     assert first["same"]
     assert second["same"]
     assert (first["looks"], first["failures"]) == (2, 2)
-    assert first["values"] == second["values"]
+    assert second["values"] == {
+        n: v for n, v in first["values"].items() if not n.endswith("_worst_client")
+    }
     values = {name: float(value) for name, value in first["values"].items()}
     assert (first["line"]["attack"], first["line"]["n"]) == ("reads_one", 6)
     assert 0.3 < values["leakage/reads_one/token_accuracy"] <= 0.5

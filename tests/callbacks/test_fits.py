@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import lightning.pytorch as L
 import pytest
@@ -9,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 
 from lightning_fedleak.attacks import AlignedFlatChat, PublicText
+from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.callbacks import LeakageLimitExceeded, LeakageMonitor, RiskGate
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.lightning_modules import CausalLMModule
@@ -94,7 +96,7 @@ def test_a_gate_warns_in_every_fit(tmp_path):
 
 def test_a_callback_can_be_copied_after_a_fit(tmp_path):
     monitor = LeakageMonitor(Probe(), every_n_steps=1)
-    gate = RiskGate(F1, at_most=2.0)
+    gate = RiskGate(F1, at_most=1.0)
     fit([gate, monitor], tmp_path)
     probe = copy.deepcopy(monitor).attacks[0]
     assert len(probe.seen) == 8
@@ -130,7 +132,55 @@ def test_a_resumed_run_keeps_its_cadence(tmp_path):
     probe = Probe()
     monitor = LeakageMonitor(probe, every_n_steps=5)
     fit([monitor], tmp_path / "b", max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
-    assert [step for step, *_ in probe.seen] == [10, 15]
+    assert [step for step, *_ in probe.seen] == [8, 10, 15]
+
+
+def test_a_resumed_fit_looks_at_its_first_step_and_a_gate_judges_it(tmp_path):
+    first = fit([LeakageMonitor(Probe(k=20), every_n_steps=50)], tmp_path, n=40)
+    first.save_checkpoint(tmp_path / "10.ckpt")
+    assert first.global_step == 10
+    probe = Probe(k=20)
+    gate = RiskGate(F1, at_most=0.1, action="warn")
+    monitor = LeakageMonitor(probe, every_n_steps=50)
+    with pytest.warns(UserWarning, match="warns at step 10"):
+        fit(
+            [gate, monitor], tmp_path / "b", n=40, max_epochs=4, ckpt_path=tmp_path / "10.ckpt"
+        )  # fmt: skip
+    assert [step for step, *_ in probe.seen] == [10]
+    assert monitor.last_step == 10
+
+
+def waiting(settings, root, n=4, **gate):
+    """A fit that ends before there was any text outside the batch to ask for."""
+    monitor = LeakageMonitor([Probe(), FCMembership(layer=1)], every_n_steps=50)
+    gate = RiskGate("leakage/fc_membership/auc", at_most=0.9, **gate)
+    trainer = fit([gate, monitor], root, n=n, **settings)
+    return trainer, gate, monitor
+
+
+@pytest.mark.parametrize(
+    "gate", [{}, {"patience": 5}, {"bound": "lower", "patience": 2}, {"bound": "upper"}]
+)
+def test_a_strict_gate_that_never_had_a_result_ends_unknown(tmp_path, gate):
+    trainer, _, _ = waiting({}, tmp_path, action="warn", strict=True, **gate)
+    trainer.save_checkpoint(tmp_path / "1.ckpt")
+    for settings in ({}, {"ckpt_path": tmp_path / "1.ckpt", "max_epochs": 2}):
+        with pytest.warns(UserWarning, match="is unknown"):
+            _, judged, monitor = waiting(settings, tmp_path / "b", action="warn", **gate)
+        assert math.isnan(judged.fired.value)
+        assert math.isnan(monitor.latest["leakage/fc_membership/auc"])
+
+
+def test_a_gate_that_is_not_strict_says_nothing_of_a_fit_without_a_result(tmp_path):
+    _, gate, _ = waiting({}, tmp_path, strict=False)
+    assert gate.fired is None
+
+
+def test_a_gate_says_nothing_of_a_fit_that_was_over_before_it_began(tmp_path):
+    trainer, *_ = waiting({}, tmp_path, n=16, strict=False)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    _, gate, _ = waiting({"ckpt_path": tmp_path / "end.ckpt"}, tmp_path, n=16, patience=3)
+    assert gate.fired is None
 
 
 def frozen_head():

@@ -1,9 +1,12 @@
+import csv
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.callbacks import LeakageLimitExceeded, LeakageMonitor, RiskGate
 from tests.callbacks.runs import Probe, fit, logged_losses
 
@@ -60,10 +63,10 @@ def test_the_checkpoint_is_there_and_the_run_goes_on_from_it(tmp_path):
     with pytest.warns(UserWarning, match="stopped training"):
         _, gate, _ = run(tmp_path, every_n_steps=3)
     assert gate.fired.checkpoint.exists()
-    monitor, gate2 = LeakageMonitor(Probe(k=20), every_n_steps=3), RiskGate(F1, at_most=2.0)
+    monitor, gate2 = LeakageMonitor(Probe(k=20), every_n_steps=3), RiskGate(F1, at_most=1.0)
     trainer = fit([gate2, monitor], tmp_path, ckpt_path=gate.fired.checkpoint)
     assert trainer.global_step == 8
-    assert monitor.looks == 3
+    assert monitor.looks == 4
 
 
 def test_raise_saves_first_and_reaches_the_caller(tmp_path):
@@ -127,7 +130,7 @@ def test_unknown_is_nothing_for_a_gate_that_is_not_strict(tmp_path):
 
 
 def test_a_value_at_the_threshold_is_allowed(tmp_path):
-    _, gate, monitor = run(tmp_path, n=4, at_most=2.0)
+    _, gate, monitor = run(tmp_path, n=4, at_most=1.0)
     value = monitor.latest[F1]
     _, gate, _ = run(tmp_path, n=4, at_most=value)
     assert gate.fired is None
@@ -158,10 +161,10 @@ def test_a_stop_that_could_not_stop_is_refused(tmp_path):
 
 def test_two_gates_on_one_metric_need_names(tmp_path):
     monitor = LeakageMonitor(Probe(), every_n_steps=1)
-    gates = [RiskGate(F1, at_most=2.0), RiskGate(F1, at_most=3.0, name="hard")]
+    gates = [RiskGate(F1, at_most=1.0), RiskGate(F1, at_most=0.99, name="hard")]
     fit([*gates, monitor], tmp_path)
     with pytest.raises((ValueError, RuntimeError), match=r"gates are named|state_key"):
-        fit([RiskGate(F1, at_most=2.0), RiskGate(F1, at_most=3.0), monitor], tmp_path)
+        fit([RiskGate(F1, at_most=1.0), RiskGate(F1, at_most=0.99), monitor], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -219,3 +222,55 @@ def test_a_callable_that_raises_ends_the_run_and_leaves_nothing(tmp_path):
         with pytest.raises(KeyError, match="0"):
             fit([gate, monitor], tmp_path)
     assert not monitor._listeners
+
+
+# ---- its own metric only ------------------------------------------------------------------------
+
+
+def beside_games(tmp_path, metric=F1, n=4, **gate):
+    """A fit that ends before the games of another attack had a first result."""
+    monitor = LeakageMonitor([Probe(k=20), FCMembership(layer=1)], every_n_steps=1)
+    gate = RiskGate(metric, **gate)
+    trainer = fit([gate, monitor], tmp_path, n=n)
+    return trainer, gate, monitor
+
+
+def test_another_attack_without_a_result_is_nothing_to_a_gate(tmp_path):
+    _, gate, monitor = beside_games(tmp_path, at_most=1.0)
+    assert math.isnan(monitor.latest["leakage/fc_membership/auc"])
+    assert gate.fired is None
+    assert 0 < monitor.latest[F1] <= 1
+    rows = list(csv.DictReader(next(tmp_path.rglob("metrics.csv")).open()))
+    assert sum(bool(row.get(F1)) for row in rows) == 1, "said once, not again at the end"
+    _, gate, _ = beside_games(tmp_path / "b", at_most=0.99, bound="upper", warmup=9)
+    assert (gate.fired, gate.verdict.looks) == (None, 1)
+
+
+def test_a_gate_that_has_stopped_the_run_says_nothing_more(tmp_path):
+    with pytest.warns(UserWarning, match="stopped training") as caught:
+        _, gate, _ = beside_games(tmp_path, n=32, at_most=0.0)
+    assert sum("RiskGate" in str(w.message) for w in caught) == 1
+    assert [p.name for p in tmp_path.rglob("*.ckpt")] == ["gate-probe-f1-step=0.ckpt"]
+    assert gate.fired.step == 0
+
+
+@pytest.mark.parametrize("action", ["stop", "raise"])
+def test_a_trial_run_writes_no_checkpoint(tmp_path, action):
+    monitor, gate = LeakageMonitor(Probe(k=20)), RiskGate(F1, at_most=0.0, action=action)
+    raises = pytest.raises(LeakageLimitExceeded) if action == "raise" else nullcontext()
+    with raises:
+        fit([gate, monitor], tmp_path, fast_dev_run=2)
+    assert gate.fired.checkpoint is None
+    assert "saved:" not in str(gate.fired)
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("metric", ["f1", "f1_worst_client", "f1_low", "tpr_at_fpr_0.01", "auc"])
+def test_a_rate_in_percent_is_refused(metric):
+    with pytest.raises(ValueError, match=r"between 0 and 1.*at_most=60.*not percent"):
+        RiskGate(f"leakage/probe/{metric}", at_most=60)
+    RiskGate(f"leakage/probe/{metric}", at_most=1.0)
+
+
+def test_a_number_that_is_no_rate_has_no_range():
+    RiskGate("monitor/seconds", at_most=60)

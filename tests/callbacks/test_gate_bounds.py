@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import nullcontext
+from statistics import NormalDist
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,7 +51,7 @@ def goes_on(evidence, draw, mean, looks, seed):
 def test_upper_lets_a_system_that_is_above_go_on_with_probability_alpha(draw, mean):
     runs = 200
     survived = sum(
-        goes_on(Evidence("upper", 0.3, ALPHA, None, "f1"), draw, mean, 80, seed)[0]
+        goes_on(Evidence("upper", 0.3, ALPHA, 40, "f1"), draw, mean, 80, seed)[0]
         for seed in range(runs)
     )
     assert survived <= runs * ALPHA + 3 * math.sqrt(runs * ALPHA * (1 - ALPHA))
@@ -66,9 +67,57 @@ def test_upper_lets_a_comfortably_safe_system_go_on():
         assert np.mean(survived) >= 0.9
 
 
+def test_upper_keeps_its_probability_where_scatter_makes_the_warmup_longer():
+    runs, warmups = 100, []
+    survived = 0
+    for seed in range(runs):
+        evidence = Evidence("upper", 0.5, ALPHA, None, "f1")
+        survived += goes_on(evidence, coin, 0.5, 220, seed)[0]
+        warmups.append(evidence.warmup)
+    assert survived <= runs * ALPHA + 3 * math.sqrt(runs * ALPHA * (1 - ALPHA))
+    assert 20 < np.median(warmups) < 220
+
+
+@pytest.mark.parametrize("targets", [4, 8])
+def test_upper_lets_a_comfortably_safe_run_go_on_whose_looks_hold_few_games(targets):
+    """AUC of so many members and as many others, half-way to the threshold."""
+
+    def auc(rng, mean, last):
+        shift = math.sqrt(2) * NormalDist().inv_cdf(mean)
+        members, others = rng.normal(shift, 1, targets), rng.normal(0, 1, targets)
+        return float((members[:, None] > others).mean())
+
+    survived = [
+        goes_on(Evidence("upper", 0.7, ALPHA, None, "auc"), auc, 0.6, 300, seed)[0]
+        for seed in range(40)
+    ]
+    assert np.mean(survived) >= 0.9
+
+
+def test_a_warmup_that_is_over_does_not_come_back_and_survives_a_checkpoint():
+    evidence = Evidence("upper", 0.3, ALPHA, None, "f1")
+    for _ in range(60):
+        evidence.update(0.1)
+    assert not evidence.verdict().fires
+    again = Evidence("upper", 0.3, ALPHA, None, "f1")
+    assert again.load_state_dict(json.loads(json.dumps(evidence.state_dict())))
+    for one in (evidence, again):
+        for _ in range(12):
+            one.update(1.0)
+        assert one.verdict().warmup == 40
+        assert one.verdict().fires
+
+
+def test_unknown_looks_do_not_make_the_warmup_longer():
+    evidence = Evidence("upper", 0.9, ALPHA, None, "f1")
+    for value in [0.1, math.nan] * 3:
+        evidence.update(value)
+    assert evidence.warmup == default_warmup(0.9, ALPHA, 0.0, (0, 1))
+
+
 def test_upper_stops_a_system_that_is_too_close_to_tell():
     survived = [
-        goes_on(Evidence("upper", 0.3, ALPHA, None, "f1"), coin, 0.27, 60, seed)[0]
+        goes_on(Evidence("upper", 0.3, ALPHA, 40, "f1"), coin, 0.27, 60, seed)[0]
         for seed in range(40)
     ]
     assert np.mean(survived) < 0.3
@@ -325,7 +374,7 @@ def look(gate, evidence_metric="auc", **monitor):
     events = []
     gate.action = events.append
     strategy = SimpleNamespace(broadcast=lambda value: value)
-    gate._decide(SimpleNamespace(strategy=strategy, loggers=[]))
+    gate._decide(SimpleNamespace(strategy=strategy, loggers=[], is_global_zero=True))
     return events
 
 
@@ -343,7 +392,8 @@ def test_a_value_that_is_still_to_come_is_neither_breach_nor_evidence(bound):
     gate = RiskGate(AUC, at_most=0.6, bound=bound)
     assert not look(gate, pending=frozenset([AUC]))
     assert gate.verdict is None
-    assert bool(look(gate)) == (bound != "upper"), "unknown: a breach, or bad evidence"
+    unknown = {"latest": {AUC: math.nan}, "look_values": {AUC: math.nan}}
+    assert bool(look(gate, **unknown)) == (bound != "upper"), "unknown: a breach, or bad evidence"
 
 
 @pytest.mark.parametrize(

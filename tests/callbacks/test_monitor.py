@@ -407,7 +407,7 @@ def test_layout_names_only_tags_that_are_logged(tmp_path):
 
     board = TensorBoardLogger(tmp_path)
     monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=("local", "shared"))
-    gate = RiskGate("leakage/probe/f1", at_most=2.0, action="harden")
+    gate = RiskGate("leakage/probe/f1", at_most=1.0, action="harden")
     strategy = DefendedStrategy("auto", [GradientNoise(clip=None, sigma=1e-9)])
     fit([monitor, gate], tmp_path, logger=board, strategy=strategy)
 

@@ -28,7 +28,7 @@ def watchers(**settings):
     monitor = LeakageMonitor(
         [flatchat, Probe()], every_n_steps=1, stages=("local", "shared", "aggregate"), **settings
     )
-    return [RiskGate("leakage/flatchat/f1", at_most=2.0), monitor], monitor
+    return [RiskGate("leakage/flatchat/f1", at_most=1.0), monitor], monitor
 
 
 def games(**settings):

@@ -292,9 +292,18 @@ def test_max_overhead_counts_whole_optimizer_steps(tmp_path, settings, accumulat
             clock[0] += 1000.0
             return super().training_step(batch, batch_idx)
 
-    for name in ("cadence", "look"):
+    for name in ("cadence", "channels.base"):
         module = f"lightning_fedleak.callbacks.{name}.time.perf_counter"
         monkeypatch.setattr(module, lambda: clock[0])
     fit([monitor], tmp_path, module=Ticking(model()), accumulate_grad_batches=accumulate)
     assert given
     assert all(seconds == pytest.approx(1000 * accumulate, rel=0.01) for seconds in given)
+
+
+def test_seconds_do_not_follow_the_wall_clock(tmp_path, monkeypatch):
+    hours = iter(range(10**6, 0, -1))
+    monkeypatch.setattr(time, "time", lambda: 3600.0 * next(hours))
+    monitor = LeakageMonitor(Probe(), every_n_steps=1)
+    fit([monitor], tmp_path, n=8)
+    assert monitor.looks == 2
+    assert 0 < monitor.latest["monitor/seconds"] < 600

@@ -245,6 +245,7 @@ class Channel(ABC):
         headline: the one that stands for the others on a page or in a table.
         charts: titles of further charts, and the metrics in each.
         width: numbers in a packed result.
+        extras: names of its values that have no interval.
         parted: each process holds a part of the result, also where all are one client.
         reads_updates: its attacks can read the weight change of several steps.
         adversary: what its adversaries have by default, besides what they see.
@@ -261,6 +262,7 @@ class Channel(ABC):
     headline: ClassVar[str]
     charts: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     width: int
+    extras: ClassVar[tuple[str, ...]] = ()
     parted: ClassVar[bool] = False
     reads_updates: ClassVar[bool] = False
     adversary: ClassVar[frozenset[Capability]] = HONEST_BUT_CURIOUS

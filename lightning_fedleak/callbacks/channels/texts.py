@@ -137,6 +137,7 @@ class TextsChannel(Channel):
     metrics = ("token_accuracy", "exact_sentences", "rouge_l")
     headline = "token_accuracy"
     charts = MappingProxyType({"whole texts": ("exact_sentences", "rouge_l")})
+    extras = ("age", "finished")
     parted = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
 

@@ -89,6 +89,7 @@ class WordsChannel(Channel):
     headline = "f1"
     charts = MappingProxyType({"precision and recall": ("precision", "recall")})
     width = WordRecovery.WIDTH
+    extras = ("type_count_error",)
     reads_updates: ClassVar[bool] = True
 
     def __init__(self, attacks: Sequence[Attack], settings: Settings) -> None:

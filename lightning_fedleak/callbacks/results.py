@@ -185,6 +185,7 @@ class Results:
     def __init__(self, channels: Mapping[Series, Channel]) -> None:
         self._channels = channels
         self._waits: dict[Series, int] = {}
+        self._asked: set[Series] = set()
         self._answered: set[Series] = set()
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
@@ -209,11 +210,13 @@ class Results:
         """A new fit: earlier looks were at another run."""
         self.deferrals = 0
         self._waits.clear()
+        self._asked.clear()
         self._answered.clear()
 
     def begin(self) -> None:
         """Training begins: what an earlier fit had found is no result of this one."""
         self._looks_before = self.looks
+        self._asked.clear()
         self._answered.clear()
 
     def settled(self, outcomes: dict[Series, Outcome] | None) -> dict[Series, Outcome] | None:
@@ -240,7 +243,7 @@ class Results:
         looks = self.looks - self._looks_before
         if looks > 0:
             why = "training ended before there was a first result"
-            silent = (series for series in self._channels if series not in self._answered)
+            silent = (s for s in self._channels if s in self._asked - self._answered)
             return {series: unknown(self._channels[series].metrics, why) for series in silent}
         if due or self.deferrals > 0:
             why = "training ended before anything that was shared could be looked at"
@@ -284,6 +287,7 @@ class Results:
     def _wait(self, outcomes: Mapping[Series, Outcome]) -> dict[Series, Outcome]:
         """Counts who waits; in place of what has been pending for too long, *unknown*."""
         self._waits = {s: self._waits.get(s, 0) + 1 for s, o in outcomes.items() if o.pending}
+        self._asked |= outcomes.keys()
         self._answered |= {s for s, o in outcomes.items() if not o.pending or self._late(s)}
         why = f"for more than {MAX_WAITS} looks"
         return {

@@ -24,6 +24,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 import lightning_fedleak as fedleak
 from lightning_fedleak.attacks import Attack, UnusableObservation
+from lightning_fedleak.defenses import mean_of_sample_means
 from lightning_fedleak.strategies import CHECKPOINT_KEY
 
 VOCAB, WIDTH, LENGTH, MASK = 97, 16, 10, 96
@@ -92,7 +93,7 @@ class Module(L.LightningModule):
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         logits = self.model(**inputs).logits
         causal = not isinstance(self.model, BertForMaskedLM)
-        loss = fedleak.mean_of_sample_means(logits, batch["labels"], causal=causal)
+        loss = mean_of_sample_means(logits, batch["labels"], causal=causal)
         self.log("train_loss", loss)
         return loss
 
@@ -156,6 +157,7 @@ class Run:
     defenses: Callable[[], list[Any]] = list
     model: Callable[[], nn.Module] = gpt2
     data: Callable[[], Any] = lambda: rows(40)
+    module: Callable[[nn.Module], L.LightningModule] = Module
     batch_size: int = 4
     settings: dict[str, Any] = field(default_factory=lambda: {"max_steps": 10})
     private: bool = False
@@ -196,7 +198,7 @@ def fit(
         **(run.settings | settings),
     )
     loader = DataLoader(run.data(), batch_size=run.batch_size)
-    trainer.fit(Module(run.model()), loader, ckpt_path=ckpt_path)
+    trainer.fit(run.module(run.model()), loader, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -464,7 +466,7 @@ RUNS: dict[str, Run] = {
     **FAMILIES,
     **{
         f"{name} under DPSGD": Run(
-            r.callbacks, dpsgd, r.model, r.data, r.batch_size, settings=r.settings
+            r.callbacks, dpsgd, r.model, r.data, batch_size=r.batch_size, settings=r.settings
         )
         for name, r in FAMILIES.items()
     },

@@ -18,6 +18,7 @@ import os
 import pkgutil
 import re
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -40,7 +41,8 @@ HELP = {
 
 
 def bare(text: str) -> str:
-    """Without the modules that names of this package lie in, and without addresses."""
+    """Without the modules that names of this package lie in, addresses and the checkout's place."""
+    text = text.replace(f"{Path(importlib.import_module(PACKAGE).__path__[0]).parent}/", "")
     return re.sub(r"\b0x[0-9a-f]+", "0x", OURS.sub("", text))
 
 
@@ -58,11 +60,14 @@ def ours(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).split(".")[0] == PACKAGE
 
 
-def signature(thing: Any) -> str:
+def signature(thing: Any) -> list[str]:
+    """Each parameter on a line of its own, and what is returned."""
     try:
-        return bare(str(inspect.signature(thing)))
+        found = inspect.signature(thing)
     except (TypeError, ValueError):
-        return "(no signature)"
+        return ["        (no signature)"]
+    parameters = [f"        {p.kind.description}: {p}" for p in found.parameters.values()]
+    return [bare(line) for line in (*parameters, f"        -> {found.return_annotation}")]
 
 
 def described(name: str, thing: Any) -> list[str]:
@@ -70,13 +75,14 @@ def described(name: str, thing: Any) -> list[str]:
     if inspect.isclass(thing) and ours(thing):
         return list(_class(name, thing))
     if inspect.isroutine(thing):
-        return [f"def {name}{signature(thing)}", *_doc(thing)]
+        return [f"def {name}", *signature(thing), *_doc(thing)]
     return [f"{name} = {bare(repr(thing))}"]
 
 
 def _class(name: str, cls: type) -> Iterable[str]:
     bases = [c.__name__ for c in cls.__mro__[1:] if not (ours(c) and c.__name__.startswith("_"))]
-    yield f"class {name}{signature(cls)}"
+    yield f"class {name}"
+    yield from signature(cls)
     yield f"    is a: {', '.join(bases)}"
     yield from _doc(cls)
     if issubclass(cls, enum.Enum):
@@ -91,11 +97,13 @@ def _class(name: str, cls: type) -> Iterable[str]:
             continue
         if isinstance(found, property):
             writable = "" if found.fset is None else ", writable"
-            yield f"    property {member}{signature(found.fget)}{writable}"
+            yield f"    property {member}{writable}"
+            yield from signature(found.fget)
             yield from _doc(found)
         elif callable(found) or isinstance(found, staticmethod | classmethod):
             kind = type(found).__name__
-            yield f"    {kind} {member}{signature(getattr(cls, member))}"
+            yield f"    {kind} {member}"
+            yield from signature(getattr(cls, member))
             yield from _doc(found)
         else:
             yield f"    {member} = {bare(repr(found))}"
@@ -175,7 +183,7 @@ def _listed(text: str) -> list[str]:
     out = []
     for line in deep.sub("", text).splitlines():
         head, known, tail = line.partition("known subclasses: ")
-        out.append(head)
+        out += textwrap.wrap(head, int(NARROW)) or [""]
         if known:
             out += [f"    {name}" for name in sorted(tail.rstrip(")").split(", "))]
     return out

@@ -106,17 +106,17 @@ def fits(title: str, pattern: str) -> bool:
 
 
 def differences(old: dict[str, list[str]], new: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Unified diffs by title, of the titles that differ; one that is missing has no lines."""
-    return {
-        title: list(
-            difflib.unified_diff(
-                old.get(title, []), new.get(title, []), "old", "new", lineterm="", n=2
-            )
-        )
-        or ["only the title is there"]
-        for title in [*old, *(t for t in new if t not in old)]
-        if old.get(title) != new.get(title)
-    }
+    """Unified diffs by title, of the titles that differ; of one that is missing only where."""
+    found = {}
+    for title in [*old, *(t for t in new if t not in old)]:
+        if title not in new:
+            found[title] = [f"only in OLD, {len(old[title])} lines"]
+        elif title not in old:
+            found[title] = ["only in NEW:", *new[title]]
+        elif old[title] != new[title]:
+            lines = difflib.unified_diff(old[title], new[title], "old", "new", lineterm="", n=2)
+            found[title] = list(lines)
+    return found
 
 
 def main() -> int:

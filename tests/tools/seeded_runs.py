@@ -6,6 +6,7 @@ Imports only what is public: names of :mod:`lightning_fedleak` and of its folder
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -260,6 +261,17 @@ def logged(csv_file: Path, only: str = "") -> list[str]:
         ]
 
 
+def written(path: Path) -> Iterator[str]:
+    """The lines of a file; of JSON lines one for each key, as it stands there."""
+    for line in path.read_text().splitlines():
+        if path.suffix != ".jsonl":
+            yield line
+            continue
+        for key, value in json.loads(line).items():
+            inner = value.items() if key == "metrics" else [("", value)]
+            yield from (f"{key} {name}: {json.dumps(of)}" for name, of in inner)
+
+
 def events(folder: Path) -> list[str]:
     """Everything that a TensorBoardLogger has written, but for seconds and the clock's times."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -309,7 +321,7 @@ def shown_by(run: Run, folder: Path, **how: Any) -> dict[str, list[str]]:
             if path.is_file() and path.suffix in (".jsonl", ".txt")
             for line in (
                 f"{path.relative_to(folder)} mode {path.stat().st_mode & 0o777:o}",
-                *(plain(text, folder) for text in path.read_text().splitlines()),
+                *(plain(text, folder) for text in written(path)),
             )
         ],
         "TensorBoard": events(folder / "tensorboard/version_0") if run.tensorboard else [],

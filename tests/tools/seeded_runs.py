@@ -199,7 +199,7 @@ def fit(
         **(run.settings | settings),
     )
     loader = DataLoader(run.data(), batch_size=run.batch_size)
-    trainer.fit(run.module(run.model()), loader, ckpt_path=ckpt_path)
+    trainer.fit(run.module(run.model()), loader, ckpt_path=ckpt_path, weights_only=True)
     return trainer
 
 
@@ -595,5 +595,5 @@ def make_checkpoint(run: Run, path: Path, folder: Path) -> None:
 
 
 def resumed(run: Run, path: Path, folder: Path) -> dict[str, list[str]]:
-    """What a fit shows that goes on from a checkpoint, loaded as Lightning does by default."""
+    """What a fit shows that goes on from a checkpoint, of which only plain values are loaded."""
     return shown_by(run, folder, ckpt_path=path, max_steps=RESUMED_UNTIL)

@@ -1,0 +1,98 @@
+"""The tools' own logic; whole comparisons of two checkouts are too long for a test."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+import lightning_fedleak as fedleak
+from tests.tools import compare_checkouts, files_entered, seeded_runs
+
+OLD = {"api": {"a: F": ["def F", "    -> int"], "b: G": ["def G"]}, "fits": {"x: model": ["1"]}}
+
+
+def compared(new: dict[str, Any], *patterns: str) -> int:
+    return compare_checkouts.report(OLD, new, list(patterns), 60)
+
+
+def changed(**titles: list[str] | None) -> dict[str, Any]:
+    api = OLD["api"] | {name.replace("_", ": "): lines for name, lines in titles.items()}
+    return OLD | {"api": {name: lines for name, lines in api.items() if lines is not None}}
+
+
+def test_equal_checkouts_are_equal(capsys):
+    assert compared(OLD) == 0
+    assert "====" not in capsys.readouterr().out
+
+
+def test_a_line_that_differs_is_shown(capsys):
+    assert compared(changed(a_F=["def F", "    -> str"])) == 1
+    out = capsys.readouterr().out
+    assert "==== api / a: F" in out
+    assert "-    -> int\n+    -> str" in out
+
+
+@pytest.mark.parametrize("new", [changed(b_G=None), changed(c_H=["def H"])])
+def test_a_title_on_one_side_only_is_a_difference(new):
+    assert compared(new) == 1
+
+
+def test_a_difference_that_is_meant_is_none_and_others_stay():
+    new = changed(a_F=["def F"], c_H=["def H"])
+    assert compared(new, "api / a: F") == 1
+    assert compared(new, "api / a: F", "api / c: *") == 0
+
+
+def test_brackets_of_a_title_stand_for_themselves():
+    assert compare_checkouts.fits("fits / RiskGate[low]", "fits / RiskGate[low]")
+
+
+def test_a_meant_difference_must_say_why(tmp_path):
+    file = tmp_path / "meant"
+    file.write_text("# a remark\n\napi / a: F  # renamed\n")
+    assert compare_checkouts.meant(file) == ["api / a: F"]
+    file.write_text("api / a: F\n")
+    with pytest.raises(SystemExit, match="does not say why"):
+        compare_checkouts.meant(file)
+
+
+def test_a_foreign_errors_place_does_not_count_and_all_else_in_a_line_does(tmp_path):
+    log = tmp_path / "leakage.jsonl"
+    reasons = ["KeyError at look.py:138", "KeyError at fit.py:12", "TypeError at fit.py:12"]
+    shown = []
+    for reason in reasons:
+        log.write_text(json.dumps({"step": 1, "metrics": {"f1": 0.5}, "unknown": reason}) + "\n")
+        shown.append([seeded_runs.plain(line) for line in seeded_runs.written(log)])
+    assert shown[0] == ["step : 1", "metrics f1: 0.5", 'unknown : "KeyError at <place>"']
+    assert shown[0] == shown[1] != shown[2]
+
+
+def test_settings_of_games_are_given_as_the_checkout_takes_them(monkeypatch):
+    @dataclasses.dataclass
+    class Games:
+        targets: int
+        scale: float
+
+    monkeypatch.setattr(fedleak, "LeakageMonitor", lambda attacks, **given: given, raising=False)
+    monkeypatch.delattr(fedleak, "Games", raising=False)
+    homes = {home: names for home, names in fedleak._HOMES.items() if home != "callbacks"}
+    monkeypatch.setattr(fedleak, "_HOMES", homes)
+    old = seeded_runs.monitor([], targets=3, scale=2.0, every_n_steps=1)
+    assert old == {"targets": 3, "canary_scale": 2.0, "every_n_steps": 1}
+    monkeypatch.setattr(fedleak, "Games", Games, raising=False)
+    new = seeded_runs.monitor([], targets=3, scale=2.0, every_n_steps=1)
+    assert new == {"games": Games(3, 2.0), "every_n_steps": 1}
+
+
+def test_the_way_of_one_look_and_of_one_dpsgd_step_grows_no_longer():
+    look = files_entered.files_of_look()
+    step = files_entered.files_of_dpsgd_step()
+    assert look[0] == "callbacks/monitor.py"
+    assert "defenses/dpsgd.py" in step
+    for files in (look, step):
+        assert len(files) == len(set(files))
+        assert all((files_entered.ROOT / name).is_file() for name in files)
+        assert not any(name.startswith(("anatomy/", "attacks/")) for name in files)
+    assert len(look) <= 22
+    assert len(step) <= 23

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.forwards import (
+from lightning_fedleak.attacks.public_text import PublicText as PublicText
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model_runs import (
     LOGITS_AT_ONCE,
     inputs_of,
     micro_batches,
     predicting,
     run_logits,
     token_logits,
+    undisturbed,
 )
-from lightning_fedleak.attacks.public_text import PublicText as PublicText
-from lightning_fedleak.batches import TokenBatch
 
 
 def gradient_of(anatomy: Anatomy, batch: TokenBatch, roles: Sequence[str]) -> dict[str, Tensor]:
@@ -63,7 +64,7 @@ def gradient_of(anatomy: Anatomy, batch: TokenBatch, roles: Sequence[str]) -> di
     distinct = {id(p): leaves[id(p)] for p in targets.values()}
     total = {key: torch.zeros_like(leaf, dtype=torch.float32) for key, leaf in distinct.items()}
     n_tokens = 0
-    with anatomy.undisturbed() as model, torch.enable_grad():
+    with undisturbed(anatomy) as model, torch.enable_grad():
         for part in micro_batches(anatomy, batch):
             logits, labels = token_logits(model, part, views)
             loss = F.cross_entropy(logits.float(), labels, reduction="sum")
@@ -88,7 +89,7 @@ def hidden_states_of(anatomy: Anatomy, batch: TokenBatch) -> Tensor:
     """
     head = _head(anatomy)
     states: list[Tensor] = []
-    with anatomy.undisturbed() as model, torch.no_grad():
+    with undisturbed(anatomy) as model, torch.no_grad():
         for part in micro_batches(anatomy, batch):
             with inputs_of(head) as seen:
                 run_logits(model, part)

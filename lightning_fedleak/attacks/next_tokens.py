@@ -17,7 +17,7 @@ from lightning_fedleak.anatomy.text_layers import (
 )
 from lightning_fedleak.anatomy.wrappers import matrix_shape, unwrap
 from lightning_fedleak.attacks.bottom import BottomModel
-from lightning_fedleak.attacks.hidden import cut_at
+from lightning_fedleak.model_runs import cut_at
 
 
 class NextTokens:

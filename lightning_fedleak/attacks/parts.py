@@ -18,14 +18,15 @@ from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.calibration import head_gradient, log_partitions
-from lightning_fedleak.attacks.forwards import (
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model_runs import (
     inputs_of,
     labels_of,
     micro_batches,
     predicting,
     run_logits,
+    undisturbed,
 )
-from lightning_fedleak.batches import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
     frozen = {name: p.detach() for name, p in anatomy.model.named_parameters()}
     found, first = [], 0
     tied = inputs and anatomy.tied
-    with anatomy.undisturbed() as model, torch.set_grad_enabled(tied):
+    with undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
         for part in micro_batches(anatomy, batch):
             with inputs_of(anatomy.head) as seen, _lookups(anatomy, tied) as lookups:
                 logits = run_logits(model, part, frozen)

@@ -20,7 +20,6 @@ from lightning_fedleak.activations import ActivationTap
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.base import UnusableObservation
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.insertion import direction_of, upstream_of
 from lightning_fedleak.attacks.membership import CRAFTED, MembershipAttack
 from lightning_fedleak.batches import TokenBatch
@@ -32,6 +31,7 @@ from lightning_fedleak.callbacks.outcome import Waiting
 from lightning_fedleak.callbacks.sources import GameSettings, Sources
 from lightning_fedleak.callbacks.targets import Rows, Targets, special_ids
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
+from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 

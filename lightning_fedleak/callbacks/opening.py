@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.hidden import whole_model
 from lightning_fedleak.attacks.inversion import InversionAttack
 from lightning_fedleak.callbacks.cadence import Cadence
 from lightning_fedleak.callbacks.checks import plan_attack
@@ -24,6 +23,7 @@ from lightning_fedleak.callbacks.look import Plan
 from lightning_fedleak.callbacks.pooling import Witness
 from lightning_fedleak.callbacks.sources import GameSettings
 from lightning_fedleak.callbacks.watch import Watch
+from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.snapshots import HeadOwnPart, Stage
 from lightning_fedleak.threats import Capability
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Guess
-from lightning_fedleak.attacks.hidden import whole_model
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.cadence import Cadence, StepClock
 from lightning_fedleak.callbacks.checks import warn_of_adaptive_updates, warn_of_untested
@@ -24,6 +23,7 @@ from lightning_fedleak.callbacks.live_inversion import LiveInversion
 from lightning_fedleak.callbacks.look import Look, Plan, reason
 from lightning_fedleak.callbacks.outcome import Outcome, Waiting
 from lightning_fedleak.callbacks.pooling import Pool, Witness
+from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     GradientTap,

@@ -22,7 +22,7 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import Place, place_of, states_in, states_out
 from lightning_fedleak.anatomy.wrappers import walk, without_peft
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model_state import HOOKS, hook_home, model_kept, process_kept
+from lightning_fedleak.model_state import HOOKS, hook_home, model_kept, modules_of, process_kept
 
 LOGITS_AT_ONCE = 1 << 26
 TOKENS_AT_ONCE = 1 << 13
@@ -63,7 +63,7 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
         ModelWritten: a parameter was written to and could not be put back.
     """
     root, before = anatomy.root, _open.get()
-    modules = list(root.modules())
+    modules = modules_of(root)
     flags = [m.training for m in modules]
     with ExitStack() as stack:
         stack.enter_context(process_kept())
@@ -137,7 +137,7 @@ def hidden_states(
     check_text(anatomy, input_ids, attention_mask, position_ids)
     if at_once < 1:
         raise ValueError(f"at_once must be a positive number of tokens, got {at_once}")
-    if any("_fsdp_wrapped_module" in m._modules for m in anatomy.root.modules()):
+    if any("_fsdp_wrapped_module" in m._modules for m in modules_of(anatomy.root)):
         raise TypeError(
             "the model is wrapped by FullyShardedDataParallel (FSDP1), whose forward cannot be "
             "cut off behind a layer; use FSDP2 (ModelParallelStrategy)"
@@ -211,7 +211,7 @@ def needed_hooks_only(root: nn.Module, kept: Sequence[str] = _KEPT) -> Iterator[
         root: with all modules inside it.
         kept: the packages whose hooks run.
     """
-    holders: list[dict[str, Any]] = [m.__dict__ for m in root.modules()]
+    holders: list[dict[str, Any]] = [m.__dict__ for m in modules_of(root)]
     holders.append({n.removeprefix("_global"): v for n, v in vars(torch_module).items()})
     stores = [holder[name] for holder in holders for name in HOOKS if holder[name]]
     always = [
@@ -361,7 +361,7 @@ def takes(model: nn.Module, argument: str) -> bool:
 def _compiled_run_eagerly(root: nn.Module) -> Iterator[None]:
     """Within it compiled modules of ``root`` run as they were before."""
     compiled = any(
-        "_orig_mod" in m._modules or m._compiled_call_impl is not None for m in root.modules()
+        "_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules_of(root)
     )
     if not compiled:
         yield
@@ -376,7 +376,7 @@ def _sharded_again(root: nn.Module) -> Iterator[None]:
 
     A ``zero_grad`` or an optimizer would then act on the whole parameters in place of the shards.
     """
-    groups = [m for m in root.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]
+    groups = [m for m in modules_of(root) if hasattr(m, "unshard") and hasattr(m, "reshard")]
     sharded = [m for m in groups if all(hasattr(p, "full_tensor") for p in _own(m, groups))]
     try:
         yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict, deque
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +19,8 @@ from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, P
 from lightning_fedleak.attacks.bottom import BottomModel
 from lightning_fedleak.attacks.state_readout import StateReadout
 from lightning_fedleak.games.inserted import loss_upstream
-from lightning_fedleak.model_runs import hidden_states, undisturbed
-from lightning_fedleak.model_state import LARGE, ModelWritten, model_kept
-from tests.helpers.models import own_rng, tiny_gpt2
+from lightning_fedleak.model_runs import hidden_states
+from tests.helpers.models import own_rng
 
 VOCAB, DIM = 24, 8
 

@@ -38,7 +38,6 @@ from word_recovery import read_texts
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.inversion import (
     ADVERSARIES,
     Cell,
@@ -48,6 +47,7 @@ from lightning_fedleak.inversion import (
 )
 from lightning_fedleak.inversion.plots import draw
 from lightning_fedleak.metrics.text_reconstruction import reconstruction_rates, sentence_scores
+from lightning_fedleak.model_runs import hidden_states
 
 
 def load(path: str):

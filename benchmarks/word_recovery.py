@@ -48,8 +48,8 @@ from lightning_fedleak.attacks.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.attacks.calibration import PublicText
 from lightning_fedleak.attacks.flatchat import TypeCountRegressor, flatchat
-from lightning_fedleak.attacks.forwards import micro_batches, token_logits
 from lightning_fedleak.attacks.parts import gradient_parts, head_of
+from lightning_fedleak.model_runs import micro_batches, token_logits, undisturbed
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
 ATTACKS = (
@@ -128,7 +128,7 @@ def smoothed_gradient(anatomy, batch, smoothing: float) -> torch.Tensor:
     leaf = weight.detach().requires_grad_()
     named |= dict.fromkeys(names, leaf)
     total, n = torch.zeros_like(weight), 0
-    with anatomy.undisturbed() as model, torch.enable_grad():
+    with undisturbed(anatomy) as model, torch.enable_grad():
         for part in micro_batches(anatomy, batch):
             logits, labels = token_logits(model, part, named)
             loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)

@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from lightning_fedleak.anatomy import Anatomy, AnatomyError, Kind, find_anatomy
 from lightning_fedleak.attacks.attention_membership import AttentionMembership
 from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.hidden import context_length
 from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.trained_membership import TrainedMembership
@@ -30,6 +29,7 @@ from lightning_fedleak.demo.texts import read_texts
 from lightning_fedleak.games import GameConfig, GameError, GameResult, SentencePool, play
 from lightning_fedleak.games.deals import AUTHORS_POSITION
 from lightning_fedleak.metrics.functional import Rate
+from lightning_fedleak.model_runs import context_length
 
 UserError = (SourceError, AnatomyError, GameError)
 

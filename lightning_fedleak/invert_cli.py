@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak.anatomy import Anatomy, AnatomyError
 from lightning_fedleak.anatomy.text_layers import place_of
-from lightning_fedleak.attacks.hidden import context_length
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.demo.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.demo.data import load_tokenizer
@@ -35,6 +34,7 @@ from lightning_fedleak.inversion import (
     run_cells,
 )
 from lightning_fedleak.inversion.plots import Axis, draw, worth_drawing
+from lightning_fedleak.model_runs import context_length
 
 UserError = (SourceError, AnatomyError)
 INTERRUPTED = 130

@@ -36,6 +36,7 @@ from transformers import (
 )
 
 from lightning_fedleak.anatomy import AnatomyError, find_anatomy
+from lightning_fedleak.model_runs import undisturbed
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import (
     DIM,
@@ -487,7 +488,7 @@ def test_head_under_peft_gives_the_logits(name: str) -> None:
     assert found.head is not None
     seen: list[Tensor] = []
     found.head.register_forward_hook(lambda _, __, output: seen.append(output))
-    with found.undisturbed() as model, torch.no_grad():
+    with undisturbed(found) as model, torch.no_grad():
         logits = model(input_ids=torch.arange(3, 9)[None]).logits
     torch.testing.assert_close(seen[0][:, -logits.shape[1] :], logits)
 
@@ -897,7 +898,7 @@ def test_undisturbed_restores_modes_and_rng(fails: bool, compiled: bool) -> None
     outputs = []
     for _ in range(2):
         try:
-            with found.undisturbed() as inner:
+            with undisturbed(found) as inner:
                 assert inner is model
                 assert not any(flags(root).values())
                 assert torch.is_grad_enabled()
@@ -917,9 +918,9 @@ def test_undisturbed_restores_modes_and_rng(fails: bool, compiled: bool) -> None
 
 def test_undisturbed_leaves_grad_mode_to_the_caller() -> None:
     found = find_anatomy(tiny_gpt2())
-    with torch.no_grad(), found.undisturbed():
+    with torch.no_grad(), undisturbed(found):
         assert not torch.is_grad_enabled()
-    with found.undisturbed() as model:
+    with undisturbed(found) as model:
         assert loss_of(model, "causal").requires_grad
 
 
@@ -929,7 +930,7 @@ def test_undisturbed_restores_the_generator_of_the_models_device() -> None:
     assert found.device.type == "cuda"
     torch.rand(3, device="cuda")
     state = torch.cuda.get_rng_state()
-    with found.undisturbed():
+    with undisturbed(found):
         torch.rand(3, device="cuda")
     assert torch.equal(torch.cuda.get_rng_state(), state)
 

@@ -1,11 +1,8 @@
-"""What an anatomy holds: the parts of one model, their parameters, and a look at it undisturbed."""
+"""What an anatomy holds: the parts of one model, and their parameters."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,17 +16,6 @@ HEAD_BIAS = "head.bias"
 EMBEDDING_WEIGHT = "embedding.weight"
 
 Kind = Literal["causal", "masked", "seq2seq", "classifier"]
-
-
-_looked_at: ContextVar[bool] = ContextVar("fedleak_looked_at", default=False)
-
-
-def is_looked_at() -> bool:
-    """Whether an :meth:`Anatomy.undisturbed` is open: what runs is the server's copy, say.
-
-    Hooks that stand for what a client does to its own data must do nothing then.
-    """
-    return _looked_at.get()
 
 
 class AnatomyError(ValueError):
@@ -155,33 +141,6 @@ class Anatomy:
         if parameter is None:
             parameter = next(self.model.parameters())
         return parameter.device
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[nn.Module]:
-        """Yields ``model`` in eval mode and puts everything back after, also on an exception.
-
-        Put back are each module's own ``training`` flag, set directly so that no ``train()`` of a
-        user's module runs, and the state of torch's global random number generators (CPU, and CUDA
-        for the model's devices). Gradients stay enabled or disabled as they are. Meanwhile
-        :func:`is_looked_at` says so.
-        """
-        modules = list(self.root.modules())
-        flags = [m.training for m in modules]
-        before = _looked_at.get()
-        _looked_at.set(True)
-        with torch.random.fork_rng(devices=self._cuda_devices()):
-            try:
-                for module in modules:
-                    module.training = False
-                yield self.model
-            finally:
-                for module, flag in zip(modules, flags, strict=True):
-                    module.training = flag
-                _looked_at.set(before)
-
-    def _cuda_devices(self) -> list[torch.device]:
-        devices = {p.device for p in self.model.parameters() if p.device.type == "cuda"}
-        return sorted(devices, key=str)
 
     def describe(self) -> str:
         """What was found, in a few lines for people."""

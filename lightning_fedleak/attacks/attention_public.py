@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.attention_closed_form import HeadPair, tokens_at
 from lightning_fedleak.attacks.attention_design import Score
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.whitening import Whitening
+from lightning_fedleak.model_runs import hidden_states
 
 TARGETS = 512
 """Public tokens that are asked for in calibration, at most."""

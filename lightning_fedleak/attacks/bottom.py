@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import place_of, text_blocks
 from lightning_fedleak.anatomy.wrappers import matrix_shape, path_of, unwrap, without_peft
-from lightning_fedleak.attacks.hidden import (
-    casts_not_cached,
+from lightning_fedleak.model_runs import (
     check_text,
-    compiled_run_eagerly,
     context_length,
     cut_at,
     needed_hooks_only,
     states_of_text,
     takes,
+    undisturbed,
 )
 
 _TRIAL_TOKENS = 6
@@ -39,7 +38,7 @@ class BottomModel:
 
     Runs are in eval mode. Left as they were, also after an exception: the user's parameters and
     their ``.grad``, training flags, global random state, hooks (no hook of the user's or of other
-    tools runs; those that the model needs do, see :func:`~lightning_fedleak.attacks.hidden.
+    tools runs; those that the model needs do, see :func:`~lightning_fedleak.model_runs.
     hidden_states`), and the cache of autocast. Gradient flows to given embeddings only.
 
     Each call puts the model in order and back; within :meth:`session` this is done once for many
@@ -285,10 +284,8 @@ class BottomModel:
             yield
             return
         with ExitStack() as stack:
-            stack.enter_context(self.anatomy.undisturbed())
+            stack.enter_context(undisturbed(self.anatomy))
             stack.enter_context(needed_hooks_only(self.anatomy.root))
-            stack.enter_context(compiled_run_eagerly(self.anatomy.root))
-            stack.enter_context(casts_not_cached())
             stack.enter_context(self._own_weights())
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(self.device.type, self.autocast))
@@ -330,7 +327,7 @@ class BottomModel:
         length = min(_TRIAL_TOKENS, self.context or _TRIAL_TOKENS)
         generator = torch.Generator().manual_seed(0)
         ids = torch.full((1, length), self._plain_id, device=self.device)
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), self.session():
             words = self.word_embeddings(ids).clone().requires_grad_()
             try:
                 states = self.hidden_from(words)

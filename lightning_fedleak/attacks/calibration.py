@@ -15,16 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.forwards import (
+from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
+from lightning_fedleak.attacks.public_text import PublicText as PublicText
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model_runs import (
     LOGITS_AT_ONCE,
     inputs_of,
     micro_batches,
     predicting,
     run_logits,
     token_logits,
+    undisturbed,
 )
-from lightning_fedleak.attacks.public_text import PublicText as PublicText
-from lightning_fedleak.batches import TokenBatch
 
 
 def gradient_of(anatomy: Anatomy, batch: TokenBatch, roles: Sequence[str]) -> dict[str, Tensor]:
@@ -63,7 +65,7 @@ def gradient_of(anatomy: Anatomy, batch: TokenBatch, roles: Sequence[str]) -> di
     distinct = {id(p): leaves[id(p)] for p in targets.values()}
     total = {key: torch.zeros_like(leaf, dtype=torch.float32) for key, leaf in distinct.items()}
     n_tokens = 0
-    with anatomy.undisturbed() as model, torch.enable_grad():
+    with undisturbed(anatomy) as model, torch.enable_grad():
         for part in micro_batches(anatomy, batch):
             logits, labels = token_logits(model, part, views)
             loss = F.cross_entropy(logits.float(), labels, reduction="sum")
@@ -88,7 +90,7 @@ def hidden_states_of(anatomy: Anatomy, batch: TokenBatch) -> Tensor:
     """
     head = _head(anatomy)
     states: list[Tensor] = []
-    with anatomy.undisturbed() as model, torch.no_grad():
+    with undisturbed(anatomy) as model, torch.no_grad():
         for part in micro_batches(anatomy, batch):
             with inputs_of(head) as seen:
                 run_logits(model, part)
@@ -105,10 +107,11 @@ def head_gradient(
     *,
     rows: Tensor | None = None,
     log_partition: Tensor | None = None,
+    logit_map: LogitMap = PLAIN,
 ) -> Tensor:
     """The head's own part of the gradient in closed form, summed over tokens.
 
-    ``sum_i (softmax(W h_i + b) - onehot(y_i)) h_i^T``.
+    ``sum_i f'(z_i) (softmax(f(z_i)) - onehot(y_i)) h_i^T`` with ``z_i = W h_i + b``.
 
     Args:
         hidden: (N, d) inputs of the head.
@@ -117,6 +120,7 @@ def head_gradient(
         bias: (V,) or None.
         rows: (k,) only these types' rows; all by default.
         log_partition: (N,) log of the softmax's denominator, computed when missing.
+        logit_map: f, what the model makes of the product; by default nothing.
 
     Returns:
         (V, d) or (k, d), in float32.
@@ -124,27 +128,38 @@ def head_gradient(
     weight, hidden = weight.float(), hidden.float()
     bias = None if bias is None else bias.float()
     if log_partition is None:
-        log_partition = log_partitions(hidden, weight, bias)
+        log_partition = log_partitions(hidden, weight, bias, logit_map)
     kept = weight if rows is None else weight[rows]
     kept_bias = bias if bias is None or rows is None else bias[rows]
     out = torch.zeros_like(kept)
     step = max(1, LOGITS_AT_ONCE // max(1, len(kept)))
     for a in range(0, len(hidden), step):
         h = hidden[a : a + step]
-        logits = F.linear(h, kept, kept_bias) - log_partition[a : a + step, None]
-        out.addmm_(logits.exp_().T, h)
+        logits = logit_map(F.linear(h, kept, kept_bias), rows)
+        pull = (logits - log_partition[a : a + step, None]).exp_()
+        if logit_map.softcap is not None:
+            pull *= logit_map.steepness(logits)
+        out.addmm_(pull.T, h, alpha=logit_map.scale)
+    pushed = hidden
+    if logit_map.softcap is not None:
+        parts = torch.split(torch.arange(len(labels), device=labels.device), step)
+        product = torch.cat([(hidden[i] * weight[labels[i]]).sum(1) for i in parts])
+        product = product if bias is None else product + bias[labels]
+        pushed = hidden * logit_map.steepness(logit_map(product, labels)).reshape(-1, 1)
     if rows is None:
-        return out.index_add_(0, labels, hidden, alpha=-1.0)
+        return out.index_add_(0, labels, pushed, alpha=-logit_map.scale)
     place = torch.full((len(weight),), -1, dtype=torch.int64, device=hidden.device)
     place[rows] = torch.arange(len(rows), device=hidden.device)
     at = place[labels]
-    return out.index_add_(0, at[at >= 0], hidden[at >= 0], alpha=-1.0)
+    return out.index_add_(0, at[at >= 0], pushed[at >= 0], alpha=-logit_map.scale)
 
 
-def log_partitions(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def log_partitions(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, logit_map: LogitMap = PLAIN
+) -> Tensor:
     """Log of the softmax's denominator at each of (N, d) hidden states, (N,)."""
     step = max(1, LOGITS_AT_ONCE // max(1, len(weight)))
-    parts = [F.linear(h, weight, bias).logsumexp(1) for h in torch.split(hidden, step)]
+    parts = [logit_map(F.linear(h, weight, bias)).logsumexp(1) for h in torch.split(hidden, step)]
     return torch.cat(parts) if parts else hidden.new_zeros(0)
 
 

@@ -116,6 +116,9 @@ def _leading(vectors: Tensor, k: int) -> Tensor:
 class ExpectedRows:
     """Per type, what public text predicts, as means over its tokens. V types.
 
+    Where the model caps its logits, ``p(t)`` stands for the probability times the cap's derivative,
+    with which it enters the gradient.
+
     Attributes:
         mass: (V, C) ``p(t) h . u`` in units of ``scale``, by cluster of the hidden state, so that
             the clusters' weights can be fitted to the text under attack.
@@ -167,7 +170,9 @@ class ExpectedRows:
         probability, energy = weight.new_zeros(vocab), weight.new_zeros(vocab)
         for a in range(0, n, _AT_ONCE):
             logits = F.linear(parts.hidden[a : a + _AT_ONCE], weight, bias)
-            p = logits.sub_(parts.log_partition[a : a + _AT_ONCE, None]).exp_()
+            logits = parts.logit_map(logits)
+            p = (logits - parts.log_partition[a : a + _AT_ONCE, None]).exp_()
+            p *= parts.logit_map.steepness(logits)
             projected.addmm_(p.T, target[a : a + _AT_ONCE])
             probability += p.sum(0)
             energy += p.square_().sum(0)

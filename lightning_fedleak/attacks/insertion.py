@@ -83,7 +83,7 @@ def insert(
 
     Args:
         anatomy: of the model.
-        layer: as in :func:`lightning_fedleak.attacks.hidden.hidden_states`.
+        layer: as in :func:`lightning_fedleak.model_runs.hidden_states`.
         crafted: as :meth:`MembershipAttack.craft` gives them: maps hidden states (B, L, d) and a
             mask (B, L) or None to (B, R, K) with R = L or 1; only ``bias`` (K,) is trained. Moved
             to the model's device.

@@ -17,7 +17,11 @@ from lightning_fedleak.anatomy.text_layers import (
 )
 from lightning_fedleak.anatomy.wrappers import matrix_shape, unwrap
 from lightning_fedleak.attacks.bottom import BottomModel
-from lightning_fedleak.attacks.hidden import cut_at
+from lightning_fedleak.attacks.logit_map import LogitMap
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model_runs import cut_at, inputs_of, run_logits
+
+_TRIAL_TOKENS = 8
 
 
 class NextTokens:
@@ -33,7 +37,8 @@ class NextTokens:
         position_ids: (B, L) or None.
 
     Raises:
-        ValueError: the model predicts no next token of the vocabulary.
+        ValueError: the model predicts no next token of the vocabulary, or its logits are more than
+            scale, shift and softcap of what its head gives.
     """
 
     def __init__(
@@ -57,13 +62,14 @@ class NextTokens:
                 states = bottom.run_through(run, hidden.shape[:2], attention_mask, position_ids)
             finally:
                 handle.remove()
+            self._map = self._logit_map()
         self._states: Tensor = states[:, -hidden.shape[1] :]
 
     def after(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Logits (n, V) of what follows the positions (``rows``, ``columns``), both (n,)."""
         with torch.no_grad(), self._bottom.session():
-            logits: Tensor = self._head(self._states[rows, columns])
-        return logits.float()
+            product: Tensor = self._head(self._states[rows, columns])
+        return self._map(product.float())
 
     def of(self, rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
         """Of :meth:`after` only the logits of ``tokens`` (n, k): (n, k)."""
@@ -71,7 +77,19 @@ class NextTokens:
             return self.after(rows, columns).gather(1, tokens)
         weight, bias = self._head.weight.detach(), self._head.bias
         logits = torch.einsum("nkd,nd->nk", weight[tokens], self._states[rows, columns]).float()
-        return logits if bias is None else logits + bias.detach()[tokens]
+        return self._map(logits if bias is None else logits + bias.detach()[tokens], tokens)
+
+    def _logit_map(self) -> LogitMap:
+        """Read off a run of the whole model on a short text."""
+        anatomy = self._bottom.anatomy
+        length = min(_TRIAL_TOKENS, self._bottom.context or _TRIAL_TOKENS)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self._bottom.vocab_size, (2, length), generator=generator)
+        with inputs_of(self._head) as seen:
+            batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
+            logits = run_logits(anatomy.model, batch)[:, -length:]
+        states = seen[-1][:, -length:]
+        return LogitMap.of(anatomy.model, states.flatten(0, 1), logits.flatten(0, 1), self._head)
 
 
 def predicts_next(bottom: BottomModel) -> bool:

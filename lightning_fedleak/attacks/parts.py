@@ -18,14 +18,16 @@ from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.calibration import head_gradient, log_partitions
-from lightning_fedleak.attacks.forwards import (
+from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model_runs import (
     inputs_of,
     labels_of,
     micro_batches,
     predicting,
     run_logits,
+    undisturbed,
 )
-from lightning_fedleak.batches import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class GradientParts:
         input_grads: (M, d) gradient of the summed loss with respect to each row looked up.
         input_sentence: (M,) index of the sentence each belongs to.
         input_first: (M,) whether it opens its sentence.
+        logit_map: what the model makes of the head's product.
     """
 
     hidden: Tensor
@@ -52,6 +55,7 @@ class GradientParts:
     input_grads: Tensor
     input_sentence: Tensor
     input_first: Tensor
+    logit_map: LogitMap = PLAIN
 
     @property
     def n_sentences(self) -> int:
@@ -73,6 +77,7 @@ class GradientParts:
             self.input_grads[inputs],
             place[self.input_sentence[inputs]],
             self.input_first[inputs],
+            self.logit_map,
         )
 
     def gradient(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> Tensor:
@@ -87,6 +92,7 @@ class GradientParts:
             bias,
             rows=rows,
             log_partition=self.log_partition,
+            logit_map=self.logit_map,
         )
         at, grads = self.input_ids, self.input_grads
         if rows is not None:
@@ -103,10 +109,20 @@ class GradientParts:
         for part in parts:
             shifted.append((part.sentence + first, part.input_sentence + first))
             first += part.n_sentences
-        joined = {f.name: torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls)}
+        joined = _joined(parts)
         joined["sentence"] = torch.cat([s for s, _ in shifted])
         joined["input_sentence"] = torch.cat([s for _, s in shifted])
-        return cls(**joined)
+        return cls(**joined, logit_map=_map_of(parts))
+
+
+def _joined(parts: Sequence[GradientParts]) -> dict[str, Tensor]:
+    names = [f.name for f in fields(GradientParts) if f.name != "logit_map"]
+    return {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
+
+
+def _map_of(parts: Sequence[GradientParts]) -> LogitMap:
+    """That of the most tokens, off which it was read best."""
+    return max(parts, key=lambda p: len(p.labels)).logit_map
 
 
 def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) -> GradientParts:
@@ -120,7 +136,8 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
         inputs: whether to compute the embedding's part of a tied matrix (the backward).
 
     Raises:
-        ValueError: the model has no head, or a tied embedding that does more than look up rows.
+        ValueError: the model has no head, a tied embedding that does more than look up rows, or
+            logits that are more than scale, shift and softcap of what the head gives.
     """
     if anatomy.head is None:
         raise ValueError("this model has no output head whose gradient could be read")
@@ -128,28 +145,32 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
     frozen = {name: p.detach() for name, p in anatomy.model.named_parameters()}
     found, first = [], 0
     tied = inputs and anatomy.tied
-    with anatomy.undisturbed() as model, torch.set_grad_enabled(tied):
+    with undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
         for part in micro_batches(anatomy, batch):
             with inputs_of(anatomy.head) as seen, _lookups(anatomy, tied) as lookups:
                 logits = run_logits(model, part, frozen)
             kept, labels = predicting(logits, part)
-            hidden, _ = predicting(seen[-1].detach(), part)
+            states, _ = predicting(seen[-1].detach(), part)
+            hidden = states.float()
+            logit_map = LogitMap.of(
+                model, states, kept, lambda h: F.linear(h.float(), weight, bias)
+            )
             input_ids, grads, input_rows, opening = _input_parts(lookups, kept, labels)
             found.append(
                 GradientParts(
-                    hidden.float(),
+                    hidden,
                     labels,
                     _rows_of(part) + first,
-                    log_partitions(hidden.float(), weight, bias),
+                    log_partitions(hidden, weight, bias, logit_map),
                     input_ids.to(labels.device),
                     grads.to(labels.device).reshape(-1, weight.shape[1]),
                     input_rows.to(labels.device) + first,
                     opening.to(labels.device),
+                    logit_map,
                 )
             )
             first += len(part.input_ids)
-    joined = {f.name: torch.cat([getattr(p, f.name) for p in found]) for f in fields(GradientParts)}
-    return GradientParts(**joined)
+    return GradientParts(**_joined(found), logit_map=_map_of(found))
 
 
 def head_of(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:

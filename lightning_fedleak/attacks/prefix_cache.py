@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache
 
 from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.bottom import BottomModel
-from lightning_fedleak.attacks.hidden import TOKENS_AT_ONCE, takes, virtual_tokens
 from lightning_fedleak.attacks.prefix_layout import Layout
+from lightning_fedleak.model_runs import TOKENS_AT_ONCE, takes, virtual_tokens
 
 BLOCK = {"cpu": 16}
 BLOCK_OTHERWISE = 128

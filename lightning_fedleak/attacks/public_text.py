@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, Kind
-from lightning_fedleak.attacks.forwards import logits_in
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model_runs import logits_in, undisturbed
 
 
 class PublicText:
@@ -267,7 +267,7 @@ def _sampled(
         first = torch.full((n, 1), int(start))
     device = anatomy.device
     ids, cache = first, None
-    with anatomy.undisturbed() as model, torch.no_grad():
+    with undisturbed(anatomy) as model, torch.no_grad():
         cached = bool(getattr(config, "use_cache", False))
         for _ in range(length - 1):
             if cache is not None:

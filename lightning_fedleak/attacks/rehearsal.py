@@ -143,7 +143,8 @@ def _rehearsals(
             continue
         types, importance = _sampled_types(batch, expected, generator)
         gradient = batch.gradient(weight, bias, types)
-        gradient += _noise_like(gradient, directions.norm / len(batch.labels), generator)
+        token = directions.norm * abs(parts.logit_map.scale) / len(batch.labels)
+        gradient += _noise_like(gradient, token, generator)
         summary = RowSummary.of(gradient, directions.u)
         place = torch.full((len(weight),), -1, device=types.device)
         place[types] = torch.arange(len(types), device=types.device)

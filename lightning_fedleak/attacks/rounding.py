@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
-from lightning_fedleak.attacks.hidden import context_length, hidden_states, takes
 from lightning_fedleak.attacks.membership import sentence_rows
+from lightning_fedleak.model_runs import context_length, hidden_states, takes
 
 LENGTHS = (2, 3, 5, 7, 9, 12, 15, 18, 21, 24, 28, 32)
 """Tokens of the random texts."""

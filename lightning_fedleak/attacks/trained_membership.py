@@ -18,7 +18,6 @@ from torch import Tensor
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.crafted_fc import CraftedFC, Frozen, check_targets, inputs_of
-from lightning_fedleak.attacks.hidden import context_length, hidden_states
 from lightning_fedleak.attacks.membership import (
     Granularity,
     MembershipAttack,
@@ -28,6 +27,7 @@ from lightning_fedleak.attacks.membership import (
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.rungs import RungReader
 from lightning_fedleak.attacks.trained_neuron import Neuron, Scale, train_neuron
+from lightning_fedleak.model_runs import context_length, hidden_states
 from lightning_fedleak.threats import Capability, ThreatModel
 
 HARDER = (0.9, 0.8, 0.6, 0.4, 0.2)

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.crafted_fc import CraftedFC, TwoIdentities
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.insertion import insert
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.poisson import PoissonBatchSampler
+from lightning_fedleak.model_runs import hidden_states
 
 
 class PlantedNeuron:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.hidden import whole_model
 from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
 from lightning_fedleak.callbacks.cadence import Cadence, StepClock
 from lightning_fedleak.callbacks.channels.base import Channel, Look, Moment, Plan, Run, reason
@@ -22,6 +21,7 @@ from lightning_fedleak.callbacks.checks import warn_of_adaptive_updates, warn_of
 from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.results import Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     GradientTap,

@@ -17,8 +17,8 @@ from lightning_fedleak.activations import ActivationTap
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.base import UnusableObservation
-from lightning_fedleak.attacks.hidden import virtual_tokens
 from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model_runs import virtual_tokens
 from lightning_fedleak.snapshots import Stage
 
 GIVEN = ("attention_mask", "position_ids")

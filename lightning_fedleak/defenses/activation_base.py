@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.anatomy.parts import is_looked_at
 from lightning_fedleak.anatomy.text_layers import (
     place_of,
     states_in,
@@ -21,6 +20,7 @@ from lightning_fedleak.anatomy.text_layers import (
     with_states_out,
 )
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
+from lightning_fedleak.model_runs import is_looked_at
 
 
 class ActivationDefense(Defense):
@@ -28,7 +28,7 @@ class ActivationDefense(Defense):
 
     It acts in every forward of the model, in training, in evaluation and (``inference``) where the
     Trainer validates, tests or predicts without a fit; not where the model runs as the server's
-    copy would (:meth:`~lightning_fedleak.anatomy.Anatomy.undisturbed`). A training step in which no
+    copy would (:meth:`~lightning_fedleak.model_runs.undisturbed`). A training step in which no
     hidden states passed the layer is refused. Under ``torch.compile`` the graph breaks at the hook;
     what was compiled before the fit is compiled anew.
 

@@ -14,6 +14,7 @@ from lightning_fedleak.anatomy.text_layers import Place, place_of, states_in, st
 from lightning_fedleak.defenses.activation_base import ActivationDefense
 from lightning_fedleak.defenses.activation_noise import ActivationNoise
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
+from lightning_fedleak.model_runs import undisturbed
 
 Basis = Literal["random", "principal"]
 _ROWS_AT_ONCE = 8
@@ -120,7 +121,7 @@ class ActivationCompression(ActivationDefense):
                 place = place_of(anatomy, self.layer)
             except ValueError as error:
                 raise DefenseError(f"ActivationCompression: {error}") from error
-            with anatomy.undisturbed() as model, torch.no_grad():
+            with undisturbed(anatomy) as model, torch.no_grad():
                 ids = self._public.to(anatomy.device)
                 self._mean, self._span = _principal(model, place, ids, self.keep_dims)
             if dist.is_initialized():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.insertion import Placement, insert
 from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.games.losses import Loss
+from lightning_fedleak.model_runs import undisturbed
 
 
 class _Blank(nn.Module):
@@ -54,8 +55,7 @@ def autograd_gradient(
     crafted = attack.craft(target)
     bias = crafted.get_parameter("bias")
     with _output_of(crafted) as outputs, insert(anatomy, attack.layer, crafted, placement):
-        value = _value(anatomy, ids, mask, loss)
-        gradient, upstream = torch.autograd.grad(value, [bias, outputs[-1]])
+        gradient, upstream = _gradients(anatomy, ids, mask, loss, lambda: [bias, outputs[-1]])
     return gradient, upstream[..., 0]
 
 
@@ -74,8 +74,7 @@ def loss_upstream(
     """
     blank = _Blank(attack.granularity == "full")
     with _output_of(blank) as outputs, insert(anatomy, attack.layer, blank, placement):
-        value = _value(anatomy, ids, mask, loss)
-        (upstream,) = torch.autograd.grad(value, [outputs[-1]])
+        (upstream,) = _gradients(anatomy, ids, mask, loss, lambda: [outputs[-1]])
     return upstream[..., 0]
 
 
@@ -90,10 +89,18 @@ def _output_of(module: nn.Module) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _value(anatomy: Anatomy, ids: Tensor, mask: Tensor | None, loss: Loss) -> Tensor:
+def _gradients(
+    anatomy: Anatomy,
+    ids: Tensor,
+    mask: Tensor | None,
+    loss: Loss,
+    of: Callable[[], Sequence[Tensor]],
+) -> tuple[Tensor, ...]:
+    """Gradients of the loss in what ``of`` names once the model has been run."""
     device = anatomy.device
-    with anatomy.undisturbed() as model, torch.enable_grad():
-        return loss(model, ids.to(device), None if mask is None else mask.to(device))
+    with undisturbed(anatomy) as model, torch.enable_grad():
+        value = loss(model, ids.to(device), None if mask is None else mask.to(device))
+        return torch.autograd.grad(value, of())
 
 
 def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Generator) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.forwards import predicting
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.games.pool import GameError
+from lightning_fedleak.model_runs import predicting
 
 Loss = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 """(model, ids (B, L), mask (B, L) or None) to a scalar; the mean over what it is computed on."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query
-from lightning_fedleak.attacks.hidden import context_length, hidden_states
 from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.games.config import GameConfig
 from lightning_fedleak.games.deals import AUTHORS_POSITION, Deal, authors_deals, game_deals
@@ -29,6 +28,7 @@ from lightning_fedleak.games.states import (
     reads_ahead,
     tells_positions_apart,
 )
+from lightning_fedleak.model_runs import context_length, hidden_states
 
 _BESIDE = 5
 """Sentences that the server embeds beside its targets where it pads."""

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.anatomy.text_layers import place_of, states_in, states_out
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.games.pool import padded
+from lightning_fedleak.model_runs import hidden_states, undisturbed
 
 _RUN = 4
 """Tokens up to the one that is looked at, and behind it, where a model is tried for looking ahead.
@@ -33,7 +33,7 @@ def client_states(
     """Hidden states at several layers by one forward of the client's whole batch.
 
     Not the function that the server embeds its targets with
-    (:func:`lightning_fedleak.attacks.hidden.hidden_states`): in a game both sides compute for
+    (:func:`lightning_fedleak.model_runs.hidden_states`): in a game both sides compute for
     themselves.
 
     Args:
@@ -67,7 +67,7 @@ def client_states(
     if mask is not None:
         inputs["attention_mask"] = mask.to(device)
     with ExitStack() as stack:
-        model = stack.enter_context(anatomy.undisturbed())
+        model = stack.enter_context(undisturbed(anatomy))
         stack.enter_context(torch.no_grad())
         if dropout_seed is not None:
             torch.manual_seed(dropout_seed)

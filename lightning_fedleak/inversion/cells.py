@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.inversion import InversionAttack
 from lightning_fedleak.inversion.noise import gaussian_noise
 from lightning_fedleak.inversion.task import Utility, utility
 from lightning_fedleak.metrics.functional import Rate
 from lightning_fedleak.metrics.text_reconstruction import reconstruction_rates, sentence_scores
+from lightning_fedleak.model_runs import hidden_states
 
 ROUGE_UP_TO = 512
 """Tokens of a text, above which ROUGE-L is left out: its time grows with the square."""

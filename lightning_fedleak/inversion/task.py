@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.inversion.noise import gaussian_noise, noised
+from lightning_fedleak.model_runs import hidden_states, undisturbed
 
 MASKED_SHARE = 0.15
 LOGITS_AT_ONCE = 1 << 25
@@ -117,7 +117,7 @@ def _predictions(
     vocabulary = anatomy.vocab_size or 1
     rows = max(1, LOGITS_AT_ONCE // (ids.shape[1] * vocabulary))
     right, nats = 0, 0.0
-    with torch.no_grad(), anatomy.undisturbed() as model:
+    with torch.no_grad(), undisturbed(anatomy) as model:
         for a in range(0, len(ids), rows):
             part = slice(a, a + rows)
             with noised(anatomy, layer, noise[part]):
@@ -133,7 +133,7 @@ def _pooled(
     anatomy: Anatomy, layer: int, ids: Tensor, sigma: float, relative: bool, seed: int
 ) -> Utility:
     noise = gaussian_noise(hidden_states(anatomy, layer, ids), sigma, relative=relative, seed=seed)
-    with torch.no_grad(), anatomy.undisturbed() as model:
+    with torch.no_grad(), undisturbed(anatomy) as model:
         states = model(input_ids=ids)[0]
         if states.dim() != 3:
             raise ValueError("a model with a head of classes: give the encoder without its head")

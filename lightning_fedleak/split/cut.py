@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, find_anatomy
 from lightning_fedleak.anatomy.text_layers import place_of, states_out
 from lightning_fedleak.anatomy.wrappers import leaf, path_of, without_peft
-from lightning_fedleak.attacks.hidden import (
-    compiled_run_eagerly,
+from lightning_fedleak.model_runs import (
     context_length,
     needed_hooks_only,
+    undisturbed,
     virtual_tokens,
 )
+from lightning_fedleak.model_state import model_kept, process_kept
 from lightning_fedleak.split.parts import Arrive, Leave, ModelPart, Nothing, SplitError
 
 _AGREE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -174,7 +175,7 @@ def _survey(anatomy: Anatomy) -> _Survey:
     called: dict[str, set[str]] = {"below": set(), "above": set()}
     seen: list[Any] = []
     text = _trial_text(anatomy)
-    with anatomy.undisturbed() as model, torch.no_grad(), needed_hooks_only(anatomy.root):
+    with undisturbed(anatomy) as model, torch.no_grad(), needed_hooks_only(anatomy.root):
         handles = [
             block.register_forward_hook(lambda _, __, output: seen.append(output))
             for block in anatomy.blocks
@@ -188,8 +189,7 @@ def _survey(anatomy: Anatomy) -> _Survey:
 
             handles.append(module.register_forward_pre_hook(note))
         try:
-            with compiled_run_eagerly(anatomy.root):
-                output = copy_context().run(model, **text)
+            output = copy_context().run(model, **text)
         except Exception as error:
             raise SplitError(
                 f"{type(model).__name__} cannot be run on token ids and a mask alone: "
@@ -271,12 +271,11 @@ def _check(anatomy: Anatomy, split: SplitModel, survey: _Survey) -> None:
     """
     mask = survey.text["attention_mask"]
     parts = [p for p in (split.bottom, split.top, split.tail) if p is not None]
-    flags = [(m, m.training) for p in parts for m in p.modules()]
     given = survey.text["input_ids"]
     try:
-        for part in parts:
-            part.eval()
-        with torch.random.fork_rng(devices=anatomy._cuda_devices()):
+        with process_kept(), model_kept(nn.ModuleList(parts)):
+            for part in parts:
+                part.eval()
             for part in parts[:-1]:
                 given = part.states(given, mask)
             logits = parts[-1].output(given, mask).logits
@@ -285,9 +284,6 @@ def _check(anatomy: Anatomy, split: SplitModel, survey: _Survey) -> None:
             f"{type(anatomy.model).__name__} cannot be run in parts: "
             f"{type(error).__name__}: {error}"
         ) from error
-    finally:
-        for module, flag in flags:
-            module.training = flag
     expected = survey.logits
     if logits.shape[:2] == mask.shape:
         logits, expected = logits[mask != 0], expected[mask != 0]

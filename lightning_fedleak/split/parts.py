@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from lightning_fedleak.anatomy.text_layers import states_in, with_states_out
-from lightning_fedleak.attacks.hidden import takes
+from lightning_fedleak.model_runs import takes
 
 
 class SplitError(ValueError):

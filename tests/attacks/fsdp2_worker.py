@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.hidden import hidden_states
+from lightning_fedleak.model_runs import hidden_states
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 

@@ -25,10 +25,10 @@ from lightning_fedleak.attacks.attention_membership import WIDTHS, AttentionMemb
 from lightning_fedleak.attacks.attention_public import PublicScores, PublicStates
 from lightning_fedleak.attacks.base import Query, UnusableObservation
 from lightning_fedleak.attacks.crafted_attention import algorithm_one, left_out, projector_heads
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.membership import CRAFTED
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.whitening import fit_whitening
+from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.theory import retrieval_error, separation
 from tests.helpers import models

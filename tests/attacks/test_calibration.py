@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import lightning_fedleak.attacks.forwards as forwards
+import lightning_fedleak.model_runs as model_runs
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.calibration import (
     PublicText,
@@ -54,7 +54,7 @@ def autograd_gradients(model, batch):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("at_once", [1 << 26, 1])
 def test_gradient_is_that_of_the_models_own_loss(name, at_once, monkeypatch):
-    monkeypatch.setattr(forwards, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(model_runs, "LOGITS_AT_ONCE", at_once)
     make, kind = MODELS[name]
     model = make()
     batch = batch_of(kind)

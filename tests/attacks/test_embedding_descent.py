@@ -18,11 +18,11 @@ from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.bottom import BottomModel
 from lightning_fedleak.attacks.descent import Descent
 from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.inversion import NOTHING
 from lightning_fedleak.attacks.row_adam import RowAdam
 from lightning_fedleak.attacks.sent import Deadline, Sent
 from lightning_fedleak.attacks.token_table import TokenTable
+from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 from tests.helpers.models import DIM, VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_roberta_mlm
 

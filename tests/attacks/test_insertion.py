@@ -15,8 +15,8 @@ from lightning_fedleak.activations import ActivationTap
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.anatomy.text_layers import text_blocks
 from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.insertion import Inserted, direction_of, insert, upstream_of
+from lightning_fedleak.model_runs import hidden_states
 from tests.callbacks.runs import fit
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import (

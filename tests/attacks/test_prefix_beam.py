@@ -7,12 +7,12 @@ import torch
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.bottom import BottomModel
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.prefix_beam import Beam, beam_search
 from lightning_fedleak.attacks.prefix_cache import Layout, Prefixes
 from lightning_fedleak.attacks.sent import Deadline
 from lightning_fedleak.attacks.state_table import StateTable
 from lightning_fedleak.attacks.typical_states import typical_states
+from lightning_fedleak.model_runs import hidden_states
 from tests.helpers import models
 
 VOCAB, LENGTH, LAYER = 40, 10, 2

@@ -17,11 +17,11 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText, prefix_search, prefix_settling
 from lightning_fedleak.attacks import sent as sent_module
 from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.inversion import NOTHING, TextGuess
 from lightning_fedleak.attacks.prefix_cache import Prefixes
 from lightning_fedleak.attacks.prefix_inversion import PrefixInversion
 from lightning_fedleak.attacks.sent import Deadline
+from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 from tests.helpers import models
 

@@ -10,9 +10,9 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import state_readout
 from lightning_fedleak.attacks.bottom import BottomModel
 from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.sent import Sent
 from lightning_fedleak.attacks.state_readout import StateReadout
+from lightning_fedleak.model_runs import hidden_states
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.bottom import BottomModel
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.sent import Deadline, Sent
 from lightning_fedleak.attacks.sweeps import _Text, high_errors, sweep
+from lightning_fedleak.model_runs import hidden_states
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
 
 

@@ -9,10 +9,10 @@ import torch
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.descent import Descent
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.inversion import NOTHING
 from lightning_fedleak.attacks.sent import Deadline, Sent
 from lightning_fedleak.attacks.token_relaxation import TokenRelaxation
+from lightning_fedleak.model_runs import hidden_states
 from tests.attacks.test_embedding_descent import MODELS, slow_clock, text
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2
 

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.calibration import PublicText
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.membership import sentence_rows
 from lightning_fedleak.attacks.trained_membership import TrainedMembership
 from lightning_fedleak.attacks.trained_neuron import (
@@ -25,6 +24,7 @@ from lightning_fedleak.attacks.trained_neuron import (
     outputs_of,
     train_neuron,
 )
+from lightning_fedleak.model_runs import hidden_states
 from tests.helpers import models
 
 SMALL = {"hidden_units": 24, "steps": 40, "public_rows": 64, "batch": 32}

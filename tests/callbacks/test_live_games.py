@@ -14,7 +14,6 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.attention_membership import WIDTHS, AttentionMembership
 from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.insertion import insert
 from lightning_fedleak.attacks.membership import CRAFTED, MembershipGuess
 from lightning_fedleak.attacks.trained_membership import TrainedMembership
@@ -23,6 +22,7 @@ from lightning_fedleak.callbacks import Games, LeakageMonitor, RiskGate
 from lightning_fedleak.canaries import InclusionMismatch, with_canaries
 from lightning_fedleak.defenses import DPSGD, Defense, Freeze, GradientNoise
 from lightning_fedleak.defenses.activation_noise import ActivationNoise
+from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
 from tests.callbacks.runs import Probe, fit

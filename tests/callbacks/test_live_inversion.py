@@ -18,7 +18,6 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.anatomy.text_layers import place_of, states_out, with_states_out
 from lightning_fedleak.attacks import EmbeddingDescent, PrefixInversion
 from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.inversion import NOTHING, InversionAttack, TextGuess
 from lightning_fedleak.batches import BatchError
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
@@ -29,6 +28,7 @@ from lightning_fedleak.metrics.text_reconstruction import (
     reconstruction_rates,
     sentence_scores,
 )
+from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import Capability, ThreatModelError
 from tests.callbacks.runs import Probe, assert_same, fit

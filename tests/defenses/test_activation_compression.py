@@ -11,10 +11,10 @@ from sklearn.decomposition import PCA
 from torch import Tensor
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.activation_compression import ActivationCompression
 from lightning_fedleak.defenses.activation_noise import ActivationNoise
+from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.strategies import CHECKPOINT_KEY, DefendedStrategy
 from tests.defenses.activation_runs import Passing, batch, context, distance, rewriting, step
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader

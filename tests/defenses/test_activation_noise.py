@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.defenses.activation_noise import ActivationNoise, _Remembered
+from lightning_fedleak.model_runs import undisturbed
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.defenses.activation_runs import Passing, batch, context, distance, rewriting, step
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
@@ -287,7 +288,7 @@ def test_the_servers_copy_has_no_noise() -> None:
         clean = model(**batch()).loss
         noised(model, ActivationNoise(1, 3.0))
         assert not torch.equal(model(**batch()).loss, clean)
-        with find_anatomy(model).undisturbed():
+        with undisturbed(find_anatomy(model)):
             assert torch.equal(model(**batch()).loss, clean)
         assert not torch.equal(model(**batch()).loss, clean)
 

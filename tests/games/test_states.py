@@ -7,7 +7,6 @@ import torch
 from transformers import BertConfig, BertModel
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.games import SentencePool
 from lightning_fedleak.games.pool import padded
 from lightning_fedleak.games.states import (
@@ -17,6 +16,7 @@ from lightning_fedleak.games.states import (
     reads_ahead,
     tells_positions_apart,
 )
+from lightning_fedleak.model_runs import hidden_states, undisturbed
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
 
 # model, tells positions apart at layer 0, reads ahead above it
@@ -45,7 +45,7 @@ def test_one_forward_gives_every_layer_of_the_clients_batch(name: str) -> None:
     seen = client_states(anatomy, [0, 1, 2], ids, mask)
     assert torch.equal(before, torch.random.get_rng_state())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in anatomy.root.modules())
-    with anatomy.undisturbed() as model, torch.no_grad():
+    with undisturbed(anatomy) as model, torch.no_grad():
         wanted = model(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
     for layer in (0, 1):
         torch.testing.assert_close(seen[layer], wanted[layer], rtol=0, atol=0)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.inversion import InversionAttack, TextGuess
 from lightning_fedleak.attacks.sent import Sent
 from lightning_fedleak.inversion import Cell, make_adversary, run_cells
 from lightning_fedleak.inversion.adversaries import ADVERSARIES
 from lightning_fedleak.inversion.noise import gaussian_noise
+from lightning_fedleak.model_runs import hidden_states
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.inversion.noise import gaussian_noise, noised
 from lightning_fedleak.inversion.task import chosen_places, utility
+from lightning_fedleak.model_runs import hidden_states
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2
 
 MASK = 4

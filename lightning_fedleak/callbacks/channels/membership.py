@@ -25,7 +25,6 @@ from lightning_fedleak.activations import ActivationTap
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.base import Attack, UnusableObservation
-from lightning_fedleak.attacks.hidden import hidden_states
 from lightning_fedleak.attacks.insertion import direction_of, upstream_of
 from lightning_fedleak.attacks.membership import CRAFTED, MembershipAttack
 from lightning_fedleak.attacks.public_text import PublicText
@@ -61,6 +60,7 @@ from lightning_fedleak.callbacks.results import (
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
 from lightning_fedleak.metrics import MembershipInference, Rate
 from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR, RATES
+from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.threats import DISHONEST_SERVER
 

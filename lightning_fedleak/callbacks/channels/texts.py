@@ -16,7 +16,6 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, UnusableObservation
-from lightning_fedleak.attacks.hidden import whole_model
 from lightning_fedleak.attacks.inversion import NOTHING, InversionAttack, TextAttack, TextGuess
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.channels.base import (
@@ -46,6 +45,7 @@ from lightning_fedleak.metrics.text_reconstruction import (
     sentence_scores,
     token_hits,
 )
+from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 from lightning_fedleak.threats import Capability
 

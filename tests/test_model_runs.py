@@ -13,7 +13,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.anatomy.text_layers import text_blocks
-from lightning_fedleak.attacks.hidden import context_length, hidden_states
+from lightning_fedleak.model_runs import context_length, hidden_states
 from tests.helpers.models import (
     DIM,
     POSITIONS,

@@ -1,16 +1,17 @@
-"""Hidden states at a layer, as the server's copy of the model computes them: nothing left behind.
+"""The model run on any text, nothing left behind: its logits, and hidden states at a layer.
 
-The run goes through the whole model's own ``forward`` and is cut off right behind the layer, so
-that masks, positions, PEFT and sharding are the model's own business, and no work is done above.
+Every forward of ours goes through one door, :func:`undisturbed`. A run goes through the whole
+model's own ``forward``, so that masks, positions, PEFT and sharding are the model's own business;
+one for hidden states is cut off right behind the layer, so that no work is done above.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import torch
@@ -20,12 +21,66 @@ from torch.nn.modules import module as torch_module
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import Place, place_of, states_in, states_out
 from lightning_fedleak.anatomy.wrappers import walk, without_peft
-from lightning_fedleak.snapshots import whole_tensor
+from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model_state import HOOKS, hook_home, model_kept, modules_of, process_kept
 
+LOGITS_AT_ONCE = 1 << 26
 TOKENS_AT_ONCE = 1 << 13
 
 _OF_WHOLE_MODELS = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
 _KEPT = ("torch.distributed", *_OF_WHOLE_MODELS)
+
+_open: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
+
+
+def is_looked_at() -> bool:
+    """Whether an :func:`undisturbed` is open: what runs is the server's copy, say.
+
+    Hooks that stand for what a client does to its own data must do nothing then.
+    """
+    return bool(_open.get())
+
+
+@contextmanager
+def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
+    """Yields ``anatomy.model`` in eval mode and puts everything back after, also on an exception.
+
+    The door that every forward of ours goes through. Put back are what modules of ``anatomy.root``
+    hold (:func:`~lightning_fedleak.model_state.model_kept` says what: parameters, buffers,
+    gradients, attributes that a forward or a hook writes) and the state of the process
+    (:func:`~lightning_fedleak.model_state.process_kept`: random generators, autocast), and each
+    module's own ``training`` flag, set directly so that no ``train()`` of a user's module runs.
+    What FSDP2 had sharded is sharded again. Compiled modules run eagerly, and autocast keeps no
+    cast weights. Gradients stay enabled or disabled as they are; a backward belongs inside.
+
+    May be nested: the outermost one of a root puts its modules back, each one modes and random
+    generators. Meanwhile :func:`is_looked_at` says so.
+
+    Out of reach is what no module holds: files, global variables, closures, class attributes, and
+    objects whose state cannot be read.
+
+    Raises:
+        ModelWritten: a parameter was written to and could not be put back.
+    """
+    root, before = anatomy.root, _open.get()
+    modules = modules_of(root)
+    flags = [m.training for m in modules]
+    with ExitStack() as stack:
+        stack.enter_context(process_kept())
+        if not any(root is other for other in before):
+            stack.enter_context(model_kept(root, anatomy.model))
+        stack.enter_context(_sharded_again(root))
+        stack.enter_context(_compiled_run_eagerly(root))
+        stack.enter_context(_casts_not_cached())
+        _open.set((*before, root))
+        try:
+            for module in modules:
+                module.training = False
+            yield anatomy.model
+        finally:
+            for module, flag in zip(modules, flags, strict=True):
+                module.training = flag
+            _open.set(before)
 
 
 def hidden_states(
@@ -52,14 +107,13 @@ def hidden_states(
 
     Hidden states at padded positions are whatever the model computes there; they mean nothing.
 
-    Left as they were, also after an exception: training flags, global random state, the cache of
-    cast weights of an autocast region that the call is made in, what FSDP2 had sharded, and hooks.
-    No forward, forward-pre or backward hook runs during the call, of one module or global, but
-    those that the model needs to compute at all: those whose functions come from
-    ``torch.distributed`` (FSDP2, tensor parallel), ``torch.nn.utils`` (``weight_norm``, pruning),
-    ``torch.ao``, ``transformers``, ``accelerate`` and ``peft``. A hook of the user's own that
-    changes what the model computes is therefore left out. Compiled models and blocks run eagerly.
-    Under FSDP2 and tensor parallel every rank must make the call, with texts of the same shape.
+    Everything is left as it was, also after an exception, see :func:`undisturbed`. No forward,
+    forward-pre or backward hook runs during the call, of one module or global, but those that the
+    model needs to compute at all: those whose functions come from ``torch.distributed`` (FSDP2,
+    tensor parallel), ``torch.nn.utils`` (``weight_norm``, pruning), ``torch.ao``, ``transformers``,
+    ``accelerate`` and ``peft``. A hook of the user's own that changes what the model computes is
+    therefore left out. Compiled models and blocks run eagerly. Under FSDP2 and tensor parallel
+    every rank must make the call, with texts of the same shape.
 
     Args:
         anatomy: of the model; of an encoder-decoder the *encoder's* blocks are meant, which read
@@ -83,7 +137,7 @@ def hidden_states(
     check_text(anatomy, input_ids, attention_mask, position_ids)
     if at_once < 1:
         raise ValueError(f"at_once must be a positive number of tokens, got {at_once}")
-    if any("_fsdp_wrapped_module" in m._modules for m in anatomy.root.modules()):
+    if any("_fsdp_wrapped_module" in m._modules for m in modules_of(anatomy.root)):
         raise TypeError(
             "the model is wrapped by FullyShardedDataParallel (FSDP1), whose forward cannot be "
             "cut off behind a layer; use FSDP2 (ModelParallelStrategy)"
@@ -98,11 +152,7 @@ def hidden_states(
         if position_ids is not None:
             text["position_ids"] = position_ids[a : a + rows].to(device)
         texts.append(text)
-    with anatomy.undisturbed() as model, torch.no_grad(), ExitStack() as stack:
-        stack.enter_context(needed_hooks_only(anatomy.root))
-        stack.enter_context(compiled_run_eagerly(anatomy.root))
-        stack.enter_context(casts_not_cached())
-        stack.enter_context(_sharded_again(anatomy.root))
+    with undisturbed(anatomy) as model, torch.no_grad(), needed_hooks_only(anatomy.root):
         options = {"use_cache": False} if takes(model, "use_cache") else {}
         run = cut_at(model, place)
         states = [copy_context().run(run, **text, **options) for text in texts]
@@ -136,8 +186,10 @@ def whole_model(root: nn.Module) -> Iterator[None]:
     whole: dict[int, nn.Parameter] = {}
     for _, _, parameter in sharded:
         if id(parameter) not in whole:
-            gathered = whole_tensor(parameter)
-            whole[id(parameter)] = nn.Parameter(gathered, requires_grad=parameter.requires_grad)
+            gathered = parameter.full_tensor()  # type: ignore[operator]
+            whole[id(parameter)] = nn.Parameter(
+                gathered.detach(), requires_grad=parameter.requires_grad
+            )
     try:
         for module, name, parameter in sharded:
             module._parameters[name] = whole[id(parameter)]
@@ -159,19 +211,9 @@ def needed_hooks_only(root: nn.Module, kept: Sequence[str] = _KEPT) -> Iterator[
         root: with all modules inside it.
         kept: the packages whose hooks run.
     """
-    holders: list[dict[str, Any]] = [m.__dict__ for m in root.modules()]
+    holders: list[dict[str, Any]] = [m.__dict__ for m in modules_of(root)]
     holders.append({n.removeprefix("_global"): v for n, v in vars(torch_module).items()})
-    stores = [
-        holder[name]
-        for holder in holders
-        for name in (
-            "_forward_hooks",
-            "_forward_pre_hooks",
-            "_backward_hooks",
-            "_backward_pre_hooks",
-        )
-        if holder[name]
-    ]
+    stores = [holder[name] for holder in holders for name in HOOKS if holder[name]]
     always = [
         (h["_forward_hooks_always_called"], h["_forward_hooks"])
         for h in holders
@@ -198,9 +240,7 @@ def needed_hooks_only(root: nn.Module, kept: Sequence[str] = _KEPT) -> Iterator[
 
 
 def _is_of(hook: Callable[..., Any], packages: Sequence[str]) -> bool:
-    while hasattr(hook, "func"):
-        hook = hook.func
-    home = getattr(hook, "__module__", None) or type(hook).__module__
+    home = hook_home(hook)
     return any(home == name or home.startswith(f"{name}.") for name in packages)
 
 
@@ -318,10 +358,10 @@ def takes(model: nn.Module, argument: str) -> bool:
 
 
 @contextmanager
-def compiled_run_eagerly(root: nn.Module) -> Iterator[None]:
+def _compiled_run_eagerly(root: nn.Module) -> Iterator[None]:
     """Within it compiled modules of ``root`` run as they were before."""
     compiled = any(
-        "_orig_mod" in m._modules or m._compiled_call_impl is not None for m in root.modules()
+        "_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules_of(root)
     )
     if not compiled:
         yield
@@ -336,7 +376,7 @@ def _sharded_again(root: nn.Module) -> Iterator[None]:
 
     A ``zero_grad`` or an optimizer would then act on the whole parameters in place of the shards.
     """
-    groups = [m for m in root.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]
+    groups = [m for m in modules_of(root) if hasattr(m, "unshard") and hasattr(m, "reshard")]
     sharded = [m for m in groups if all(hasattr(p, "full_tensor") for p in _own(m, groups))]
     try:
         yield
@@ -353,7 +393,7 @@ def _own(module: nn.Module, groups: list[nn.Module]) -> list[nn.Parameter]:
 
 
 @contextmanager
-def casts_not_cached() -> Iterator[None]:
+def _casts_not_cached() -> Iterator[None]:
     """Older torch would keep weights cast without gradient for the training step's use."""
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -363,16 +403,129 @@ def casts_not_cached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
+def micro_batches(anatomy: Anatomy, batch: TokenBatch) -> Iterator[TokenBatch]:
+    """``batch`` in runs of rows whose logits stay within a few hundred megabytes."""
+    device = anatomy.device
+    labels = labels_of(batch)
+    length = max(labels.shape[-1], batch.input_ids.shape[-1])
+    step = max(1, LOGITS_AT_ONCE // max(1, length * anatomy.vocab_size))
+    for a in range(0, len(batch.input_ids), step):
+        mask = batch.attention_mask
+        yield TokenBatch(
+            input_ids=batch.input_ids[a : a + step].to(device),
+            labels=labels[a : a + step].to(device),
+            attention_mask=None if mask is None else mask[a : a + step].to(device),
+            kind=batch.kind,
+        )
+
+
+def labels_of(batch: TokenBatch) -> Tensor:
+    """The batch's labels; of a causal batch without, its own ids (-100 where padded).
+
+    Raises:
+        ValueError: a batch of another kind has no labels.
+    """
+    if batch.labels is not None:
+        return batch.labels
+    if batch.kind != "causal":
+        raise ValueError(f"a batch of a {batch.kind} model needs labels to have a gradient")
+    if batch.attention_mask is None:
+        return batch.input_ids
+    return batch.input_ids.masked_fill(batch.attention_mask == 0, IGNORE_INDEX)
+
+
+def token_logits(
+    model: nn.Module, batch: TokenBatch, parameters: Mapping[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) at the predicting positions and the labels (N,) predicted there.
+
+    Args:
+        model: the language model, in the mode it is to run in.
+        batch: on the model's device.
+        parameters: used in place of the model's own, by name.
+    """
+    return predicting(run_logits(model, batch, parameters), batch)
+
+
+def predicting(values: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Of values per position (B, L, k), those that predict a label, (N, k), and the labels (N,).
+
+    A causal model predicts the label of the *next* position; the others that of their own.
+    """
+    labels = labels_of(batch)
+    if batch.kind == "causal":
+        values, labels = values[:, -labels.shape[1] : -1], labels[:, 1:]
+    kept = labels != IGNORE_INDEX
+    return values[kept], labels[kept]
+
+
+def run_logits(
+    model: nn.Module, batch: TokenBatch, parameters: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """The model's logits at every position, (B, L, V)."""
+    kwargs: dict[str, Tensor] = {"input_ids": batch.input_ids}
+    if batch.attention_mask is not None:
+        kwargs["attention_mask"] = batch.attention_mask
+    if batch.kind == "seq2seq":
+        kwargs["labels"] = labels_of(batch)
+    if parameters is None:
+        out = model(**kwargs)
+    else:
+        out = torch.func.functional_call(model, dict(parameters), kwargs=kwargs)
+    return logits_in(out)
+
+
+def logits_in(out: Any) -> Tensor:
+    """Logits in whatever a model returns: a tensor, the first of a tuple, or ``.logits``."""
+    logits = getattr(out, "logits", out)
+    if isinstance(logits, Mapping):
+        logits = logits["logits"]
+    if isinstance(logits, (tuple, list)):
+        logits = logits[0]
+    if not isinstance(logits, Tensor):
+        raise ValueError(
+            f"the model returned {type(out).__name__}; expected logits as a tensor, as the first "
+            "of a tuple, or as `.logits`"
+        )
+    return logits
+
+
+class inputs_of:
+    """Context: collects the inputs a module is called with."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.seen: list[Tensor] = []
+
+    def __enter__(self) -> list[Tensor]:
+        self.handle = self.module.register_forward_pre_hook(
+            lambda _, args: self.seen.append(args[0])
+        )
+        return self.seen
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.remove()
+
+
 __all__ = [
-    "casts_not_cached",
+    "LOGITS_AT_ONCE",
+    "TOKENS_AT_ONCE",
     "check_text",
-    "compiled_run_eagerly",
     "context_length",
     "cut_at",
     "hidden_states",
+    "inputs_of",
+    "is_looked_at",
+    "labels_of",
+    "logits_in",
+    "micro_batches",
     "needed_hooks_only",
+    "predicting",
+    "run_logits",
     "states_of_text",
     "takes",
+    "token_logits",
+    "undisturbed",
     "virtual_tokens",
     "whole_model",
 ]

@@ -1,0 +1,316 @@
+"""Whatever a forward or a hook writes is as it was when a calibration or an attack is through."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PublicText
+from lightning_fedleak.attacks.bottom import BottomModel
+from lightning_fedleak.attacks.state_readout import StateReadout
+from lightning_fedleak.games.inserted import loss_upstream
+from lightning_fedleak.model_runs import hidden_states
+from tests.helpers.models import own_rng
+
+VOCAB, DIM = 24, 8
+
+
+@dataclass
+class Tally:
+    calls: int = 0
+    seen: list[Tensor] = field(default_factory=list)
+
+
+class Writes(nn.Module):
+    """A module whose forward gives back its input, and leaves traces of one kind."""
+
+    def __init__(self, kind: str, shared: Tensor) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.randn(DIM))
+        self.frozen = nn.Parameter(torch.randn(DIM), requires_grad=False)
+        self.register_buffer("mean", torch.randn(DIM))
+        self.register_buffer("shared", shared)
+        self.register_buffer("rows", torch.randn(1, DIM).expand(3, DIM), persistent=False)
+        self.part = self.mean[2:5]
+        self.norm = nn.BatchNorm1d(DIM)
+        self.calls = 0
+        self.states: list[Tensor] = [torch.zeros(DIM)]
+        self.named: dict[str, Any] = {"deep": [{"sum": torch.zeros(DIM)}], "none": None}
+        self.ordered = OrderedDict(a=1, b=2)
+        self.last: deque[int] = deque([1, 2], maxlen=3)
+        self.kinds = {1, 2}
+        self.counted = Counter(a=1)
+        self.array = np.zeros(4)
+        self.space = SimpleNamespace(calls=0, seen=[torch.ones(2)])
+        self.tally = Tally()
+        self.own = torch.Generator().manual_seed(1)
+        self.own_numpy = np.random.default_rng(2)
+        self.own_random = random.Random(3)
+        self.gone = "soon"
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            getattr(self, f"_{self.kind}")(x.detach())
+        return x
+
+    def _average(self, x: Tensor) -> None:
+        self.mean.mul_(0.9).add_(x.mean((0, 1)))
+        self.shared.add_(1)
+        self.part.zero_()
+
+    def _replaced(self, x: Tensor) -> None:
+        self.mean = self.mean * 0.9
+        self._buffers["shared"] = None
+        self.register_buffer("late", torch.ones(2))
+
+    def _data(self, x: Tensor) -> None:
+        self.mean.data.add_(1)
+        self.shared.data = torch.ones(3)
+        self.rows[:1].mul_(2)
+        self.rows.resize_(0)
+
+    def _batch_norm(self, x: Tensor) -> None:
+        rows = x.reshape(-1, DIM).float()
+        F.batch_norm(rows, self.norm.running_mean, self.norm.running_var, training=True)
+        self.norm.num_batches_tracked += 1
+        self.norm.momentum = 0.7
+
+    def _lists(self, x: Tensor) -> None:
+        self.states.append(x.clone())
+        self.states[0].add_(1)
+        self.named["deep"][0]["sum"] += x.sum()
+        self.named["deep"].append(self.calls)
+        self.named["new"] = self.states
+        self.named.pop("none", None)
+        self.named["none"] = 3
+
+    def _containers(self, x: Tensor) -> None:
+        self.ordered.move_to_end("a")
+        self.ordered["c"] = 3
+        self.last.append(self.calls)
+        self.kinds.add(9)
+        self.counted["a"] += 1
+        self.calls += 1
+        self.array += 1
+
+    def _objects(self, x: Tensor) -> None:
+        self.space.calls += 1
+        self.space.seen[0].zero_()
+        self.space.new = x
+        self.tally.calls += 1
+        self.tally.seen.append(x)
+
+    def _chance(self, x: Tensor) -> None:
+        torch.rand(3)
+        np.random.rand(2)
+        random.random()
+        torch.rand(1, generator=self.own)
+        self.own_numpy.random()
+        self.own_random.random()
+        F.dropout(x, 0.5, training=True)
+
+    def _parameters_(self, x: Tensor) -> None:
+        self.weight.mul_(0.9)
+        self.frozen.data.clamp_(-0.1, 0.1)
+
+    def _parameter_data(self, x: Tensor) -> None:
+        self.weight.data = self.weight.data * 2
+        self.frozen = nn.Parameter(torch.zeros(1))
+
+    def _gradients(self, x: Tensor) -> None:
+        if self.weight.grad is None:
+            self.weight.grad = torch.ones_like(self.weight)
+        else:
+            self.weight.grad.add_(1)
+        self.frozen.requires_grad_(True)
+        self.weight.requires_grad_(False)
+
+    def _attributes(self, x: Tensor) -> None:
+        self.train()
+        self.norm.train()
+        self.new = x
+        self.kind_before = self.kind
+        if hasattr(self, "gone"):
+            del self.gone
+        self.norm = nn.Identity()
+        self.register_forward_hook(lambda *_: None)
+
+    def _nothing(self, x: Tensor) -> None:
+        pass
+
+
+KINDS = [n[1:] for n in vars(Writes) if n.startswith("_") and not n.startswith("__")]
+
+
+class TextModel(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        choose = random.Random(seed)
+        shared = torch.randn(3)
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        kinds = [KINDS[seed % len(KINDS)], *choose.sample(KINDS, 2)]
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, DIM), Writes(kind, shared), nn.Dropout(0.3))
+            for kind in kinds
+        )
+        self.head = nn.Linear(DIM, VOCAB, bias=choose.random() < 0.5)
+        if choose.random() < 0.4:
+            self.head.weight = self.embedding.weight
+        self.head.weight.requires_grad_(choose.random() < 0.7)
+        for module in self.modules():
+            module.training = choose.random() < 0.7
+        for parameter in self.parameters():
+            if parameter.requires_grad and choose.random() < 0.5:
+                parameter.grad = torch.randn_like(parameter)
+        self.hooked = [choose.choice(list(self.layers)) for _ in range(choose.randrange(3))]
+        for layer in self.hooked:
+            layer.steps = 0
+            layer.register_buffer("outputs", torch.zeros(DIM))
+            layer.register_forward_hook(writes_behind)
+            layer.register_forward_pre_hook(writes_before)
+            if choose.random() < 0.5:
+                layer.register_full_backward_hook(writes_back)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def writes_behind(module: nn.Module, _: Any, output: Tensor) -> None:
+    module.steps += 1
+    module.outputs.add_(output.detach().mean((0, 1)))
+    module[0].output = output
+
+
+def writes_before(module: nn.Module, args: tuple[Tensor]) -> None:
+    module.before = args[0]
+    module[0]._buffers["seen"] = args[0].detach()
+
+
+def writes_back(module: nn.Module, given: Any, got: Any) -> None:
+    module.steps += 10
+    module.outputs.data.add_(1)
+    with torch.no_grad():
+        module[0].weight.add_(1)
+
+
+def picture(root: nn.Module) -> tuple[list[tuple[Any, ...]], list[Any]]:
+    """Everything that can be reached from the modules, by identity and by bits.
+
+    With it the objects themselves, so that no identity is given twice.
+    """
+    found: list[tuple[Any, ...]] = []
+    seen: set[int] = set()
+    alive: list[Any] = []
+
+    def values(t: Tensor) -> bytes:
+        return t.detach().reshape(-1).numpy().tobytes()
+
+    def look(path: str, value: Any) -> None:
+        found.append((path, type(value), id(value)))
+        alive.append(value)
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            place = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+            found.append((path, place, value.requires_grad, value._version, values(value)))
+            if value.is_leaf:
+                look(f"{path}.grad", value.grad)
+        elif isinstance(value, nn.Module) or hasattr(value, "__dict__"):
+            if isinstance(value, nn.Module | SimpleNamespace | Tally):
+                look(f"{path}.__dict__", vars(value))
+        elif isinstance(value, dict):
+            for key, entry in value.items():
+                look(f"{path}[{key!r}]", entry)
+        elif isinstance(value, list | tuple | deque | set):
+            for i, entry in enumerate(value):
+                look(f"{path}[{i}]", entry)
+        elif isinstance(value, int | float | str):
+            found.append((path, value))
+        if isinstance(value, np.ndarray):
+            found.append((path, value.tobytes()))
+        elif isinstance(value, torch.Generator):
+            found.append((path, values(value.get_state())))
+        elif isinstance(value, np.random.Generator):
+            found.append((path, str(value.bit_generator.state)))
+        elif isinstance(value, random.Random):
+            found.append((path, value.getstate()))
+
+    look("root", root)
+    found.append(("torch", values(torch.get_rng_state())))
+    found.append(("numpy", *(str(np.asarray(s).tolist()) for s in np.random.get_state())))
+    found.append(("random", random.getstate()))
+    return found, alive
+
+
+def text_model(seed: int) -> Anatomy:
+    with own_rng(seed):
+        return find_anatomy(
+            nn.ModuleDict({"model": TextModel(seed)}),
+            kind="causal",
+            embedding="model.embedding",
+            head="model.head",
+            blocks="model.layers",
+        )
+
+
+TEXT = PublicText(
+    torch.randint(1, VOCAB, (24, 6), generator=torch.Generator().manual_seed(0)).tolist()
+)
+
+
+def calibrated(anatomy: Anatomy, seed: int) -> None:
+    flatchat = FlatChat(public_text=TEXT, shapes=((2, 5),), batches_per_shape=2)
+    flatchat.prepare(anatomy)
+    flatchat.regressor = None
+    flatchat.refresh(anatomy, 1)
+    readout = "learned" if seed % 10 == 0 else "sign"
+    aligned = AlignedFlatChat(public_text=TEXT, readout=readout, calibration_tokens=60)
+    aligned.prepare(anatomy)
+    aligned.refresh(anatomy, 1)
+
+
+def inverted(anatomy: Anatomy, seed: int) -> None:
+    bottom = BottomModel(anatomy, 2)
+    StateReadout.of(bottom, bottom.word_embeddings(), texts=2, length=5)
+
+
+def told_members(anatomy: Anatomy, seed: int) -> None:
+    ids = torch.arange(10).view(2, 5)
+    hidden_states(anatomy, 1, ids)
+
+    def loss(model: nn.Module, ids: Tensor, mask: Tensor | None) -> Tensor:
+        return F.cross_entropy(model(input_ids=ids).flatten(0, 1), ids.flatten())
+
+    attack = FCMembership(layer=1)
+    attack.prepare(anatomy)
+    loss_upstream(anatomy, attack, ids, None, "sequential", loss)
+
+
+@pytest.mark.parametrize("seed", range(104))
+@pytest.mark.filterwarnings("ignore")
+def test_no_run_leaves_a_trace(seed: int) -> None:
+    anatomy = text_model(seed)
+    torch.manual_seed(seed)
+    for run in (calibrated, inverted, told_members):
+        before, held = picture(anatomy.root)
+        run(anatomy, seed)
+        after, found = picture(anatomy.root)
+        changed = [(a, b) for a, b in zip(before, after, strict=False) if a != b]
+        assert not changed, changed[0]
+        assert len(held) == len(found)

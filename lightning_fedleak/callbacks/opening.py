@@ -15,7 +15,7 @@ from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.hidden import whole_model
 from lightning_fedleak.attacks.inversion import InversionAttack
 from lightning_fedleak.callbacks.cadence import Cadence
-from lightning_fedleak.callbacks.checks import plan_attack
+from lightning_fedleak.callbacks.checks import check_optimizers, plan_attack
 from lightning_fedleak.callbacks.kinds import Kind
 from lightning_fedleak.callbacks.ledger import Series
 from lightning_fedleak.callbacks.live_games import LiveGames
@@ -64,6 +64,7 @@ def watch_over(
     Raises:
         ValueError: an attack does not fit the model or the run.
     """
+    check_optimizers(trainer.optimizers, attacks)
     assumed = frozenset(assume)
     ddp_rank = isinstance(trainer.strategy, DDPStrategy) and client == "rank"
 

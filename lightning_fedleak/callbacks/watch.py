@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.attacks.base import Attack, Guess
 from lightning_fedleak.attacks.hidden import whole_model
 from lightning_fedleak.batches import TokenBatch
@@ -364,6 +365,7 @@ class Watch:
             return None
         held = look.batch if trained else None
         if held is not None:
+            self._check(held, look)
             look.batches.append(held)
         look.batch = None
         self._inversion.batch_ends(held)
@@ -382,6 +384,15 @@ class Watch:
         if self._own_part is not None:
             self._own_part.disarm()
         return look, outcomes
+
+    def _check(self, batch: TokenBatch, look: Look) -> None:
+        """A batch whose values contradict each other is as unknown as one that cannot be read."""
+        rows = matrix_shape(self.anatomy.embedding)
+        try:
+            with look.clock(self._device):
+                batch.check_values(None if rows is None else rows[0], self.anatomy.vocab_size)
+        except Exception as error:
+            look.truth_error = reason(error)
 
     def _finish(self, look: Look) -> dict[Series, Outcome] | None:
         """Scores every attack, pools over processes, and fixes the next look.

@@ -104,6 +104,53 @@ class TokenBatch:
         decoded = self.labels[:, :-1]
         return torch.cat([read, decoded[decoded != IGNORE_INDEX].long().to(read.device)])
 
+    def check_values(self, readable: int | None, n_labels: int) -> None:
+        """Refuses ids that the model does not know, and a mask that hides what is trained on.
+
+        A mask is taken for the wrong way round (1 where padded, or 0 where it is added to scores)
+        where it keeps no token that a label asks for, none at all, or only one id over and over
+        while it hides several others. What a mask hides may be any number, and a label may stand
+        where there is padding. On CUDA this waits for the device.
+
+        Args:
+            readable: rows of the input embedding; None leaves ``input_ids`` unchecked.
+            n_labels: rows of the head, which a classifier's labels are not compared with.
+
+        Raises:
+            BatchError: says what contradicts what, never which ids.
+        """
+        words = self.labels is not None and self.kind != "classifier"
+        targets = self.target_ids() if words or self.kind == "causal" else None
+        if words and targets is not None and _any_outside(targets, n_labels):
+            raise _contradicts(
+                f"labels hold ids outside the vocabulary of {n_labels} (what the loss leaves out "
+                f"is {IGNORE_INDEX})"
+            )
+        kept = _kept(self.input_ids, self.attention_mask)
+        if readable is not None and _any_outside(kept, readable):
+            raise _contradicts(f"input_ids hold ids outside the vocabulary of {readable}")
+        if self.attention_mask is None or self.input_ids.numel() == 0:
+            return
+        if self._hides_words(self.attention_mask != 0, kept, targets):
+            raise _contradicts(
+                "attention_mask hides the tokens that are trained on: it must be 1 (or True) for a "
+                "token and 0 for padding"
+            )
+
+    def _hides_words(self, keeps: Tensor, kept: Tensor, targets: Tensor | None) -> bool:
+        """Whether a mask (B, L) must be the wrong way round; ``kept`` are the ids that it keeps."""
+        labels = self.labels
+        if len(kept) == 0:
+            return labels is None or targets is None or len(targets) > 0
+        if labels is not None and self.kind in ("causal", "masked"):
+            asked = labels != IGNORE_INDEX
+            if self.kind == "causal":
+                asked, keeps = asked[:, 1:], keeps[:, 1:]
+            if bool(asked.any()) and not bool((asked & keeps).any()):
+                return True
+        hidden = _kept(self.input_ids, self.attention_mask == 0)
+        return not bool((kept != kept[0]).any()) and bool((hidden != hidden[:1]).any())
+
     @property
     def n_targets(self) -> int:
         """Number of tokens (of a classifier: labels) that the loss is computed on."""
@@ -277,6 +324,17 @@ def _kept(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
     ids = ids[:, start:]
     kept = ids.reshape(-1) if mask is None else ids[mask[:, start:] != 0]
     return kept.to(torch.int64, copy=True)
+
+
+def _any_outside(ids: Tensor, n: int) -> bool:
+    return bool(((ids < 0) | (ids >= n)).any())
+
+
+def _contradicts(what: str) -> BatchError:
+    return BatchError(
+        f"{what}. The words of such a batch are unknown. Mend it, or pass batch_adapter=, a "
+        "function from your batch to a TokenBatch that says what is trained on."
+    )
 
 
 def _holds_ids(tensor: Tensor) -> bool:

@@ -422,3 +422,101 @@ def test_random_loader_gives_known_batches_and_leaves_the_rng(padded: bool) -> N
     again = random_token_loader(10, 4, 12, VOCAB, seed=5, padded=padded)
     for a, b in zip(read, again, strict=True):
         assert torch.equal(a.input_ids, b["input_ids"])
+
+
+# ---- values that contradict each other -----------------------------------------------------------
+
+RIGHT = torch.tensor([[5, 6, 7, 8, 3], [9, 10, 4, 0, 0], [11, 12, 0, 0, 0]])
+REAL = RIGHT != 0
+LEFT, LEFT_REAL = RIGHT.flip(1), REAL.flip(1)
+PROMPT = torch.arange(5) < 2  # of the longest row
+CLASSES = torch.tensor([2, 0, 1])
+
+
+def ignored(ids: Tensor, where: Tensor) -> Tensor:
+    return ids.masked_fill(where, -100)
+
+
+CONSISTENT: dict[str, tuple[Tensor, Tensor | None, Tensor | None, Kind]] = {
+    "padded right": (RIGHT, ignored(RIGHT, ~REAL), REAL.long(), "causal"),
+    "padded left": (LEFT, ignored(LEFT, ~LEFT_REAL), LEFT_REAL.long(), "causal"),
+    "padded left, no labels": (LEFT, None, LEFT_REAL.long(), "causal"),
+    "the loss reads padding too": (RIGHT, RIGHT.clone(), REAL.long(), "causal"),
+    "a mask of booleans": (RIGHT, None, REAL, "causal"),
+    "a mask of floats": (RIGHT, ignored(RIGHT, ~REAL), REAL.float(), "causal"),
+    "numbers of packed documents": (RIGHT, RIGHT, torch.arange(1, 16).view(3, 5), "causal"),
+    "packed without a mask": (RIGHT, RIGHT, None, "causal"),
+    "only ids": (RIGHT, None, None, "causal"),
+    "prompts left out": (RIGHT, ignored(RIGHT, ~REAL | PROMPT), REAL.long(), "causal"),
+    "nothing to train on": (RIGHT, torch.full_like(RIGHT, -100), REAL.long(), "causal"),
+    "rows that are nothing but padding": (
+        torch.cat([RIGHT, torch.zeros_like(RIGHT)]),
+        torch.cat([ignored(RIGHT, ~REAL), torch.full_like(RIGHT, -100)]),
+        torch.cat([REAL, torch.zeros_like(REAL)]),
+        "causal",
+    ),
+    "nothing but padding, not trained on": (
+        torch.zeros_like(RIGHT),
+        torch.full_like(RIGHT, -100),
+        torch.zeros_like(RIGHT),
+        "causal",
+    ),
+    "no rows": (RIGHT[:0], RIGHT[:0], REAL[:0], "causal"),
+    "padded with an id of no word": (
+        ignored(RIGHT, ~REAL), ignored(RIGHT, ~REAL), REAL.long(), "causal",
+    ),
+    "one repeated word": (RIGHT[1:2] * 0 + 7, None, REAL[1:2], "causal"),
+    "one word in its padding": (RIGHT[:1] * 0 + PROMPT, None, PROMPT[None], "causal"),
+    "masked words": (RIGHT, ignored(RIGHT, RIGHT != 6), REAL.long(), "masked"),
+    "masked words that the step chooses": (RIGHT, None, REAL.long(), "masked"),
+    "a short target": (RIGHT, torch.tensor([[8], [9], [3]]), REAL.long(), "seq2seq"),
+    "a target as long as its source": (
+        RIGHT, ignored(RIGHT.flip(1), ~REAL.flip(1)), REAL.long(), "seq2seq",
+    ),
+    "classes": (RIGHT, CLASSES, REAL.long(), "classifier"),
+    "classes beyond the vocabulary": (RIGHT, CLASSES + 500, REAL.long(), "classifier"),
+    "numbers for classes": (RIGHT, CLASSES.float(), REAL.long(), "classifier"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONSISTENT)
+def test_batches_whose_values_agree_are_taken(name: str) -> None:
+    TokenBatch(*CONSISTENT[name]).check_values(readable=13, n_labels=13)
+
+
+CONTRADICTORY: dict[str, tuple[Tensor, Tensor | None, Tensor | None, Kind, str]] = {
+    "1 is padding": (RIGHT, ignored(RIGHT, ~REAL), (~REAL).long(), "causal", "mask"),
+    "1 is padding, the loss reads it too": (RIGHT, RIGHT, (~REAL).long(), "causal", "mask"),
+    "1 is padding, no labels": (RIGHT, None, ~REAL, "causal", "mask"),
+    "1 is padding on the left": (LEFT, None, ~LEFT_REAL, "causal", "mask"),
+    "1 is padding of a source": (RIGHT, torch.tensor([[8], [9], [3]]), ~REAL, "seq2seq", "mask"),
+    "1 is padding of what is classified": (RIGHT, CLASSES, ~REAL, "classifier", "mask"),
+    "1 is padding and there is none": (
+        RIGHT[:1], RIGHT[:1], torch.zeros_like(RIGHT[:1]), "masked", "mask",
+    ),
+    "added to scores": (
+        RIGHT, ignored(RIGHT, ~REAL), torch.zeros(3, 5).masked_fill(~REAL, -1e4), "causal", "mask",
+    ),
+    "all zero": (RIGHT, RIGHT, torch.zeros_like(RIGHT), "causal", "mask"),
+    "all zero, no labels": (RIGHT, None, torch.zeros_like(RIGHT), "causal", "mask"),
+    "all zero, of a source": (
+        RIGHT, torch.tensor([[8], [9], [3]]), torch.zeros_like(RIGHT), "seq2seq", "mask",
+    ),
+    "ids too large": (RIGHT * 10_000, None, REAL, "causal", "vocabulary"),
+    "negative ids": (ignored(RIGHT, RIGHT == 6), RIGHT, REAL, "causal", "vocabulary"),
+    "ids too large of a classifier": (RIGHT * 10_000, CLASSES, REAL, "classifier", "vocabulary"),
+    "labels too large": (RIGHT, RIGHT * 10_000, REAL, "causal", "vocabulary"),
+    "another label than -100 is left out": (
+        RIGHT, RIGHT.masked_fill(~REAL, -1), REAL, "causal", "-100",
+    ),
+    "labels of a decoder": (RIGHT, RIGHT * 10_000, REAL, "seq2seq", "vocabulary"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTRADICTORY)
+def test_batches_whose_values_contradict_each_other_are_refused(name: str) -> None:
+    *fields, word = CONTRADICTORY[name]
+    batch = TokenBatch(*fields)
+    with pytest.raises(BatchError, match=f"{word}.*batch_adapter") as refused:
+        batch.check_values(readable=13, n_labels=13)
+    assert "0000" not in str(refused.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from scipy.linalg import qr
 from scipy.optimize import linprog
 from torch import Tensor
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import (
     Attack,
     Query,
@@ -21,6 +22,8 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
+from lightning_fedleak.attacks.calibration import gradient_of
+from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
@@ -51,6 +54,7 @@ def reveal_labels(
     *,
     max_seconds: float = 60.0,
     allow_full_rank: bool = False,
+    hidden_rank: int | None = None,
     tolerance: float | None = None,
 ) -> RevealLabelsGuess:
     """Types whose row one linear functional makes negative while every other stays non-negative.
@@ -62,7 +66,8 @@ def reveal_labels(
     used types are found (Dang et al. 2021, Sect. 3). Nothing excludes that an unused row meets the
     condition too; it is rare while V is much larger than the rank. With more tokens than d the
     rank is full and the argument lapses: a used type may fail; as long as *types* stay below d
-    many still pass.
+    many still pass. Full is the rank that hidden states can have: d, and d - 1 behind a LayerNorm
+    without bias, whose outputs over its gain sum to zero.
 
     One program is solved for each candidate, as in the paper, but few are candidates. Take S rows
     of dW that span the others with coefficients of magnitude at most 1 (a maximum-volume basis).
@@ -76,7 +81,8 @@ def reveal_labels(
     Args:
         gradient: (V, d), the head's own part.
         max_seconds: time for the linear programs together.
-        allow_full_rank: attack also where the rank reaches d.
+        allow_full_rank: attack also where the rank is full.
+        hidden_rank: dimensions that the model's hidden states span; by default all d.
         tolerance: singular values below this share of the largest count as zero; by default eight
             times the rounding error of the gradient's dtype.
 
@@ -88,9 +94,10 @@ def reveal_labels(
             time left, or a program that the solver cannot decide.
     """
     deadline = time.monotonic() + max_seconds
-    rows, full = _row_space(gradient, tolerance)
+    rows = _row_space(gradient, tolerance)
     n_types, rank = rows.shape
-    if full and not allow_full_rank:
+    full = min(gradient.shape) if hidden_rank is None else hidden_rank
+    if rank >= full and not allow_full_rank:
         raise UnusableObservation(
             f"the gradient has full rank {rank}: with {rank} tokens or more in the batch (after "
             "noise or rounding, with any number) the labels need not be separable, and this "
@@ -133,7 +140,8 @@ class RevealLabels(Attack):
 
     Args:
         max_seconds: for the linear programs of one look; beyond it the result is unknown.
-        allow_full_rank: attack also where the rank reaches the hidden size.
+        allow_full_rank: attack also where the rank is as large as hidden states allow, which
+            ``prepare`` finds on random tokens.
         tolerance: as in :func:`reveal_labels`.
         name: as in the logs.
     """
@@ -158,6 +166,7 @@ class RevealLabels(Attack):
         self.max_seconds = max_seconds
         self.allow_full_rank = allow_full_rank
         self.tolerance = tolerance
+        self._hidden_rank: int | None = None
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """The head's weight.
@@ -173,22 +182,72 @@ class RevealLabels(Attack):
             )
         return Surfaces(gradients=(HEAD_WEIGHT,))
 
+    def prepare(self, anatomy: Anatomy) -> None:
+        """Takes the rank of the gradient of twice as many random tokens as d.
+
+        What the model is trained to later is not asked for again: a bias that grows from zero adds
+        its dimension, and batches of just that rank read unknown.
+
+        Raises:
+            ValueError: the model has no output head.
+            UnusableObservation: its gradient is none that this method reads (capped logits).
+        """
+        weight = anatomy.parameter(HEAD_WEIGHT)
+        if weight is None:
+            raise ValueError("this model has no output head whose gradient could be read")
+        batch = _random_tokens(anatomy, 2 * weight.shape[1])
+        gradient = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT]
+        self._hidden_rank = _row_space(gradient, self.tolerance).shape[1]
+
     def run(self, view: Observation, query: Query | None = None) -> RevealLabelsGuess:
-        """Names the separable types of the newest head gradient."""
+        """Names the separable types of the newest head gradient.
+
+        Raises:
+            UnusableObservation: as :func:`reveal_labels` does.
+            RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
+        """
+        if self._hidden_rank is None:
+            raise RuntimeError(
+                f"attack '{self.name}' does not know the rank of this model's hidden states: call "
+                "prepare(anatomy) first"
+            )
         return reveal_labels(
             view.gradient(HEAD_WEIGHT),
             max_seconds=self.max_seconds,
             allow_full_rank=self.allow_full_rank,
+            hidden_rank=self._hidden_rank,
             tolerance=self.tolerance,
         )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The rank of hidden states."""
+        known = self._hidden_rank
+        return {} if known is None else {"hidden_rank": torch.tensor(known)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what ``state_dict`` gave."""
+        if state:
+            self._hidden_rank = int(state["hidden_rank"])
 
     def config(self) -> dict[str, object]:
         """Settings for reports."""
         return {"max_seconds": self.max_seconds, "allow_full_rank": self.allow_full_rank}
 
 
-def _row_space(gradient: Tensor, tolerance: float | None) -> tuple[Array, bool]:
-    """Rows in coordinates of the row space, (V, S) with orthonormal columns; is the rank full?"""
+def _random_tokens(anatomy: Anatomy, n: int) -> TokenBatch:
+    """Short rows of random ids with at least ``n`` labels, every position being predicted."""
+    context = getattr(getattr(anatomy.model, "config", None), "max_position_embeddings", None)
+    length = 33 if context is None else max(2, min(33, context // 2))
+    generator = torch.Generator().manual_seed(0)
+    shape = (-(-n // (length - 1)), length)
+    table = anatomy.parameter(EMBEDDING_WEIGHT)
+    readable = anatomy.vocab_size if table is None else min(len(table), anatomy.vocab_size)
+    ids, labels = (torch.randint(readable, shape, generator=generator) for _ in range(2))
+    return TokenBatch(ids, labels, torch.ones_like(ids), anatomy.kind)
+
+
+def _row_space(gradient: Tensor, tolerance: float | None) -> Array:
+    """Rows in coordinates of the row space, (V, S) with orthonormal columns, S the rank."""
     gradient = whole_tensor(gradient)
     if gradient.ndim != 2:
         raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
@@ -211,7 +270,7 @@ def _row_space(gradient: Tensor, tolerance: float | None) -> tuple[Array, bool]:
     threshold = (8 * precision if tolerance is None else tolerance) * float(singular[0])
     rank = int((singular > threshold).sum())
     rows = (matrix @ right[:rank].T) / singular[:rank]
-    return rows.numpy(), rank == min(matrix.shape)
+    return rows.numpy()
 
 
 def _large_volume_basis(rows: Array) -> tuple[NDArray[np.int64], Array]:

@@ -190,6 +190,22 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
     return Plan(attack, roles, exposed, owners[0] if owners else None)
 
 
+def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack]) -> None:
+    """Refuses attacks on gradients where nothing steps, so that none is seen to leave.
+
+    Raises:
+        ValueError: Lightning's stand-in for no optimizer is all there is.
+    """
+    split = Capability.SEES_ACTIVATIONS
+    names = [a.name for a in attacks if split not in a.threat_model.needs]
+    if names and not any(group["params"] for o in optimizers for group in o.param_groups):
+        raise ValueError(
+            f"LeakageMonitor: '{names[0]}' reads what leaves the client as an optimizer steps, and "
+            "configure_optimizers returned None. Return the optimizer; where gradients are sent "
+            "without one, torch.optim.SGD(self.parameters(), lr=0.0) changes no weight."
+        )
+
+
 def _owner(parameter: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> Optimizer | None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -13,11 +13,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
 from lightning_fedleak.callbacks.cadence import Cadence, StepClock
 from lightning_fedleak.callbacks.channels.base import Channel, Look, Moment, Plan, Run, reason
-from lightning_fedleak.callbacks.checks import warn_of_adaptive_updates, warn_of_untested
+from lightning_fedleak.callbacks.checks import (
+    check_optimizers,
+    warn_of_adaptive_updates,
+    warn_of_untested,
+)
 from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.results import Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.defenses import Defense, DefenseContext
@@ -86,6 +91,7 @@ class Fit:
         self._plans: list[Plan] = []
         self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
+        check_optimizers(run.trainer.optimizers, attacks)
         for channel in self._channels:
             channel.open(run)
         if local_steps is None:
@@ -380,6 +386,7 @@ class Fit:
             return None
         held = look.batch if trained else None
         if held is not None:
+            self._check(held, look)
             look.batches.append(held)
         look.batch = None
         for channel in self._channels:
@@ -397,6 +404,16 @@ class Fit:
         for channel in self._channels:
             channel.disarm(look)
         return look, outcomes
+
+    def _check(self, batch: TokenBatch, look: Look) -> None:
+        """A batch whose values contradict each other is as unknown as one that cannot be read."""
+        anatomy = self._run.anatomy
+        rows = matrix_shape(anatomy.embedding)
+        try:
+            with look.clock(self._run.device):
+                batch.check_values(None if rows is None else rows[0], anatomy.vocab_size)
+        except Exception as error:
+            look.truth_error = reason(error)
 
     def _finish(self, look: Look) -> dict[Series, Outcome] | None:
         """Scores every attack, pools over processes, and fixes the next look.

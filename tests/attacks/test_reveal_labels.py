@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
+from transformers import CohereConfig, CohereForCausalLM, GPT2LMHeadModel
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.calibration import gradient_of
 from lightning_fedleak.attacks.reveal_labels import RevealLabels, reveal_labels
+from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.threats import ThreatModelError
-from tests.helpers.models import tiny_gpt2
+from tests.helpers.models import (
+    own_rng,
+    tiny_bert_mlm,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_marian,
+    tiny_roberta_mlm,
+    tiny_t5,
+)
 
 
 def softmax_model(
@@ -137,7 +149,9 @@ def test_a_tied_head_is_refused_at_setup_and_in_the_observation() -> None:
     attack = RevealLabels()
     with pytest.raises(ThreatModelError, match="ties its head"):
         attack.needs(find_anatomy(tiny_gpt2(tied=True)))
-    assert attack.needs(find_anatomy(tiny_gpt2(tied=False))).gradients == ("head.weight",)
+    untied = find_anatomy(tiny_gpt2(tied=False))
+    assert attack.needs(untied).gradients == ("head.weight",)
+    attack.prepare(untied)
     gradient, labels = softmax_model(120, 16, 7, 9)
     view = Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
     assert attack.run(view).types.tolist() == labels.unique().tolist()
@@ -146,3 +160,100 @@ def test_a_tied_head_is_refused_at_setup_and_in_the_observation() -> None:
 def test_time_must_be_positive() -> None:
     with pytest.raises(ValueError, match="max_seconds"):
         RevealLabels(max_seconds=0)
+
+
+def random_ids(n: int, length: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, 400, (n, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_cohere() -> CohereForCausalLM:
+    """Its LayerNorms have a gain and no bias."""
+    config = CohereConfig(
+        vocab_size=400,
+        hidden_size=24,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with own_rng(0):
+        return CohereForCausalLM(config)
+
+
+def gpt2_with_a_bias() -> GPT2LMHeadModel:
+    model = tiny_gpt2(tied=False, vocab=400, d=24)
+    model.transformer.ln_f.bias.data.normal_(generator=torch.Generator().manual_seed(3))
+    return model
+
+
+MODELS = {
+    "GPT-2, bias 0": (lambda: tiny_gpt2(tied=False, vocab=400, d=24), 23),
+    "GPT-2": (gpt2_with_a_bias, 24),
+    "Cohere": (tiny_cohere, 23),
+    "Llama": (lambda: tiny_llama(tied=False, vocab=400, d=24), 24),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_more_tokens_than_dimensions_of_the_hidden_states_read_unknown(name: str) -> None:
+    make, dimensions = MODELS[name]
+    anatomy = find_anatomy(make())
+    attack = RevealLabels()
+    attack.prepare(anatomy)
+
+    def seen(n: int, length: int) -> tuple[Observation, list[int]]:
+        batch = TokenBatch(random_ids(n, length, 7), None, None, "causal")
+        gradient = gradient_of(anatomy, batch, ["head.weight"])
+        view = Observation((GradientSnapshot(0, Stage.SHARED, gradient),))
+        return view, batch.target_ids().unique().tolist()
+
+    for shape in ((2, 7), (2, 11)):  # up to 20 tokens in 23 or 24 dimensions
+        view, labels = seen(*shape)
+        guess = attack.run(view)
+        assert guess.types.tolist() == labels
+        assert guess.rank == shape[0] * (shape[1] - 1) < dimensions
+    for shape in ((2, 14), (8, 12)):
+        with pytest.raises(UnusableObservation, match=f"full rank {dimensions}"):
+            attack.run(seen(*shape)[0])
+
+
+def test_one_that_was_not_prepared_does_not_know_the_rank_and_says_so() -> None:
+    gradient, _ = softmax_model(120, 16, 7, 9)
+    view = Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
+    with pytest.raises(RuntimeError, match="prepare"):
+        RevealLabels().run(view)
+
+
+def test_a_calibration_outlives_a_checkpoint() -> None:
+    attack, restored = RevealLabels(), RevealLabels()
+    attack.prepare(find_anatomy(tiny_gpt2(tied=False, vocab=400, d=24)))
+    restored.load_state_dict(attack.state_dict())
+    gradient, _ = softmax_model(120, 24, 23, 9)
+    view = Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
+    with pytest.raises(UnusableObservation, match="full rank 23"):
+        restored.run(view)
+
+
+def test_the_calibration_leaves_no_trace() -> None:
+    model = tiny_gpt2(tied=False).train()
+    state = torch.get_rng_state()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    RevealLabels().prepare(find_anatomy(model))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert all(p.grad is None and torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("make", [tiny_bert_mlm, tiny_roberta_mlm, tiny_t5, tiny_marian])
+def test_other_kinds_of_models_can_be_calibrated(make: Any) -> None:
+    model = make()
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    attack = RevealLabels()
+    attack.prepare(find_anatomy(model))
+    assert int(attack.state_dict()["hidden_rank"]) in (15, 16)

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT
-from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
+from lightning_fedleak.attacks import BagOfWords, BiasSign, EmbeddingDescent, FlatChat
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
@@ -558,3 +558,75 @@ def test_updates_of_an_adaptive_optimizer_are_said_to_be_understated(tmp_path, o
         fit([monitor], tmp_path, module=module)
     said = [w for w in caught if "do not mean 'safe'" in str(w.message)]
     assert len(said) == (optimizer == "adamw")
+
+
+def _contradictory(what):
+    def adapter(batch):
+        ids, labels, mask = batch["input_ids"], batch["labels"], batch["attention_mask"]
+        batches = {
+            "a mask where 1 is padding": (ids, labels, 1 - mask),
+            "a mask where 1 is padding, without labels": (ids, None, 1 - mask),
+            "a mask of zeros": (ids, labels, torch.zeros_like(mask)),
+            "a mask of zeros, without labels": (ids, None, torch.zeros_like(mask)),
+            "ids outside the vocabulary": (ids + 4321, None, mask),
+            "labels outside the vocabulary": (ids, labels.masked_fill(labels >= 0, 4321), mask),
+        }
+        return TokenBatch(*batches[what], "causal")
+
+    return adapter
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a mask where 1 is padding",
+        "a mask where 1 is padding, without labels",
+        "a mask of zeros",
+        "a mask of zeros, without labels",
+        "ids outside the vocabulary",
+        "labels outside the vocabulary",
+    ],
+)
+def test_a_batch_that_contradicts_itself_reads_unknown(tmp_path, what):
+    monitor = LeakageMonitor(Probe(), every_n_steps=1, batch_adapter=_contradictory(what))
+    loader = random_token_loader(8, padded=True)
+    with pytest.warns(UserWarning, match=r"the batch could not be read: BatchError: .*adapter"):
+        trainer = fit([monitor], tmp_path, loader=loader)
+    assert trainer.global_step == 2
+    assert (monitor.looks, monitor.failures) == (2, 2)
+    assert math.isnan(monitor.latest["leakage/probe/f1"])
+    assert all("4321" not in line for line in monitor._jsonl.path.read_text().splitlines())
+
+
+def test_a_contradictory_batch_that_is_not_trained_on_harms_nothing(tmp_path):
+    class Skipping(CausalLMModule):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) if batch_idx else None
+
+    def adapter(batch):
+        first = torch.equal(batch["input_ids"], next(iter(random_token_loader(8)))["input_ids"])
+        mask = torch.zeros_like(batch["input_ids"]) if first else None
+        return TokenBatch(batch["input_ids"], batch["labels"], mask, "causal")
+
+    monitor = LeakageMonitor(Probe(), every_n_steps=1, batch_adapter=adapter)
+    fit([monitor], tmp_path, module=Skipping(tiny_gpt2().train()), n=8)
+    assert (monitor.looks, monitor.failures) == (1, 0)
+
+
+def test_a_run_without_any_optimizer_is_refused(tmp_path):
+    class Without(CausalLMModule):
+        def configure_optimizers(self):
+            return None
+
+    with pytest.raises(ValueError, match=r"configure_optimizers returned None.*SGD"):
+        fit([LeakageMonitor(Probe(), every_n_steps=1)], tmp_path, module=Without(tiny_gpt2()))
+
+
+def test_hidden_states_cross_the_split_without_any_optimizer(tmp_path):
+    class Without(CausalLMModule):
+        def configure_optimizers(self):
+            return None
+
+    monitor = LeakageMonitor(EmbeddingDescent(layer=1, steps=2), every_n_steps=1)
+    fit([monitor], tmp_path, module=Without(tiny_gpt2()), n=4)
+    assert (monitor.looks, monitor.failures) == (1, 0)

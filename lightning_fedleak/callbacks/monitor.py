@@ -236,6 +236,11 @@ class LeakageMonitor(L.Callback):
         return self._results.looks
 
     @property
+    def processor_seconds(self) -> float:
+        """Processor time of all looks of this fit so far, of all threads, on this process."""
+        return 0.0 if self._watch is None else self._watch.processor_seconds
+
+    @property
     def failures(self) -> int:
         """Results that are unknown."""
         return self._results.failures

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import lightning.pytorch as L
@@ -113,6 +114,7 @@ class Watch:
         self._clock = StepClock()
         self._tried = self._midway = self._hurried = False
         self.look: Look | None = None
+        self.processor_seconds = 0.0
         self.prepared: set[str] = set()
         self._told: set[str] = set()
 
@@ -172,6 +174,16 @@ class Watch:
             attack.prepare(self.anatomy)
             self.prepared.add(attack.name)
 
+    @contextmanager
+    def _timed(self, look: Look) -> Iterator[None]:
+        """Counts a block as time of the look."""
+        began = time.process_time()
+        try:
+            with look.clock(self._device):
+                yield
+        finally:
+            self.processor_seconds += time.process_time() - began
+
     def begin(self, step: int) -> None:
         """Training starts at ``step``."""
         self._inversion.begin(step)
@@ -199,7 +211,7 @@ class Watch:
         if self._midway or not self._cadence.due(step):
             return
         self.look = look = Look(step)
-        with look.clock(self._device):
+        with self._timed(look):
             self.follow()
             needed = any(_follows_model(plan.attack) for plan in self.exposed)
             with whole_model(self.anatomy.root) if needed else nullcontext():
@@ -283,7 +295,7 @@ class Watch:
             look.step_seconds = look.elapsed()
         mine = [p for p in self.exposed if p.on_gradients and p.optimizer in (None, optimizer)]
         wanted = [str(s) for s in stages if s in self._stages]
-        with look.clock(self._device):
+        with self._timed(look):
             self.games.play(look, stages, wanted, self._scale(True))
             if self._inversion.is_due:
                 with whole_model(self.anatomy.root):
@@ -322,7 +334,7 @@ class Watch:
         self, look: Look, plans: Sequence[Plan], stage: str, take: Callable[[], GradientSnapshot]
     ) -> None:
         """Runs attacks on what ``take`` gives; what fails is noted, and never raised."""
-        with look.clock(self._device):
+        with self._timed(look):
             view: GradientSnapshot | str
             try:
                 view = take()
@@ -398,7 +410,7 @@ class Watch:
             keys += [(HEAD_ONLY, plan) for plan in self._plans if _reads_head_only(plan)]
         if self._audits:
             keys += [(AUDIT, plan) for plan in self._plans if plan.canary is not None]
-        with look.clock(self._device):
+        with self._timed(look):
             results = self._pool.score(look, keys)
         soon = not self._hurried and any(isinstance(r, Waiting) for r in results)
         self._hurried |= soon

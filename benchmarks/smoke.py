@@ -41,7 +41,7 @@ NEEDS = {"accounting.py": "dp_accounting"}
 
 @dataclass(frozen=True)
 class Done:
-    """One run: the processor's and wall seconds, and what went wrong (empty: nothing)."""
+    """One run: wall seconds, and what went wrong (empty: nothing)."""
 
     command: str
     seconds: float
@@ -49,7 +49,7 @@ class Done:
 
 
 def scripts(names: list[str]) -> list[Path]:
-    """All files that are scripts, or those named, slow ones first."""
+    """All files that are scripts, or those named."""
     found = [
         path
         for path in sorted(HERE.rglob("*.py"))
@@ -130,7 +130,7 @@ def main() -> int:
             print(f"skipped  {path.relative_to(HERE)}: {lacking} is not installed")
             continue
         jobs += [(path, arguments) for arguments in runs_of(path)]
-    began, failed = time.monotonic(), []
+    began, failed = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE) as pool:
         folder = Path(name)
         places = make_assets(folder)
@@ -138,12 +138,11 @@ def main() -> int:
             print(
                 f"{'FAILED ' if done.problem else 'ok     '} {done.seconds:6.1f} s  {done.command}"
             )
-            sys.stdout.flush()
             if done.problem:
-                failed.append(done)
-    for done in failed:
-        print(f"\n==== {done.command}\n{done.problem}")
-    print(f"\n{len(jobs)} runs, {len(failed)} failed, {time.monotonic() - began:.0f} s")
+                failed += 1
+                print(f"{done.problem}\n")
+            sys.stdout.flush()
+    print(f"\n{len(jobs)} runs, {failed} failed, {time.monotonic() - began:.0f} s")
     return 1 if failed else 0
 
 

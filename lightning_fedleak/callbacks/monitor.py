@@ -237,7 +237,7 @@ class LeakageMonitor(L.Callback):
 
     @property
     def processor_seconds(self) -> float:
-        """Processor time of all looks of this fit so far, of all threads, on this process."""
+        """Processor time of all looks of this fit so far, all threads; 0 outside of a fit."""
         return 0.0 if self._watch is None else self._watch.processor_seconds
 
     @property

@@ -558,3 +558,25 @@ def test_updates_of_an_adaptive_optimizer_are_said_to_be_understated(tmp_path, o
         fit([monitor], tmp_path, module=module)
     said = [w for w in caught if "do not mean 'safe'" in str(w.message)]
     assert len(said) == (optimizer == "adamw")
+
+
+def test_the_processor_time_of_looks_is_told(tmp_path, monkeypatch):
+    clock, told = [0.0], []
+
+    class Working(Probe):
+        def run(self, view, query=None):
+            clock[0] += 100.0
+            return super().run(view, query)
+
+    class Training(CausalLMModule):
+        def training_step(self, batch, batch_idx):
+            clock[0] += 7.0
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr("lightning_fedleak.callbacks.watch.time.process_time", lambda: clock[0])
+    monitor = LeakageMonitor(Working(), every_n_steps=2)
+    monitor.subscribe(lambda _: told.append(monitor.processor_seconds))
+    assert monitor.processor_seconds == 0
+    fit([monitor], tmp_path, module=Training(tiny_gpt2().train()))
+    assert len(told) > 1
+    assert told == [100.0 * (look + 1) for look in range(len(told))]

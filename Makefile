@@ -4,12 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint clean install
+.PHONY: help demo test smoke lint clean install
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    fine-tune a small model on private messages and watch them leak (no network needed once installed)"
 	@echo "make test    run the tests"
+	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove .venv and caches (fedleak_runs/ stays)"
 	@echo "ARGS=\"...\" goes to the command: make demo ARGS=\"--steps 50\", make test ARGS=\"-k gate\""
@@ -19,6 +20,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(ARGS)
+
+smoke: $(READY)
+	@$(BIN)/python benchmarks/smoke.py $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

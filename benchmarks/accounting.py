@@ -47,6 +47,11 @@ from lightning_fedleak.defenses.poisson import PoissonBatchSampler
 from lightning_fedleak.defenses.renyi import ORDERS, rdp_of
 from lightning_fedleak.metrics.clustered import auc
 
+SMOKE = (
+    "--price --steps 3",
+    "--proof --sigmas 1.0 --games 40 --audits 2",
+)
+
 SIGMAS = (0.5, 1.0, 2.0, 4.0)
 GRID = [
     (sigma, rate, steps, delta)
@@ -100,8 +105,8 @@ def grid() -> None:
             )
 
 
-def price() -> None:
-    for kind, steps in (("rdp", 2000), ("prv", 2000)):
+def price(steps: int) -> None:
+    for kind in ("rdp", "prv"):
         accountant = Accountant(kind)
         start = time.perf_counter()
         for _ in range(steps):
@@ -200,6 +205,7 @@ def main() -> None:
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--price", action="store_true")
     parser.add_argument("--proof", action="store_true")
+    parser.add_argument("--steps", type=int, default=2000, help="of --price")
     parser.add_argument("--sigmas", type=float, nargs="+", default=SIGMAS)
     parser.add_argument("--games", type=int, default=10_000)
     parser.add_argument("--audits", type=int, default=100)
@@ -211,7 +217,7 @@ def main() -> None:
     if args.grid:
         grid()
     if args.price:
-        price()
+        price(args.steps)
     if args.proof:
         proof(args.sigmas, args.games, args.audits, args.delta, args.seed)
 

@@ -39,6 +39,8 @@ from lightning_fedleak.demo.module import load_model
 from lightning_fedleak.demo.texts import read_texts
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 
+SMOKE = ("--texts 1 --length 8 --utility-texts 2 --budget 0.5 --rounds 1 --only dropped",)
+
 Make = Callable[[], ActivationDefense]
 
 

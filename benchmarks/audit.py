@@ -45,6 +45,8 @@ from lightning_fedleak.defenses import DPSGD, noise
 from lightning_fedleak.defenses.accounting import Accountant, epsilon_of
 from lightning_fedleak.defenses.update import ClippedSum, NoiseGauge
 
+SMOKE = ("--audits 2 --games 40 --rows 0",)
+
 SMALL, LARGE = 1e-3, 0.1
 MOST_GAMES = 20_000
 """For which a threshold is looked for; it hardly moves beyond."""

@@ -73,6 +73,13 @@ from lightning_fedleak.sweep.grid import Grid
 from lightning_fedleak.sweep.plots import plot_pareto
 from lightning_fedleak.sweep.specs import parse_defenses
 
+SMOKE = (
+    "noise --model {model} --private {text} --public {text} --shape 2x8 --batches 1 "
+    "--sigma 0 0.1 --calibration-tokens 500",
+    "utility --model {model} --private {text} --public {text} --texts 40 --steps 2 "
+    "--batch-size 2 --length 8 --every-n-steps 1 --layer 1 --cells 0 --out {out}",
+)
+
 READINGS = ("sum", "sum/B", "mean", "update")
 WORD_ATTACKS = ("flatchat", "sign", "learned")
 CELLS = (

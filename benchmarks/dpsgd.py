@@ -35,6 +35,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.strategies import DefendedStrategy
 
+SMOKE = ("--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1",)
+
 CLIP, SIGMA, LR = 1.0, 1.0, 1e-3
 Step = Callable[[], None]
 

@@ -49,6 +49,14 @@ from lightning_fedleak.inversion.plots import draw
 from lightning_fedleak.metrics.text_reconstruction import reconstruction_rates, sentence_scores
 from lightning_fedleak.model_runs import hidden_states
 
+SMOKE = (
+    "cells --model {model} --text {text} --splits 1 --texts 1 --lengths 8 --noise 0 "
+    "--attacks prefix --utility-texts 1",
+    "stale --model {model} --text {text} --other {text} --splits 1 --texts 1 --length 8 "
+    "--ages 0 1 --batch 2 --steps 2 --attacks prefix",
+    "starts --model {model} --text {text} --splits 1 --texts 1 --length 8 --after 1 --steps 2",
+)
+
 
 def load(path: str):
     """Tokenizer and anatomy of a causal model or a plain encoder."""

@@ -40,6 +40,8 @@ from lightning_fedleak.attacks.prefix_inversion import PrefixInversion
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 
+SMOKE = ("--model {model} --splits 1 --lengths 8 --texts 1 --types 64 --descent-steps 2",)
+
 DATA = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data"
 
 

@@ -51,6 +51,11 @@ from lightning_fedleak.demo.texts import read_texts
 from lightning_fedleak.game_cli import PLANTED, PRECISIONS, find_model
 from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
 
+SMOKE = (
+    "layers --model {model} --text {text} --public {text} --public-texts 20 --pool 30 "
+    "--batch 4 --tokens 8 --games 4",
+)
+
 NAMED = {
     "banking77": ("banking77/test.csv", "banking77/train.csv.gz"),
     "emotion": ("emotion/test.txt", "emotion/train.txt.gz"),

@@ -28,6 +28,8 @@ from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 
+SMOKE = ("--targets 4 --shape 2x8 --hidden 32 --repeats 1",)
+
 
 @dataclass(frozen=True)
 class Case:

@@ -40,6 +40,11 @@ from lightning_fedleak.theory import (
     simulate_bound,
 )
 
+SMOKE = (
+    "--runs 4 --games 2",
+    "--model {model} --text {records} --sentences 8 --tokens 8 --batch 4",
+)
+
 LAWS: tuple[Law, ...] = ("one_hot", "spherical", "gaussian")
 LENGTHS = (5, 10, 15)
 DIMS = tuple(range(1_000, 150_000, 10_000))

@@ -31,6 +31,10 @@ from lightning_fedleak.attacks.flatchat import flatchat
 from lightning_fedleak.attacks.flattening import REGULARIZATION
 from lightning_fedleak.attacks.mixture import Mixture, fit_two_gaussians, tail_start
 
+SMOKE = ("--repeats 1 --vocabulary 2000 --shapes 2000x16",)
+SHAPES = [f"{vocab}x768" for vocab in (16_384, 32_768, 50_257, 131_072, 262_144)]
+SHAPES += [f"50257x{d}" for d in (256, 512, 1024, 2048)]
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -124,7 +128,7 @@ def compare_fits(name: str, s: Tensor, repeats: int) -> None:
 def compare_whole(vocab: int, d: int, repeats: int) -> None:
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(vocab, d, generator=generator)
-    gradient *= synthetic_sums(vocab)[:, None].abs().float()
+    gradient *= synthetic_sums(vocab, min(1_200, vocab // 8))[:, None].abs().float()
     seconds = medians(
         {"read": lambda: gradient.sum(1), "flatchat": lambda: flatchat(gradient, 1000)}, repeats
     )
@@ -138,9 +142,13 @@ def compare_whole(vocab: int, d: int, repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=9)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--vocabulary", type=int, default=50_257, help="of the synthetic sums")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="gradients, rows x columns")
+    arguments = parser.parse_args()
+    repeats = arguments.repeats
     torch.set_num_threads(1)
-    compare_fits("synthetic", synthetic_sums(), repeats)
+    vocab = arguments.vocabulary
+    compare_fits("synthetic", synthetic_sums(vocab, min(1_200, vocab // 8)), repeats)
     assets = Path(os.environ.get("FEDLEAK_ASSETS", ROOT / "../shared/assets"))
     smollm2 = os.environ.get("FEDLEAK_SMOLLM2")
     for folder in (assets / "models/stories15M", Path(smollm2) if smollm2 else None):
@@ -150,17 +158,8 @@ def main() -> None:
         for name, s in real_sums(folder, assets):
             compare_fits(name, s, repeats)
     print("\nFlatChat whole against one read of the gradient (float32)")
-    for vocab, d in (
-        (16_384, 768),
-        (32_768, 768),
-        (50_257, 768),
-        (131_072, 768),
-        (262_144, 768),
-        (50_257, 256),
-        (50_257, 512),
-        (50_257, 1024),
-        (50_257, 2048),
-    ):
+    for shape in arguments.shapes:
+        vocab, d = (int(n) for n in shape.split("x"))
         compare_whole(vocab, d, repeats)
 
 

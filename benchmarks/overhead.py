@@ -36,6 +36,12 @@ from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicT
 from lightning_fedleak.attacks import PrefixInversion, sent
 from lightning_fedleak.attacks.fc_membership import FCMembership
 
+SMOKE = (
+    "--model {model} --steps 1 --shape 2x8 --attacks flatchat,sign,membership,inversion "
+    "--layer 1 --device cpu --out {out}",
+    "--memory --model {model} --shape 2x8 --layer 1 --device cpu --out {out}",
+)
+
 ARMS = ("off", "idle", "look")
 
 
@@ -61,32 +67,22 @@ class InTurn(LeakageMonitor):
     def __init__(self, arms: tuple[str, ...], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.arms = arms
-
-        self.own = 0.0
+        self.hooks = 0.0
 
     def arm(self, trainer: L.Trainer) -> str:
         return self.arms[trainer.global_step % len(self.arms)]
 
     @contextmanager
     def owned(self):
-        """Adds the processor time of a block to what the monitor itself uses."""
-        started = time.process_time()
+        """Adds the processor time of a hook to what the monitor uses beside its looks."""
+        started = time.process_time() - self.processor_seconds
         yield
-        self.own += time.process_time() - started
+        self.hooks += time.process_time() - self.processor_seconds - started
 
-    def on_fit_start(self, trainer, pl_module):
-        super().on_fit_start(trainer, pl_module)
-        watch = self._watch
-        watch._run = self.timed(watch._run)
-        watch._games.play = self.timed(watch._games.play)
-        watch._inversion.attack = self.timed(watch._inversion.attack)
-
-    def timed(self, run):
-        def timed(*args):
-            with self.owned():
-                run(*args)
-
-        return timed
+    @property
+    def own(self) -> float:
+        """Processor seconds that the monitor itself has used."""
+        return self.hooks + self.processor_seconds
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.now = self.arm(trainer)
@@ -107,7 +103,7 @@ class Clock(L.Callback):
     def __init__(self, monitor: InTurn, device: torch.device, warmup: int) -> None:
         self.monitor, self.device, self.warmup = monitor, device, warmup
         self.times: dict[str, list[tuple[float, float, float]]] = {arm: [] for arm in monitor.arms}
-        self.started: tuple[str, float, float] | None = None
+        self.started: tuple[str, float, float, float] | None = None
 
     def on_train_batch_start(self, trainer, *args):
         self.lap(trainer)
@@ -118,12 +114,11 @@ class Clock(L.Callback):
     def lap(self, trainer: L.Trainer) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        elapsed, used = time.perf_counter(), time.process_time()
+        now = (time.perf_counter(), time.process_time(), self.monitor.own)
         if self.started is not None and trainer.global_step > self.warmup:
-            arm, elapsed_then, used_then = self.started
-            self.times[arm].append((elapsed - elapsed_then, used - used_then, self.monitor.own))
-        self.started = (self.monitor.arm(trainer), elapsed, used)
-        self.monitor.own = 0.0
+            arm, *then = self.started
+            self.times[arm].append(tuple(a - b for a, b in zip(now, then, strict=True)))
+        self.started = (self.monitor.arm(trainer), *now)
 
 
 def build(arguments: argparse.Namespace) -> tuple[torch.nn.Module, int]:

@@ -37,6 +37,8 @@ from lightning_fedleak.attacks.rehearsal import rehearse
 from lightning_fedleak.metrics import precision_recall_f1, word_counts
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 
+SMOKE = ("--repeats 1 --vocabularies 512 --widths 16",)
+
 VOCABULARIES = (16_384, 32_768, 65_536, 131_072, 262_144)
 WIDTHS = (256, 512, 1024)
 AT_MOST = {"flatchat": 6, "sign": 6, "learned": 40}

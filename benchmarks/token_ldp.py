@@ -25,6 +25,11 @@ from lightning_fedleak.defenses import DefenseContext, TokenLDP
 from lightning_fedleak.defenses.ldp_mechanisms import Randomizer
 from lightning_fedleak.defenses.ldp_reference import reference_sample
 
+SMOKE = (
+    "speed --vocabulary 512 --rows 2 --length 8 --repeats 1",
+    "kept --vocabulary 512 --epsilon 5",
+)
+
 MECHANISMS = ("grr", "rappor", "the", "dbitflip")
 
 

@@ -52,6 +52,12 @@ from lightning_fedleak.attacks.parts import gradient_parts, head_of
 from lightning_fedleak.model_runs import micro_batches, token_logits, undisturbed
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
+SMOKE = (
+    "--model {model} --private {text} --public {text} --shapes 2x8 --batches 1 --attacks "
+    "flatchat,aligned-sign --calibration-tokens 500 --regression-batches 1 --pool 8 "
+    "--blind-tokens 500",
+)
+
 ATTACKS = (
     "blind-oracle",
     "flatchat-gmm-oracle",

@@ -306,7 +306,7 @@ def _listed(values: Any) -> str:
 
 def table(cells: Sequence[Cell]) -> Table:
     """A line for each cell, in 80 columns; the token accuracy with its 95% interval."""
-    title = "what the hidden states at the split give away"
+    title = "what the hidden states at the split give away\n" + _budget(cells)
     shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     shown.add_column("attack", no_wrap=True)
     for column in ("split", "len", "noise"):
@@ -328,6 +328,16 @@ def table(cells: Sequence[Cell]) -> Table:
             f"{1e3 * cell.seconds_per_token:.3g}" if cell.rates else "",
         )
     return shown
+
+
+def _budget(cells: Sequence[Cell]) -> str:
+    """The time that attacks were given."""
+    budgets = dict.fromkeys(_seconds(c) for c in cells if c.rates)
+    return f"budget: {', '.join(budgets) or 'none'} for the texts of a line"
+
+
+def _seconds(cell: Cell) -> str:
+    return "none" if cell.budget_seconds is None else f"{cell.budget_seconds:g} s"
 
 
 def _rates(cell: Cell) -> tuple[str, str, str]:
@@ -368,8 +378,12 @@ def explanation(cells: Sequence[Cell]) -> str:
         if c.problem
     )
     lines += [f"Failed: {problem}" for problem in problems]
-    if any(not c.finished and not c.problem for c in cells):
-        lines.append("*: out of time, the best that was found within --budget-seconds.")
+    cut = dict.fromkeys(_seconds(c) for c in cells if not c.finished and not c.problem)
+    if cut:
+        lines.append(
+            f"*: cut off by the budget of {', '.join(cut)}, the best that was found by then; "
+            "--budget-seconds gives more, inf for no bound."
+        )
     lines.append(
         "A low number says that these attacks fail here, not that none succeeds: a server may know "
         "more, or search longer."

@@ -185,6 +185,31 @@ def test_an_interrupt_writes_what_is_done(
     assert len(json.loads((tmp_path / "inversion.json").read_text())["cells"]) == 1
 
 
+def test_the_budget_is_told_in_the_table_and_in_the_results(
+    model: str, text: str, tmp_path: Path
+) -> None:
+    command = InvertCommand(
+        model=model, text=text, noise=(0.0,), lengths=(8,), texts=2, out=tmp_path, layer=(1,)
+    )
+    assert "budget: 60 s" in ran(command)
+    content = json.loads((tmp_path / "inversion.json").read_text())
+    assert [c["budget_seconds"] for c in content["cells"]] == [60.0]
+    line = Cell.from_dict(content["cells"][0])
+    assert "budget: 0.5 s for the texts of a line" in shown(replace(line, budget_seconds=0.5))
+    unbounded = replace(command, budget_seconds=float("inf"))
+    assert "budget: none" in ran(unbounded)
+    content = json.loads((tmp_path / "inversion.json").read_text())
+    assert [c["budget_seconds"] for c in content["cells"]] == [None]
+    cut = explanation([replace(line, budget_seconds=0.5, finished=False)])
+    assert "*: cut off by the budget of 0.5 s" in cut
+
+
+def shown(*cells: Cell) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(invert_cli.table(cells))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_says_what_is_read_where_half_of_the_task_is_left() -> None:
     cells = [
         Cell(

@@ -44,7 +44,8 @@ class TextGuess(Guess):
         tokens: (B, L) token ids; :data:`NOTHING` at padded positions, and at those that the time
             budget left open.
         confidence: (B, L) how sure the attack is of each, on a scale of its own, or None.
-        finished: False where the time budget ran out: the tokens are the best found by then.
+        finished: False where the time budget cut anything off: the tokens are the best found by
+            then, and more time may find others.
         candidates: candidates that were verified against the observation, over all positions.
     """
 

@@ -52,8 +52,8 @@ class PrefixInversion(InversionAttack):
         language_model: let the server's top model say which token it expects next.
         noised: whether the client is known to add noise, so that no token's state is the one sent;
             None to find out, for the price of one verification of the whole vocabulary, or of half
-            the time if that is less. Set False, the nearest token is looked for in the whole
-            vocabulary at every place.
+            the time if that is less: noise is then assumed, and the guess unfinished. Set False,
+            the nearest token is looked for in the whole vocabulary at every place.
         beam: beginnings kept side by side where states are noised.
         batch: texts searched at once; None for 1 on a CPU and 8 elsewhere.
         autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.

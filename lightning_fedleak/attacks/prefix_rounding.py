@@ -33,6 +33,7 @@ class AsSent:
     Attributes:
         repeatable: whether such a run gives what was sent, bit for bit; None until it is known.
         twins: by text and place, tokens among which what follows is to decide.
+        cut: whether time ended a run that was still to decide.
     """
 
     def __init__(self, task: Task, low_precision: bool) -> None:
@@ -40,6 +41,7 @@ class AsSent:
         self.low_precision = low_precision
         self.repeatable: bool | None = None
         self.twins: list[dict[int, list[int]]] = [{} for _ in task.observed]
+        self.cut = False
 
     def begun(self, rows: Tensor) -> Prefixes:
         """The texts ``rows`` without cache, known as far as they are."""
@@ -140,6 +142,7 @@ class AsSent:
         tokens = self.task.prefixes.tokens
         for at, twins in self.twins[i].items():
             if self.task.deadline.passed:
+                self.cut = True
                 return sure
             texts = tokens[i].repeat(len(twins), 1)
             texts[:, at] = texts.new_tensor(twins)

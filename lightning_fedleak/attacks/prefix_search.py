@@ -55,7 +55,7 @@ class Recovered:
             runner-up not verified is estimated; 0 where only guessed.
         residuals: (B, N) distance of the best to the observed state, nan where only guessed.
         noised: whether it showed that no token's state is the observed one, or is assumed.
-        finished: False if time ran out.
+        finished: False if time ran out, or ended a look at all that could be right.
         candidates: tokens that went through the bottom model.
         runs: forwards of the bottom model.
     """
@@ -157,6 +157,7 @@ class _Search:
         if self.settling.noised:
             finished = self._beams(tokens, known, beam, spread)
         finished &= bool((known >= self.counts).all())
+        finished &= not (self.settling.cut or self.as_sent.cut)
         self._take_best(tokens, known)
         return Recovered(
             tokens=tokens,
@@ -173,7 +174,10 @@ class _Search:
         """Whether a place is open, or is opened again since without cache its state is another."""
         if bool((self.prefixes.known < self.counts).any()):
             return True
-        if not (self.as_sent.low_precision and self.as_sent.repeatable) or self.deadline.passed:
+        if not (self.as_sent.low_precision and self.as_sent.repeatable):
+            return False
+        if self.deadline.passed:
+            self.as_sent.cut = True
             return False
         for i in range(len(self.counts)):
             self.confidence[i, self.as_sent.decide_twins(i)] = 1.0

@@ -4,7 +4,8 @@ A candidate is believed as soon as no other token can be the right one: were it 
 token's state would be as far from the candidate's as the observed one is. Where many rounds of
 candidates have not come so far, all tokens that can still be right are verified. If of very many
 none is, no token is what was sent; the same is assumed where half of the time that is left has not
-sufficed to find one, so that the other half is left for a search that does not expect one.
+sufficed to find one, so that the other half is left for a search that does not expect one. What is
+found on that assumption is unfinished.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ class Settling:
 
     Attributes:
         noised: whether it is known, has shown, or is assumed for want of time.
+        cut: whether time ended a look at all that can be right.
     """
 
     def __init__(self, task: Task, as_sent: AsSent, noised: bool | None) -> None:
         self.task = task
         self.as_sent = as_sent
         self.noised = noised is True
+        self.cut = False
         self._may_be_noised = noised is None
 
     def believed(self, tokens: Tensor, distances: Tensor, noise: Tensor) -> Tensor:
@@ -102,7 +105,10 @@ class Settling:
         rivals = torch.tensor(place.rivals, dtype=torch.int64, device=target.device)
         while True:
             left = rivals[open_[rivals]][:SWEEP]
-            if not len(left) or limit.passed:
+            if not len(left):
+                break
+            if limit.passed:
+                self.cut = True
                 break
             states = run.attempt(left[None])[0].float()
             open_[left] = False

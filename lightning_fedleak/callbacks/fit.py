@@ -52,6 +52,7 @@ class Fit:
 
     Attributes:
         look: the one at work; None between looks.
+        processor_seconds: of the looks so far, of all threads.
         prepared: names of the attacks that are calibrated.
 
     Raises:
@@ -86,6 +87,7 @@ class Fit:
         self._tried = self._midway = self._hurried = False
         self._begins_at = int(run.trainer.global_step)
         self.look: Look | None = None
+        self.processor_seconds = 0.0
         self.prepared: set[str] = set()
 
         self._plans: list[Plan] = []
@@ -399,6 +401,7 @@ class Fit:
             self._show_update(look, self._local_steps, self._update_tap)
         outcomes = self._finish(look)
         self.look = None
+        self.processor_seconds += look.processor_seconds
         self._clock.interrupted()
         self._tap.disarm()
         for channel in self._channels:

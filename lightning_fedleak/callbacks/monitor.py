@@ -218,6 +218,11 @@ class LeakageMonitor(L.Callback):
         return self._results.looks
 
     @property
+    def processor_seconds(self) -> float:
+        """Processor time of all looks of this fit so far, all threads; 0 outside of a fit."""
+        return 0.0 if self._fit is None else self._fit.processor_seconds
+
+    @property
     def failures(self) -> int:
         """Results that are unknown."""
         return self._results.failures

@@ -90,7 +90,7 @@ class Accountant:
     @property
     def history(self) -> History:
         """Noise multiplier, sample rate and count of every kind of release."""
-        return tuple(self._ledger)
+        return self._ledger.rows
 
     def step(
         self,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import glob
+import itertools
 import math
 import os
+import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +19,12 @@ from lightning_fedleak.defenses.base import DefenseError, State
 
 Event = tuple[float, float]
 """Noise multiplier and sample rate of a release."""
+
+MOST_RELEASES = 10**12
+"""Of one kind; a count beyond is a mistake."""
+LONGEST_LINE = 80
+"""Bytes; two floats, a count and the line's end are shorter."""
+_SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class Ledger:
@@ -31,17 +40,20 @@ class Ledger:
         path: file to append to, one for each client; its folder must exist. A file of an earlier
             process is read and gone on with, so a new run needs a new path. One run at a time: a
             file that something else wrote to, cut or removed since is refused. None for no file.
+            Nothing is written before the first release: half a line at the end, of a crash, stays
+            until then, and is cut off only where every line before it is a ledger's.
 
     Raises:
-        DefenseError: the file holds something else, or cannot be written.
+        DefenseError: the path is a folder, a link, a device or a pipe, or the file holds something
+            else or cannot be read. It is left as it was.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = None if path is None else Path(path)
         self._counts: dict[Event, int] = {}
-        self._size = 0
+        self._size = self._half = 0
         if self.path is not None:
-            self._counts, self._size = _read(self.path)
+            self._counts, self._size, self._half = _read(self.path)
 
     def __len__(self) -> int:
         """Number of releases."""
@@ -51,6 +63,11 @@ class Ledger:
         """Noise multiplier, sample rate and count of every kind of release."""
         for (noise_multiplier, sample_rate), count in self._counts.items():
             yield noise_multiplier, sample_rate, count
+
+    @property
+    def rows(self) -> tuple[tuple[float, float, int], ...]:
+        """The same at once: ``tuple(ledger)`` would take room for as many as there are releases."""
+        return tuple(row for row in self)
 
     @property
     def kinds(self) -> frozenset[Event]:
@@ -67,11 +84,15 @@ class Ledger:
         check_noise_multiplier(noise_multiplier)
         check_sample_rate(sample_rate)
         check_count(count, "count")
-        event = float(noise_multiplier), float(sample_rate)
+        event, count = (float(noise_multiplier), float(sample_rate)), int(count)
+        total = _added(self._counts, event, count)
         if self.path is not None:
             line = f"{event[0]!r} {event[1]!r} {count}\n"
+            if self._half:
+                self._size = _append(self.path, "", self._size, self._half)
+                self._half = 0
             self._size = _append(self.path, line, self._size)
-        self._counts[event] = self._counts.get(event, 0) + count
+        self._counts[event] = total
 
     def state_dict(self) -> dict[str, Tensor]:
         """``releases``: (K, 3) float64, noise multiplier, sample rate and count."""
@@ -97,10 +118,12 @@ class Ledger:
         for sigma, rate, count in rows.tolist():
             check_noise_multiplier(sigma)
             check_sample_rate(rate)
+            check_count(count, "a count in the accountant's state")
+            _added({}, (sigma, rate), int(count))
+        for sigma, rate, count in rows.tolist():
             known = self._counts.get((sigma, rate), 0)
             if count > known:
-                missing = int(count) - known
-                self.record(sigma, rate, missing)
+                self.record(sigma, rate, int(count) - known)
 
 
 def client_path(path: str | os.PathLike[str], client: int, clients: int) -> Path:
@@ -111,6 +134,8 @@ def client_path(path: str | os.PathLike[str], client: int, clients: int) -> Path
             client's then, and what it paid there would be forgotten.
     """
     path = Path(path)
+    if clients > 1:
+        _is_there(path)
     ending = f"-of-{clients}"
     own = path if clients == 1 else path.with_name(f"{path.name}.{client}{ending}")
     found = path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
@@ -119,8 +144,8 @@ def client_path(path: str | os.PathLike[str], client: int, clients: int) -> Path
         others.append(path)
     if others:
         raise DefenseError(
-            f"the ledger {others[0]} was kept with another number of clients than {clients}, so an "
-            "example may have been in another client's releases. Go on with as many clients as "
+            f"ledger={str(others[0])!r} was kept with another number of clients than {clients}, so "
+            "an example may have been in another client's releases. Go on with as many clients as "
             "before, or begin a new run from a model that this data did not train, with a new path"
         )
     return own
@@ -158,61 +183,157 @@ def check_count(value: int, name: str) -> None:
     Raises:
         DefenseError: below 1, or not whole.
     """
-    if isinstance(value, bool) or value != int(value) or value < 1:
+    try:
+        whole = not isinstance(value, bool) and value == int(value) and value >= 1
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
         raise DefenseError(f"{name}={value!r} must be a whole number of at least 1")
 
 
-def _read(path: Path) -> tuple[dict[Event, int], int]:
-    """Counts by event, and the file's bytes. A last line without its end was never released."""
-    if not path.exists():
-        return {}, 0
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        os.truncate(path, len(whole))
+def _added(counts: dict[Event, int], event: Event, count: int) -> int:
+    """How many releases of a kind there are with ``count`` more."""
+    total = counts.get(event, 0) + count
+    if total > MOST_RELEASES:
+        raise DefenseError(
+            f"count: more than {MOST_RELEASES:.0e} releases of one kind are a mistake; give the "
+            "number of those that are about to happen"
+        )
+    return total
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file, without opening it: that may wait for ever, or wind a tape.
+
+    Raises:
+        DefenseError: what is there is no file, or cannot be looked at.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    _check_file(path, mode)
+    return True
+
+
+def _check_file(path: Path, mode: int) -> None:
+    if stat.S_ISREG(mode):
+        return
+    if stat.S_ISDIR(mode):
+        what = "is a folder: give the path of a file in it, which need not exist yet"
+    elif stat.S_ISLNK(mode):
+        what = "is a link: give the path of the file itself"
+    else:
+        what = "is no file but a device, a pipe or a socket: give the path of a file on a disk"
+    raise DefenseError(f"ledger={str(path)!r} {what}")
+
+
+def _unreadable(path: Path, error: Exception) -> DefenseError:
+    return DefenseError(
+        f"ledger={str(path)!r} cannot be read ({error}): give a path that may be read and written, "
+        "in a folder that exists"
+    )
+
+
+def _read(path: Path) -> tuple[dict[Event, int], int, int]:
+    """Counts by event, the file's bytes, and how many of these are half a line at its end.
+
+    A line without its end was never released.
+    """
     counts: dict[Event, int] = {}
-    for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
-        try:
-            sigma, rate, count = line.split()
-            event, more = (float(sigma), float(rate)), int(count)
-            check_noise_multiplier(event[0])
-            check_sample_rate(event[1])
-            check_count(more, "count")
-        except ValueError as error:
-            start = line[:40].decode("ascii", "replace")
-            raise DefenseError(
-                f"line {number} of the ledger {path} is not a release ({start!r}): give a path "
-                "that nothing else writes to"
-            ) from error
-        counts[event] = counts.get(event, 0) + more
-    return counts, len(whole)
+    size = 0
+    if not _is_there(path):
+        return counts, 0, 0
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | _SAFELY), "rb") as file:
+            _check_file(path, os.fstat(file.fileno()).st_mode)
+            for number in itertools.count(1):
+                line = file.readline(LONGEST_LINE)
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    event, more = _release(line)
+                    counts[event] = _added(counts, event, more)
+                except ValueError:
+                    raise _not_own(path, number) from None
+                size += len(line)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if line and not (counts and _begins_a_release(line)):
+        raise _not_own(path, number)
+    return counts, size + len(line), len(line)
 
 
-def _append(path: Path, line: str, expected: int) -> int:
+def _not_own(path: Path, number: int) -> DefenseError:
+    return DefenseError(
+        f"ledger={str(path)!r} is not a ledger: its line {number} is no release. It is left as it "
+        "was. Give a path that nothing else writes to, or that does not exist yet"
+    )
+
+
+def _release(line: bytes) -> tuple[Event, int]:
+    """Event and count of a line that :meth:`Ledger.record` wrote.
+
+    Raises:
+        ValueError: it writes no such line.
+    """
+    sigma, rate, count = line.decode("ascii").removesuffix("\n").removesuffix("\r").split(" ")
+    event, more = (float(sigma), float(rate)), int(count)
+    check_noise_multiplier(event[0])
+    check_sample_rate(event[1])
+    check_count(more, "count")
+    if [repr(event[0]), repr(event[1]), str(more)] != [sigma, rate, count]:
+        raise ValueError("the same numbers, written by something else")
+    return event, more
+
+
+def _begins_a_release(half: bytes) -> bool:
+    """Whether a crash may have left this of a line."""
+    *whole, last = half.removesuffix(b"\r").split(b" ")
+    filled = [*whole, *(b"1.0", b"1.0", b"1")[len(whole) :]]
+    try:
+        _release(b" ".join(filled))
+    except ValueError:
+        return False
+    return len(half) < LONGEST_LINE and re.fullmatch(rb"[0-9.e+-]*", last) is not None
+
+
+def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
     """Adds a whole line or none of it, and returns once it would survive a loss of power.
 
     Args:
         path: of the file; it is made where no bytes are expected.
         line: with its end.
         expected: bytes that the file must hold.
+        cut: of these, how many at the end go first.
 
     Returns:
         How many it holds now.
     """
     data = line.encode("ascii")
+    kept = expected - cut
     try:
-        flags = os.O_WRONLY | os.O_APPEND | (0 if expected else os.O_CREAT)
+        _is_there(path)
+        flags = os.O_WRONLY | os.O_APPEND | _SAFELY | (0 if expected else os.O_CREAT)
         descriptor = os.open(path, flags, 0o600)
         try:
-            if os.fstat(descriptor).st_size != expected:
+            found = os.fstat(descriptor)
+            _check_file(path, found.st_mode)
+            if found.st_size != expected:
                 raise _changed(path)
+            if cut:
+                os.ftruncate(descriptor, kept)
+            written = 0
             try:
                 written = os.write(descriptor, data)
                 if written != len(data):
                     raise OSError(errno.ENOSPC, f"{written} of {len(data)} bytes fit on the disk")
                 os.fsync(descriptor)
             except OSError:
-                os.ftruncate(descriptor, expected)
+                if os.fstat(descriptor).st_size == kept + written:
+                    os.ftruncate(descriptor, kept)
                 raise
             size = os.fstat(descriptor).st_size
         finally:
@@ -221,19 +342,19 @@ def _append(path: Path, line: str, expected: int) -> int:
             _sync_folder(path.parent)
     except OSError as error:
         raise DefenseError(
-            f"the ledger {path} cannot be written ({error}): the release was not made. Give a path "
-            "in a folder that exists and has room"
+            f"ledger={str(path)!r} cannot be written ({error}): the release was not made. Give a "
+            "path in a folder that exists and has room"
         ) from error
-    if size != expected + len(data):
+    if size != kept + len(data):
         raise _changed(path)
     return size
 
 
 def _changed(path: Path) -> DefenseError:
     return DefenseError(
-        f"the ledger {path} was changed by something else since it was read: the release was not "
-        "made. Two runs on one ledger would each overlook what the other releases: give every run "
-        "a path of its own, or begin this one again when the other has ended"
+        f"ledger={str(path)!r} was changed by something else since it was read: the release was "
+        "not made. Two runs on one ledger would each overlook what the other releases: give every "
+        "run a path of its own, or begin this one again when the other has ended"
     )
 
 

@@ -95,7 +95,7 @@ class RenyiFilter:
     @property
     def history(self) -> History:
         """Noise multiplier, sample rate and count of every kind of release."""
-        return tuple(self._ledger)
+        return self._ledger.rows
 
     @property
     def share_spent(self) -> float:

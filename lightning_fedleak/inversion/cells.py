@@ -42,7 +42,8 @@ class Cell:
         prepare_seconds: wall time of its preparation, once for each split.
         candidates: verified per token.
         steps: gradient steps per text, or None.
-        finished: False where the time budget ran out.
+        budget_seconds: wall time that the attack was given for all texts; None for no bound.
+        finished: False where the time budget cut anything off.
         problem: what went wrong, or None.
     """
 
@@ -60,6 +61,7 @@ class Cell:
     prepare_seconds: float = math.nan
     candidates: float = math.nan
     steps: float | None = None
+    budget_seconds: float | None = None
     finished: bool = True
     problem: str | None = None
 
@@ -207,6 +209,7 @@ def _attacked(
     try:
         if isinstance(attack, Exception):
             raise attack
+        values["budget_seconds"] = attack.budget_seconds
         hidden = hidden_states(anatomy, cell.layer, ids)
         noise = gaussian_noise(hidden, cell.sigma, relative=cell.relative, seed=seed)
         sent, truth = (hidden + noise)[: cell.texts], ids[: cell.texts]

@@ -291,6 +291,47 @@ def test_a_check_of_the_whole_vocabulary_leaves_time_to_read(monkeypatch) -> Non
     assert not bool(sure(guess)[:, 0].any())
 
 
+def test_a_look_through_the_vocabulary_that_the_clock_ends_is_unfinished(monkeypatch) -> None:
+    """Also where time then suffices for what is done on the assumption that noise was added."""
+    model = models.tiny_llama(layers=3)
+    hidden = noisy(hidden_states(find_anatomy(model), 2, texts(2, 4)), 0.3)
+    attack = prepared(model, 2)
+    monkeypatch.setattr(prefix_settling, "ROUNDS", (8,))
+    monkeypatch.setattr(prefix_settling, "SWEEP", 1)
+    whole = attack.reconstruct(hidden, None, None)
+    assert whole.finished
+    assumed = []
+    for milliseconds in (60, 90, 120, 150, 1000):
+        clock = slow_clock(monkeypatch)
+        attack.budget_seconds = milliseconds / 1000
+        guess = attack.reconstruct(hidden, None, None)
+        swept = guess.candidates >= whole.candidates
+        assert guess.finished == swept
+        if not swept and next(clock) < attack.budget_seconds:
+            assert bool((guess.confidence > 0).any(1).all())
+            assumed.append(milliseconds)
+    assert assumed
+    assert guess.finished
+    assert torch.equal(guess.tokens, whole.tokens)
+
+
+def test_the_last_check_of_a_text_that_the_clock_ends_is_unfinished(monkeypatch) -> None:
+    """Whatever is called finished is what is found without a budget."""
+    model, sent = crowded_llama()
+    hidden = hidden_states(find_anatomy(model), 3, sent)
+    seen = set()
+    for milliseconds in (*range(39, 69, 2), 10_000):
+        with monkeypatch.context() as same:  # and the same rounding in every run
+            careless(same)
+            attack = prepared(model, 3, budget_seconds=(milliseconds + 0.5) / 1000)
+            slow_clock(same)
+            guess = attack.reconstruct(hidden, None, None)
+        right = torch.equal(guess.tokens, sent)
+        assert right or not guess.finished
+        seen.add(guess.finished)
+    assert seen == {True, False}
+
+
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are believed too soon, within the rounding of a cache."""
     believed = prefix_settling.Settling.believed

@@ -630,3 +630,25 @@ def test_hidden_states_cross_the_split_without_any_optimizer(tmp_path):
     monitor = LeakageMonitor(EmbeddingDescent(layer=1, steps=2), every_n_steps=1)
     fit([monitor], tmp_path, module=Without(tiny_gpt2()), n=4)
     assert (monitor.looks, monitor.failures) == (1, 0)
+
+
+def test_the_processor_time_of_looks_is_told(tmp_path, monkeypatch):
+    clock, told = [0.0], []
+
+    class Working(Probe):
+        def run(self, view, query=None):
+            clock[0] += 100.0
+            return super().run(view, query)
+
+    class Training(CausalLMModule):
+        def training_step(self, batch, batch_idx):
+            clock[0] += 7.0
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr("lightning_fedleak.callbacks.watch.time.process_time", lambda: clock[0])
+    monitor = LeakageMonitor(Working(), every_n_steps=2)
+    monitor.subscribe(lambda _: told.append(monitor.processor_seconds))
+    assert monitor.processor_seconds == 0
+    fit([monitor], tmp_path, module=Training(tiny_gpt2().train()))
+    assert len(told) > 1
+    assert told == [100.0 * (look + 1) for look in range(len(told))]

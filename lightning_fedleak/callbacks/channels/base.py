@@ -150,6 +150,7 @@ class Look:
         truth_error: why a batch could not be read; None where all were.
         stepped: ids of the optimizers that were really about to step (none: nothing was shared).
         seconds: time spent so far.
+        processor_seconds: processor time spent so far, of all threads.
         step_seconds: time that the step itself took so far; 0 until it is known.
         learning_rates: of what the attacks read, at each local step.
         kept: what channels keep until the look is published, by keys of their own.
@@ -162,6 +163,7 @@ class Look:
     truth_error: str | None = None
     stepped: set[int] = field(default_factory=set)
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     started: float = field(default_factory=lambda: time.perf_counter())
     step_seconds: float = 0.0
     learning_rates: list[set[float]] = field(default_factory=list)
@@ -175,12 +177,13 @@ class Look:
     def clock(self, device: torch.device) -> Iterator[None]:
         """Adds the time of a block; waits for a GPU before and after, as looks may."""
         _wait(device)
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
             _wait(device)
             self.seconds += time.perf_counter() - start
+            self.processor_seconds += time.process_time() - busy
 
 
 def _wait(device: torch.device) -> None:

@@ -1,0 +1,150 @@
+"""Runs every script in this folder and below in its smallest setting: does it still work?
+
+    make smoke
+    python benchmarks/smoke.py overhead dpsgd        # these alone
+
+A script says in ``SMOKE`` how it is run: a tuple of argument strings, one for each run. In these
+``{model}`` stands for a folder with the embedded model, ``{text}`` for a file with the embedded
+messages, ``{out}`` for a folder to write to. ``FEDLEAK_ASSETS`` names a folder made of the same, so
+that nothing is downloaded and no other model is needed. A script without ``SMOKE`` fails; a file
+without ``__main__`` is no script but a module of others. The numbers that scripts print here mean
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gzip
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_fedleak.demo.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
+from lightning_fedleak.demo.texts import read_texts
+
+HERE = Path(__file__).resolve().parent
+AT_ONCE = 2
+LIMIT_S = 240.0
+NEEDS = {"accounting.py": "dp_accounting"}
+"""Packages without which a script has nothing to compare with."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """One run: wall seconds, and what went wrong (empty: nothing)."""
+
+    command: str
+    seconds: float
+    problem: str
+
+
+def scripts(names: list[str]) -> list[Path]:
+    """All files that are scripts, or those named."""
+    found = [
+        path
+        for path in sorted(HERE.rglob("*.py"))
+        if path != Path(__file__).resolve() and "__main__" in path.read_text("utf-8")
+    ]
+    unknown = set(names) - {path.stem for path in found}
+    if unknown:
+        raise SystemExit(f"no script is called {', '.join(sorted(unknown))}")
+    return [path for path in found if not names or path.stem in names]
+
+
+def runs_of(path: Path) -> tuple[str, ...]:
+    """``SMOKE`` of a script, which is not imported for it."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SMOKE":
+            runs = ast.literal_eval(node.value)
+            if runs and isinstance(runs, tuple):
+                return runs
+    raise SystemExit(f"{path}: give SMOKE, a tuple of the arguments of its smallest runs")
+
+
+def make_assets(folder: Path) -> dict[str, str]:
+    """A folder like that of ``FEDLEAK_ASSETS``, from what the package holds."""
+    texts = read_texts(EMBEDDED_MESSAGES)
+    model, data = folder / "models" / "stories15M", folder / "data"
+    shutil.copytree(EMBEDDED_MODEL, model)
+    lines = folder / "messages.txt"
+    lines.write_text("\n".join(texts) + "\n", "utf-8")
+    records = "".join(json.dumps({"text": " ".join([t] * 4)}) + "\n" for t in texts)
+    plain = "\n".join(texts)
+    files = {"imdb/test.jsonl.gz": records, "wikitext2/train.raw.txt.gz": plain}
+    for part in ("train", "test_2016_flickr"):
+        files |= {f"multi30k/{part}.{language}.gz": plain for language in ("de", "en")}
+    for name, content in files.items():
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / name).write_bytes(gzip.compress(content.encode("utf-8")))
+    return {"model": str(model), "text": str(lines), "records": str(data / "imdb/test.jsonl.gz")}
+
+
+def run(path: Path, arguments: str, places: dict[str, str], folder: Path) -> Done:
+    """One run of a script, in a folder of its own."""
+    out = Path(tempfile.mkdtemp(dir=folder))
+    given = shlex.split(arguments.format(**places, out=out))
+    root = HERE.parent
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    environment = os.environ | threads | {
+        "FEDLEAK_ASSETS": str(folder),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }  # fmt: skip
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, str(path), *given],
+            cwd=out, env=environment, timeout=LIMIT_S, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout or ""
+        said = said.decode("utf-8", "replace") if isinstance(said, bytes) else said
+        problem = f"{said}\nnot done after {LIMIT_S:g} s"
+    else:
+        problem = f"{done.stdout}\nexit status {done.returncode}" if done.returncode else ""
+        if not problem and not done.stdout.strip():
+            problem = "printed nothing"
+    name = path.relative_to(HERE)
+    return Done(f"{name} {arguments}".strip(), time.monotonic() - began, problem)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="of scripts, without .py; default all")
+    chosen = scripts(parser.parse_args().names)
+    jobs = []
+    for path in chosen:
+        lacking = NEEDS.get(path.name)
+        if lacking and importlib.util.find_spec(lacking) is None:
+            print(f"skipped  {path.relative_to(HERE)}: {lacking} is not installed")
+            continue
+        jobs += [(path, arguments) for arguments in runs_of(path)]
+    began, failed = time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE) as pool:
+        folder = Path(name)
+        places = make_assets(folder)
+        for done in pool.map(lambda job: run(*job, places, folder), jobs):
+            print(
+                f"{'FAILED ' if done.problem else 'ok     '} {done.seconds:6.1f} s  {done.command}"
+            )
+            if done.problem:
+                failed += 1
+                print(f"{done.problem}\n")
+            sys.stdout.flush()
+    print(f"\n{len(jobs)} runs, {failed} failed, {time.monotonic() - began:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

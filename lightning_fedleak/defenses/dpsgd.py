@@ -355,8 +355,8 @@ class DPSGD(Defense):
         """Puts the clipped and noised mean into ``p.grad``, and accounts it.
 
         Raises:
-            DefenseError: a gradient that the layers do not explain, that is NaN or infinite, noise
-                that is not what is accounted, or weights that do not move. Nothing is released.
+            DefenseError: a gradient that the layers do not explain, noise that is not what is
+                accounted, or weights that do not move. Nothing is released.
         """
         team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
         step, sampling = self._in_fit()
@@ -371,8 +371,7 @@ class DPSGD(Defense):
         if sigma > 0:
             step.moves.check(parameters, getattr(trainer, "optimizers", ()), team)
         checking = step.check.is_due(self.releases)
-        if checking:
-            clipped.check_complete(parameters, context, team)
+        compared = not checking or clipped.check_complete(parameters, context, team)
         with team.together():
             self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
         release, self.releases = self.releases, self.releases + 1
@@ -386,7 +385,7 @@ class DPSGD(Defense):
                 self.measured_noise_multiplier = measured / self.max_grad_norm
         if sigma > 0:
             step.moves.remember(parameters)
-        step.released()
+        step.released(unchecked=not compared)
         if self.on_budget == "stop" and trainer is not None:
             (spent,) = team.largest([not self._budget.affords_another()])
             trainer.should_stop = trainer.should_stop or bool(spent)

@@ -17,7 +17,7 @@ from lightning_fedleak.defenses.dpsgd_checks import (
     tensors_of,
 )
 from lightning_fedleak.defenses.per_sample import Clipping
-from lightning_fedleak.defenses.recorder import Recorder
+from lightning_fedleak.defenses.recorder import TELLING, Recorder
 from lightning_fedleak.defenses.sampling import Sampling
 from lightning_fedleak.defenses.step_checks import (
     CHECK_EVERY,
@@ -125,7 +125,9 @@ class WatchedStep:
         self._compared = releases if contents else self._compared
         buffers = Buffers(context.root, contents=contents)
         sent = buffers.sent_first() if is_ddp(context) else nullcontext()
-        given = tensors_of(batch)
+        # A batch of few samples, where most have more, may be joined as it is by chance.
+        tells = samples >= TELLING or sampling.expected < 8
+        given = tensors_of(batch) if tells else ()
         with recorder.step(samples, counts=not self._stands_in, given=given), sent:
             output = training_step()
         with team.together():
@@ -144,7 +146,7 @@ class WatchedStep:
         """Norms and clip factors of this step's samples in this process; computed once.
 
         Raises:
-            DefenseError: per-sample gradients could not be recorded, or are NaN or infinite.
+            DefenseError: per-sample gradients could not be recorded.
         """
         if self._clipped is None:
             recorder = self._recorder
@@ -160,11 +162,15 @@ class WatchedStep:
             )
         return self._clipped
 
-    def released(self) -> None:
-        """It has left the client: lets go of all that was recorded."""
+    def released(self, *, unchecked: bool = False) -> None:
+        """It has left the client: lets go of all that was recorded.
+
+        Args:
+            unchecked: what is checked now and then could not be, and is to be in the next release.
+        """
         self._batches.released()
         self.canaries = 0
-        self.check.unchecked = False
+        self.check.unchecked = unchecked
         self._clipped = None
         self._recorder.clear()
 

@@ -214,20 +214,17 @@ class ClippedSum:
         sums = team.summed(numbers).tolist()
         coarse = self._half or context.precision.startswith("bf16")
         tolerance = 0.05 if team.largest([coarse])[0] else 1e-3
-        finite = [all(map(math.isfinite, row)) for row in sums]
-        largest = max((row[2] for row, known in zip(sums, finite, strict=True) if known), default=0)
-        for parameter, known, (found, value, scale) in zip(parameters, finite, sums, strict=True):
-            if (
-                known
-                and not abs(found - value) <= tolerance * max(scale, RELATIVE * largest) + 1e-30
-            ):
+        known = [(p, row) for p, row in zip(parameters, sums, strict=True) if _finite(row)]
+        largest = max((scale for _, (_, _, scale) in known), default=0.0)
+        for parameter, (found, value, scale) in known:
+            if not abs(found - value) <= tolerance * max(scale, RELATIVE * largest) + 1e-30:
                 name = name_of(parameter, context.root)
                 raise DefenseError(
                     f"DPSGD: the gradient of '{name}' is not the sum of what its layer was seen "
                     "to add. Either the parameter is also used outside of its module's forward, "
                     "or a hook changes gradients, which would be lost. Nothing was released."
                 )
-        return all(finite)
+        return len(known) == len(sums)
 
     def _along_a_direction(
         self, index: int, parameter: nn.Parameter, team: Team
@@ -341,6 +338,10 @@ def name_of(parameter: nn.Parameter, root: nn.Module) -> str:
         if candidate is parameter:
             return name
     return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def _finite(numbers: Sequence[float]) -> bool:
+    return all(map(math.isfinite, numbers))
 
 
 def _some(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -122,7 +122,7 @@ def test_a_broken_sample_adds_nothing_to_a_canary() -> None:
 
 
 class Uneven(Net):
-    """Its slope is infinite where a sample's first number is 0, and meets zeros of other samples."""
+    """Its slope is infinite where a sample's first number is 0, and meets others' zeros."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.above((self.below(x) * x[:, :1]).abs().sqrt())

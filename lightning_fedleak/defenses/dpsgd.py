@@ -356,7 +356,8 @@ class DPSGD(Defense):
 
         Raises:
             DefenseError: a gradient that the layers do not explain, noise that is not what is
-                accounted, or weights that do not move. Nothing is released.
+                accounted, weights that do not move, or that something else than the optimizer's
+                step has moved. Nothing is released.
         """
         team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
         step, sampling = self._in_fit()
@@ -366,6 +367,7 @@ class DPSGD(Defense):
         )
         self._check_clip(step)
         with team.together():
+            step.weights.check(parameters, context.root)
             clipped = step.clipped(parameters, context)
         clipped.check_explained(parameters, context, team)
         if sigma > 0:
@@ -385,7 +387,7 @@ class DPSGD(Defense):
                 self.measured_noise_multiplier = measured / self.max_grad_norm
         if sigma > 0:
             step.moves.remember(parameters)
-        step.released(unchecked=not compared)
+        step.released(self.releases, unchecked=not compared)
         if self.on_budget == "stop" and trainer is not None:
             (spent,) = team.largest([not self._budget.affords_another()])
             trainer.should_stop = trainer.should_stop or bool(spent)

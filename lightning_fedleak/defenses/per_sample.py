@@ -144,6 +144,13 @@ def of_samples(parts: Sequence[Part], samples: Tensor) -> list[Part]:
     ]
 
 
+def count_positions(part: Part) -> int:
+    """B T, as far as it can still be seen: B of gradients in full."""
+    if isinstance(part, Dense):
+        return len(part.values)
+    return (part.left if isinstance(part, Outer) else part.ids).shape[:2].numel()
+
+
 def squared_norms(parts: Sequence[Part]) -> Tensor:
     """Squared 2-norm of every sample's gradient, (B,).
 
@@ -266,6 +273,7 @@ __all__ = [
     "Part",
     "Rows",
     "chosen",
+    "count_positions",
     "in_full",
     "merged",
     "of_samples",

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.layers import parts_of, refusal
-from lightning_fedleak.defenses.per_sample import Part
+from lightning_fedleak.defenses.per_sample import Part, count_positions
 from lightning_fedleak.defenses.prompts import prompts_of_samples
 
 Layout = tuple[str, int]
@@ -164,6 +164,11 @@ class Recorder:
             yield
         finally:
             self._looking = False
+
+    @property
+    def positions(self) -> int:
+        """Of all samples of the last step together, in the layer that has most."""
+        return max((count_positions(p) for parts in self.parts.values() for p in parts), default=0)
 
     def clear(self) -> None:
         """Forgets everything, and lets go of the graph."""

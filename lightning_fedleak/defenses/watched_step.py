@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fedleak.defenses.base import DefenseContext
-from lightning_fedleak.defenses.buffers import Buffers, is_ddp
+from lightning_fedleak.defenses.buffers import Buffers, Weights, is_ddp
 from lightning_fedleak.defenses.dpsgd_checks import (
     count_samples,
     loss_with_graph,
@@ -43,7 +43,8 @@ class WatchedStep:
 
     Attributes:
         check: looks at the loss.
-        moves: looks at the weights.
+        moves: looks at whether the weights move by a release.
+        weights: looks at whether they move otherwise.
         canaries: how many were released beside this step.
         clip: largest norm of a sample's gradient.
     """
@@ -60,6 +61,7 @@ class WatchedStep:
     ) -> None:
         self.check = LossCheck(trusted)
         self.moves = Moves()
+        self.weights = Weights(CHECK_EVERY)
         self.canaries = 0
         self._team = team
         self.clip: float = clip
@@ -108,13 +110,15 @@ class WatchedStep:
 
         Raises:
             DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
-                samples are mixed, or a buffer was changed; here or in another process.
+                samples are mixed, a buffer was changed, or weights are not finite; here or in
+                another process.
         """
         recorder, team = self._recorder, self._team
         with team.together():
             if self._refused is not None:
                 raise self._refused
             self._batches.begin(batch, context)
+            self.weights.begin(context.root)
             samples = count_samples(batch)
             sampling.check_size(0 if self._stands_in else samples)
         self._clipped = None
@@ -162,12 +166,14 @@ class WatchedStep:
             )
         return self._clipped
 
-    def released(self, *, unchecked: bool = False) -> None:
+    def released(self, releases: int, *, unchecked: bool = False) -> None:
         """It has left the client: lets go of all that was recorded.
 
         Args:
+            releases: how many were made, with this one.
             unchecked: what is checked now and then could not be, and is to be in the next release.
         """
+        self.weights.released(releases, self._recorder.positions, self._recorder.root)
         self._batches.released()
         self.canaries = 0
         self.check.unchecked = unchecked
@@ -177,6 +183,7 @@ class WatchedStep:
     def remove(self) -> None:
         """Takes the hooks out."""
         self._recorder.remove()
+        self.weights.remove()
 
 
 __all__ = ["WatchedStep"]

@@ -55,6 +55,10 @@ class DPSGD(Defense):
     it is the *local* gradient that monitors see. Kept inputs take memory for as long as the graph
     would; gradient checkpointing does not free them.
 
+    A sample whose gradient is not finite counts as zero: whether a run goes on must not tell of one
+    example. Weights that something else than the optimizer's step writes are refused, and weights
+    that are not finite after a release.
+
     Refused at setup is what would break the guarantee (:mod:`~.dpsgd_checks`). Refused in a step
     are a batch without a loss, a loss that is not a mean of per-sample means or a network that
     mixes samples, through the graph (:mod:`~.loss_checks`), gradients that the layers do not

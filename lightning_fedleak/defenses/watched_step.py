@@ -74,8 +74,9 @@ class WatchedStep:
         self._compared: int | None = None
 
     def adopt(self) -> None:
-        """Learns anew which parameters hang on which layer; to be called between steps."""
+        """Learns anew which parameters hang on which layer; to be called before training."""
         self._recorder.adopt()
+        self.weights.restart()
 
     def given(self, batch: Any, sampling: Sampling, context: DefenseContext) -> Any:
         """The batch to run: one example that does not count in the place of none."""

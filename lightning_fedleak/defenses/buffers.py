@@ -142,7 +142,7 @@ class Weights:
         self._handle.remove()
 
     def restart(self) -> None:
-        """Training starts, perhaps with weights of a checkpoint; they are read at the first batch."""
+        """Training starts, perhaps from a checkpoint; weights are read at the first batch."""
         self._before, self._known, self._all, self._endless = {}, None, True, []
 
     def begin(self, root: nn.Module) -> None:

@@ -177,7 +177,7 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: 
         outside = scores if rate == 1 else scores[~members]
         noise = outside - (members.double() if rate == 1 else 0.0)
         spread = float(noise.square().mean().sqrt()) / sigma
-        epsilon = gaussian_epsilon(delta, sigma) if rate == 1 else math.nan
+        epsilon = gaussian_epsilon(sigma=sigma, delta=delta) if rate == 1 else math.nan
         accountant = Accountant("prv")
         accountant.step(sigma, rate)
         accounted = accountant.epsilon(delta)

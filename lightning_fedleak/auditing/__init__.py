@@ -27,13 +27,13 @@ from lightning_fedleak.auditing.mechanisms import (
     gaussian_advantage,
     gaussian_auc,
     gaussian_delta,
-    gaussian_epsilon,
     gaussian_tpr,
     randomised_response_auc,
     randomised_response_delta,
 )
 from lightning_fedleak.auditing.one_run import audit_one_run, one_run_epsilon, one_run_p_value
 from lightning_fedleak.auditing.played import audit_games
+from lightning_fedleak.defenses.gaussian import gaussian_epsilon
 
 __all__ = [
     "EpsilonBound",

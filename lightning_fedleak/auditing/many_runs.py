@@ -19,7 +19,7 @@ from lightning_fedleak.auditing.bound import (
     columns,
     must_halve,
 )
-from lightning_fedleak.auditing.mechanisms import gaussian_epsilon
+from lightning_fedleak.defenses.gaussian import gaussian_epsilon
 
 Ints = NDArray[np.int64]
 Claim = Literal["dp", "gaussian"]
@@ -188,7 +188,7 @@ class _Test:
         best = float(self.strength(fnr, fpr).max())
         if not self.gaussian:
             return math.log(max(1.0, best))
-        return gaussian_epsilon(self.delta, 1 / best) if best > 0 else 0.0
+        return gaussian_epsilon(sigma=1 / best, delta=self.delta) if best > 0 else 0.0
 
 
 def _test(

@@ -15,8 +15,6 @@ import math
 
 from scipy.special import expit, log_ndtr, ndtr, ndtri
 
-PRECISION = 200
-
 
 def gaussian_delta(epsilon: float, sigma: float) -> float:
     """The smallest delta at which the Gaussian mechanism is (epsilon, delta)-DP.
@@ -35,26 +33,6 @@ def gaussian_delta(epsilon: float, sigma: float) -> float:
     log_first = float(log_ndtr(1 / (2 * sigma) - epsilon * sigma))
     log_second = epsilon + float(log_ndtr(-1 / (2 * sigma) - epsilon * sigma))
     return math.exp(log_first) * -math.expm1(min(0.0, log_second - log_first))
-
-
-def gaussian_epsilon(delta: float, sigma: float) -> float:
-    """The smallest epsilon >= 0 at which the Gaussian mechanism is (epsilon, delta)-DP.
-
-    Raises:
-        ValueError: delta outside (0, 1), or sigma is not positive.
-    """
-    _positive(sigma=sigma)
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must lie between 0 and 1, got {delta}")
-    low, high = 0.0, 1.0
-    if gaussian_delta(low, sigma) <= delta:
-        return 0.0
-    while gaussian_delta(high, sigma) > delta:
-        low, high = high, 2 * high
-    for _ in range(PRECISION):
-        middle = (low + high) / 2
-        low, high = (middle, high) if gaussian_delta(middle, sigma) > delta else (low, middle)
-    return high
 
 
 def gaussian_tpr(fpr: float, sigma: float) -> float:

@@ -157,9 +157,9 @@ class ActivationNoise(ActivationDefense):
         """
         if positions < 1:
             raise ValueError(f"positions must be at least 1, got {positions}")
-        private = self.clip is not None and self.sigma > 0
-        ratio = 2 * math.sqrt(positions) / self.sigma if private else math.inf
-        return gaussian_epsilon(ratio, delta)
+        if self.clip is None or self.sigma == 0:
+            return math.inf
+        return gaussian_epsilon(sigma=self.sigma / (2 * math.sqrt(positions)), delta=delta)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext

@@ -55,6 +55,10 @@ class DPSGD(Defense):
     it is the *local* gradient that monitors see. Kept inputs take memory for as long as the graph
     would; gradient checkpointing does not free them.
 
+    A sample whose gradient is not finite counts as zero: whether a run goes on must not tell of one
+    example. Weights that something else than the optimizer's step writes are refused, and weights
+    that are not finite after a release.
+
     Refused at setup is what would break the guarantee (:mod:`~.dpsgd_checks`). Refused in a step
     are a batch without a loss, a loss that is not a mean of per-sample means or a network that
     mixes samples, through the graph (:mod:`~.loss_checks`), gradients that the layers do not
@@ -355,8 +359,9 @@ class DPSGD(Defense):
         """Puts the clipped and noised mean into ``p.grad``, and accounts it.
 
         Raises:
-            DefenseError: a gradient that the layers do not explain, that is NaN or infinite, noise
-                that is not what is accounted, or weights that do not move. Nothing is released.
+            DefenseError: a gradient that the layers do not explain, noise that is not what is
+                accounted, weights that do not move, or that something else than the optimizer's
+                step has moved. Nothing is released.
         """
         team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
         step, sampling = self._in_fit()
@@ -366,13 +371,13 @@ class DPSGD(Defense):
         )
         self._check_clip(step)
         with team.together():
+            step.weights.check(parameters, context.root)
             clipped = step.clipped(parameters, context)
         clipped.check_explained(parameters, context, team)
         if sigma > 0:
             step.moves.check(parameters, getattr(trainer, "optimizers", ()), team)
         checking = step.check.is_due(self.releases)
-        if checking:
-            clipped.check_complete(parameters, context, team)
+        compared = not checking or clipped.check_complete(parameters, context, team)
         with team.together():
             self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
         release, self.releases = self.releases, self.releases + 1
@@ -386,7 +391,7 @@ class DPSGD(Defense):
                 self.measured_noise_multiplier = measured / self.max_grad_norm
         if sigma > 0:
             step.moves.remember(parameters)
-        step.released()
+        step.released(self.releases, unchecked=not compared)
         if self.on_budget == "stop" and trainer is not None:
             (spent,) = team.largest([not self._budget.affords_another()])
             trainer.should_stop = trainer.should_stop or bool(spent)

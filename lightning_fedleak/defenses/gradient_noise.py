@@ -157,9 +157,12 @@ class GradientNoise(Defense):
                 f"releases={counted} must be at least 0, and clients={clients} at least 1"
             )
         if not self._private:
-            return gaussian_epsilon(math.inf, delta)
+            return math.inf
         spent = self._spent if releases is None else releases / self.sigma**2
-        return gaussian_epsilon(2 * math.sqrt(spent / clients), delta)
+        if math.isinf(spent):
+            return math.inf
+        sigma = math.sqrt(clients / spent) / 2 if spent else math.inf
+        return gaussian_epsilon(sigma=sigma, delta=delta)
 
     @property
     def _private(self) -> bool:

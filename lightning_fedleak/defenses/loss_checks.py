@@ -24,7 +24,9 @@ of each sample's own do, and cannot be told from them.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -247,7 +249,7 @@ def check_isolation(
     *,
     separate: bool = False,
     restore: Callable[[], None] | None = None,
-) -> None:
+) -> bool:
     """Refuses a loss or a network in which one sample's gradient depends on another sample.
 
     One more backward pass, without gradients of parameters; ``p.grad`` is not touched. Where
@@ -262,10 +264,13 @@ def check_isolation(
         separate: look at the network only: it is known that the loss keeps samples apart.
         restore: called after each backward: makes the model what it was after forward.
 
+    Returns:
+        Whether two samples' gradients were finite, without which nothing is seen. What is NaN or
+        infinite tells nothing: zeros of other samples become NaN at a sample's infinite slope.
+
     Raises:
         DefenseError: samples are mixed, or it cannot be told.
     """
-    chosen = samples // 2
     edges = [call.edge for call in top]
     try:
         gradients = torch.autograd.grad(loss, edges, retain_graph=True, create_graph=not separate)
@@ -273,6 +278,9 @@ def check_isolation(
         raise _unknown(f"its gradient cannot be looked at ({error})") from error
     if restore is not None:
         restore()
+    whole = [g.isfinite().reshape(samples, -1).all(1).nonzero().flatten() for g in gradients]
+    rows = sorted(functools.reduce(operator.and_, (set(own.tolist()) for own in whole)))
+    chosen = rows[len(rows) // 2] if rows else 0
     mixed = None if separate else _mixing_loss(gradients, top, edges, chosen, samples)
     if restore is not None:
         restore()
@@ -283,7 +291,7 @@ def check_isolation(
     if not below:
         if mixed is not None:
             raise mixed
-        return
+        return len(rows) > 1
     try:
         found = torch.autograd.grad(
             edges, [call.edge for call in below], masked, retain_graph=True, allow_unused=True
@@ -305,6 +313,7 @@ def check_isolation(
                 "does not count samples. Let the first dimension be the samples in every trainable "
                 "layer (position ids may have shape (1, T)), or freeze it."
             )
+    return len(rows) > 1
 
 
 def _mixing_loss(
@@ -366,7 +375,7 @@ def _only(gradient: Tensor, chosen: int, samples: int) -> Tensor:
 def _spread(gradient: Tensor, chosen: int, samples: int) -> bool:
     rows = torch.linalg.vector_norm(gradient.detach().reshape(samples, -1), ord=math.inf, dim=1)
     rows[chosen] = 0
-    return bool(rows.any())
+    return bool((rows.isfinite() & (rows != 0)).any())
 
 
 def _check_likelihood(node: Any, samples: int) -> None:

@@ -13,7 +13,7 @@ All shapes have the samples first, B of them. T counts positions of a sample, of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -129,6 +129,26 @@ def in_full(parts: Sequence[Part], shape: torch.Size) -> Tensor:
         total = values if total is None else total + values
     assert total is not None
     return total
+
+
+def of_samples(parts: Sequence[Part], samples: Tensor) -> list[Part]:
+    """The gradients of some samples alone, whatever the others' factors hold.
+
+    Args:
+        parts: of all B samples.
+        samples: (B,) booleans.
+    """
+    return [
+        replace(part, **{key: value[samples.to(value.device)] for key, value in vars(part).items()})
+        for part in parts
+    ]
+
+
+def count_positions(part: Part) -> int:
+    """B T, as far as it can still be seen: B of gradients in full."""
+    if isinstance(part, Dense):
+        return len(part.values)
+    return (part.left if isinstance(part, Outer) else part.ids).shape[:2].numel()
 
 
 def squared_norms(parts: Sequence[Part]) -> Tensor:
@@ -253,8 +273,10 @@ __all__ = [
     "Part",
     "Rows",
     "chosen",
+    "count_positions",
     "in_full",
     "merged",
+    "of_samples",
     "probe",
     "squared_norms",
     "weighted_sum",

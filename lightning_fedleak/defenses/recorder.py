@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.layers import parts_of, refusal
-from lightning_fedleak.defenses.per_sample import Part
+from lightning_fedleak.defenses.per_sample import Part, count_positions
 from lightning_fedleak.defenses.prompts import prompts_of_samples
 
 Layout = tuple[str, int]
@@ -23,6 +23,9 @@ Layout = tuple[str, int]
 
 _FEW = 4
 """Columns in which nearly all rows that differ do so."""
+
+TELLING = 5
+"""Samples from which on rows of a batch tell how they were joined, whatever one sample holds."""
 
 _EXPANDED = (
     "DPSGD: {0} looked up one row for all samples, and DPSGD let it look up one for each of the "
@@ -85,6 +88,7 @@ class Recorder:
         self._counting = True
         self._positional: set[nn.Module] = set()
         self._given: list[Tensor] = []
+        self._alone: set[int] = set()
         self._handles: list[Any] = []
         self.root = root
         self._refused: Exception | None = None
@@ -113,6 +117,12 @@ class Recorder:
         Raises:
             DefenseError: says which layer, and what to do with it.
         """
+        if len(self._alone) == self.samples > 1:
+            self._refused = DefenseError(
+                f"DPSGD: sample 0 of {self.samples} was run by itself in training_step, and so "
+                "were the others, where a row for each sample is looked for. Run the whole batch "
+                "at once."
+            )
         if self._refused is not None:
             raise self._refused
 
@@ -129,13 +139,16 @@ class Recorder:
         self.clear()
         self.samples, self._open, self._counting = samples, True, counts
         self._given = [t for t in given if t.dim() == 2 and len(t) == samples]
+        self._alone = set()
         expanded = set(self._positional)
         try:
             with prompts_of_samples(self.root, samples):
                 yield
         except Exception as error:
-            if self._refused is not None:
-                raise self._refused from error
+            try:
+                self.check()
+            except DefenseError as refused:
+                raise refused from error
             if names := [n for n, m in self.root.named_modules() if m in self._positional]:
                 error.add_note(_EXPANDED.format(", ".join(names), samples))
             self._positional = expanded
@@ -151,6 +164,11 @@ class Recorder:
             yield
         finally:
             self._looking = False
+
+    @property
+    def positions(self) -> int:
+        """Of all samples of the last step together, in the layer that has most."""
+        return max((count_positions(p) for parts in self.parts.values() for p in parts), default=0)
 
     def clear(self) -> None:
         """Forgets everything, and lets go of the graph."""
@@ -253,10 +271,11 @@ class Recorder:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _check_alone(self, ids: Tensor) -> None:
-        """Refuses a sample that is run by itself; its row would be taken for positions.
+        """Notes a sample that is run by itself; its row would be taken for positions.
 
         Labels of the samples, (B,), come here too. Zeros and ones in a batch (a mask), or one
-        number over and over, are like them by chance and are no sample's ids.
+        number over and over, are like them by chance and are no sample's ids. Nor is one example
+        that reads like positions: all samples must have been run so.
         """
         for given in self._given:
             if not 2 <= len(ids) <= given.shape[1] or given.device != ids.device:
@@ -264,11 +283,7 @@ class Recorder:
             alike = (given[:, : len(ids)] == ids).all(1)
             tells = (given > 1).any() & (ids != ids[0]).any()
             if bool(alike.any() & ~alike.all() & tells):
-                sample = int(alike.int().argmax())
-                self._refused = self._refused or DefenseError(
-                    f"DPSGD: sample {sample} of {self.samples} was run by itself in training_step, "
-                    "where a row for each sample is looked for. Run the whole batch at once."
-                )
+                self._alone.update(alike.nonzero().flatten().tolist())
 
     def _check_rows(self, name: str, source: Any) -> None:
         """Refuses several rows a sample where one of them is another sample's row of the batch.
@@ -276,6 +291,8 @@ class Recorder:
         What a training step makes of a batch has no gradient until the first layer. Rows that were
         changed before they were joined are not recognised, nor those of one number over and over,
         which tell no sample (token types, where another sample's labels are all zero).
+        From five samples on it takes more than one sample's content: a row may read like another
+        example's by chance.
         """
         samples = self.samples
         if not isinstance(source, Tensor) or source.requires_grad or source.dim() != 2:
@@ -294,7 +311,7 @@ class Recorder:
             own |= found.gather(1, owners[:, None])[:, 0]
             alike |= found & (given[:, :width] != given[:, :1]).any(1)
         foreign = (alike.any(1) & ~own).nonzero().flatten().tolist()
-        if foreign:
+        if foreign and (samples < TELLING or not _by_one(alike[foreign], owners[foreign])):
             raise DefenseError(
                 f"DPSGD: '{name}' gets {len(source)} rows for {samples} samples, and row "
                 f"{foreign[0]}, which would be taken for one of sample {foreign[0] // rows}'s, is "
@@ -335,6 +352,13 @@ def _equal_rows(rows: Tensor, others: Tensor) -> Tensor:
     return equal
 
 
+def _by_one(alike: Tensor, owners: Tensor) -> bool:
+    """Whether one sample is in all matches of (N,) owners' rows with (N, B) samples' ``alike``."""
+    lone = alike & (alike.sum(1, keepdim=True) == 1)
+    involved = lone.scatter(1, owners[:, None], True)
+    return bool(involved.all(0).any())
+
+
 def owns_parameters(module: nn.Module) -> bool:
     """Whether parameters hang on ``module`` itself, not on a module inside."""
     return any(parameter is not None for parameter in module._parameters.values())
@@ -357,4 +381,4 @@ def _ignored(module: nn.Module) -> bool:
     return bool(inside) and own <= inside
 
 
-__all__ = ["Call", "Layout", "Recorder", "first_input", "owns_parameters", "trains"]
+__all__ = ["TELLING", "Call", "Layout", "Recorder", "first_input", "owns_parameters", "trains"]

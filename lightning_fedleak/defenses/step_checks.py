@@ -6,7 +6,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
@@ -129,14 +128,13 @@ class LossCheck:
         kind = layouts, self._form.form
         new = counts and (kind not in self._seen or releases >= self._looked + CHECK_EVERY)
         due = new and recorder.samples > 1
-        broken = (due or team.size > 1) and not bool(torch.isfinite(loss.detach()))
-        new, due, broken, joint = map(bool, team.largest([new, due, broken, not self._separate]))
+        new, due, joint = map(bool, team.largest([new, due, not self._separate]))
         self.unchecked = self.unchecked or new
         top, self._top = self._top, []
-        if not due or broken:
+        if not due:
             return
         with team.together(), recorder.looking():
-            check_isolation(
+            seen = check_isolation(
                 under_ddp(loss),
                 top,
                 recorder.calls,
@@ -145,9 +143,10 @@ class LossCheck:
                 # FSDP2 shards them after any backward, and not all of them know of the next one.
                 restore=functools.partial(unshard, whole_layers(recorder.root)),
             )
-        if recorder.samples > 1:
+        if recorder.samples == 1 or seen:
+            self._looked = releases
+        if recorder.samples > 1 and seen:
             self._seen.add(kind)
-        self._looked = releases
 
 
 def zero_on_the_graph(root: nn.Module) -> Tensor:

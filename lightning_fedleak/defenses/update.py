@@ -16,6 +16,7 @@ from lightning_fedleak.defenses.per_sample import (
     Clipping,
     Part,
     chosen,
+    of_samples,
     probe,
     squared_norms,
     weighted_sum,
@@ -57,10 +58,9 @@ class ClippedSum:
 
     Attributes:
         samples: B.
-        norms: (B,) norms of the gradients of each sample's own loss, before clipping.
-
-    Raises:
-        DefenseError: a gradient that is NaN or infinite.
+        norms: (B,) norms of the gradients of each sample's own loss, before clipping; infinite for
+            a sample whose gradient holds NaN or infinity, or whose norm overflows. It counts as
+            zero: whether a run goes on must not tell of one example.
     """
 
     def __init__(
@@ -82,16 +82,9 @@ class ClippedSum:
         self.norms = (
             torch.zeros(samples, device=device) if total is None else total.sqrt() * samples
         )
-        if not bool(torch.isfinite(self.norms).all()):
-            broken = [
-                name_of(p, context.root)
-                for p, square in zip(self.parts, squares, strict=True)
-                if not bool(torch.isfinite(square).all())
-            ]
-            raise DefenseError(
-                f"DPSGD: a sample's gradient holds NaN or infinity in {', '.join(broken[:5])}; "
-                "nothing was released. Lower the learning rate or check the loss."
-            )
+        self._whole = torch.isfinite(self.norms)
+        self._broken = not bool(self._whole.all())
+        self.norms = self.norms.masked_fill(~self._whole, math.inf)
         self.factors = samples * (clip / self.norms.clamp(min=clip))
         self._clip, self._half = clip, half
 
@@ -100,8 +93,10 @@ class ClippedSum:
         if parameter not in self.parts:
             dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             return torch.zeros(parameter.shape, dtype=dtype, device=where_whole(parameter))
-        own = self.parts[parameter]
-        return weighted_sum(own, self.factors.to(where_whole(parameter)), parameter.shape)
+        own, factors = self.parts[parameter], self.factors
+        if self._broken:  # zero times NaN is NaN
+            own, factors = of_samples(own, self._whole), factors[self._whole]
+        return weighted_sum(own, factors.to(where_whole(parameter)), parameter.shape)
 
     def with_canary(self, samples: Tensor, divisor: float) -> CanaryGradient:
         """What is released of crafted layers whose gradients join those of the samples.
@@ -121,7 +116,8 @@ class ClippedSum:
         own = self.norms.to(samples)[:, None] if len(samples) else samples.new_zeros(0, 1)
         joint = torch.hypot(samples.norm(dim=2), own)
         factors = (self._clip / joint.clamp(min=self._clip)) / divisor
-        return CanaryGradient(samples * factors[..., None])
+        whole = torch.isfinite(joint)[..., None]
+        return CanaryGradient((samples * factors[..., None]).masked_fill(~whole, 0.0))
 
     def release(
         self,
@@ -200,11 +196,14 @@ class ClippedSum:
 
     def check_complete(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext, team: Team
-    ) -> None:
+    ) -> bool:
         """Refuses where the parts do not add up to the gradient that autograd has computed.
 
         Along one random direction for each parameter. The gradient is the mean over the client's
         processes, all of it in each (DDP) or a shard (FSDP2).
+
+        Returns:
+            Whether all could be compared: none of them holds NaN or infinity.
 
         Raises:
             DefenseError: says which parameter.
@@ -215,8 +214,9 @@ class ClippedSum:
         sums = team.summed(numbers).tolist()
         coarse = self._half or context.precision.startswith("bf16")
         tolerance = 0.05 if team.largest([coarse])[0] else 1e-3
-        largest = max((row[2] for row in sums), default=0.0)
-        for parameter, (found, value, scale) in zip(parameters, sums, strict=True):
+        known = [(p, row) for p, row in zip(parameters, sums, strict=True) if _finite(row)]
+        largest = max((scale for _, (_, _, scale) in known), default=0.0)
+        for parameter, (found, value, scale) in known:
             if not abs(found - value) <= tolerance * max(scale, RELATIVE * largest) + 1e-30:
                 name = name_of(parameter, context.root)
                 raise DefenseError(
@@ -224,6 +224,7 @@ class ClippedSum:
                     "to add. Either the parameter is also used outside of its module's forward, "
                     "or a hook changes gradients, which would be lost. Nothing was released."
                 )
+        return len(known) == len(sums)
 
     def _along_a_direction(
         self, index: int, parameter: nn.Parameter, team: Team
@@ -337,6 +338,10 @@ def name_of(parameter: nn.Parameter, root: nn.Module) -> str:
         if candidate is parameter:
             return name
     return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def _finite(numbers: Sequence[float]) -> bool:
+    return all(map(math.isfinite, numbers))
 
 
 def _some(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fedleak.defenses.base import DefenseContext
-from lightning_fedleak.defenses.buffers import Buffers, is_ddp
+from lightning_fedleak.defenses.buffers import Buffers, Weights, is_ddp
 from lightning_fedleak.defenses.dpsgd_checks import (
     count_samples,
     loss_with_graph,
@@ -17,7 +17,7 @@ from lightning_fedleak.defenses.dpsgd_checks import (
     tensors_of,
 )
 from lightning_fedleak.defenses.per_sample import Clipping
-from lightning_fedleak.defenses.recorder import Recorder
+from lightning_fedleak.defenses.recorder import TELLING, Recorder
 from lightning_fedleak.defenses.sampling import Sampling
 from lightning_fedleak.defenses.step_checks import (
     CHECK_EVERY,
@@ -43,7 +43,8 @@ class WatchedStep:
 
     Attributes:
         check: looks at the loss.
-        moves: looks at the weights.
+        moves: looks at whether the weights move by a release.
+        weights: looks at whether they move otherwise.
         canaries: how many were released beside this step.
         clip: largest norm of a sample's gradient.
     """
@@ -60,6 +61,7 @@ class WatchedStep:
     ) -> None:
         self.check = LossCheck(trusted)
         self.moves = Moves()
+        self.weights = Weights(CHECK_EVERY)
         self.canaries = 0
         self._team = team
         self.clip: float = clip
@@ -72,8 +74,9 @@ class WatchedStep:
         self._compared: int | None = None
 
     def adopt(self) -> None:
-        """Learns anew which parameters hang on which layer; to be called between steps."""
+        """Learns anew which parameters hang on which layer; to be called before training."""
         self._recorder.adopt()
+        self.weights.restart()
 
     def given(self, batch: Any, sampling: Sampling, context: DefenseContext) -> Any:
         """The batch to run: one example that does not count in the place of none."""
@@ -108,13 +111,15 @@ class WatchedStep:
 
         Raises:
             DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
-                samples are mixed, or a buffer was changed; here or in another process.
+                samples are mixed, a buffer was changed, or weights are not finite; here or in
+                another process.
         """
         recorder, team = self._recorder, self._team
         with team.together():
             if self._refused is not None:
                 raise self._refused
             self._batches.begin(batch, context)
+            self.weights.begin(context.root)
             samples = count_samples(batch)
             sampling.check_size(0 if self._stands_in else samples)
         self._clipped = None
@@ -125,7 +130,9 @@ class WatchedStep:
         self._compared = releases if contents else self._compared
         buffers = Buffers(context.root, contents=contents)
         sent = buffers.sent_first() if is_ddp(context) else nullcontext()
-        given = tensors_of(batch)
+        # A batch of few samples, where most have more, may be joined as it is by chance.
+        tells = samples >= TELLING or sampling.expected < 8
+        given = tensors_of(batch) if tells else ()
         with recorder.step(samples, counts=not self._stands_in, given=given), sent:
             output = training_step()
         with team.together():
@@ -144,7 +151,7 @@ class WatchedStep:
         """Norms and clip factors of this step's samples in this process; computed once.
 
         Raises:
-            DefenseError: per-sample gradients could not be recorded, or are NaN or infinite.
+            DefenseError: per-sample gradients could not be recorded.
         """
         if self._clipped is None:
             recorder = self._recorder
@@ -160,17 +167,24 @@ class WatchedStep:
             )
         return self._clipped
 
-    def released(self) -> None:
-        """It has left the client: lets go of all that was recorded."""
+    def released(self, releases: int, *, unchecked: bool = False) -> None:
+        """It has left the client: lets go of all that was recorded.
+
+        Args:
+            releases: how many were made, with this one.
+            unchecked: what is checked now and then could not be, and is to be in the next release.
+        """
+        self.weights.released(releases, self._recorder.positions, self._recorder.root)
         self._batches.released()
         self.canaries = 0
-        self.check.unchecked = False
+        self.check.unchecked = unchecked
         self._clipped = None
         self._recorder.clear()
 
     def remove(self) -> None:
         """Takes the hooks out."""
         self._recorder.remove()
+        self.weights.remove()
 
 
 __all__ = ["WatchedStep"]

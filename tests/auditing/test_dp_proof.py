@@ -230,7 +230,11 @@ def test_a_planted_neuron_under_dpsgd_is_the_gaussian_mechanism(sigma: float) ->
     assert scipy.stats.pearsonr(held[:n].numpy(), others[:n].numpy()).pvalue > 1e-4
     bound = audit_scores(games.scores, games.members, delta=1e-5, claim="gaussian")
     one = neuron.defenses[0].accountant.history[0][:2]
-    assert bound.epsilon <= gaussian_epsilon(1e-5, sigma) <= epsilon_of([(*one, 1)], 1e-5, "prv")
+    assert (
+        bound.epsilon
+        <= gaussian_epsilon(sigma=sigma, delta=1e-5)
+        <= epsilon_of([(*one, 1)], 1e-5, "prv")
+    )
 
 
 def test_the_games_are_the_same_in_every_run() -> None:

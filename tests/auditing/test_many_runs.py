@@ -43,8 +43,8 @@ def play(mechanism, n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     [
         (randomised_response, 1.0, {}),
         (worst, 1.0, {"delta": 0.05}),
-        (gaussian, gaussian_epsilon(0.1, 1.0), {"delta": 0.1}),
-        (gaussian, gaussian_epsilon(1e-5, 1.0), {"delta": 1e-5, "claim": "gaussian"}),
+        (gaussian, gaussian_epsilon(sigma=1.0, delta=0.1), {"delta": 0.1}),
+        (gaussian, gaussian_epsilon(sigma=1.0, delta=1e-5), {"delta": 1e-5, "claim": "gaussian"}),
     ],
 )
 def test_the_bound_is_too_large_with_probability_alpha_at_most(
@@ -76,8 +76,13 @@ def test_choosing_the_threshold_on_the_games_it_is_judged_by_would_be_wrong() ->
     [
         (randomised_response, 1.0, {}, 0.86),
         (worst, 1.0, {"delta": 0.05}, 0.83),
-        (gaussian, gaussian_epsilon(0.1, 1.0), {"delta": 0.1}, 0.9),
-        (gaussian, gaussian_epsilon(1e-5, 1.0), {"delta": 1e-5, "claim": "gaussian"}, 0.93),
+        (gaussian, gaussian_epsilon(sigma=1.0, delta=0.1), {"delta": 0.1}, 0.9),
+        (
+            gaussian,
+            gaussian_epsilon(sigma=1.0, delta=1e-5),
+            {"delta": 1e-5, "claim": "gaussian"},
+            0.93,
+        ),
     ],
 )
 @pytest.mark.parametrize("how", ["union", "split"])
@@ -165,7 +170,7 @@ def test_a_replace_one_game_refutes_add_remove_by_group_privacy(delta: float) ->
 def test_a_gaussian_step_that_replaces_moves_twice_as_far() -> None:
     """Clip norm 1, noise sigma: replacing moves the sum by 2, the accountant adds or removes."""
     sigma, delta = 2.0, 1e-5
-    truth = gaussian_epsilon(delta, sigma)
+    truth = gaussian_epsilon(sigma=sigma, delta=delta)
     above, bounds = 0, []
     for seed in range(RUNS):
         scores, members = play(partial(gaussian, sigma=sigma / 2), 500, seed)

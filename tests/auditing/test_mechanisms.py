@@ -42,7 +42,7 @@ def test_gaussian_delta_is_the_integral_of_its_definition(sigma: float, epsilon:
 @pytest.mark.parametrize("sigma", SIGMAS)
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
 def test_gaussian_epsilon_is_dp_accountings(sigma: float, delta: float) -> None:
-    ours = gaussian_epsilon(delta, sigma)
+    ours = gaussian_epsilon(sigma=sigma, delta=delta)
     assert ours == pytest.approx(dp_accounting.get_epsilon_gaussian(sigma, delta), rel=1e-8)
     assert gaussian_delta(ours, sigma) == pytest.approx(delta, rel=1e-9)
     assert dp_accounting.get_sigma_gaussian(ours, delta) == pytest.approx(sigma, rel=1e-6)
@@ -53,10 +53,36 @@ def test_gaussian_epsilon_is_dp_accountings(sigma: float, delta: float) -> None:
 def test_gaussian_extremes_do_not_overflow() -> None:
     assert gaussian_delta(1000.0, 1.0) == 0.0
     assert gaussian_delta(0.0, 1e-4) == pytest.approx(1.0)
-    assert gaussian_epsilon(0.5, 10.0) == 0.0
-    assert gaussian_epsilon(1e-5, 0.01) == pytest.approx(
+    assert gaussian_epsilon(sigma=10.0, delta=0.5) == 0.0
+    assert gaussian_epsilon(sigma=0.01, delta=1e-5) == pytest.approx(
         dp_accounting.get_epsilon_gaussian(0.01, 1e-5), rel=1e-6
     )
+
+
+def bisected(sigma: float, delta: float) -> float:
+    """By nothing but halves, from the definition."""
+    low, high = 0.0, 1.0
+    while gaussian_delta(high, sigma) > delta:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if gaussian_delta(middle, sigma) > delta else (low, middle)
+    return high
+
+
+@pytest.mark.parametrize("sigma", [0.01, 0.3, 1.0, 7.0, 300.0])
+@pytest.mark.parametrize("delta", [1e-12, 1e-5, 1e-3])
+def test_gaussian_epsilon_is_the_root_and_never_below(sigma: float, delta: float) -> None:
+    found = gaussian_epsilon(sigma=sigma, delta=delta)
+    assert found == pytest.approx(bisected(sigma, delta), rel=1e-9, abs=1e-12)
+    assert gaussian_delta(found, sigma) <= delta * (1 + 1e-9)
+
+
+def test_gaussian_epsilon_of_no_distance_and_of_no_noise() -> None:
+    assert gaussian_epsilon(sigma=math.inf, delta=1e-5) == 0.0
+    assert gaussian_epsilon(sigma=1e-200, delta=1e-5) == math.inf
+    with pytest.raises(TypeError, match="positional"):
+        gaussian_epsilon(1e-5, 1.0)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
@@ -114,8 +140,10 @@ def test_a_sigma_that_is_not_positive_is_refused(sigma: float) -> None:
     for function in (gaussian_auc, gaussian_advantage):
         with pytest.raises(ValueError, match="sigma must be positive"):
             function(sigma)
-    for function in (gaussian_delta, gaussian_epsilon, gaussian_tpr):
+    for function in (gaussian_delta, gaussian_tpr):
         with pytest.raises(ValueError, match="sigma must be positive"):
             function(0.1, sigma)
+    with pytest.raises(ValueError, match="sigma must be positive"):
+        gaussian_epsilon(sigma=sigma, delta=0.1)
     with pytest.raises(ValueError, match="delta must lie"):
-        gaussian_epsilon(0.0, 1.0)
+        gaussian_epsilon(sigma=1.0, delta=0.0)

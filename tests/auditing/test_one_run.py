@@ -90,7 +90,7 @@ def gaussian(members, rng):
         (randomised_response, 1.0, 0.0, 300),
         (randomised_response, 1.0, 0.0, None),
         (worst, 1.0, 0.001, 300),
-        (gaussian, gaussian_epsilon(1e-5, 0.5), 1e-5, None),
+        (gaussian, gaussian_epsilon(sigma=0.5, delta=1e-5), 1e-5, None),
     ],
 )
 def test_the_bound_is_too_large_with_probability_alpha_at_most(
@@ -125,7 +125,7 @@ def test_abstaining_helps_where_few_canaries_are_clear() -> None:
     few = audit_one_run(scores, bits, delta=1e-5, guesses=[(100, 100)])
     chosen = audit_one_run(scores, bits, delta=1e-5)
     assert everyone.epsilon < 0.8 * few.epsilon
-    assert everyone.epsilon < chosen.epsilon <= gaussian_epsilon(1e-5, 0.5)
+    assert everyone.epsilon < chosen.epsilon <= gaussian_epsilon(sigma=0.5, delta=1e-5)
 
 
 def test_guesses_are_the_extremes_and_order_does_not_matter() -> None:

@@ -135,7 +135,7 @@ def test_a_schedule_settled_beforehand_is_googles_too() -> None:
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("steps", [1, 40])
 def test_full_batches_are_the_gaussian_mechanism(sigma: float, steps: int) -> None:
-    exact = gaussian_epsilon(1e-5, sigma / math.sqrt(steps))
+    exact = gaussian_epsilon(sigma=sigma / math.sqrt(steps), delta=1e-5)
     prv = epsilon_of([(sigma, 1.0, steps)], 1e-5, "prv")
     assert exact <= prv <= exact * 1.01 or exact > LARGEST_EPSILON
     assert prv <= epsilon_of([(sigma, 1.0, steps)], 1e-5, "rdp")
@@ -160,7 +160,7 @@ def hockey_stick(epsilon: float, sigma: float, rate: float) -> float:
     [(100.0, 10_000, 1e-10), (100.0, 10_000, 1e-13), (30.0, 1000, 1e-13), (5.0, 10, 1e-14)],
 )
 def test_rounding_never_understates_epsilon(sigma: float, steps: int, delta: float) -> None:
-    exact = gaussian_epsilon(delta, sigma / math.sqrt(steps))
+    exact = gaussian_epsilon(sigma=sigma / math.sqrt(steps), delta=delta)
     assert exact <= epsilon_of([(sigma, 1.0, steps)], delta, "prv") <= 1.05 * exact
 
 
@@ -212,8 +212,8 @@ def test_hardly_any_noise_is_none(kind, monkeypatch) -> None:
 
 
 def test_the_least_noise_gives_no_guarantee_worth_the_name() -> None:
-    assert gaussian_epsilon(1e-5, LEAST_NOISE) > LARGEST_EPSILON
-    assert gaussian_epsilon(1e-5, 0.06) > 200 / 2
+    assert gaussian_epsilon(sigma=LEAST_NOISE, delta=1e-5) > LARGEST_EPSILON
+    assert gaussian_epsilon(sigma=0.06, delta=1e-5) > 200 / 2
 
 
 def test_prv_gives_up_on_a_loss_beyond_floats_and_rdp_stands(monkeypatch) -> None:

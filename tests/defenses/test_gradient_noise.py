@@ -248,7 +248,9 @@ def test_epsilon_counts_the_releases_and_is_infinite_where_nothing_holds() -> No
 def test_gaussian_epsilon_is_googles(ratio: float, log_delta: float) -> None:
     delta = 10**log_delta
     expected = dp_accounting.get_epsilon_gaussian(1 / ratio, delta)
-    assert gaussian_epsilon(ratio, delta) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert gaussian_epsilon(sigma=1 / ratio, delta=delta) == pytest.approx(
+        expected, rel=1e-6, abs=1e-9
+    )
 
 
 def test_it_leaves_the_global_generator_alone() -> None:

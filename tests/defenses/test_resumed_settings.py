@@ -41,11 +41,11 @@ def resumed(before: GradientNoise, now: GradientNoise) -> GradientNoise:
 def test_gradient_noise_remembers_how_little_it_was() -> None:
     weak = after(GradientNoise(1.0, 0.5), 3)
     strong = after(resumed(weak, GradientNoise(1.0, 4.0)), 2)
-    expected = gaussian_epsilon(2 * math.sqrt(3 / 0.5**2 + 2 / 4.0**2), 1e-5)
+    expected = gaussian_epsilon(sigma=0.5 / math.sqrt(3 / 0.5**2 + 2 / 4.0**2), delta=1e-5)
     assert strong.epsilon(1e-5) == pytest.approx(expected, rel=1e-12)
     assert strong.epsilon(1e-5) > weak.epsilon(1e-5)
     assert strong.epsilon(1e-5, clients=4) == pytest.approx(
-        gaussian_epsilon(math.sqrt(3 / 0.5**2 + 2 / 4.0**2), 1e-5), rel=1e-12
+        gaussian_epsilon(sigma=1 / math.sqrt(3 / 0.5**2 + 2 / 4.0**2), delta=1e-5), rel=1e-12
     )
     assert strong.epsilon(1e-5, releases=2) == GradientNoise(1.0, 4.0).epsilon(1e-5, releases=2)
 

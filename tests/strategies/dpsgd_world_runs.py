@@ -374,7 +374,9 @@ class Runs:
 
         module.training_step = training_step  # type: ignore[method-assign]
         defense = DPSGD(CLIP, **{"noise_multiplier": 1.0, "seed": 1, **settings})
-        return {"message": self.message(defense, module), "releases": defense.accountant.steps}
+        message = self.message(defense, module)
+        finite = all(bool(local_part(p).isfinite().all()) for p in module.parameters())
+        return {"message": message, "releases": defense.accountant.steps, "finite": finite}
 
     def frozen(self) -> Found:
         """With another defence before it, on the model."""

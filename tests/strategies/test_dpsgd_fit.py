@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 
 from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, Freeze
 from lightning_fedleak.strategies import StepError
@@ -210,3 +215,62 @@ def test_a_rank_with_an_empty_batch_releases_with_the_others(ranks) -> None:
         assert found["ran"] < 10
         assert found["sizes positive"]
         assert found["agree"]
+
+
+class Validated(CausalLM):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def val_dataloader(self) -> Any:
+        return loader()
+
+
+class Swap(Callback):
+    """An average of the weights, in for validation and out again."""
+
+    def __init__(self, back: bool = True) -> None:
+        self.back, self.swaps = back, 0
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.kept = {key: value.clone() for key, value in module.state_dict().items()}
+        module.load_state_dict({key: value * 0.9 for key, value in self.kept.items()})
+        self.swaps += 1
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if self.back:
+            module.load_state_dict(self.kept)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [Swap, lambda: StochasticWeightAveraging(0.01, 1), lambda: EMAWeightAveraging(decay=0.9)],
+    ids=["own", "SWA", "EMA"],
+)
+def test_averages_of_the_weights_go_on_working(callback: Any) -> None:
+    defense, averages = DPSGD(CLIP, noise_multiplier=1.0), callback()
+    settings = {"val_check_interval": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1}
+    fit(defense, Validated(), callbacks=[averages], max_epochs=3, **settings)
+    assert defense.releases == 18
+
+
+def test_an_average_that_stays_in_is_refused() -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0)
+    settings = {"val_check_interval": 2, "num_sanity_val_steps": 0}
+    with pytest.raises(DefenseError, match="written to since the optimizer's last step"):
+        fit(defense, Validated(), callbacks=[Swap(back=False)], **settings)
+    assert defense.releases == 2
+
+
+def test_a_loss_of_nan_stops_nothing_and_reaches_no_weight() -> None:
+    class Sour(CausalLM):
+        def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return super().loss(batch) * self.factor
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            self.factor = float("nan") if batch_idx == 1 else 1.0
+            return super().training_step(batch, batch_idx)
+
+    defense = DPSGD(CLIP, noise_multiplier=1.0, loss="trusted")
+    module, _ = fit(defense, Sour())
+    assert defense.releases == defense.accountant.steps == 6
+    assert all(bool(p.isfinite().all()) for p in module.parameters())

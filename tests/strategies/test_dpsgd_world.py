@@ -193,7 +193,6 @@ def test_noise_is_turned_up_on_all_ranks(ranks) -> None:
 
 
 REFUSED = {
-    "nan": "a sample's gradient holds NaN or infinity",
     "buffer": "training_step changed the buffer 'counter'",
     "none": "training_step returned no loss",
     "sum": "not known to be a mean of per-sample means",
@@ -208,6 +207,13 @@ def test_what_one_rank_refuses_all_refuse(ranks, name: str) -> None:
     for found in (first, second):
         assert REFUSED[name] in found["message"]
         assert found["releases"] == 1
+
+
+def test_samples_of_one_rank_without_a_finite_gradient_stop_none(ranks) -> None:
+    for found in of(ranks, "refused nan"):
+        assert found["message"] == "nothing was refused"
+        assert found["releases"] == 3
+        assert found["finite"]
 
 
 def test_weights_that_move_on_no_rank_and_gradients_that_one_changes_are_refused(ranks) -> None:

@@ -1,0 +1,188 @@
+"""Weights that something else than the optimizer's step writes, and weights that are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.defenses import DefenseError, buffers
+from tests.defenses.test_dpsgd import Run, first
+from tests.defenses.test_dpsgd_silent import noisy
+
+Write = Callable[[nn.Module], None]
+
+
+class Optimized(Run):
+    """Steps a real optimizer, as training does."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
+
+    def step(self, batch: Any, lr: float = 0.1, between: Write | None = None) -> Tensor:
+        self.backward(batch)
+        if between is not None:
+            between(self.root)
+        update = self.release()
+        self.optimizer.step()
+        return update
+
+
+@pytest.fixture
+def runs() -> Iterator[Callable[[], Optimized]]:
+    made: list[Optimized] = []
+
+    def make() -> Optimized:
+        made.append(Optimized(noisy()))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.defense.teardown()
+
+
+def by_data(root: nn.Module) -> None:
+    root.above.bias.data[1] += 1e-6  # type: ignore[index, operator, union-attr]
+
+
+def in_place(root: nn.Module) -> None:
+    with torch.no_grad():
+        root.above.bias[1] += 1e-6  # type: ignore[index, operator]
+
+
+def replaced(root: nn.Module) -> None:
+    root.above.bias.data = root.above.bias.data + 1e-6  # type: ignore[union-attr, operator]
+
+
+WRITES = [by_data, in_place, replaced]
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("after_backward", [True, False])
+def test_weights_written_outside_of_the_optimizers_step_are_refused(
+    write: Write, after_backward: bool, small: bool, runs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step whatever their size, where a look is cheap in all."""
+    if not small:
+        make_dear(monkeypatch)
+    run = runs()
+    for _ in range(3 if small else 1):
+        run.step(first(5))
+    if not after_backward:
+        write(run.root)
+    with pytest.raises(DefenseError, match=r"written to since the.*\('above.bias'\)"):
+        run.step(first(5), between=write if after_backward else None)
+    assert run.defense.releases == (3 if small else 1)
+
+
+def make_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights count as too many to read in every step."""
+    monkeypatch.setattr(buffers, "LITTLE", 0)
+    monkeypatch.setattr(buffers, "CHEAP", math.inf)
+
+
+def average(root: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() * 0.5 for p in root.parameters()]
+
+
+def swapped_by_copy(root: nn.Module) -> None:
+    kept = [p.detach().clone() for p in root.parameters()]
+    with torch.no_grad():
+        for p, mean in zip(root.parameters(), average(root), strict=True):
+            p.copy_(mean)
+        for p, old in zip(root.parameters(), kept, strict=True):
+            p.copy_(old)
+
+
+def swapped_by_pointer(root: nn.Module) -> None:
+    kept = [p.data for p in root.parameters()]
+    for p, mean in zip(root.parameters(), average(root), strict=True):
+        p.data = mean
+    for p, old in zip(root.parameters(), kept, strict=True):
+        p.data = old.clone()
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+@pytest.mark.parametrize("swap", [swapped_by_copy, swapped_by_pointer])
+def test_averages_may_be_swapped_in_and_back(
+    swap: Write, cheap: bool, runs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cheap:
+        make_dear(monkeypatch)
+    run = runs()
+    for _ in range(4):
+        run.step(first(5))
+        swap(run.root)
+    assert run.defense.releases == 4
+
+
+def test_large_weights_are_read_in_one_interval_of_a_hundred(
+    runs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_dear(monkeypatch)
+    monkeypatch.setattr(buffers, "FEW", 1)
+    run = runs()
+    for _ in range(100):
+        run.step(first(5))
+        if run.defense.releases == 2:
+            by_data(run.root)  # one number of many: not seen
+    by_data(run.root)
+    with pytest.raises(DefenseError, match=r"written to since the.*'above.bias'"):
+        run.step(first(5))
+    assert run.defense.releases == 100
+
+
+def test_after_a_swap_large_weights_are_read_in_every_step(
+    runs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_dear(monkeypatch)
+    monkeypatch.setattr(buffers, "FEW", 1)
+    run = runs()
+    for _ in range(3):
+        run.step(first(5))
+    swapped_by_copy(run.root)
+    for _ in range(2):
+        run.step(first(5))
+    by_data(run.root)
+    with pytest.raises(DefenseError, match=r"written to since the.*'above.bias'"):
+        run.step(first(5))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_after_a_release_stop_the_run(value: float, runs: Any) -> None:
+    run = runs()
+    run.step(first(5))
+    run.optimizer.param_groups[0]["lr"] = value
+    run.step(first(5))
+    with pytest.raises(DefenseError, match=r"not finite.*'below.weight', .*learning rate"):
+        run.backward(first(5))
+    assert run.defense.releases == 2
+
+
+def test_a_broken_sample_does_not_look_like_weights_that_are_not_finite(runs: Any) -> None:
+    run = runs()
+    x, y = first(5)
+    for _ in range(3):
+        run.step([x * math.nan, y])
+    assert run.defense.releases == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (16, 8)])
+def test_a_print_tells_any_number_that_changes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(1, math.prod(shape) + 1).reshape(shape).to(dtype)
+    before = buffers.printed(tensor)
+    for i in range(tensor.numel()):
+        other = tensor.clone()
+        other.view(-1)[i] += 1
+        assert not torch.equal(buffers.printed(other), before)
+    if len(shape) == 2:
+        across = torch.empty(shape[::-1], dtype=dtype).t().copy_(tensor)
+        assert torch.equal(buffers.printed(across), before)
+        assert torch.equal(buffers.printed(torch.cat([tensor, tensor])[shape[0] :]), before)

@@ -238,7 +238,7 @@ class FCMembership(MembershipAttack):
         if before not in (None, self._hints["trainer"]):
             self._measured_at = -MEASURE_EVERY
 
-    def expect(self, *, defended: bool) -> None:
+    def expect(self, *, defended: bool, replaced: bool = False) -> None:
         """Against a defence that acts on gradients ``ladder="auto"`` is ``(1.0,)``."""
         self._defended = defended
 

@@ -119,11 +119,15 @@ class MembershipAttack(Attack):
         """A_init: checks the layer, and calibrates on public text where the attack does so."""
         place_of(anatomy, self.layer)
 
-    def expect(self, *, defended: bool) -> None:
-        """Says whether a defence of the run rewrites gradients, as the adversary knows.
+    def expect(self, *, defended: bool, replaced: bool = False) -> None:
+        """Says which defences the run has, as the adversary knows.
 
-        Called before :meth:`prepare`. An adversary that would craft other layers against clipping
-        and noise does so from now on. Default: nothing.
+        Called before :meth:`prepare`. An adversary that would craft other layers against them does
+        so from now on. Default: nothing.
+
+        Args:
+            defended: one rewrites gradients, by clipping and noise, say.
+            replaced: one replaces the batch, so that no member need be an exact copy.
         """
 
     @property

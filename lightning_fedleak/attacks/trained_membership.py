@@ -202,7 +202,7 @@ class TrainedMembership(MembershipAttack):
         self._scale = Scale.of(self._public)
         self._neurons.clear()
 
-    def expect(self, *, defended: bool) -> None:
+    def expect(self, *, defended: bool, replaced: bool = False) -> None:
         """Against a defence that acts on gradients one rung is crafted."""
         self._defended = defended
 

@@ -118,9 +118,9 @@ class LiveGames:
     # ---- between looks ----------------------------------------------------------------------
 
     def follow(self, attacks: Sequence[MembershipAttack]) -> None:
-        """Plays for these attacks from now on, which learn whether gradients are defended."""
+        """Plays for these attacks from now on, which learn what is defended."""
         for attack in attacks:
-            attack.expect(defended=self._defended)
+            attack.expect(defended=self._defended, replaced=self._replaced)
         layers = {a.layer for a in attacks}
         if layers != {a.layer for a in self._attacks}:
             self.close()

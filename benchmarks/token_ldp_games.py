@@ -10,9 +10,10 @@ epsilon for each token over the vocabulary, under ``sequence`` epsilon for the w
 
 Adversaries (``--attacks``): ``count`` at the embeddings; at each of ``--layers`` ``fc-full`` and
 ``fc`` with the ladder that is made for exact copies, ``fc-wide-full`` and ``fc-wide`` with rungs up
-to twice the target's own norm, ``attention``; at ``--trained-layers`` the trained baselines
-``trained-full`` and ``trained`` (seconds for each target, which is why every mechanism is played on
-the same targets).
+to twice the target's own norm, ``attention`` as it plays against replaced batches, and
+``attention-narrow`` with the widths that are made for exact copies; at ``--trained-layers`` the
+trained baselines ``trained-full`` and ``trained`` (seconds for each target, which is why every
+mechanism is played on the same targets).
 
 Work goes batch by batch: every text and every setting on one batch, then on the next. What is done
 is in ``--log``, so that a run may be stopped at any time (or by ``--minutes`` of CPU), printed, and
@@ -42,7 +43,8 @@ from token_count import TokenCount
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from lightning_fedleak.attacks.attention_membership import AttentionMembership
+from lightning_fedleak.attacks.attention_membership import WIDTHS, AttentionMembership
+from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.attacks.public_text import PublicText
@@ -59,7 +61,7 @@ SMOKE = (
 
 MECHANISMS = ("grr", "rappor", "the", "dbitflip")
 PLAYED = ("count", "fc-wide-full", "fc-wide", "fc-full", "attention", "trained-full")
-ATTACKS = (*PLAYED, "fc", "trained")
+ATTACKS = (*PLAYED, "attention-narrow", "fc", "trained")
 WIDE = (1.0, *(float(step) for step in range(40, 2001, 20)))
 """Rungs of ``fc-wide`` in thousandths of the target's L1 norm (``tau`` of fp32 is one)."""
 
@@ -129,6 +131,7 @@ class Bench:
         args, public = self.args, self.texts[job.text][1]
         wide = {"ladder": WIDE, "tau": "auto"}
         tokens = {"tokens": args.tokens}
+        attention = tokens | {"batch": args.batch}
         makers = {}
         if "count" in args.attacks:
             makers["count"] = lambda: TokenCount(public, args.tokens)
@@ -138,8 +141,9 @@ class Bench:
                 "fc-wide": lambda k=k: FCMembership(k, **tokens, **wide),
                 "fc-full": lambda k=k: FCMembership(k, "full", **tokens),
                 "fc": lambda k=k: FCMembership(k, **tokens),
-                "attention": lambda k=k: AttentionMembership(
-                    k, public, **tokens, batch=args.batch, beta=0.01
+                "attention": lambda k=k: AttentionMembership(k, public, **attention),
+                "attention-narrow": lambda k=k: AttentionMembership(
+                    k, public, **attention, widths=WIDTHS
                 ),
             }
             makers |= {f"{name} {k}": made[name] for name in made if name in args.attacks}
@@ -157,6 +161,7 @@ class Bench:
         if key not in self._prepared:
             attack = make()
             attack.name = name.split()[0]
+            attack.meet(RunFacts(defended=frozenset({"batches"})))
             attack.prepare(self.anatomy)
             attack.prepare = lambda anatomy: None
             self._prepared[key] = attack

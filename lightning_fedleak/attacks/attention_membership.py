@@ -53,8 +53,14 @@ WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 DEFENDED_WIDTH = 0.1
 """The one that holds members in any precision."""
 
+REPLACED_WIDTHS = (*WIDTHS, 0.6, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
+"""Where a client's batch is replaced, of a member's response some share is left."""
+
 BETA = 0.3
 """Default of what multiplies the products of whitened hidden states."""
+
+REPLACED_BETA = 0.01
+"""The same where a client's batch is replaced; members then stand out further."""
 
 
 class AttentionMembership(MembershipAttack):
@@ -96,7 +102,8 @@ class AttentionMembership(MembershipAttack):
             strings or token ids. None with ``whiten=False`` and a ``gamma`` that is a number.
         tokenizer: for strings.
         beta: what multiplies the products: the paper's beta over ``sqrt(d_attn)``. ``"authors"``:
-            2 / sqrt(d - 1), what their code comes to.
+            2 / sqrt(d - 1), what their code comes to. ``"auto"``: :data:`BETA`, and
+            :data:`REPLACED_BETA` against a defence that replaces batches (:meth:`meet`).
         gamma: ``"calibrated"``, ``"lemma"``, or a number: of a member's response, or in absolute
             terms with ``score="coordinates"``.
         whiten: False for the paper's own coordinates.
@@ -110,8 +117,10 @@ class AttentionMembership(MembershipAttack):
         select: which token is asked for where the query leaves it open: ``"last"``, or
             ``"strongest"``, the one with the largest difference to be expected.
         widths: half-widths w of the bands; the gammas of ``"ladder"`` are 1 - w (and 1 + w with
-            ``readout="token"``). An adversary who expects clipping and noise has one, since rungs
-            share the clip norm.
+            ``readout="token"``). ``"auto"``: :data:`WIDTHS`; against a defence that replaces
+            batches (:meth:`meet`) :data:`REPLACED_WIDTHS`; against one that acts on gradients
+            :data:`DEFENDED_WIDTH` alone, since rungs share the clip norm (a ``gamma`` that is a
+            number keeps its ladder).
         causal: tokens attend to earlier ones alone (the first token is then never found).
         ridge: of the whitening, in units of the median eigenvalue.
         tokens: public texts are cut to so many.
@@ -146,7 +155,7 @@ class AttentionMembership(MembershipAttack):
         | None = None,
         *,
         tokenizer: Any = None,
-        beta: float | Literal["authors"] = BETA,
+        beta: float | Literal["authors", "auto"] = "auto",
         gamma: float | Literal["calibrated", "lemma"] = "calibrated",
         whiten: bool = True,
         score: Score | Literal["auto"] = "auto",
@@ -154,7 +163,7 @@ class AttentionMembership(MembershipAttack):
         variant: Variant = "projector",
         omit_random: bool = False,
         select: Literal["last", "strongest"] = "last",
-        widths: Sequence[float] = WIDTHS,
+        widths: Sequence[float] | Literal["auto"] = "auto",
         causal: bool = False,
         ridge: float = RIDGE,
         tokens: int = 32,
@@ -175,17 +184,18 @@ class AttentionMembership(MembershipAttack):
         check_positive("gamma", gamma, ("calibrated", "lemma"))
         check_positive("refresh_every", refresh_every)
         check_positive("calibration_tokens", calibration_tokens or 1)
-        own = None if isinstance(gamma, str) or score == "coordinates" else float(gamma)
-        self._open_widths = tuple(widths) == WIDTHS and own is None
+        self._own = None if isinstance(gamma, str) or score == "coordinates" else float(gamma)
+        self._beta_given = beta != "auto"
+        self._widths_given = widths != "auto"
         self.design = AttentionDesign(
-            beta=beta,
+            beta=BETA if beta == "auto" else beta,
             gamma=gamma,
             whiten=whiten,
             score=score,
             readout=readout,
             variant=variant,
             omit_random=omit_random or variant == "paper",
-            widths=widths_of(widths, own),
+            widths=widths_of(WIDTHS if widths == "auto" else widths, self._own),
             causal=causal,
             ridge=ridge,
             batch=batch,
@@ -229,10 +239,22 @@ class AttentionMembership(MembershipAttack):
     # ---- A_init -----------------------------------------------------------------------------
 
     def meet(self, facts: RunFacts) -> None:
-        """Against a defence that acts on gradients the default widths are one."""
-        if self._open_widths:
-            widths = (DEFENDED_WIDTH,) if "gradients" in facts.defended else WIDTHS
-            self.design = replace(self.design, widths=widths_of(widths, None))
+        """Against a defence that acts on gradients the default widths are one.
+
+        Against one that replaces batches the default beta is smaller, and where none acts on
+        gradients, the default widths reach .999.
+        """
+        defended, replaced = "gradients" in facts.defended, "batches" in facts.defended
+        if not self._beta_given:
+            self.design = replace(self.design, beta=REPLACED_BETA if replaced else BETA)
+        if self._widths_given:
+            return
+        widths: Sequence[float] = WIDTHS
+        if defended and self._own is None:
+            widths = (DEFENDED_WIDTH,)
+        elif replaced and not defended:
+            widths = REPLACED_WIDTHS
+        self.design = replace(self.design, widths=widths_of(widths, self._own))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """A_init: whitening and gamma, from the hidden states of public text.
@@ -495,4 +517,4 @@ def _check_batch(hidden: Tensor, mask: Tensor | None, upstream: Tensor) -> None:
             )
 
 
-__all__ = ["BETA", "WIDTHS", "AttentionMembership"]
+__all__ = ["BETA", "REPLACED_BETA", "REPLACED_WIDTHS", "WIDTHS", "AttentionMembership"]

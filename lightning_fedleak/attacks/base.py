@@ -77,7 +77,7 @@ class RunFacts:
     A server that prescribes the training knows all of it.
 
     Attributes:
-        precision: in the Trainer's words (``"bf16-mixed"``).
+        precision: in the Trainer's words (``"bf16-mixed"``); None where it is not known.
         autocast: dtype that the client's forward is cast to; None without autocast.
         optimizer: class of the one that owns what the attack reads; None where none does.
         optimizer_settings: of that optimizer, plain values.
@@ -86,7 +86,7 @@ class RunFacts:
         step: optimizer step that the fit begins at; not 0 where it was resumed.
     """
 
-    precision: str = "32-true"
+    precision: str | None = None
     autocast: torch.dtype | None = None
     optimizer: str | None = None
     optimizer_settings: Mapping[str, object] = field(default_factory=dict)

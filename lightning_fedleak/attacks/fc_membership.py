@@ -89,7 +89,7 @@ class FCMembership(MembershipAttack):
     Under noise of a known standard deviation the rungs up to ``tau`` are averaged from ``tau``
     downwards, as far as they help: a member has the same mean in all of them from its own distance
     upwards, a non-member zero in all. But rungs share the norm under clipping, so that a ladder
-    tells less than one rung. Told that a defence acts on gradients (:meth:`expect`), which the
+    tells less than one rung. Told that a defence acts on gradients (:meth:`meet`), which the
     monitor does, ``ladder="auto"`` is therefore the rung ``tau`` alone.
 
     The sign of the upstream gradient is not used unless it is given: it hangs on the client's own
@@ -241,7 +241,8 @@ class FCMembership(MembershipAttack):
 
     def meet(self, facts: RunFacts) -> None:
         """Learns the precision; against defended gradients ``ladder="auto"`` is ``(1.0,)``."""
-        self.set_precision(facts.precision)
+        if facts.precision is not None:
+            self.set_precision(facts.precision)
         self._defended = "gradients" in facts.defended
 
     @property

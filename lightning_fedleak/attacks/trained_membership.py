@@ -58,7 +58,7 @@ class TrainedMembership(MembershipAttack):
     sentence of 32 tokens. A server that asks for many targets in a live step takes :meth:`fast`
     (.02 s and .14 s, and firing more often without cause).
 
-    Told that a defence acts on gradients (:meth:`expect`, as the monitor does), the server crafts
+    Told that a defence acts on gradients (:meth:`meet`, as the monitor does), the server crafts
     the decision's rung alone, since rungs share the norm under clipping.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import Query
+from lightning_fedleak.attacks.base import Query, RunFacts
 from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.games.config import GameConfig
 from lightning_fedleak.games.deals import AUTHORS_POSITION, Deal, authors_deals, game_deals
@@ -50,8 +50,8 @@ def play(
 ) -> list[GameResult]:
     """Plays all games and lets every adversary guess in each.
 
-    A_init is ``attack.prepare`` and runs once. In each game the client computes the hidden states
-    of its whole batch; the server computes those of its target by itself
+    A_init is ``attack.meet`` and ``attack.prepare``, and runs once. In each game the client
+    computes the hidden states of its whole batch; the server computes those of its target by itself
     (``config.recompute``), crafts (A_attack), and guesses from the gradient of its crafted layers
     alone (A_guess).
 
@@ -64,8 +64,9 @@ def play(
         loss: the client's; default :func:`~lightning_fedleak.games.losses.default_loss`. Used with
             ``gradients="autograd"`` and with ``upstream="loss"``.
         progress: called with the number of games played since the last call.
-        defend: a defence on the client's token ids, called for every batch. The server's own
-            forwards, and what counts as a collision, are of the true text. Needs
+        defend: a defence on the client's token ids, called for every batch, of which the adversary
+            knows (:meth:`~lightning_fedleak.attacks.base.Attack.meet`). The
+            server's own forwards, and what counts as a collision, are of the true text. Needs
             ``forwards="fresh"``.
 
     Returns:
@@ -144,7 +145,9 @@ class _Table:
                 f"targets of up to {pool.tokens} tokens do not fit into the model's context of "
                 f"{self.context}: make the pool with tokens={self.context} or fewer"
             )
+        facts = RunFacts() if defend is None else RunFacts(defended=frozenset({"batches"}))
         for attack in attacks:
+            attack.meet(facts)
             try:
                 attack.prepare(anatomy)
             except ValueError as error:

@@ -23,7 +23,7 @@ from lightning_fedleak.attacks.attention_calibration import (
 from lightning_fedleak.attacks.attention_closed_form import HeadPair
 from lightning_fedleak.attacks.attention_membership import WIDTHS, AttentionMembership
 from lightning_fedleak.attacks.attention_public import PublicScores, PublicStates
-from lightning_fedleak.attacks.base import Query, UnusableObservation
+from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.crafted_attention import algorithm_one, left_out, projector_heads
 from lightning_fedleak.attacks.membership import CRAFTED
 from lightning_fedleak.attacks.public_text import PublicText
@@ -36,6 +36,12 @@ from tests.helpers import models
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def expect(attack, *, defended, replaced=False):
+    """Tells an attack which defences the run has."""
+    acts = {"gradients": defended, "batches": replaced}
+    attack.meet(RunFacts(defended=frozenset(name for name, does in acts.items() if does)))
 
 
 def normal(*shape, seed=0):
@@ -524,6 +530,67 @@ def test_no_wider_band_decides_than_a_member_needs(public, score):
         )
         attack.prepare(anatomy)
         assert attack.design.widths[attack._calibration.level] == width
+
+
+def test_where_batches_are_replaced_bands_reach_far_below_a_members_own_response(public):
+    for own, plain, replaced in (
+        ({}, 0.7, 0.999),
+        ({"score": "ladder"}, 0.7, 0.999),
+        ({"readout": "token"}, 0.7, 0.999),
+        ({"widths": WIDTHS}, 0.7, 0.7),
+        ({"widths": (0.3,)}, 0.3, 0.3),
+    ):
+        attack = AttentionMembership(1, public, batch=20, **own)
+        before = attack.config()
+        assert attack.design.widths[-1] == plain
+        expect(attack, defended=False, replaced=True)
+        assert attack.design.widths[-1] == replaced
+        assert set(before["widths"]) <= set(attack.config()["widths"])
+        expect(attack, defended=False)
+        assert attack.config() == before
+    # The rungs that gradients are clipped with share a norm, whatever the text.
+    attack = AttentionMembership(1, public, batch=20)
+    expect(attack, defended=True, replaced=True)
+    assert attack.design.widths == (0.1,)
+
+
+def test_where_batches_are_replaced_beta_is_smaller_unless_it_was_given(public):
+    for own, plain, replaced in (({}, 0.3, 0.01), ({"beta": 0.3}, 0.3, 0.3)):
+        attack = AttentionMembership(1, public, batch=20, **own)
+        for defended in (False, True):
+            expect(attack, defended=defended, replaced=True)
+            assert attack.design.beta == replaced
+            expect(attack, defended=defended)
+            assert attack.design.beta == plain
+    published = AttentionMembership.as_published(1, public)
+    expect(published, defended=False, replaced=True)
+    assert published.design.beta == "authors"
+
+
+def test_members_that_are_far_from_exact_copies_are_ranked_by_the_wider_bands():
+    """A third of each hidden state is left: at the widths for exact copies nothing fires."""
+    rows = normal(160, 8, 256)
+    client = 0.35 * rows[:80] + 0.94 * normal(80, 8, 256, seed=1)
+    found = []
+    for replaced in (False, True):
+        attack = AttentionMembership(1, whiten=False, gamma=0.9, beta=0.01)
+        expect(attack, defended=False, replaced=replaced)
+        targets = attack.embed(rows, Query(torch.zeros(160, 8)))
+        scores, members = [], []
+        for batch in torch.arange(80).split(10):
+            gradient = attack.gradient(targets, client[batch], None, torch.ones(10, 8))
+            scores.append(attack.guess(gradient.sum(0)).scores)
+            members.append(torch.isin(torch.arange(160), batch))
+        found.append(roc_auc_score(torch.cat(members), torch.cat(scores)))
+    assert found[0] == 0.5
+    assert found[1] > 0.95
+
+
+def test_a_gamma_of_ones_own_decides_among_the_wider_bands_too():
+    attack = AttentionMembership(1, whiten=False, gamma=0.45)
+    expect(attack, defended=False, replaced=True)
+    assert attack.design.widths[attack.design.level_of_gamma] == 0.55
+    assert attack.design.widths[-1] == 0.999
 
 
 def test_refresh_waits_and_follows(public):

@@ -20,7 +20,7 @@ from lightning_fedleak.attacks.trained_membership import TrainedMembership
 from lightning_fedleak.auditing import audit_canaries
 from lightning_fedleak.callbacks import Games, LeakageMonitor, RiskGate
 from lightning_fedleak.canaries import InclusionMismatch, with_canaries
-from lightning_fedleak.defenses import DPSGD, Defense, Freeze, GradientNoise
+from lightning_fedleak.defenses import DPSGD, Defense, Freeze, GradientNoise, TokenLDP
 from lightning_fedleak.defenses.activation_noise import ActivationNoise
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
@@ -402,6 +402,27 @@ def test_the_client_reads_what_a_defence_has_written_in_place_of_its_batch(tmp_p
     strategy = DefendedStrategy("auto", defenses=[Writes(first=99)])
     fit([untouched], tmp_path, module=still(), strategy=strategy)
     assert untouched.latest[AUC] == 1
+
+
+def test_where_a_defence_replaces_the_batch_attention_plays_wider_bands(tmp_path):
+    words = torch.Generator().manual_seed(5)
+    public = PublicText(list(torch.randint(3, 97, (60, 12), generator=words)))
+    default = AttentionMembership(1, public, tokens=12, batch=4, name="default")
+    given = AttentionMembership(1, public, tokens=12, batch=4, widths=WIDTHS, name="given")
+    monitor = LeakageMonitor([default, given], every_n_steps=3)
+
+    def run(*defenses):
+        strategy = DefendedStrategy("auto", defenses=defenses)
+        fit([monitor], tmp_path / str(len(defenses)), strategy=strategy, module=still())
+        return [attack.config()["widths"] for attack in (default, given)]
+
+    ldp = TokenLDP("grr", epsilon=5, per="token", special_ids=[0, 1, 2])
+    widths = run(ldp)
+    assert widths[0][-1] == 0.999
+    assert widths[1] == list(WIDTHS)
+    assert monitor.failures == 0
+    assert run(ldp, GradientNoise(clip=3.0, sigma=0.5, seed=0)) == [[0.1], list(WIDTHS)]
+    assert run() == [list(WIDTHS)] * 2
 
 
 def test_a_batch_that_is_replaced_and_cannot_be_seen_is_unknown(tmp_path):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.attention_membership import AttentionMembership
 from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
 from tests.helpers.models import tiny_gpt2
 
@@ -56,3 +60,20 @@ def test_pooled_states_cannot_be_defended() -> None:
             config,
             defend=lambda ids, mask: ids,
         )
+
+
+def test_an_adversary_knows_that_the_clients_ids_are_replaced_and_forgets_it() -> None:
+    anatomy, pool = find_anatomy(tiny_gpt2()), pool_of()
+    texts = torch.Generator().manual_seed(2)
+    public = PublicText(list(torch.randint(4, 90, (60, 7), generator=texts)))
+    attack = AttentionMembership(1, public, tokens=7, batch=5)
+    config = GameConfig(games=4, batch=5)
+
+    def widest(**given: Any) -> object:
+        (result,) = play(anatomy, [attack], pool, config, **given)
+        widths = result.config["attack.widths"]
+        assert isinstance(widths, list)
+        return widths[-1]
+
+    assert widest(defend=lambda ids, mask: ids) == 0.999
+    assert widest() == 0.7

@@ -365,6 +365,7 @@ class TextsChannel(Channel):
         said = look.said[series]
         try:
             if isinstance(said, TextGuess):
+                assert isinstance(plan.attack, TextAttack)
                 said = self._matched(said, plan.attack.age(look.step), look)
             if not isinstance(said, Inverted):
                 return Unknown("the attack guessed something else")

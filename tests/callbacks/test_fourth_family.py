@@ -1,0 +1,203 @@
+"""A family of leak that the package does not know, in one file of its own."""
+
+import ast
+import json
+import math
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import lightning_fedleak.callbacks
+from lightning_fedleak.anatomy import HEAD_WEIGHT
+from lightning_fedleak.attacks import Attack, FCMembership, PrefixInversion, TextAttack, TextGuess
+from lightning_fedleak.attacks.base import Surfaces
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks.channels.base import Channel, family_of
+from lightning_fedleak.threats import Capability, ThreatModel
+from tests.callbacks.runs import Probe, fit
+from tests.callbacks.text_counts import CountsChannel, TextCount
+from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.processes import two_processes
+
+RIGHT = "leakage/text_count/right"
+
+
+def lines(root: Path) -> list[dict]:
+    [path] = root.rglob("leakage.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_attack_has_the_channel_of_its_own_class() -> None:
+    families = {TextCount(1.0): "counts", Probe(): "words"}
+    families |= {FCMembership(1): "membership", PrefixInversion(1): "texts"}
+    assert {family_of(attack).family for attack in families} == set(families.values())
+    for attack, family in families.items():
+        assert family_of(attack).family == family
+    assert Channel.known[TextCount] is CountsChannel
+
+
+def test_it_is_logged_beside_the_others(tmp_path: Path) -> None:
+    attacks = [Probe(), TextCount(1e9), FCMembership(1)]
+    monitor = LeakageMonitor(attacks, every_n_steps=2, stages=("local", "shared"))
+    fit([monitor], tmp_path, logger=TensorBoardLogger(tmp_path), n=32)
+    assert monitor.failures == 0
+    assert monitor.latest[RIGHT] == 0
+    assert monitor.latest["leakage_local/text_count/off"] == 4
+    assert f"{RIGHT}_low" in monitor.metric_names()
+    mine = [line for line in lines(tmp_path) if line["attack"] == "text_count"]
+    assert [(line["step"], line["stage"]) for line in mine][:2] == [(0, "local"), (0, "shared")]
+    assert mine[-1]["metrics"]["right"]["value"] == 0
+    [board] = tmp_path.rglob("events.out*")
+    events = EventAccumulator(str(board)).Reload()
+    assert [e.value for e in events.Scalars(RIGHT)] == [0.0] * monitor.looks
+    layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    assert b"leakage/text_count: wrong counts" in layout
+
+
+def test_it_is_gated_and_resumed(tmp_path: Path) -> None:
+    def run(folder: str, **more):
+        monitor = LeakageMonitor(TextCount(1e9), every_n_steps=1)
+        gate = RiskGate("leakage/text_count/right", at_most=0.5)
+        checkpoint = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, save_top_k=-1)
+        fit(
+            [monitor, gate, checkpoint],
+            tmp_path / folder,
+            loader=random_token_loader(24),
+            enable_checkpointing=True,
+            **more,
+        )
+        [(series, channel)] = monitor._series.items()
+        return monitor, gate, channel.series_state(series)["right and wrong"].tolist()
+
+    monitor, gate, seen = run("first")
+    assert (monitor.looks, gate.fired, seen) == (6, None, [0, 6])
+    early = min((tmp_path / "kept").glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
+    monitor, gate, seen = run("resumed", ckpt_path=str(early))
+    assert (monitor.looks, gate.fired, seen) == (6, None, [0, 6])
+
+    strict = RiskGate("leakage/text_count/wrong", at_most=0.9)
+    monitor = LeakageMonitor(TextCount(1e9), every_n_steps=1)
+    with pytest.warns(UserWarning, match="stopped training"):
+        trainer = fit([monitor, strict], tmp_path / "stopped")
+    assert trainer.global_step == 1
+    assert strict.fired is not None
+    assert strict.fired.value == 1
+
+
+@pytest.mark.ddp
+def test_it_is_pooled_over_two_processes(tmp_path: Path) -> None:
+    first, second = two_processes("tests.callbacks.text_counts", tmp_path)
+    for found in (first, second):
+        assert found["failures"] == 0
+        assert found["looks"] == 2
+        assert found["latest"][RIGHT] == 0
+        assert found["fired"]
+        assert found["steps"] == 4
+        assert found["now"] == 0
+        assert found["shown"] == [[0, "leakage/text_count"], [2, "leakage/text_count"]]
+    # Client 1 takes every large row for a text, client 0 none: the pooled value is the larger.
+    assert first["latest"]["leakage/text_count/off"] > 4
+    assert first["latest"]["leakage/text_count/off"] == second["latest"]["leakage/text_count/off"]
+    # The first process alone has every client's counts.
+    assert first["state"] == [0, 4]
+    assert second["state"] == [0, 0]
+    assert f"{RIGHT}_worst_client" in first["latest"]
+    assert f"{RIGHT}_worst_client" not in second["latest"]
+
+
+class Crashing(CountsChannel):
+    """Fails where a channel must not."""
+
+    reads = type("CrashingCount", (TextCount,), {"default_name": "crashing"})
+    family = "crashing"
+
+    def at_moment(self, moment):
+        raise RuntimeError("a secret word")
+
+
+def test_a_channel_that_crashes_is_unknown_and_harms_no_other(tmp_path: Path) -> None:
+    try:
+        monitor = LeakageMonitor([Crashing.reads(1.0), Probe()], every_n_steps=2)
+        with pytest.warns(UserWarning, match="RuntimeError at test_fourth_family.py") as caught:
+            trainer = fit([monitor], tmp_path)
+    finally:
+        del Channel.known[Crashing.reads]
+    assert not any("secret" in str(w.message) for w in caught)
+    assert trainer.global_step == 8
+    assert math.isnan(monitor.latest["leakage/crashing/right"])
+    assert monitor.latest["leakage/probe/f1"] > 0
+
+
+# ---- texts from gradients -----------------------------------------------------------------------
+
+
+class FromGradients(TextAttack):
+    """Knows every text of the batch, in another order, and one token of each wrongly."""
+
+    threat_model = ThreatModel.of("a test", Capability.SEES_HEAD_GRADIENT)
+    default_name = "from_gradients"
+
+    def __init__(self, batches) -> None:
+        super().__init__()
+        self.batches = batches
+        self.stages = []
+
+    def needs(self, anatomy):
+        return Surfaces(gradients=(HEAD_WEIGHT,))
+
+    def run(self, view, query=None):
+        snapshot = view.gradients[-1]
+        self.stages.append(str(snapshot.stage))
+        assert snapshot.tensors[HEAD_WEIGHT].abs().sum() > 0
+        tokens = self.batches[snapshot.step]["input_ids"].flip(0).clone()
+        tokens[:, 1] = 0
+        return TextGuess(tokens)
+
+
+def test_a_text_attack_may_read_gradients(tmp_path: Path) -> None:
+    loader = random_token_loader(16)
+    attack = FromGradients(list(loader))
+    stages = ("local", "shared", "aggregate")
+    monitor = LeakageMonitor(attack, every_n_steps=1, stages=stages, texts=3)
+    fit([monitor], tmp_path, loader=loader)
+    assert monitor.failures == 0
+    assert monitor.looks == 4
+    length = attack.batches[0]["input_ids"].shape[1]
+    for prefix in ("leakage_local", "leakage", "leakage_aggregate"):
+        right = monitor.latest[f"{prefix}/from_gradients/token_accuracy"]
+        assert right == pytest.approx((length - 1) / length)
+    assert attack.stages == ["local"] * 4  # the same gradient at all three: run once
+
+
+def test_frozen_surfaces_of_a_text_attack_are_not_exposed(tmp_path: Path) -> None:
+    from tests.helpers.lightning_modules import CausalLMModule
+    from tests.helpers.models import tiny_gpt2
+
+    model = tiny_gpt2().train()
+    model.lm_head.weight.requires_grad_(False)
+    monitor = LeakageMonitor(FromGradients([]), every_n_steps=1)
+    with pytest.warns(UserWarning, match="not shared in this run"):
+        fit([monitor], tmp_path, module=CausalLMModule(model))
+    assert monitor.latest["leakage/from_gradients/exposed"] == 0
+
+
+# ---- the only place that knows a family ---------------------------------------------------------
+
+
+def _attack_classes() -> set[str]:
+    def below(kind: type) -> set[type]:
+        return {kind}.union(*(below(sub) for sub in kind.__subclasses__()))
+
+    return {kind.__name__ for kind in below(Attack) if kind is not Attack}
+
+
+def test_no_callback_but_its_channel_asks_what_an_attack_is() -> None:
+    folder = Path(lightning_fedleak.callbacks.__file__).parent
+    classes = _attack_classes()
+    assert {"FCMembership", "PrefixInversion", "FlatChat"} <= classes
+    for path in folder.glob("*.py"):
+        names = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}
+        assert not names & classes, path.name

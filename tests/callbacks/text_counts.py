@@ -1,0 +1,143 @@
+"""A family of leak of its own, in one file: how many texts were in the batch?
+
+Also started as two gloo processes: ``python -m tests.callbacks.text_counts DIR RANK``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks.channels import Channel
+from lightning_fedleak.callbacks.channels.base import Look, worst_of
+from lightning_fedleak.callbacks.report import Report
+from lightning_fedleak.callbacks.results import Found, Outcome, Result, Series, Unknown
+from lightning_fedleak.metrics import Counts, Rate, proportion
+from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.threats import Capability, ThreatModel
+
+
+@dataclass(frozen=True)
+class CountGuess(Guess):
+    """How many texts an attack says were in the batch."""
+
+    texts: int
+
+
+class TextCount(Attack):
+    """Takes every so many rows of the head's gradient with a negative sum for one text."""
+
+    threat_model = ThreatModel.of("a test", Capability.SEES_HEAD_GRADIENT)
+    default_name = "text_count"
+
+    def __init__(self, types_a_text: float, name: str | None = None) -> None:
+        super().__init__(name)
+        self.types_a_text = types_a_text
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        return Surfaces(gradients=(HEAD_WEIGHT,))
+
+    def run(self, view: Observation, query: Query | None = None) -> CountGuess:
+        norms = view.gradient(HEAD_WEIGHT).norm(dim=1)
+        return CountGuess(round(int((norms > norms.mean()).sum()) / self.types_a_text))
+
+
+class CountsChannel(Channel):
+    """Right and wrong counts; of all looks together."""
+
+    reads = TextCount
+    family = "counts"
+    metrics = ("right", "wrong")
+    headline = "right"
+    charts = MappingProxyType({"wrong counts": ("wrong",)})
+    width = 2
+    extras = ("off",)
+
+    def __init__(self, attacks: Sequence[TextCount], settings: Any) -> None:
+        super().__init__(attacks, settings)
+        self.seen: dict[Series, Counts] = {}
+        self.shown: list[tuple[int, str]] = []
+
+    def results(self, look: Look) -> dict[Series, Result]:
+        found: dict[Series, Result] = {}
+        texts = sum(len(batch.input_ids) for batch in look.batches)
+        for plan in self.plans:
+            for series in self.series_at(plan.attack, self.settings.stages):
+                result = self.result_of(look, plan, series, empty=texts == 0)
+                if result is None:
+                    said = look.said[series]
+                    result = Unknown("the attack counted nothing")
+                    if isinstance(said, CountGuess):
+                        result = Found([float(said.texts == texts), float(said.texts - texts)])
+                        look.kept[series] = said
+                found[series] = result
+        return found
+
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        right = sum(int(row[0]) for row in rows.values())
+        self.seen[series] = self.seen.get(series, Counts()) + Counts(right, len(rows) - right)
+        seen = self.seen[series]
+        return Outcome(
+            {"right": _share(seen.tp, seen), "wrong": _share(seen.fp, seen)},
+            len(rows),
+            worst=worst_of([{"right": r[0], "wrong": 1 - r[0]} for r in rows.values()]),
+            extra={"off": max(abs(row[1]) for row in rows.values())},
+            now={"right": right / len(rows), "wrong": 1 - right / len(rows)},
+        )
+
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
+        self.shown += [(look.step, s.log_name) for s in outcomes if s in look.kept]
+
+    def clear(self) -> None:
+        self.seen.clear()
+
+    def series_state(self, series: Series) -> dict[str, Tensor]:
+        seen = self.seen.get(series, Counts())
+        return {"right and wrong": torch.tensor([seen.tp, seen.fp])}
+
+    def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:
+        if state:
+            self.seen[series] = Counts(*state["right and wrong"].tolist())
+
+
+def _share(some: int, seen: Counts) -> Rate:
+    return proportion(some, seen.tp + seen.fp)
+
+
+def main(folder: Path, rank: int) -> None:
+    from tests.callbacks.runs import fit
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    monitor = LeakageMonitor(TextCount(1.0 if rank else 1e9), every_n_steps=2)
+    gate = RiskGate("leakage/text_count/wrong", at_most=0.5, action="warn")
+    trainer = fit([monitor, gate], folder, n=32, devices=2, strategy="ddp")
+    [(series, channel)] = ((s, c) for s, c in monitor._series.items() if s.name == "text_count")
+    assert isinstance(channel, CountsChannel)
+    found = {
+        "latest": {k: v for k, v in monitor.latest.items() if "text_count" in k},
+        "now": monitor.look_values["leakage/text_count/right"],
+        "state": channel.series_state(series)["right and wrong"].tolist(),
+        "looks": monitor.looks,
+        "failures": monitor.failures,
+        "fired": gate.fired is not None,
+        "steps": trainer.global_step,
+        "shown": channel.shown,
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

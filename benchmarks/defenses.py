@@ -74,7 +74,7 @@ from lightning_fedleak.sweep.plots import plot_pareto
 from lightning_fedleak.sweep.specs import parse_defenses
 
 SMOKE = (
-    "noise --model {model} --private {text} --public {text} --shape 2x8 --batches 1 "
+    "noise --model {model} --private {text} --public {text} --shape 2x8 --batches 2 "
     "--sigma 0 0.1 --calibration-tokens 500",
     "utility --model {model} --private {text} --public {text} --texts 40 --steps 2 "
     "--batch-size 2 --length 8 --every-n-steps 1 --layer 1 --cells 0 --out {out}",

@@ -29,7 +29,7 @@ from lightning_fedleak.demo.module import CausalLMFineTuning
 from lightning_fedleak.metrics import precision_recall_f1, word_counts
 from lightning_fedleak.snapshots import Observation, Stage, UpdateTap
 
-SMOKE = ("--rounds 1 --steps 1 2 --batch-size 2 --length 8",)
+SMOKE = ("--rounds 2 --steps 1 2 --batch-size 2 --length 8",)
 
 OPTIMIZERS = {
     "SGD": lambda p, lr: torch.optim.SGD(p, lr=lr),

@@ -176,6 +176,7 @@ def attention(case: Case, repeats: int) -> None:
     numbers = {"level": ours.design.level_of_gamma, "rate": 0.01, "response": 1.0}
     numbers |= {"prepared_at": 0, "d": d}
     state |= {name: torch.tensor(value) for name, value in numbers.items()}
+    state["fingerprint"] = ours._fingerprint()
     ours.load_state_dict(state | {"gammas": torch.zeros(0)})  # the cost does not depend on values
     g = torch.Generator().manual_seed(2)
     sentences = torch.arange(len(case.targets)) % b

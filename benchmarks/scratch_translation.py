@@ -34,7 +34,7 @@ from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.metrics import precision_recall_f1, word_counts
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 
-SMOKE = ("--hidden 16 --train-steps 1 --batches 1 --tokens 20 --max-seconds 2",)
+SMOKE = ("--hidden 64 --train-steps 1 --batches 1 --tokens 20 --max-seconds 2",)
 
 PAD, EOS, LENGTH = 0, 1, 100
 

@@ -26,8 +26,8 @@ from lightning_fedleak.defenses.ldp_mechanisms import Randomizer
 from lightning_fedleak.defenses.ldp_reference import reference_sample
 
 SMOKE = (
-    "speed --vocabulary 512 --rows 2 --length 8 --repeats 1",
-    "kept --vocabulary 512 --epsilon 5",
+    "speed --vocabulary 512 --rows 32 --length 8 --repeats 1",
+    "kept --vocabulary 2048 --epsilon 5",
 )
 
 MECHANISMS = ("grr", "rappor", "the", "dbitflip")

@@ -56,7 +56,7 @@ from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
 SMOKE = (
     "--model {model} --log {out}/games.jsonl --text {text} --public {text} --public-texts "
     "20 --pool 30 --batch 4 --tokens 8 --layers 1 --blocks 1 --targets 1 --authors-games "
-    "1 --mechanisms grr --epsilon 5 --protocols game --attacks count fc",
+    "1 --mechanisms grr --epsilon 5 --protocols game --attacks fc",
 )
 
 MECHANISMS = ("grr", "rappor", "the", "dbitflip")

@@ -54,7 +54,7 @@ from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, Up
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shapes 2x8 --batches 1 --attacks "
-    "flatchat,aligned-sign --calibration-tokens 500 --regression-batches 1 --pool 8 "
+    "flatchat-abs,aligned-sign --calibration-tokens 500 --regression-batches 1 --pool 8 "
     "--blind-tokens 500",
 )
 

@@ -1,8 +1,8 @@
 """Accounting of DP-SGD: against Google's dp-accounting, its price, and the proof that it holds.
 
-    OMP_NUM_THREADS=1 python benchmarks/accounting.py --grid
-    OMP_NUM_THREADS=1 python benchmarks/accounting.py --price
-    OMP_NUM_THREADS=1 python benchmarks/accounting.py --proof
+    OMP_NUM_THREADS=1 python -m benchmarks.accounting --grid
+    OMP_NUM_THREADS=1 python -m benchmarks.accounting --price
+    OMP_NUM_THREADS=1 python -m benchmarks.accounting --proof
 
 ``--grid`` compares epsilon with dp-accounting (extra ``test``) for the same events, alternating:
 RDP at the same orders, PRV with Google's PLD; left out is what Google puts above 200, where
@@ -31,21 +31,18 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak.auditing import audit_scores, gaussian_epsilon
-from lightning_fedleak.auditing.dp_sgd import (
-    play_add_remove,
-    refutations,
-    sampled_gaussian_auc,
-)
-from lightning_fedleak.auditing.planted import PlantedNeuron
 from lightning_fedleak.defenses import DPSGD
-from lightning_fedleak.defenses.accounting import (
+from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
+    ORDERS,
     Accountant,
     epsilon_of,
+    rdp_of,
 )
-from lightning_fedleak.defenses.poisson import PoissonBatchSampler
-from lightning_fedleak.defenses.renyi import ORDERS, rdp_of
+from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.metrics.clustered import auc
+from tests.proof.dp_sgd import play_add_remove, refutations, sampled_gaussian_auc
+from tests.proof.planted import PlantedNeuron
 
 SMOKE = (
     "--price --steps 3",

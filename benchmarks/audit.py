@@ -1,11 +1,11 @@
 """Audits of DPSGD by add/remove games: how often does a lower bound exceed the accounted epsilon?
 
-    OMP_NUM_THREADS=1 python benchmarks/audit.py
-    OMP_NUM_THREADS=1 python benchmarks/audit.py --broken --audits 100
+    OMP_NUM_THREADS=1 python -m benchmarks.audit
+    OMP_NUM_THREADS=1 python -m benchmarks.audit --broken --audits 100
 
 Each audit is a seeded repetition: a whole run of ``DPSGD`` with entropy of its own, in which every
 example is a planted gradient on an axis of its own, there or not by a coin: as many games as
-examples (see ``auditing/planted_gradients.py``). The score is the best there is, the threshold
+examples (see ``tests/proof/planted_gradients.py``). The score is the best there is, the threshold
 settled beforehand, and the result a 95% lower bound on epsilon. PRV says what epsilon is of what
 the defence has accounted. A right claim is exceeded in 5% of audits at most; ``p`` is the binomial
 chance of so many or more. ``median`` is the median bound over epsilon, ``pooled`` the one bound of
@@ -38,12 +38,12 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.auditing import audit_scores
-from lightning_fedleak.auditing.dp_sgd import Games, best_threshold, refutations
-from lightning_fedleak.auditing.many_runs import Claim
-from lightning_fedleak.auditing.planted_gradients import PlantedGradients
+from lightning_fedleak.auditing.lower_bounds import Claim
 from lightning_fedleak.defenses import DPSGD, noise
-from lightning_fedleak.defenses.accounting import Accountant, epsilon_of
-from lightning_fedleak.defenses.update import ClippedSum, NoiseGauge
+from lightning_fedleak.defenses.accounting.accounting import Accountant, epsilon_of
+from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, NoiseGauge
+from tests.proof.dp_sgd import Games, best_threshold, refutations
+from tests.proof.planted_gradients import PlantedGradients
 
 SMOKE = ("--audits 2 --games 40 --rows 0",)
 

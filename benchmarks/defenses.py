@@ -54,13 +54,9 @@ from lightning_fedleak.attacks import (
     PublicText,
 )
 from lightning_fedleak.attacks.base import Attack, WordGuess
-from lightning_fedleak.attacks.flatchat import flatchat
+from lightning_fedleak.attacks.words.flatchat import flatchat
 from lightning_fedleak.callbacks import Games, LeakageMonitor
-from lightning_fedleak.demo.data import TextDataModule
-from lightning_fedleak.demo.module import CausalLMFineTuning
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
-from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.sweep.cell import (
+from lightning_fedleak.commands.sweep.cell import (
     Cell,
     CellResult,
     Leakage,
@@ -69,9 +65,13 @@ from lightning_fedleak.sweep.cell import (
     loss_before,
     quiet,
 )
-from lightning_fedleak.sweep.grid import Grid
-from lightning_fedleak.sweep.plots import plot_pareto
-from lightning_fedleak.sweep.specs import parse_defenses
+from lightning_fedleak.commands.sweep.grid import Grid
+from lightning_fedleak.commands.sweep.plots import plot_pareto
+from lightning_fedleak.commands.sweep.specs import parse_defenses
+from lightning_fedleak.finetuning.data import TextDataModule
+from lightning_fedleak.finetuning.module import CausalLMFineTuning
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
     "noise --model {model} --private {text} --public {text} --shape 2x8 --batches 2 "
@@ -340,7 +340,8 @@ def untied_copy(model: str, folder: Path) -> tuple[str, bool]:
 
 
 def run_one(cell: Cell, folder: Path, public: PublicText) -> CellResult:
-    """As :func:`~lightning_fedleak.sweep.cell.run_cell`, with public text that is not the model's.
+    """As :func:`~lightning_fedleak.commands.sweep.cell.run_cell`, with public text that is not the
+    model's.
 
     Calibrated on little text, since every cell calibrates anew.
     """

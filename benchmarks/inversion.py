@@ -37,16 +37,16 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from word_recovery import read_texts
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
-from lightning_fedleak.inversion import (
+from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
+from lightning_fedleak.commands.invert import (
     ADVERSARIES,
     Cell,
     make_adversary,
     rows_of_length,
     run_cells,
 )
-from lightning_fedleak.inversion.plots import draw
-from lightning_fedleak.metrics.text_reconstruction import reconstruction_rates, sentence_scores
+from lightning_fedleak.commands.invert.plots import draw
+from lightning_fedleak.metrics.texts import reconstruction_rates, sentence_scores
 from lightning_fedleak.model_runs import hidden_states
 
 SMOKE = (

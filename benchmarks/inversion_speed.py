@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
-from lightning_fedleak.attacks.prefix_inversion import PrefixInversion
+from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
+from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 

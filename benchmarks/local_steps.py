@@ -24,10 +24,11 @@ import torch
 from lightning_fedleak import AlignedFlatChat, FlatChat, PublicText
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.batches import read_batch
-from lightning_fedleak.demo.data import TextDataModule
-from lightning_fedleak.demo.module import CausalLMFineTuning
+from lightning_fedleak.finetuning.data import TextDataModule
+from lightning_fedleak.finetuning.module import CausalLMFineTuning
 from lightning_fedleak.metrics import precision_recall_f1, word_counts
-from lightning_fedleak.snapshots import Observation, Stage, UpdateTap
+from lightning_fedleak.snapshots import Observation, Stage
+from lightning_fedleak.taps.gradients import UpdateTap
 
 SMOKE = ("--rounds 2 --steps 1 2 --batch-size 2 --length 8",)
 

@@ -42,13 +42,13 @@ import torch
 from transformers import AutoTokenizer
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.attention_membership import AttentionMembership
-from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.membership import MembershipAttack
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.base import MembershipAttack
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.trained_membership import TrainedMembership
-from lightning_fedleak.demo.texts import read_texts
-from lightning_fedleak.game_cli import PLANTED, PRECISIONS, find_model
+from lightning_fedleak.commands.game import PLANTED, PRECISIONS, find_model
+from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
 
 SMOKE = (

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.attention_membership import AttentionMembership
 from lightning_fedleak.attacks.base import Query
-from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 
 SMOKE = ("--targets 4 --shape 2x8 --hidden 32 --repeats 1",)
@@ -155,7 +155,7 @@ def fc(case: Case, repeats: int) -> None:
     distance = torch.cdist(targets, rows, p=1)
     flat = torch.cdist(targets, rows)
     limit = attack.settings(targets)[0][:, -1:]
-    from lightning_fedleak.attacks.l1_neighbours import maybe_near
+    from lightning_fedleak.attacks.membership.l1_distance import maybe_near
 
     zones = attack.settings(targets)[1]
     kept = maybe_near(rows, targets, limit[:, 0], zones, rows.abs().sum(1))

@@ -27,9 +27,8 @@ import torch
 from sklearn.mixture import GaussianMixture
 from torch import Tensor
 
-from lightning_fedleak.attacks.flatchat import flatchat
-from lightning_fedleak.attacks.flattening import REGULARIZATION
-from lightning_fedleak.attacks.mixture import Mixture, fit_two_gaussians, tail_start
+from lightning_fedleak.attacks.words.flatchat import REGULARIZATION, flatchat
+from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians, tail_start
 
 SMOKE = ("--repeats 1 --vocabulary 2000 --shapes 2000x16",)
 SHAPES = [f"{vocab}x768" for vocab in (16_384, 32_768, 50_257, 131_072, 262_144)]

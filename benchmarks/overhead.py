@@ -33,8 +33,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicText
-from lightning_fedleak.attacks import PrefixInversion, sent
-from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks import PrefixInversion
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.texts import base as sent
 
 SMOKE = (
     "--model {model} --steps 1 --shape 2x8 --attacks flatchat,sign,membership,inversion "

@@ -30,10 +30,13 @@ from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText, gradient_of
-from lightning_fedleak.attacks.calibration import head_gradient, log_partitions
-from lightning_fedleak.attacks.expected import separating_direction
-from lightning_fedleak.attacks.parts import GradientParts
-from lightning_fedleak.attacks.rehearsal import rehearse
+from lightning_fedleak.attacks.words.aligned_readout import rehearse
+from lightning_fedleak.attacks.words.aligned_rows import separating_direction
+from lightning_fedleak.attacks.words.public_gradients import (
+    GradientParts,
+    head_gradient,
+    log_partitions,
+)
 from lightning_fedleak.metrics import precision_recall_f1, word_counts
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 

@@ -29,8 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_fedleak.demo.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
-from lightning_fedleak.demo.texts import read_texts
+from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
+from lightning_fedleak.finetuning.texts import read_texts
 
 HERE = Path(__file__).resolve().parent
 AT_ONCE = 2

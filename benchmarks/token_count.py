@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.crafted_fc import CraftedFC, Frozen, inputs_of
-from lightning_fedleak.attacks.membership import MembershipAttack, MembershipGuess, sentence_rows
+from lightning_fedleak.attacks.membership.base import (
+    MembershipAttack,
+    MembershipGuess,
+    sentence_rows,
+)
+from lightning_fedleak.attacks.membership.fc_layers import CraftedFC, Frozen, inputs_of
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.model_runs import hidden_states
 

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from lightning_fedleak.defenses import DefenseContext, TokenLDP
-from lightning_fedleak.defenses.ldp_mechanisms import Randomizer
-from lightning_fedleak.defenses.ldp_reference import reference_sample
+from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
+from lightning_fedleak.defenses.token_ldp.reference import reference_sample
 
 SMOKE = (
     "speed --vocabulary 512 --rows 32 --length 8 --repeats 1",

@@ -43,14 +43,14 @@ from token_count import TokenCount
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from lightning_fedleak.attacks.attention_membership import WIDTHS, AttentionMembership
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.membership import MembershipAttack
+from lightning_fedleak.attacks.membership.attention import WIDTHS, AttentionMembership
+from lightning_fedleak.attacks.membership.base import MembershipAttack
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.trained_membership import TrainedMembership
+from lightning_fedleak.commands.game import PLANTED, find_model
 from lightning_fedleak.defenses import DefenseContext, TokenLDP
-from lightning_fedleak.game_cli import PLANTED, find_model
 from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
 
 SMOKE = (

@@ -44,11 +44,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, find_anatomy
-from lightning_fedleak.attacks.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.base import WordGuess
-from lightning_fedleak.attacks.calibration import PublicText
-from lightning_fedleak.attacks.flatchat import TypeCountRegressor, flatchat
-from lightning_fedleak.attacks.parts import gradient_parts, head_of
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
+from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
+from lightning_fedleak.attacks.words.public_gradients import gradient_parts, head_of
 from lightning_fedleak.model_runs import micro_batches, token_logits, undisturbed
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 

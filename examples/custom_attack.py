@@ -12,7 +12,7 @@ from lightning_fedleak.attacks.base import (
     WordGuess,
 )
 from lightning_fedleak.callbacks import LeakageMonitor
-from lightning_fedleak.demo import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel
 

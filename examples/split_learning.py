@@ -18,9 +18,9 @@ from torch import multiprocessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
-from lightning_fedleak.demo import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
-from lightning_fedleak.metrics.text_reconstruction import token_hits
+from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
+from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
+from lightning_fedleak.metrics.texts import token_hits
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.split import SplitClient, SplitServer, connect, split_model
 

@@ -674,7 +674,7 @@ def parse_args() -> argparse.Namespace:
     add(
         "--out",
         type=Path,
-        default=REPO_ROOT / "lightning_fedleak" / "demo" / "model",
+        default=REPO_ROOT / "lightning_fedleak" / "finetuning" / "model",
         help="where the finished model goes",
     )
     add(

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lightning_fedleak.cli_options import parser
+from lightning_fedleak.commands.options import parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,19 +38,19 @@ def _demo(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    return _run("lightning_fedleak.demo.run", "Demo", options)
+    return _run("lightning_fedleak.commands.demo.run", "Demo", options)
 
 
 def _game(options: argparse.Namespace) -> int:
-    return _run("lightning_fedleak.game_cli", "GameCommand", options)
+    return _run("lightning_fedleak.commands.game", "GameCommand", options)
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    return _run("lightning_fedleak.sweep_cli", "SweepCommand", options)
+    return _run("lightning_fedleak.commands.sweep.command", "SweepCommand", options)
 
 
 def _invert(options: argparse.Namespace) -> int:
-    return _run("lightning_fedleak.invert_cli", "InvertCommand", options)
+    return _run("lightning_fedleak.commands.invert.command", "InvertCommand", options)
 
 
 def _run(module: str, command: str, options: argparse.Namespace) -> int:
@@ -74,7 +74,7 @@ def _fit(arguments: Sequence[str] | None) -> int:
     # LightningCLI's own calls to jsonargparse are meant, and not the user's to mend.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     try:
-        from lightning_fedleak.demo.fit import fit
+        from lightning_fedleak.commands.fit import fit
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in {"jsonargparse", "docstring_parser"}:
             raise
@@ -83,7 +83,7 @@ def _fit(arguments: Sequence[str] | None) -> int:
             file=sys.stderr,
         )
         return 1
-    from lightning_fedleak.demo.assets import SourceError
+    from lightning_fedleak.finetuning.assets import SourceError
 
     try:
         fit(arguments)

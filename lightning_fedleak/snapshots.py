@@ -1,4 +1,4 @@
-"""What an adversary would see of a training step, and the taps that take it.
+"""What an adversary would see of a training step: values only; what takes them is in ``taps``.
 
 Three stages, everywhere by these names: *local* (the gradient a client computed, before any
 defence), *shared* (what leaves the client) and *aggregate* (what the server applies). A snapshot
@@ -12,10 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 
 class Stage(StrEnum):
@@ -113,228 +110,6 @@ class Observation:
         raise KeyError(f"no gradient of '{role}' in this observation; it holds {held}")
 
 
-class GradientTap:
-    """Reads the gradients of chosen parameters, and keeps a client's own where DDP overwrites it.
-
-    Where ``p.grad`` holds a stage's gradient, :meth:`view` hands out views of it: no copy. A DDP
-    process's own gradient is different: it exists only until DDP reduces it inside backward. Then
-    :meth:`keep_local` copies it, while the tap is armed, into one buffer per parameter that is
-    allocated once.
-
-    Args:
-        parameters: parameter by role. A tied matrix given under two roles is read once.
-        tied: recorded in the snapshots.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, tied: bool = False) -> None:
-        self._parameters = dict(parameters)
-        self._tied = tied
-        self._buffers: dict[int, Tensor] = {}
-        self._kept: dict[int, float] = {}
-        self._handles: list[RemovableHandle] = []
-        self.armed = False
-
-    def keep_local(self) -> None:
-        """Copies each gradient as autograd accumulates it, before DDP's reduction, when armed.
-
-        Under gradient accumulation the last copy is the sum over micro-batches, as it leaves.
-        """
-        for parameter in {id(p): p for p in self._parameters.values()}.values():
-            handle = parameter.register_post_accumulate_grad_hook(self._keep)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
-
-    def _keep(self, parameter: Tensor) -> None:
-        if not self.armed or parameter.grad is None:
-            return
-        grad = _dense(parameter.grad)
-        buffer = self._buffers.get(id(parameter))
-        if buffer is None:
-            buffer = self._buffers[id(parameter)] = torch.empty_like(grad)
-        buffer.copy_(grad)
-        self._kept[id(parameter)] = 1.0
-
-    def arm(self) -> None:
-        """Starts a look: forgets what was kept and lets the hooks copy."""
-        self._kept.clear()
-        self.armed = True
-
-    def disarm(self) -> None:
-        """Ends a look: the hooks return at once."""
-        self.armed = False
-
-    def view(
-        self,
-        step: int,
-        stage: Stage,
-        *,
-        kept: bool = False,
-        client: int = 0,
-        scale: float = 1.0,
-    ) -> GradientSnapshot:
-        """Views of the gradients as they are now.
-
-        Args:
-            step: optimizer step they lead to.
-            stage: which stage they are at now; the caller knows.
-            kept: read what :meth:`keep_local` copied in place of ``p.grad``.
-            client: rank of the client.
-            scale: loss scale still in the kept gradients (fp16's GradScaler); divided out.
-
-        Returns:
-            A snapshot without the roles that have no gradient.
-        """
-        tensors: dict[str, Tensor] = {}
-        seen: dict[int, Tensor] = {}
-        for role, parameter in self._parameters.items():
-            key = id(parameter)
-            if key not in seen:
-                if kept:
-                    if key not in self._kept:
-                        continue
-                    seen[key] = self._buffers[key]
-                    if self._kept[key] != scale:
-                        seen[key].div_(scale / self._kept[key])
-                        self._kept[key] = scale
-                elif parameter.grad is not None:
-                    seen[key] = _dense(parameter.grad)
-                else:
-                    continue
-            tensors[role] = seen[key]
-        return GradientSnapshot(step, stage, tensors, self._tied, client)
-
-    def close(self) -> None:
-        """Removes every hook and frees the buffers."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._buffers.clear()
-        self._kept.clear()
-
-
-class UpdateError(ValueError):
-    """A weight change cannot be put in units of a gradient."""
-
-
-class UpdateTap:
-    """Takes the weight change of several local steps: what FedAvg clients share.
-
-    Args:
-        parameters: parameter by role.
-        tied: recorded in the snapshots.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, tied: bool = False) -> None:
-        self._parameters = dict(parameters)
-        self._tied = tied
-        self._before: dict[int, Tensor] = {}
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Remembers the weights, in buffers that are allocated once."""
-        for parameter in {id(p): p for p in self._parameters.values()}.values():
-            value = _dense(parameter.detach())
-            buffer = self._before.get(id(parameter))
-            if buffer is None:
-                self._before[id(parameter)] = value.clone()
-            else:
-                buffer.copy_(value)
-
-    @torch.no_grad()
-    def end(
-        self, step: int, stage: Stage, *, learning_rate: float, local_steps: int, client: int = 0
-    ) -> UpdateSnapshot:
-        """``(before - after) / learning_rate``, computed in the buffers of :meth:`begin`.
-
-        Raises:
-            UpdateError: the learning rate is not positive.
-        """
-        if not learning_rate > 0:
-            raise UpdateError(
-                f"an update has no scale at learning rate {learning_rate}: it must be positive "
-                "(a warm-up that starts at 0? start the round one step later)"
-            )
-        for parameter in {id(p): p for p in self._parameters.values()}.values():
-            self._before[id(parameter)].sub_(_dense(parameter.detach())).div_(learning_rate)
-        tensors = {role: self._before[id(p)] for role, p in self._parameters.items()}
-        return UpdateSnapshot(
-            step,
-            stage,
-            tensors,
-            self._tied,
-            client,
-            local_steps=local_steps,
-            learning_rate=learning_rate,
-        )
-
-
-class HeadOwnPart:
-    """The head's own part of a tied matrix's gradient: a local diagnostic, the worst case.
-
-    No adversary sees it: what is shared is the sum with the embedding's part. The head's forward
-    is replaced by the same product on an alias of its weight, and a hook on the alias receives
-    the gradient that autograd computes anyway: no extra product, bit-identical training.
-
-    Args:
-        head: the output head, an ``nn.Linear``.
-
-    Raises:
-        TypeError: the head is no plain ``nn.Linear``, or something else has replaced its forward.
-    """
-
-    def __init__(self, head: nn.Module) -> None:
-        if type(head) is not nn.Linear:
-            raise TypeError(
-                "the head's own part can be taken from a plain nn.Linear only, not from "
-                f"{type(head).__name__}"
-            )
-        if "forward" in vars(head):
-            raise TypeError("the head's forward is replaced already; its own part cannot be taken")
-        self._head: nn.Linear = head
-        self._buffer: Tensor | None = None
-        self._filled = False
-        self.armed = False
-        head.forward = self._forward  # type: ignore[method-assign,assignment]
-
-    def _forward(self, hidden: Tensor) -> Tensor:
-        weight: Tensor = self._head.weight
-        if self.armed and torch.is_grad_enabled() and weight.requires_grad:
-            weight = weight.view_as(weight)
-            weight.register_hook(self._keep)  # type: ignore[no-untyped-call]
-        return functional.linear(hidden, weight, self._head.bias)
-
-    def _keep(self, grad: Tensor) -> None:
-        if self._buffer is None:
-            self._buffer = torch.empty_like(grad)
-        if self._filled:
-            self._buffer.add_(grad)
-        else:
-            self._buffer.copy_(grad)
-            self._filled = True
-
-    def arm(self) -> None:
-        """Starts a look; micro-batches add up until :meth:`view`."""
-        self._filled = False
-        self.armed = True
-
-    def disarm(self) -> None:
-        """Ends a look."""
-        self.armed = False
-
-    def view(self, step: int, *, client: int = 0, scale: float = 1.0) -> GradientSnapshot:
-        """The head's own gradient (V, d), stage local."""
-        tensors = {}
-        if self._filled and self._buffer is not None:
-            if scale != 1.0:
-                self._buffer.div_(scale)
-            tensors["head.weight"] = self._buffer
-        return GradientSnapshot(step, Stage.LOCAL, tensors, tied=False, client=client)
-
-    def close(self) -> None:
-        """Gives the head its own forward back."""
-        self._head.__dict__.pop("forward", None)
-        self._buffer = None
-
-
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Detached; of a DTensor all of it, by a collective that every process must enter."""
     if hasattr(tensor, "full_tensor"):
@@ -342,7 +117,16 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    """The whole tensor, also of a sparse one."""
-    tensor = whole_tensor(tensor)
-    return tensor.to_dense() if tensor.is_sparse else tensor
+class UnusableObservation(RuntimeError):
+    """The snapshot cannot be attacked (non-finite, all zero): the result is unknown, not safe."""
+
+
+__all__ = [
+    "ActivationSnapshot",
+    "GradientSnapshot",
+    "Observation",
+    "Stage",
+    "UnusableObservation",
+    "UpdateSnapshot",
+    "whole_tensor",
+]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.demo.run import Demo
+from lightning_fedleak.commands.demo.run import Demo
 
 
 def test_help_and_version_load_no_heavy_module(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,11 +94,11 @@ def test_an_interrupt_while_loading_is_no_traceback(
 def test_fit_without_jsonargparse_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "lightning_fedleak.demo.fit", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning_fedleak.commands.fit", raising=False)
 
     class Refuses:
         def find_spec(self, name: str, *_: object) -> None:
-            if name == "lightning_fedleak.demo.fit":
+            if name == "lightning_fedleak.commands.fit":
                 raise ModuleNotFoundError("No module named 'jsonargparse'", name="jsonargparse")
 
     monkeypatch.setattr(sys, "meta_path", [Refuses(), *sys.meta_path])

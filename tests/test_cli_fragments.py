@@ -9,8 +9,8 @@ import pytest
 
 from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PrefixInversion
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.commands.fit import fit
 from lightning_fedleak.defenses import DPSGD, Freeze, GradientNoise
-from lightning_fedleak.demo.fit import fit
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 

@@ -11,7 +11,7 @@ from tests.helpers.processes import two_processes
 
 @pytest.mark.ddp
 def test_a_model_sharded_by_fsdp2_gathers_and_gives_back(tmp_path: Path) -> None:
-    for found in two_processes("tests.attacks.fsdp2_worker", tmp_path):
+    for found in two_processes("tests.model_runs_fsdp2_worker", tmp_path):
         for policy in ("full", "half"):
             facts = ("quiet", "sharded", "same", "same again")
             assert all(found[policy][fact] for fact in facts), policy

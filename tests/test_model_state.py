@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PublicText
-from lightning_fedleak.attacks.bottom import BottomModel
-from lightning_fedleak.attacks.state_readout import StateReadout
+from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.attacks.texts.embedding_descent import StateReadout
 from lightning_fedleak.games.inserted import loss_upstream
 from lightning_fedleak.model_runs import hidden_states
 from tests.helpers.models import own_rng

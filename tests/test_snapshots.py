@@ -5,14 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_fedleak.snapshots import (
-    GradientSnapshot,
-    GradientTap,
-    HeadOwnPart,
-    Observation,
-    Stage,
-    UpdateTap,
-)
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.taps.gradients import GradientTap, HeadOwnPart, UpdateTap
 
 
 def updates_by_hand(kind, gradients, lr):

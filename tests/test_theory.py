@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from lightning_fedleak.theory import (
+from benchmarks.papers import (
     advantage_bound,
     advantage_bound_of,
     box_probability,
@@ -238,7 +238,7 @@ def test_projections_are_monotone_probabilities(law, d, r, more) -> None:
 @pytest.mark.parametrize("law", ["spherical", "gaussian"])
 @pytest.mark.parametrize(("d", "l_x", "n"), [(3, 6, 1), (30, 5, 2)])
 def test_simulated_data_sets_have_the_law_of_drawn_ones(law, d, l_x, n) -> None:
-    from lightning_fedleak.theory.synthetic import _separation_and_norm
+    from benchmarks.papers.synthetic import _separation_and_norm
 
     rng = np.random.default_rng(5)
     ours = np.array([_separation_and_norm(law, d, l_x, n, rng) for _ in range(600)])

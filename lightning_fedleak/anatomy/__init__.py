@@ -1,5 +1,6 @@
 """Where a model keeps its embeddings, blocks, output head and trainable parameters."""
 
+from lightning_fedleak.anatomy.finding import find_anatomy
 from lightning_fedleak.anatomy.parts import (
     EMBEDDING_WEIGHT,
     HEAD_BIAS,
@@ -8,7 +9,6 @@ from lightning_fedleak.anatomy.parts import (
     AnatomyError,
     Kind,
 )
-from lightning_fedleak.anatomy.search import find_anatomy
 
 __all__ = [
     "EMBEDDING_WEIGHT",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_fedleak.anatomy.layers import Named, given_module, outermost, path_in
+from lightning_fedleak.anatomy.named_layers import Named, given_module, outermost, path_in
 from lightning_fedleak.anatomy.parts import AnatomyError
 from lightning_fedleak.anatomy.wrappers import unwrap, walk
 

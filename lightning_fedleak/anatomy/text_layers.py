@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy.blocks import find_blocks, is_encoder_decoder, side_of
-from lightning_fedleak.anatomy.layers import Named
+from lightning_fedleak.anatomy.named_layers import Named
 from lightning_fedleak.anatomy.parts import Anatomy
 from lightning_fedleak.anatomy.wrappers import unwrap, without_peft
 

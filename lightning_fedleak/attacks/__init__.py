@@ -1,8 +1,5 @@
 """Attacks: what an adversary would see of a step in, a guess out."""
 
-from lightning_fedleak.attacks.aligned import AlignedFlatChat
-from lightning_fedleak.attacks.attention_membership import AttentionMembership
-from lightning_fedleak.attacks.bag_of_words import BagOfWords
 from lightning_fedleak.attacks.base import (
     Attack,
     Guess,
@@ -12,27 +9,29 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.bias_sign import BiasSign
-from lightning_fedleak.attacks.calibration import PublicText, gradient_of
-from lightning_fedleak.attacks.descent import DescentGuess
-from lightning_fedleak.attacks.embedding_descent import EmbeddingDescent
-from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.flatchat import (
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.base import MembershipAttack, MembershipGuess
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.trained import TrainedMembership
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack, TextGuess
+from lightning_fedleak.attacks.texts.descent import DescentGuess
+from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
+from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
+from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
+from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
+from lightning_fedleak.attacks.words.direct import BagOfWords, BiasSign
+from lightning_fedleak.attacks.words.flatchat import (
     FlatChat,
     FlatChatGuess,
     TypeCountRegressor,
+    flatten,
+    rank_types,
+    separate_clusters,
 )
-from lightning_fedleak.attacks.flattening import flatten, rank_types, separate_clusters
-from lightning_fedleak.attacks.inversion import InversionAttack, TextAttack, TextGuess
-from lightning_fedleak.attacks.membership import MembershipAttack, MembershipGuess
-from lightning_fedleak.attacks.mixture import Mixture, fit_two_gaussians
-from lightning_fedleak.attacks.prefix_inversion import PrefixInversion
-from lightning_fedleak.attacks.reveal_labels import (
-    RevealLabels,
-    RevealLabelsGuess,
-)
-from lightning_fedleak.attacks.token_relaxation import TokenRelaxation
-from lightning_fedleak.attacks.trained_membership import TrainedMembership
+from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
+from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.attacks.words.reveal_labels import RevealLabels, RevealLabelsGuess
 
 __all__ = [
     "AlignedFlatChat",

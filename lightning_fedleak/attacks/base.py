@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.snapshots import Observation, UnusableObservation
 from lightning_fedleak.threats import ThreatModel
-
-
-class UnusableObservation(RuntimeError):
-    """The snapshot cannot be attacked (non-finite, all zero): the result is unknown, not safe."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +155,4 @@ class Attack(ABC):
         return repr(sorted(self.given().items()))
 
 
-__all__ = [
-    "Attack",
-    "Guess",
-    "Query",
-    "RunFacts",
-    "Surfaces",
-    "UnusableObservation",
-    "WordGuess",
-]
+__all__ = ["Attack", "Guess", "Query", "RunFacts", "Surfaces", "UnusableObservation", "WordGuess"]

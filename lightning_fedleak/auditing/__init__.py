@@ -14,12 +14,16 @@ Two kinds of games are evidence, and they are not exchangeable:
   scored after a single run; of texts that :func:`~lightning_fedleak.canaries.with_canaries` put
   into the data by :func:`audit_canaries`.
 
-The game's relation must be the accountant's, see :mod:`lightning_fedleak.auditing.bound`.
+The game's relation must be the accountant's, see :mod:`lightning_fedleak.auditing.lower_bounds`.
 """
 
-from lightning_fedleak.auditing.bound import EpsilonBound, Relation
-from lightning_fedleak.auditing.coins import audit_canaries
-from lightning_fedleak.auditing.many_runs import audit_scores, epsilon_from_counts
+from lightning_fedleak.auditing.lower_bounds import (
+    EpsilonBound,
+    Relation,
+    audit_games,
+    audit_scores,
+    epsilon_from_counts,
+)
 from lightning_fedleak.auditing.mechanisms import (
     dp_advantage,
     dp_auc,
@@ -31,9 +35,13 @@ from lightning_fedleak.auditing.mechanisms import (
     randomised_response_auc,
     randomised_response_delta,
 )
-from lightning_fedleak.auditing.one_run import audit_one_run, one_run_epsilon, one_run_p_value
-from lightning_fedleak.auditing.played import audit_games
-from lightning_fedleak.defenses.gaussian import gaussian_epsilon
+from lightning_fedleak.auditing.one_run import (
+    audit_canaries,
+    audit_one_run,
+    one_run_epsilon,
+    one_run_p_value,
+)
+from lightning_fedleak.defenses.noise import gaussian_epsilon
 
 __all__ = [
     "EpsilonBound",

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_fedleak.metrics.sequential import MeanTest, looks_to_show
+from lightning_fedleak.metrics.betting import MeanTest, looks_to_show
 
 Bound = Literal["lower", "upper"]
 

@@ -17,8 +17,9 @@ from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
 from lightning_fedleak.callbacks.cadence import Cadence, StepClock
-from lightning_fedleak.callbacks.channels.base import Channel, Look, Moment, Plan, Run, reason
+from lightning_fedleak.callbacks.channels.base import Channel, Look, Moment, Run, reason
 from lightning_fedleak.callbacks.checks import (
+    Plan,
     check_optimizers,
     warn_of_adaptive_updates,
     warn_of_untested,
@@ -27,14 +28,9 @@ from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.results import Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.model_runs import whole_model
-from lightning_fedleak.snapshots import (
-    GradientSnapshot,
-    GradientTap,
-    Stage,
-    UpdateError,
-    UpdateTap,
-)
+from lightning_fedleak.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.strategies import DefendedStrategy, before_real_step
+from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap
 
 
 class Fit:

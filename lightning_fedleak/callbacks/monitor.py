@@ -72,10 +72,10 @@ class LeakageMonitor(L.Callback):
     calibrate, refresh or invert texts the whole model, gathered on every process. Membership games
     are refused there.
 
-    **Membership games.** A :class:`~lightning_fedleak.attacks.membership.MembershipAttack` assumes
-    a server that puts trainable layers of its own into the model, behind the layer it reads, and
-    sets dropout to 0. None is put in: at a look the server is asked about sentences of the batch
-    and about others, what its layers' gradient would be follows from the step
+    **Membership games.** A :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`
+    assumes a server that puts trainable layers of its own into the model, behind the layer it
+    reads, and sets dropout to 0. None is put in: at a look the server is asked about sentences of
+    the batch and about others, what its layers' gradient would be follows from the step
     (:class:`~lightning_fedleak.callbacks.channels.MembershipChannel`) and passes through the
     defences.
     ``exposed`` is always 1: no layer of the client's own has to be trained for that, and freezing
@@ -85,7 +85,7 @@ class LeakageMonitor(L.Callback):
     attack's own decisions, and the threshold of a TPR is fitted on other games than those scored.
     Those of one look alone are in ``look_values`` and in ``leakage.jsonl``.
 
-    **Texts.** An :class:`~lightning_fedleak.attacks.inversion.InversionAttack` reads the hidden
+    **Texts.** An :class:`~lightning_fedleak.attacks.texts.base.InversionAttack` reads the hidden
     states that the user's own forward gives at its layer, as a split model would send them: at
     stage local before, at stage shared behind the defences that rewrite them, dropout included
     (:class:`~lightning_fedleak.callbacks.channels.TextsChannel`). Its metrics are of

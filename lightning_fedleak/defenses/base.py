@@ -19,6 +19,7 @@ A defence of one's own needs a name, a plain sentence about what it guarantees, 
 
 from __future__ import annotations
 
+import math
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +28,69 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses.canary import CanaryGradient
-from lightning_fedleak.defenses.privacy import Privacy
-
 State = Mapping[str, Tensor | int | float | str]
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """What the releases so far have cost one example of one client.
+
+    What an example is, and against whom it is hidden, says the defence's ``guarantee``.
+
+    Attributes:
+        epsilon: an upper bound at ``delta``; infinite where there is nothing to speak of.
+        delta: of the guarantee; 0 where it is pure.
+        noise_multiplier: accounted: standard deviation of the noise that the server cannot tell
+            apart from the sum, over the clip norm; None of a mechanism without one.
+        sample_rate: chance of an example to be in a batch; 1 without Poisson sampling.
+        releases: that are counted so far: optimizer steps, or of the example released most often.
+    """
+
+    epsilon: float
+    delta: float
+    noise_multiplier: float | None
+    sample_rate: float
+    releases: int
+
+
+@dataclass(frozen=True)
+class CanaryGradient:
+    """Gradient of crafted layers that are not really there, as far as it has come.
+
+    There are G games at once, each with crafted layers of its own (K trainable numbers) beside the
+    client's model. In none of them do the other games' layers exist.
+
+    Attributes:
+        samples: (B, G, K) what each of the client's B samples adds to the gradient of the K
+            numbers crafted in each of G games. Their sum leaves the client.
+        noise: (G, K) what defences have added to that sum; None where nothing.
+        noise_std: standard deviation of each number of ``noise``; where it differs between games
+            the root of their mean variance.
+    """
+
+    samples: Tensor
+    noise: Tensor | None = None
+    noise_std: float = 0.0
+
+    @property
+    def released(self) -> Tensor:
+        """(G, K), the sum over samples with its noise."""
+        total = self.samples.sum(0)
+        return total if self.noise is None else total + self.noise
+
+    def scaled(self, factors: Tensor) -> CanaryGradient:
+        """Each game's gradient times its factor, (G,)."""
+        columns = factors.to(self.samples.dtype)[:, None]
+        return CanaryGradient(
+            self.samples * columns,
+            None if self.noise is None else self.noise * columns,
+            self.noise_std * math.sqrt(float(factors.square().mean())),
+        )
+
+    def noised(self, noise: Tensor, std: float) -> CanaryGradient:
+        """With independent ``noise`` (G, K) of standard deviation ``std`` added."""
+        total = noise if self.noise is None else self.noise + noise
+        return CanaryGradient(self.samples, total, math.hypot(self.noise_std, std))
 
 
 class DefenseError(ValueError):
@@ -280,3 +340,6 @@ class Defense(ABC):
 
     def teardown(self) -> None:  # noqa: B027
         """Takes back every change to the model. May be called twice, or without a setup."""
+
+
+__all__ = ["CanaryGradient", "Defense", "DefenseContext", "DefenseError", "Privacy", "State"]

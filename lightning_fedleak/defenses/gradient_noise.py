@@ -8,12 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
-from lightning_fedleak.defenses.canary import CanaryGradient
-from lightning_fedleak.defenses.gaussian import gaussian_epsilon
-from lightning_fedleak.defenses.noise import base_of, noise_key
+from lightning_fedleak.defenses.base import (
+    CanaryGradient,
+    Defense,
+    DefenseContext,
+    DefenseError,
+    State,
+)
+from lightning_fedleak.defenses.noise import base_of, gaussian_epsilon, noise_key
 from lightning_fedleak.defenses.noise import standard_normal as _standard_normal
-from lightning_fedleak.defenses.shards import (
+from lightning_fedleak.defenses.processes import (
     SHARD_BITS,
     joint_norm,
     local_part,

@@ -1,4 +1,7 @@
-"""Gaussian noise that is never used twice, from a secret base, a client and a release counter."""
+"""Gaussian noise that is never used twice, and what the Gaussian mechanism guarantees.
+
+Noise is drawn from a secret base, a client and a release counter.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,15 @@ import math
 
 import numpy as np
 import torch
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
 from torch import Tensor
 
 _BLOCK = 1 << 16
 """Numbers that are made at once, few enough to stay in the cache."""
+
+XTOL, RTOL = 1e-14, 1e-14
+"""How exactly epsilon is found, absolute and relative."""
 
 
 def base_of(entropy: bytes, seed: int | None) -> bytes:
@@ -72,4 +80,51 @@ def _fill(block: Tensor, generator: np.random.Philox) -> None:
     torch.mul(radius[:rest], angle[:rest].sin_(), out=block[half:])
 
 
-__all__ = ["base_of", "noise_key", "standard_normal"]
+def gaussian_epsilon(*, sigma: float, delta: float) -> float:
+    """The smallest epsilon of ``x + N(0, s^2 I)`` at ``delta`` (Balle and Wang 2018, Theorem 8).
+
+    k such releases in a row, also where each depends on those before, are one of
+    ``sigma / sqrt(k)`` (Dong et al. 2019, Corollary 3.3).
+
+    Args:
+        sigma: noise multiplier: ``s`` over how far two neighbouring inputs' ``x`` may be apart in
+            2-norm; infinite where they are alike.
+        delta: in (0, 1).
+
+    Returns:
+        Epsilon, rounded up; 0 where sigma is so large that delta alone covers it, infinite where it
+        is beyond all numbers.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+    if not sigma > 0:
+        raise ValueError(f"sigma must be positive, got {sigma!r}")
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must lie between 0 and 1, got {delta!r}")
+    goal = math.log(delta)
+
+    def excess(epsilon: float) -> float:
+        return max(_log_delta(epsilon, 1 / sigma), 2 * goal - 1) - goal
+
+    if math.isinf(sigma) or excess(0.0) <= 0:
+        return 0.0
+    high = 1.0
+    while excess(high) > 0:
+        high *= 2
+        if math.isinf(high):
+            return high
+    found = float(brentq(excess, 0.0, high, xtol=XTOL, rtol=RTOL))
+    return found + XTOL + RTOL * found
+
+
+def _log_delta(epsilon: float, ratio: float) -> float:
+    """The log of Phi(r/2 - e/r) - exp(e) Phi(-r/2 - e/r), where both may be tiny or huge."""
+    first = float(log_ndtr(ratio / 2 - epsilon / ratio))
+    second = epsilon + float(log_ndtr(-ratio / 2 - epsilon / ratio))
+    if second >= first:
+        return -math.inf
+    return first + float(np.log1p(-np.exp(second - first)))
+
+
+__all__ = ["base_of", "gaussian_epsilon", "noise_key", "standard_normal"]

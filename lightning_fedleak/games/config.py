@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_fedleak.attacks.insertion import Placement
+from lightning_fedleak.attacks.membership.insertion import Placement
 from lightning_fedleak.games.pool import GameError
 
 Protocol = Literal["game", "authors"]
@@ -65,7 +65,7 @@ class GameConfig:
         dropout: whether the client's forward drops units. A dishonest server sets dropout to 0
             (False); True shows what it costs the attack not to.
         placement: where crafted layers go (Fig. 3), see
-            :func:`lightning_fedleak.attacks.insertion.insert`.
+            :func:`lightning_fedleak.attacks.membership.insertion.insert`.
         seed: of own generators; nothing global is drawn from.
 
     Raises:

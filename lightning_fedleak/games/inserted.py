@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.insertion import Placement, insert
-from lightning_fedleak.attacks.membership import MembershipAttack
-from lightning_fedleak.games.losses import Loss
+from lightning_fedleak.attacks.membership.base import MembershipAttack
+from lightning_fedleak.attacks.membership.insertion import Placement, insert
+from lightning_fedleak.games.client_loss import Loss
 from lightning_fedleak.model_runs import undisturbed
 
 
@@ -45,7 +45,7 @@ def autograd_gradient(
         target: (D,).
         ids: (B, L).
         mask: (B, L) or None.
-        placement: see :func:`~lightning_fedleak.attacks.insertion.insert`.
+        placement: see :func:`~lightning_fedleak.attacks.membership.insertion.insert`.
         loss: the client's.
 
     Returns:

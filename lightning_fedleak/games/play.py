@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts
-from lightning_fedleak.attacks.membership import MembershipAttack
+from lightning_fedleak.attacks.membership.base import MembershipAttack
+from lightning_fedleak.games.client_loss import Loss, default_loss
 from lightning_fedleak.games.config import GameConfig
 from lightning_fedleak.games.deals import AUTHORS_POSITION, Deal, authors_deals, game_deals
 from lightning_fedleak.games.inserted import autograd_gradient, generic_upstream, loss_upstream
-from lightning_fedleak.games.losses import Loss, default_loss
 from lightning_fedleak.games.pool import GameError, SentencePool, padded
 from lightning_fedleak.games.result import GameResult
 from lightning_fedleak.games.states import (
@@ -61,8 +61,8 @@ def play(
         pool: what data and targets are drawn from.
         config: how; default :class:`GameConfig`.
         planted: ids of the sentence that the authors' protocol plants.
-        loss: the client's; default :func:`~lightning_fedleak.games.losses.default_loss`. Used with
-            ``gradients="autograd"`` and with ``upstream="loss"``.
+        loss: the client's; default :func:`~lightning_fedleak.games.client_loss.default_loss`. Used
+            with ``gradients="autograd"`` and with ``upstream="loss"``.
         progress: called with the number of games played since the last call.
         defend: a defence on the client's token ids, called for every batch, of which the adversary
             knows (:meth:`~lightning_fedleak.attacks.base.Attack.meet`). The

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fedleak.games.config import Gradients, Protocol, Relation
-from lightning_fedleak.metrics.functional import Rate
 from lightning_fedleak.metrics.membership import membership_rates
+from lightning_fedleak.metrics.rates import Rate
 
 _COLUMNS = ("bits", "guesses", "scores", "collides", "batches", "positions")
 

@@ -200,7 +200,7 @@ def collides(
         data: rows of ids of D, all different.
         layer: where the attack reads.
         reads: on which tokens it rests, by the position asked for, see
-            :meth:`~lightning_fedleak.attacks.membership.MembershipAttack.reads`.
+            :meth:`~lightning_fedleak.attacks.membership.base.MembershipAttack.reads`.
         ahead: see :func:`reads_ahead`.
         positional: see :func:`tells_positions_apart`.
 

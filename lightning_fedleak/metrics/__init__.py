@@ -1,6 +1,8 @@
 """How good a guess was, against the truth that only the client has."""
 
-from lightning_fedleak.metrics.functional import (
+from lightning_fedleak.metrics.betting import MeanTest
+from lightning_fedleak.metrics.membership import MembershipInference, membership_rates
+from lightning_fedleak.metrics.rates import (
     Counts,
     Rate,
     precision_recall_f1,
@@ -8,13 +10,8 @@ from lightning_fedleak.metrics.functional import (
     type_count_error,
     word_counts,
 )
-from lightning_fedleak.metrics.membership import MembershipInference, membership_rates
-from lightning_fedleak.metrics.sequential import MeanTest
-from lightning_fedleak.metrics.text_reconstruction import (
-    TextReconstruction,
-    reconstruction_rates,
-)
-from lightning_fedleak.metrics.word_recovery import WordRecovery
+from lightning_fedleak.metrics.texts import TextReconstruction, reconstruction_rates
+from lightning_fedleak.metrics.words import WordRecovery
 
 __all__ = [
     "Counts",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import betaincinv, stdtrit
 
-from lightning_fedleak.metrics.functional import Rate
+from lightning_fedleak.metrics.rates import Rate
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

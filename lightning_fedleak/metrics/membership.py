@@ -22,7 +22,7 @@ from lightning_fedleak.metrics.clustered import (
     share,
     within,
 )
-from lightning_fedleak.metrics.functional import UNKNOWN, Rate, flat
+from lightning_fedleak.metrics.rates import UNKNOWN, Rate, flat
 
 FPRS = (0.01, 0.001)
 RATES = ("accuracy", "f1", "auc", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FPRS))

@@ -3,7 +3,7 @@
 from lightning_fedleak.split.channel import Channel, PeerError, connect
 from lightning_fedleak.split.client import SplitClient
 from lightning_fedleak.split.cut import SplitModel, split_model
-from lightning_fedleak.split.parts import ModelPart, SplitError
+from lightning_fedleak.split.halves import ModelPart, SplitError
 from lightning_fedleak.split.server import SplitServer
 
 __all__ = [

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.split.channel import Channel, Kind, PeerError
 from lightning_fedleak.split.cut import SplitModel
-from lightning_fedleak.split.parts import ModelPart, SplitError
+from lightning_fedleak.split.halves import ModelPart, SplitError
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 

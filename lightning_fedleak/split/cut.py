@@ -20,7 +20,7 @@ from lightning_fedleak.model_runs import (
     virtual_tokens,
 )
 from lightning_fedleak.model_state import model_kept, process_kept
-from lightning_fedleak.split.parts import Arrive, Leave, ModelPart, Nothing, SplitError
+from lightning_fedleak.split.halves import Arrive, Leave, ModelPart, Nothing, SplitError
 
 _AGREE = {torch.float32: 1e-4, torch.float64: 1e-9}
 _AGREE_OTHERWISE = 5e-2

@@ -11,7 +11,7 @@ from lightning_fedleak.snapshots import ActivationSnapshot, Stage
 from lightning_fedleak.split.channel import Channel, Kind, Message, PeerError
 from lightning_fedleak.split.client import MakeOptimizer, terms, trained
 from lightning_fedleak.split.cut import SplitModel
-from lightning_fedleak.split.parts import SplitError
+from lightning_fedleak.split.halves import SplitError
 
 
 class SplitServer:

@@ -1,8 +1,12 @@
 """Strategies in which defences act where data leaves the client."""
 
 from lightning_fedleak.strategies.defended import DefendedStrategy
+from lightning_fedleak.strategies.optimizer_step import (
+    StepError,
+    before_real_step,
+    check_optimizer,
+)
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY, Client
-from lightning_fedleak.strategies.step import StepError, before_real_step, check_optimizer
 
 __all__ = [
     "CHECKPOINT_KEY",

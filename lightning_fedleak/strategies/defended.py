@@ -22,7 +22,7 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 
 from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.strategies.release import CanaryHook, Client, Release, Tap
-from lightning_fedleak.strategies.seam import DDPSeam, ModelParallelSeam, Seam
+from lightning_fedleak.strategies.seams import DDPSeam, ModelParallelSeam, Seam
 
 _LATE = ("auto", "single_device")
 _SUPPORTED = (

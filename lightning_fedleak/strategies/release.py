@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.strategies.step import before_real_step
+from lightning_fedleak.strategies.optimizer_step import before_real_step
 
 Client = Literal["rank", "world"]
 Tap = Callable[[Stage, Optimizer], None]

@@ -27,12 +27,16 @@ from transformers import (
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, PublicText
-from lightning_fedleak.attacks.bottom import BottomModel
-from lightning_fedleak.attacks.calibration import head_gradient, log_partitions
-from lightning_fedleak.attacks.expected import Directions, ExpectedRows
 from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
-from lightning_fedleak.attacks.next_tokens import NextTokens
-from lightning_fedleak.attacks.parts import GradientParts, gradient_parts, head_of
+from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
+from lightning_fedleak.attacks.words.aligned_rows import Directions, ExpectedRows
+from lightning_fedleak.attacks.words.public_gradients import (
+    GradientParts,
+    gradient_parts,
+    head_gradient,
+    head_of,
+    log_partitions,
+)
 from lightning_fedleak.model_runs import hidden_states
 from tests.helpers.models import VOCAB, own_rng, tiny_gpt2, tiny_llama
 

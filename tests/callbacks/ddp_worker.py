@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from lightning_fedleak.attacks import EmbeddingDescent, TextGuess
-from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.membership import MembershipGuess
+from lightning_fedleak.attacks.membership.base import MembershipGuess
+from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import GradientNoise

@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_fedleak.attacks import AlignedFlatChat, BagOfWords, FlatChat, PrefixInversion
 from lightning_fedleak.attacks.base import Attack, Query
-from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.flatchat import flatchat
+from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.words.flatchat import flatchat
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import Defense, GradientNoise

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 
 from lightning_fedleak.attacks import AlignedFlatChat, PublicText
-from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import LeakageLimitExceeded, LeakageMonitor, RiskGate
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.lightning_modules import CausalLMModule

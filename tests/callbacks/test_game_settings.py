@@ -7,11 +7,12 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks import PublicText, fc_membership
-from lightning_fedleak.attacks.attention_membership import AttentionMembership
-from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.rounding import own_rounding
-from lightning_fedleak.attacks.trained_membership import TrainedMembership
+from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks.membership import fc as fc_membership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.l1_distance import own_rounding
+from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import Freeze
 from lightning_fedleak.strategies import DefendedStrategy

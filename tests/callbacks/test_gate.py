@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import LeakageLimitExceeded, LeakageMonitor, RiskGate
 from tests.callbacks.runs import Probe, fit, logged_losses
 

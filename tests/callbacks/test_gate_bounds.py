@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
 from lightning_fedleak.callbacks.evidence import Evidence, default_warmup
 from tests.callbacks.runs import Probe, fit

@@ -12,16 +12,16 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.attacks.attention_membership import WIDTHS, AttentionMembership
-from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.insertion import insert
-from lightning_fedleak.attacks.membership import CRAFTED, MembershipGuess
-from lightning_fedleak.attacks.trained_membership import TrainedMembership
+from lightning_fedleak.attacks.membership.attention import WIDTHS, AttentionMembership
+from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.insertion import insert
+from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.auditing import audit_canaries
 from lightning_fedleak.callbacks import Games, LeakageMonitor, RiskGate
 from lightning_fedleak.canaries import InclusionMismatch, with_canaries
 from lightning_fedleak.defenses import DPSGD, Defense, Freeze, GradientNoise, TokenLDP
-from lightning_fedleak.defenses.activation_noise import ActivationNoise
+from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError

@@ -17,17 +17,14 @@ from torch.utils.data import DataLoader
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.anatomy.text_layers import place_of, states_out, with_states_out
 from lightning_fedleak.attacks import EmbeddingDescent, PrefixInversion
-from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.inversion import NOTHING, InversionAttack, TextGuess
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextGuess
 from lightning_fedleak.batches import BatchError
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.callbacks.channels.texts import Inverted, TextsChannel, place_names
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.defenses.dpsgd import DPSGD
-from lightning_fedleak.metrics.text_reconstruction import (
-    reconstruction_rates,
-    sentence_scores,
-)
+from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD
+from lightning_fedleak.metrics.texts import reconstruction_rates, sentence_scores
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import Capability, ThreatModelError

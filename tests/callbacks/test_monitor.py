@@ -239,7 +239,7 @@ def test_words_of_others_errors_are_not_repeated_anywhere(tmp_path, caplog):
     files = [p.read_text() for p in tmp_path.rglob("*") if p.is_file()]
     said = [str(w.message) for w in caught] + [caplog.text] + files
     assert any("ValueError at test_monitor.py" in text for text in said)
-    assert any("ValueError at functional.py" in text for text in said)
+    assert any("ValueError at rates.py" in text for text in said)
     assert not [text for text in said if SECRET in text or "777777" in text]
 
 
@@ -645,7 +645,7 @@ def test_the_processor_time_of_looks_is_told(tmp_path, monkeypatch):
             clock[0] += 7.0
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("lightning_fedleak.callbacks.watch.time.process_time", lambda: clock[0])
+    monkeypatch.setattr("lightning_fedleak.callbacks.channels.base.time.process_time", lambda: clock[0])
     monitor = LeakageMonitor(Working(), every_n_steps=2)
     monitor.subscribe(lambda _: told.append(monitor.processor_seconds))
     assert monitor.processor_seconds == 0

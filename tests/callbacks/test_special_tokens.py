@@ -6,7 +6,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.callbacks.channels.base import NoTargets

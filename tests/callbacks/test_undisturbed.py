@@ -8,13 +8,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from lightning_fedleak.attacks import EmbeddingDescent, PrefixInversion, TokenRelaxation
-from lightning_fedleak.attacks.attention_membership import AttentionMembership
-from lightning_fedleak.attacks.calibration import PublicText
-from lightning_fedleak.attacks.fc_membership import FCMembership
-from lightning_fedleak.attacks.flatchat import FlatChat
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.words.flatchat import FlatChat
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.defenses.activation_noise import ActivationNoise
+from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, mean_of_sample_means
-from tests.defenses.test_dpsgd import CLIP, Net, Run, clipped, first
-from tests.defenses.test_dpsgd_per_sample import CLIPPINGS, MODELS, batch_of, loss_of
-from tests.defenses.test_dpsgd_silent import IDS, Rows, Words, noisy, side_by_side
+from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, clipped, first
+from tests.defenses.dpsgd.test_dpsgd_per_sample import CLIPPINGS, MODELS, batch_of, loss_of
+from tests.defenses.dpsgd.test_dpsgd_silent import IDS, Rows, Words, noisy, side_by_side
 
 BROKEN = 2
 

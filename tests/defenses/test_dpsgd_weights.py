@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses import DefenseError, buffers
-from tests.defenses.test_dpsgd import Run, first
-from tests.defenses.test_dpsgd_silent import noisy
+from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.defenses.dpsgd import step as buffers
+from tests.defenses.dpsgd.test_dpsgd import Run, first
+from tests.defenses.dpsgd.test_dpsgd_silent import noisy
 
 Write = Callable[[nn.Module], None]
 

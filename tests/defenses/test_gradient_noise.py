@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_fedleak.defenses import DefenseContext, DefenseError, GradientNoise
-from lightning_fedleak.defenses.gaussian import gaussian_epsilon
-from lightning_fedleak.defenses.gradient_noise import _standard_normal
+from lightning_fedleak.defenses.noise import gaussian_epsilon
+from lightning_fedleak.defenses.noise import standard_normal as _standard_normal
 
 SHAPES = [(40, 30), (30,), (7, 3, 5)]
 

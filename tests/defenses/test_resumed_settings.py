@@ -15,8 +15,8 @@ from lightning_fedleak.defenses import (
     GradientNoise,
     TokenLDP,
 )
-from lightning_fedleak.defenses.gaussian import gaussian_epsilon
-from tests.defenses.test_dpsgd import CLIP, Run, first
+from lightning_fedleak.defenses.noise import gaussian_epsilon
+from tests.defenses.dpsgd.test_dpsgd import CLIP, Run, first
 from tests.helpers.models import tiny_gpt2
 
 IDS = torch.randint(3, 97, (4, 10), generator=torch.Generator().manual_seed(0))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.attention_membership import AttentionMembership
-from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
 from tests.helpers.models import tiny_gpt2

@@ -8,13 +8,13 @@ import torch
 from transformers import BertConfig, BertModel
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.attention_membership import AttentionMembership
 from lightning_fedleak.attacks.base import Query
-from lightning_fedleak.attacks.fc_membership import FCMembership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.auditing import audit_games, audit_scores
 from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
+from lightning_fedleak.games.client_loss import default_loss
 from lightning_fedleak.games.inserted import autograd_gradient, generic_upstream, loss_upstream
-from lightning_fedleak.games.losses import default_loss
 from lightning_fedleak.games.states import client_states
 from lightning_fedleak.model_runs import hidden_states
 from tests.games.toy import ToyMembership

@@ -6,7 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks.base import UnusableObservation
-from lightning_fedleak.attacks.membership import MembershipAttack, MembershipGuess, sentence_rows
+from lightning_fedleak.attacks.membership.base import (
+    MembershipAttack,
+    MembershipGuess,
+    sentence_rows,
+)
 
 
 class Near(nn.Module):

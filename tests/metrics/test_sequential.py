@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from lightning_fedleak.metrics.sequential import (
+from lightning_fedleak.metrics.betting import (
     BETS,
     LOG_SHARE,
     MeanTest,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchmetrics.functional.text.rouge import rouge_score
 
-from lightning_fedleak.attacks.inversion import NOTHING, TextGuess
+from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
 from lightning_fedleak.metrics import TextReconstruction, proportion, reconstruction_rates
-from lightning_fedleak.metrics.text_reconstruction import (
+from lightning_fedleak.metrics.texts import (
     RECONSTRUCTION_RATES,
     SentenceScores,
     sentence_scores,

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fedleak.defenses import Defense, DefenseContext, Freeze, GradientNoise
-from lightning_fedleak.defenses.gradient_noise import _standard_normal
+from lightning_fedleak.defenses.noise import standard_normal as _standard_normal
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.test_stages import Recorder, brute_force

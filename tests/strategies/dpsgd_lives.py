@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fedleak.defenses import DPSGD
-from lightning_fedleak.defenses.ledger import Ledger
+from lightning_fedleak.defenses.accounting.ledger import Ledger
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.dpsgd_runs import CLIP, CausalLM, loader, trainer
 

@@ -27,18 +27,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from lightning_fedleak.defenses import (
-    DPSGD,
-    Defense,
-    DefenseError,
-    Freeze,
-    mean_of_sample_means,
-    step_checks,
-    update,
-)
-from lightning_fedleak.defenses.accounting import epsilon_of
-from lightning_fedleak.defenses.poisson import EmptyCollate
-from lightning_fedleak.defenses.shards import local_part
+from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, Freeze, mean_of_sample_means
+from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.defenses.dpsgd import clipped_sum as update
+from lightning_fedleak.defenses.dpsgd import step as step_checks
+from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
+from lightning_fedleak.defenses.processes import local_part
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama

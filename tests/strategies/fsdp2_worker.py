@@ -28,7 +28,7 @@ from lightning_fedleak.defenses import (
     Freeze,
     GradientNoise,
 )
-from lightning_fedleak.defenses.shards import joint_norm, local_part, shard_number
+from lightning_fedleak.defenses.processes import joint_norm, local_part, shard_number
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import CHECKPOINT_KEY, DefendedStrategy
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_fedleak.defenses.accounting import epsilon_of
+from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from tests.helpers.processes import SECONDS, environment_of_own
 from tests.strategies.dpsgd_lives import LIVES, NOISE, live
 from tests.strategies.dpsgd_runs import BATCH, N

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import scipy.stats
 
-from lightning_fedleak.defenses.ldp_mechanisms import grr_keep
+from lightning_fedleak.defenses.token_ldp.mechanisms import grr_keep
 from tests.helpers.models import VOCAB
 from tests.helpers.processes import Found, two_processes
 from tests.strategies.token_ldp_worker import BATCH, EPSILON, LENGTH, ROWS

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.activations import ChangedInPlace
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Attack, Guess, RunFacts, UnusableObservation
 from lightning_fedleak.batches import BatchError, TokenBatch
@@ -39,8 +38,10 @@ from lightning_fedleak.callbacks.results import (
     Waiting,
 )
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateError
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.taps.activations import ChangedInPlace
+from lightning_fedleak.taps.gradients import UpdateError
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, Capability
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 A dishonest server's layers are not put into the model. Their gradient follows from the hidden
 states of the step's own batch and from the gradient of the user's own loss there
-(:meth:`~lightning_fedleak.attacks.membership.MembershipAttack.gradient`), and then goes the way of
-every gradient, through the defences. The hidden states are those of an eval-mode forward without
-gradient, since a dishonest server sets dropout to 0. Training sees nothing of it.
+(:meth:`~lightning_fedleak.attacks.membership.base.MembershipAttack.gradient`), and then goes the
+way of every gradient, through the defences. The hidden states are those of an eval-mode forward
+without gradient, since a dishonest server sets dropout to 0. Training sees nothing of it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
-from lightning_fedleak.activations import ActivationTap
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.base import Attack, UnusableObservation
-from lightning_fedleak.attacks.insertion import direction_of, upstream_of
-from lightning_fedleak.attacks.membership import CRAFTED, MembershipAttack
+from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipAttack
+from lightning_fedleak.attacks.membership.insertion import direction_of, upstream_of
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.channels.base import (
     Channel,
     Look,
     Moment,
-    Plan,
     Run,
     Settings,
     reason,
@@ -46,8 +44,7 @@ from lightning_fedleak.callbacks.channels.targets import (
     Targets,
     special_ids,
 )
-from lightning_fedleak.callbacks.checks import require_capabilities
-from lightning_fedleak.callbacks.model_ids import ModelIds
+from lightning_fedleak.callbacks.checks import Plan, require_capabilities
 from lightning_fedleak.callbacks.report import Report
 from lightning_fedleak.callbacks.results import (
     Found,
@@ -62,6 +59,8 @@ from lightning_fedleak.metrics import MembershipInference, Rate
 from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR, RATES
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.taps.activations import ActivationTap
+from lightning_fedleak.taps.split import ModelIds
 from lightning_fedleak.threats import DISHONEST_SERVER
 
 AUDIT = "audit"

@@ -16,19 +16,18 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, UnusableObservation
-from lightning_fedleak.attacks.inversion import NOTHING, InversionAttack, TextAttack, TextGuess
+from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextAttack, TextGuess
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.channels.base import (
     Channel,
     Look,
     Moment,
-    Plan,
     Run,
     Settings,
     reason,
     worst_of,
 )
-from lightning_fedleak.callbacks.checks import require_capabilities
+from lightning_fedleak.callbacks.checks import Plan, require_capabilities
 from lightning_fedleak.callbacks.report import HISTOGRAM_EVERY_LOOKS, Report, RevealFiles
 from lightning_fedleak.callbacks.results import (
     Found,
@@ -37,16 +36,12 @@ from lightning_fedleak.callbacks.results import (
     Series,
     Unknown,
 )
-from lightning_fedleak.callbacks.split_tap import Crossed, SplitTap
 from lightning_fedleak.callbacks.tensorboard import add_place_histogram
 from lightning_fedleak.metrics import Rate, TextReconstruction
-from lightning_fedleak.metrics.text_reconstruction import (
-    SentenceScores,
-    sentence_scores,
-    token_hits,
-)
+from lightning_fedleak.metrics.texts import SentenceScores, sentence_scores, token_hits
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
+from lightning_fedleak.taps.split import Crossed, SplitTap
 from lightning_fedleak.threats import Capability
 
 CROSSING = (Stage.LOCAL, Stage.SHARED)
@@ -129,7 +124,7 @@ class TextsChannel(Channel):
     has a split there. Texts that were guessed from gradients, which tell no order, are matched
     with those of the batch so that as many tokens as possible are right. Texts that an attack's
     time budget left untouched do not count; intervals take texts as independent, not their tokens
-    (:func:`~lightning_fedleak.metrics.text_reconstruction.reconstruction_rates`).
+    (:func:`~lightning_fedleak.metrics.texts.reconstruction_rates`).
     """
 
     reads = TextAttack

@@ -18,13 +18,13 @@ from lightning_fedleak.callbacks.channels.base import (
     Channel,
     Look,
     Moment,
-    Plan,
     Settings,
     guess,
     reason,
     taken,
     worst_of,
 )
+from lightning_fedleak.callbacks.checks import Plan
 from lightning_fedleak.callbacks.report import HISTOGRAM_EVERY_LOOKS, Report, RevealFiles
 from lightning_fedleak.callbacks.results import (
     Found,
@@ -35,7 +35,8 @@ from lightning_fedleak.callbacks.results import (
 )
 from lightning_fedleak.callbacks.tensorboard import add_score_histograms
 from lightning_fedleak.metrics import WordRecovery
-from lightning_fedleak.snapshots import HeadOwnPart, Stage
+from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.taps.gradients import HeadOwnPart
 
 
 @dataclass(frozen=True)

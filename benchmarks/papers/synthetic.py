@@ -1,0 +1,235 @@
+"""Lemma 2 for tokens of a known law: Fig. 5 of Vu et al. 2024."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import erf, stdtrit
+
+from benchmarks.papers.lemma import (
+    CONFIDENCE,
+    Estimate,
+    Floats,
+    advantage_bound,
+    check_arguments,
+    condition,
+    direction_probability,
+    floats,
+    projection_radius,
+    retrieval_error,
+)
+from lightning_fedleak.metrics.rates import Rate, proportion
+
+Law = Literal["one_hot", "spherical", "gaussian"]
+"""Of a token. One-hot: a random basis vector, no two alike, as the lemma asks of data that the
+target is not in (i.i.d. ones would collide, and then Delta is 0). Spherical: uniform on the unit
+sphere. Gaussian: independent standard normal components."""
+
+_NEGLIGIBLE = 1e-6
+
+
+@dataclass(frozen=True)
+class SimulatedBound:
+    """Lemma 2 for tokens of a known law, over simulated data sets.
+
+    Attributes:
+        law, dim, tokens, n_batch, beta, runs: as given.
+        separation: Delta of a data set.
+        max_norm: M of a data set.
+        condition_ratio: Delta over the right side of (4), Fig. 5 right; NaN where that is not
+            positive.
+        condition_holds: share of data sets in which (4) holds; in the others (5) is no bound.
+        delta_bar: Delta-bar of a data set.
+        p_proj, p_box: the probabilities in (5).
+        bound: (5), Fig. 5 left; not clipped at 0.
+        random_direction: (5) with the second head's direction u uniform on the sphere, as
+            Algorithm 1 draws it.
+    """
+
+    law: Law
+    dim: int
+    tokens: int
+    n_batch: int
+    beta: float
+    runs: int
+    separation: Estimate
+    max_norm: Estimate
+    condition_ratio: Estimate
+    condition_holds: Rate
+    delta_bar: Estimate
+    p_proj: Estimate
+    p_box: Estimate
+    bound: Estimate
+    random_direction: Estimate
+
+
+def projection_probability(law: Law, dim: int, radius: ArrayLike) -> Floats:
+    """``P_proj``: P(|<x, v>| / |v| <= radius) for independent x, v, in closed form.
+
+    One-hot: 1, as different basis vectors are orthogonal. Gaussian: the component is standard
+    normal. Spherical: its square is Beta(1/2, (d - 1)/2) distributed, whatever the law of v.
+    """
+    _check_law(law)
+    r = np.maximum(floats(radius), 0.0)
+    if law == "one_hot":
+        return np.ones_like(r)
+    if law == "gaussian":
+        return floats(erf(r / math.sqrt(2)))
+    return direction_probability(dim, r)
+
+
+def box_probability(
+    law: Law, dim: int, half_width: float, *, draws: int = 10_000, seed: int = 0
+) -> Rate:
+    """``P_box``: P(every component of a token is within ``half_width`` of the law's mean).
+
+    Exact (low = high) for one-hot and Gaussian tokens. For spherical ones by Monte Carlo with a
+    Clopper-Pearson interval, but where that cannot matter: 0 below ``1/sqrt(d)``, as the largest
+    component is not smaller; 1 from 1 on; and where the product of the components' own
+    probabilities is below 1e-6, that product. It bounds ``P_box`` from above, since the squares of
+    the components, Dirichlet distributed, are negatively associated (Joag-Dev and Proschan 1983).
+    """
+    _check_law(law)
+    check_arguments(dim=dim)
+    if law == "one_hot":
+        exact = float(half_width >= 1 - 1 / dim)
+    elif law == "gaussian":
+        exact = float(max(erf(half_width / math.sqrt(2)), 0.0) ** dim)
+    elif half_width >= 1 or half_width < 1 / math.sqrt(dim):
+        exact = float(half_width >= 1)
+    else:
+        above = float(direction_probability(dim, half_width) ** dim)
+        if above < _NEGLIGIBLE:
+            return Rate(above, 0.0, above)
+        inside = _largest_components(dim, draws, np.random.default_rng(seed)) <= half_width
+        return proportion(int(inside.sum()), draws, CONFIDENCE)
+    return Rate(exact, exact, exact)
+
+
+def simulate_bound(
+    law: Law,
+    dim: int,
+    tokens: int,
+    beta: float,
+    *,
+    n_batch: int = 1,
+    runs: int = 200,
+    box_draws: int = 100,
+    seed: int = 0,
+) -> SimulatedBound:
+    """(5) for data of a known law, averaged over simulated data sets; Fig. 5 has n_batch 1.
+
+    Delta and M of each data set come from its tokens' products. Those of Gaussian tokens are drawn
+    as such (Bartlett's decomposition of a Wishart matrix), which is exact and costs the same for
+    every d. ``P_proj`` is in closed form, ``P_box`` as :func:`box_probability` has it, with
+    ``box_draws`` tokens of its own for each run.
+
+    Args:
+        law: of a token.
+        dim: d_X, at least 2; for one-hot at least ``tokens``.
+        tokens: l_X, at least 2.
+        beta: what multiplies the products; Fig. 5 has 10 (one-hot, spherical), 10 / d (Gaussian).
+        n_batch: sentences of a data set.
+        runs: data sets, at least 2.
+        box_draws: tokens drawn in a run for ``P_box``.
+        seed: of an own generator.
+
+    Returns:
+        Means over the runs with Student's t intervals.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+    _check_law(law)
+    check_arguments(dim=dim, tokens=tokens, n_batch=n_batch, runs=runs, beta=beta)
+    if law == "one_hot" and dim < tokens:
+        raise ValueError(f"{tokens} one-hot tokens, all different, need dim >= {tokens}, got {dim}")
+    rng = np.random.default_rng(seed)
+    drawn = [_separation_and_norm(law, dim, tokens, n_batch, rng) for _ in range(runs)]
+    delta, norm = (np.array(column) for column in zip(*drawn, strict=True))
+    needed = condition(beta, tokens, norm)
+    error = retrieval_error(beta, tokens, delta, norm)
+    radius = projection_radius(beta, tokens, norm)
+    p_proj = projection_probability(law, dim, radius)
+    p_direction = p_proj if law != "one_hot" else direction_probability(dim, radius)
+    p_box = np.array(
+        [
+            box_probability(
+                law, dim, 3 * float(e), draws=box_draws, seed=int(rng.integers(2**63))
+            ).value
+            for e in error
+        ]
+    )
+    holds = int((delta >= needed).sum())
+    return SimulatedBound(
+        law=law,
+        dim=dim,
+        tokens=tokens,
+        n_batch=n_batch,
+        beta=beta,
+        runs=runs,
+        separation=_mean(delta),
+        max_norm=_mean(norm),
+        condition_ratio=_mean(np.where(needed > 0, delta / needed, np.nan)),
+        condition_holds=proportion(holds, runs, CONFIDENCE),
+        delta_bar=_mean(error),
+        p_proj=_within_unit(_mean(p_proj)),
+        p_box=_within_unit(_mean(p_box)),
+        bound=_mean(advantage_bound(p_proj, p_box, tokens, n_batch)),
+        random_direction=_mean(advantage_bound(p_proj, p_box, tokens, n_batch, p_direction)),
+    )
+
+
+def _separation_and_norm(
+    law: Law, dim: int, tokens: int, n_batch: int, rng: np.random.Generator
+) -> tuple[float, float]:
+    """Delta and M of one data set."""
+    if law == "one_hot":
+        return 1.0, 1.0
+    width = min(tokens, dim)
+    factor = np.tril(rng.standard_normal((n_batch, tokens, width)))
+    diagonal = np.arange(width)
+    freedom = dim - diagonal
+    factor[:, diagonal, diagonal] = np.sqrt(rng.chisquare(freedom, (n_batch, width)))
+    if law == "spherical":
+        factor /= np.linalg.norm(factor, axis=2, keepdims=True)
+    products = factor @ factor.transpose(0, 2, 1)
+    own = np.diagonal(products, axis1=1, axis2=2).copy()
+    products[:, np.arange(tokens), np.arange(tokens)] = -np.inf
+    return float((own - products.max(2)).min()), float(np.sqrt(own.max()))
+
+
+def _largest_components(dim: int, draws: int, rng: np.random.Generator) -> Floats:
+    """(draws,) the largest absolute component of points that are uniform on the sphere."""
+    found = np.empty(draws)
+    step = max(1, 2**22 // dim)
+    for start in range(0, draws, step):
+        x = rng.standard_normal((min(step, draws - start), dim))
+        found[start : start + step] = np.abs(x).max(1) / np.linalg.norm(x, axis=1)
+    return found
+
+
+def _mean(values: Floats) -> Estimate:
+    """Mean over runs with Student's t interval."""
+    n = len(values)
+    value = float(values.mean())
+    if not math.isfinite(value):
+        return Estimate(value, math.nan, math.nan, math.nan)
+    if values.min() == values.max():
+        return Estimate(float(values[0]), 0.0, float(values[0]), float(values[0]))
+    error = float(values.std(ddof=1)) / math.sqrt(n)
+    reach = float(stdtrit(n - 1, 1 - (1 - CONFIDENCE) / 2)) * error
+    return Estimate(value, error, value - reach, value + reach)
+
+
+def _within_unit(estimate: Estimate) -> Estimate:
+    return replace(estimate, low=max(0.0, estimate.low), high=min(1.0, estimate.high))
+
+
+def _check_law(law: str) -> None:
+    if law not in get_args(Law):
+        raise ValueError(f"law must be one of {get_args(Law)}, got {law!r}")

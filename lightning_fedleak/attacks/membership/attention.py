@@ -1,0 +1,590 @@
+"""The attention-based adversary (Vu et al. 2024, Sect. 4.2, Algorithm 1), as written and exact.
+
+Head 1 attends by products that leave out the direction of the target token v, head 2 by all of
+them. Where a token is v, head 1 sees nothing and returns the mean of the sentence, head 2 returns
+about v; anywhere else both return about the same. Behind a ReLU with bias -gamma only the former
+shows in the gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.membership.attention_calibration import (
+    Calibration,
+    PublicStates,
+    by_number,
+    learned,
+)
+from lightning_fedleak.attacks.membership.attention_layers import (
+    AttentionDesign,
+    CraftedAttention,
+    Readout,
+    Score,
+    Variant,
+    algorithm_one,
+    check_positive,
+    coordinates_fired,
+    fired,
+    projector_heads,
+    token_rows,
+    tokens_at,
+    widths_of,
+)
+from lightning_fedleak.attacks.membership.base import (
+    MembershipAttack,
+    MembershipGuess,
+    RungReader,
+    last_real,
+)
+from lightning_fedleak.attacks.membership.whitening import RIDGE
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.threats import Capability, ThreatModel
+
+WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
+"""Half-widths of the bands around a member's response, in units of it."""
+
+DEFENDED_WIDTH = 0.1
+"""The one that holds members in any precision."""
+
+REPLACED_WIDTHS = (*WIDTHS, 0.6, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
+"""Where a client's batch is replaced, of a member's response some share is left."""
+
+BETA = 0.3
+"""Default of what multiplies the products of whitened hidden states."""
+
+REPLACED_BETA = 0.01
+"""The same where a client's batch is replaced; members then stand out further."""
+
+
+def guess_by(
+    score: Score,
+    reader: RungReader,
+    gradient: Tensor,
+    noise_std: float,
+    levels: int,
+    guess_level: int,
+) -> MembershipGuess:
+    """Scores (G,) and decisions (G,) for a gradient (G, K).
+
+    Args:
+        score: how K numbers belong together. ``"ladder"``: ``levels`` gammas, the hardest to exceed
+            first. ``"band"``: the bands' lower edges, narrowest band first, then their upper edges;
+            what lies in a band is the difference of the two. ``"coordinates"``: a ladder for each
+            row of W_O, row after row; the best row counts.
+        reader: of one ladder.
+        gradient: (G, K).
+        noise_std: of the noise on each number.
+        levels: length of a ladder, number of bands.
+        guess_level: the one that decides.
+
+    Raises:
+        UnusableObservation: the gradient is not finite.
+        ValueError: it has another number of rungs, or the noise is negative.
+    """
+    if not 0.0 <= noise_std < math.inf:
+        raise ValueError(f"noise_std must be 0 or positive, got {noise_std}")
+    if not bool(gradient.isfinite().all()):
+        raise UnusableObservation("the gradient of the crafted layers is not finite")
+    if score == "ladder":
+        return reader.guess(gradient, noise_std, levels, guess_level)
+    if score == "band":
+        inside = _inside(gradient, levels) if noise_std == 0 else _edges(gradient, levels)
+        return reader.guess(inside, noise_std * 2**0.5, levels, guess_level)
+    if gradient.dim() != 2 or gradient.shape[1] % levels:
+        raise ValueError(
+            f"the gradient must be (G, K), {levels} numbers for each row of W_O, got "
+            f"{tuple(gradient.shape)}"
+        )
+    best = gradient.view(len(gradient), -1, levels).abs().amax(1)
+    if noise_std == 0:
+        return reader.guess(best, 0.0, levels, guess_level)
+    rows = gradient.shape[1] // levels
+    scores = best[:, : guess_level + 1].amax(1) / noise_std
+    each = (1 - reader.false_positive_rate) ** (1 / (rows * (guess_level + 1)))
+    threshold = torch.special.ndtri(torch.tensor((1 + each) / 2, dtype=torch.float64))
+    return MembershipGuess(scores, scores > float(threshold))
+
+
+def _edges(gradient: Tensor, levels: int) -> Tensor:
+    """Lower minus upper edges, (G, levels)."""
+    if gradient.dim() != 2 or gradient.shape[1] != 2 * levels:
+        raise ValueError(
+            f"the gradient must be (G, {2 * levels}), one number per rung, got "
+            f"{tuple(gradient.shape)}"
+        )
+    return gradient[:, :levels] - gradient[:, levels:]
+
+
+def _inside(gradient: Tensor, levels: int) -> Tensor:
+    """The same, and 0 where the two differ by rounding of one sum."""
+    inside = _edges(gradient, levels)
+    size = gradient[:, :levels].abs() + gradient[:, levels:].abs()
+    rounding = 4 * torch.finfo(gradient.dtype).eps * size
+    return inside.masked_fill(inside.abs() <= rounding, 0.0)
+
+
+class AttentionMembership(MembershipAttack):
+    """Algorithm 1 in closed form: two heads, a few rows of W_O, a ladder of gamma.
+
+    Three things that the paper leaves open decide whether it works on real embeddings.
+
+    **Whitening.** The products of raw hidden states do not single out a token. With ``whiten`` the
+    heads read them in coordinates in which public text has unit covariance; this is folded into
+    W_Q, W_K and their biases (:mod:`~lightning_fedleak.attacks.membership.whitening`).
+
+    **The rows of W_O.** The paper's are all coordinates, with both signs, and a member shows if any
+    of them exceeds gamma. But attention stays within a sentence, so that the server, who has the
+    target's sentence, knows what Z1 - Z2 will be at its token, D, whatever else is in the batch.
+    ``readout="matched"`` reads along D alone, scaled so that a member's response is 1: targets are
+    then (G, 2 d), the token's hidden state and that row. ``"token"`` reads along -v, for who knows
+    the token but not its sentence, scaled so that the median response is 1; targets are (G, d). It
+    needs that median to be positive: :meth:`prepare` refuses a layer and beta where it is not.
+
+    **gamma.** The lemma's, 2 Delta-bar, never fires on real embeddings (``gamma="lemma"`` shows
+    it). ``"calibrated"`` is the lowest gamma, among the ladder's, at which public batches fire for
+    public tokens that they do not hold at no more than ``false_positive_rate``; with
+    ``readout="matched"`` not below .9, where members are in any precision. On clients' text of
+    another kind than the public one the rate is higher (AUC hardly suffers).
+
+    What is read from the gradient of the biases is ``score``: ``"ladder"``, the highest gamma that
+    any token exceeds; ``"band"``, the narrowest band around 1 that holds a token's response, as the
+    difference between the gradients of its two edges, which is zero but for tokens within;
+    ``"coordinates"``, the paper's rows, and the highest gamma that any of them exceeds.
+
+    On MiniLM-L6, stories15M and SmolLM2-135M a member's response, computed in another batch and
+    padding, is 1 up to 6e-6 in float32 and .06 in bfloat16.
+
+    A sentence of one token has no Z1 - Z2, and is never found.
+
+    Args:
+        layer: as in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
+        public_text: text like the clients', or ``"sampled"`` (a causal model writes it itself), or
+            strings or token ids. None with ``whiten=False`` and a ``gamma`` that is a number.
+        tokenizer: for strings.
+        beta: what multiplies the products: the paper's beta over ``sqrt(d_attn)``. ``"authors"``:
+            2 / sqrt(d - 1), what their code comes to. ``"auto"``: :data:`BETA`, and
+            :data:`REPLACED_BETA` against a defence that replaces batches (:meth:`meet`).
+        gamma: ``"calibrated"``, ``"lemma"``, or a number: of a member's response, or in absolute
+            terms with ``score="coordinates"``.
+        whiten: False for the paper's own coordinates.
+        score: ``"auto"`` is ``"coordinates"`` for the paper's variant, else ``"band"`` where a
+            member's response is known and gamma not the lemma's, else ``"ladder"``.
+        readout: ``"matched"`` or ``"token"``.
+        variant: ``"projector"`` crafts two heads from projectors; ``"paper"`` is Algorithm 1
+            literally: four heads, random matrices, QR, pseudo-inverses; head 2 leaves out a random
+            direction.
+        omit_random: head 2 of the projector leaves out the same random direction as the paper's.
+        select: which token is asked for where the query leaves it open: ``"last"``, or
+            ``"strongest"``, the one with the largest difference to be expected.
+        widths: half-widths w of the bands; the gammas of ``"ladder"`` are 1 - w (and 1 + w with
+            ``readout="token"``). ``"auto"``: :data:`WIDTHS`; against a defence that replaces
+            batches (:meth:`meet`) :data:`REPLACED_WIDTHS`; against one that acts on gradients
+            :data:`DEFENDED_WIDTH` alone, since rungs share the clip norm (a ``gamma`` that is a
+            number keeps its ladder).
+        causal: tokens attend to earlier ones alone (the first token is then never found).
+        ridge: of the whitening, in units of the median eigenvalue.
+        tokens: public texts are cut to so many.
+        calibration_tokens: public tokens used, about; None: 8192, or 4 d if that is more.
+        batch: sentences of a client's batch, which ``false_positive_rate`` refers to.
+        false_positive_rate: of a batch that does not hold the target: of the calibration, and,
+            under noise, also of the decision when nothing fires.
+        upstream_sign: +1 or -1 where the adversary knows the sign of the loss's gradient at the
+            crafted output; 0 reads both. Under noise only.
+        refresh_every: steps after which :meth:`refresh` calibrates anew.
+        seed: of public text, Algorithm 1's random matrices and calibration.
+        name: in the logs.
+
+    Raises:
+        ValueError: a setting outside of its range, or two that exclude each other.
+    """
+
+    threat_model = ThreatModel.of(
+        "a dishonest server that adds layers of its own, asking for a text it holds",
+        *MembershipAttack.threat_model.needs,
+        Capability.KNOWS_PUBLIC_TEXT,
+    )
+    default_name = "attention_membership"
+
+    def __init__(
+        self,
+        layer: int,
+        public_text: PublicText
+        | Literal["sampled"]
+        | Sequence[str]
+        | Sequence[Sequence[int]]
+        | None = None,
+        *,
+        tokenizer: Any = None,
+        beta: float | Literal["authors", "auto"] = "auto",
+        gamma: float | Literal["calibrated", "lemma"] = "calibrated",
+        whiten: bool = True,
+        score: Score | Literal["auto"] = "auto",
+        readout: Readout = "matched",
+        variant: Variant = "projector",
+        omit_random: bool = False,
+        select: Literal["last", "strongest"] = "last",
+        widths: Sequence[float] | Literal["auto"] = "auto",
+        causal: bool = False,
+        ridge: float = RIDGE,
+        tokens: int = 32,
+        calibration_tokens: int | None = None,
+        batch: int = 40,
+        false_positive_rate: float = 0.01,
+        upstream_sign: Literal[-1, 0, 1] = 0,
+        refresh_every: int = 500,
+        seed: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(layer, "token", tokens, name)
+        if score == "auto":
+            one_sided = gamma == "lemma" or readout == "token"
+            score = "coordinates" if variant == "paper" else "ladder" if one_sided else "band"
+        if select not in ("last", "strongest"):
+            raise ValueError(f"select must be 'last' or 'strongest', got {select!r}")
+        check_positive("gamma", gamma, ("calibrated", "lemma"))
+        check_positive("refresh_every", refresh_every)
+        check_positive("calibration_tokens", calibration_tokens or 1)
+        self._own = None if isinstance(gamma, str) or score == "coordinates" else float(gamma)
+        self._beta_given = beta != "auto"
+        self._widths_given = widths != "auto"
+        self.design = AttentionDesign(
+            beta=BETA if beta == "auto" else beta,
+            gamma=gamma,
+            whiten=whiten,
+            score=score,
+            readout=readout,
+            variant=variant,
+            omit_random=omit_random or variant == "paper",
+            widths=widths_of(WIDTHS if widths == "auto" else widths, self._own),
+            causal=causal,
+            ridge=ridge,
+            batch=batch,
+            false_positive_rate=false_positive_rate,
+            seed=seed,
+        )
+        self.reader = RungReader(false_positive_rate, upstream_sign)
+        self.public_text = _public_text(public_text, tokenizer)
+        self._text_digest = _digest(self.public_text)
+        self.select = select
+        self.calibration_tokens = calibration_tokens
+        self.refresh_every = refresh_every
+        self._prepared_at = 0
+        self._d: int | None = None
+        self._calibration: Calibration | None = None
+        if self.public_text is None:
+            if whiten or isinstance(gamma, str):
+                raise ValueError(
+                    "public_text is needed to whiten and to calibrate gamma: give some text like "
+                    "the clients', or set whiten=False and gamma to a number"
+                )
+            self._calibration = by_number(None, self.design)
+
+    @classmethod
+    def as_published(
+        cls, layer: int, public_text: Any = None, **settings: Any
+    ) -> AttentionMembership:
+        """The paper's setting: raw hidden states, all coordinates, the authors' beta.
+
+        ``variant="projector"`` gives the same guesses without QR and pseudo-inverse.
+        """
+        given: dict[str, Any] = {
+            "variant": "paper",
+            "whiten": False,
+            "score": "coordinates",
+            "beta": "authors",
+            **settings,
+        }
+        return cls(layer, public_text, **given)
+
+    # ---- A_init -----------------------------------------------------------------------------
+
+    def meet(self, facts: RunFacts) -> None:
+        """Against a defence that acts on gradients the default widths are one.
+
+        Against one that replaces batches the default beta is smaller, and where none acts on
+        gradients, the default widths reach .999.
+        """
+        defended, replaced = "gradients" in facts.defended, "batches" in facts.defended
+        if not self._beta_given:
+            self.design = replace(self.design, beta=REPLACED_BETA if replaced else BETA)
+        if self._widths_given:
+            return
+        widths: Sequence[float] = WIDTHS
+        if defended and self._own is None:
+            widths = (DEFENDED_WIDTH,)
+        elif replaced and not defended:
+            widths = REPLACED_WIDTHS
+        self.design = replace(self.design, widths=widths_of(widths, self._own))
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        """A_init: whitening and gamma, from the hidden states of public text.
+
+        Raises:
+            ValueError: the model has no such layer, or the public text is too short.
+        """
+        super().prepare(anatomy)
+        self._d = anatomy.hidden_size
+        if self.public_text is None:
+            return
+        text = PublicText.given_or_sampled(self.public_text, anatomy, self.design.seed)
+        tokens = self.calibration_tokens or max(8192, 4 * anatomy.hidden_size)
+        states = PublicStates.of(anatomy, self.layer, text, self.tokens, tokens, self.design.seed)
+        self._d = states.hidden.shape[-1]
+        self._calibration = learned(states, self.design)
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Calibrates anew once ``refresh_every`` steps have passed, and in a fit from 0 on."""
+        if not 0 <= step - self._prepared_at < self.refresh_every:
+            self._prepared_at = step
+            self.prepare(anatomy)
+
+    @property
+    def public_rate(self) -> float:
+        """False positive rate in public batches at the gamma chosen; NaN where not calibrated."""
+        return math.nan if self._calibration is None else self._calibration.rate
+
+    # ---- A_attack ---------------------------------------------------------------------------
+
+    @property
+    def rungs(self) -> int:
+        """K: the gammas, and with ``"coordinates"`` 2 d times as many.
+
+        Raises:
+            RuntimeError: with ``"coordinates"``, before ``prepare``.
+        """
+        if self.design.score == "coordinates":
+            if self._d is None:
+                raise RuntimeError(self._unprepared())
+            return 2 * self._d * self.design.levels
+        return 1 if self.design.gamma == "lemma" else len(self.design.edges)
+
+    def reads(self, position: int) -> slice | None:
+        """With ``readout="matched"`` all tokens that the target's own attends to."""
+        if not self.design.matched:
+            return None
+        return slice(0, position + 1 if self.design.causal else None)
+
+    def embed(self, hidden: Tensor, query: Query) -> Tensor:
+        """(G, d): the tokens asked for; with ``readout="matched"`` (G, 2 d), and their rows.
+
+        Raises:
+            RuntimeError: ``prepare`` was not called.
+        """
+        x, real, positions = self._read(hidden), query.attention_mask, query.positions
+        heads = self.design.heads(x.shape[-1], x)
+        if positions is None:
+            strongest = self.select == "strongest"
+            positions = heads.strongest(x, real) if strongest else last_real(real, hidden)
+        positions = positions.to(x.device)
+        v = tokens_at(hidden, positions).to(x.dtype)
+        if not self.design.matched:
+            return v
+        return torch.cat([v, heads.matched_rows(x, real, positions)], 1)
+
+    def craft(self, target: Tensor) -> CraftedAttention:
+        """A_attack, Algorithm 1 for one target: (d,), or (2 d,) with ``readout="matched"``.
+
+        Raises:
+            ValueError: the target is not one vector of finite numbers.
+            RuntimeError: ``prepare`` was not called.
+        """
+        if target.dim() != 1:
+            raise ValueError(f"one target (D,) is crafted at a time, got {tuple(target.shape)}")
+        v, rows = self._parts(target[None])
+        d = v.shape[1]
+        pair, whitening = self.design.heads(d, v), self._known().whitening
+        if self.design.variant == "paper":
+            heads = algorithm_one(v[0], pair.beta, self.design.generator()).reading(whitening)
+        else:
+            heads = projector_heads(v[0], pair.beta, pair.u, whitening)
+        values = torch.eye(d) if whitening is None else whitening.matrix
+        output = heads.both_signs() if rows is None else heads.output(rows)
+        gammas = self._thresholds(rows, v).flatten()
+        if rows is None:
+            gammas = gammas.repeat(len(output))
+        return CraftedAttention(heads, values, output, gammas, pair.causal)
+
+    @torch.no_grad()
+    def gradient(
+        self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
+    ) -> Tensor:
+        """(B, G, K): upstream gradients of the tokens above each gamma, summed per sample.
+
+        Raises:
+            ValueError: shapes that do not fit.
+            RuntimeError: ``prepare`` was not called.
+        """
+        _check_batch(hidden, mask, upstream)
+        d = hidden.shape[-1]
+        width = 2 * d if self.design.matched else d
+        if targets.dim() != 2 or targets.shape[1] != width:
+            raise ValueError(
+                f"targets must be (G, {width}) for these hidden states, got "
+                f"{tuple(targets.shape)}: were they embedded at the same layer, with the same "
+                "readout?"
+            )
+        x = self._read(hidden.to(torch.promote_types(targets.dtype, hidden.dtype)))
+        v, rows = self._parts(targets.to(x))
+        weights, gammas = upstream.to(x), self._thresholds(rows, v)
+        parts = self.design.heads(d, x).attentions(x, mask, v)
+        if rows is None:
+            return coordinates_fired(parts, gammas, weights, len(v), d)
+        out = x.new_zeros((len(x), len(v), gammas.shape[-1]))
+        for seen in parts:
+            own = gammas if gammas.dim() == 1 else gammas[seen.targets]
+            weight = weights[seen.sentence, seen.places]
+            out[seen.sentence, seen.targets] = fired(seen.along(rows), own, weight)
+        return out
+
+    # ---- A_guess ----------------------------------------------------------------------------
+
+    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
+        """A_guess: a member where the gradient at the gamma chosen is not zero.
+
+        Args:
+            gradient: (G, K).
+            noise_std: of the noise on each number.
+
+        Returns:
+            Scores: without noise how many gammas or bands, counted from the easiest, the hardest
+            that fires stands above none. With noise the statistic of
+            :class:`~lightning_fedleak.attacks.membership.base.RungReader`, and with
+            ``"coordinates"`` the largest number in units of the noise.
+
+        Raises:
+            UnusableObservation: the gradient is not finite.
+            ValueError: it has another number of rungs, or the noise is negative.
+            RuntimeError: ``prepare`` was not called.
+        """
+        level = self._known().level
+        score, levels = self.design.score, self.design.levels
+        return guess_by(score, self.reader, gradient, noise_std, levels, level)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Whitening and gamma, and a fingerprint of the settings and the public text."""
+        if self._calibration is None or self._d is None:
+            return {}
+        numbers = {"prepared_at": self._prepared_at, "d": self._d}
+        own = {name: torch.tensor(value) for name, value in numbers.items()}
+        return own | {"fingerprint": self._fingerprint()} | self._calibration.tensors()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back a calibration of the same settings and public text.
+
+        A monitor that is resumed with others calibrates anew.
+
+        Raises:
+            ValueError: it is of other settings (``refresh_every`` too) or of another text.
+        """
+        if not state:
+            return
+        saved = state.get("fingerprint")
+        if saved is None or not torch.equal(saved.cpu(), self._fingerprint()):
+            raise ValueError(
+                "this state is not of an AttentionMembership with these settings and this public "
+                "text: load it into one built as the one that was saved, or call prepare again"
+            )
+        self._calibration = Calibration.from_tensors(state)
+        self._prepared_at, self._d = int(state["prepared_at"]), int(state["d"])
+
+    def config(self) -> dict[str, object]:
+        """Settings for reports; of the public text the beginning of its SHA-256."""
+        return {
+            "layer": self.layer,
+            "granularity": self.granularity,
+            **asdict(self.design),
+            "widths": list(self.design.widths),
+            "select": self.select,
+            "tokens": self.tokens,
+            "calibration_tokens": self.calibration_tokens or "auto",
+            "public_text": self._text_digest,
+            "refresh_every": self.refresh_every,
+            "upstream_sign": self.reader.upstream_sign,
+        }
+
+    # ---- parts ------------------------------------------------------------------------------
+
+    def _fingerprint(self) -> Tensor:
+        """(32,) bytes that a calibration of other settings or public text does not share."""
+        settings = repr(sorted(self.config().items()))
+        return torch.tensor(list(hashlib.sha256(settings.encode()).digest()), dtype=torch.uint8)
+
+    def _known(self) -> Calibration:
+        if self._calibration is None:
+            raise RuntimeError(self._unprepared())
+        return self._calibration
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        """Hidden states as the heads read them, at least in float32."""
+        x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        whitening = self._known().whitening
+        return x if whitening is None else whitening(x)
+
+    def _parts(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens as the heads read them (G, d), and rows of W_O (G, d) or None for coordinates."""
+        if not bool(targets.isfinite().all()):
+            raise ValueError("a target is not finite: the server's copy of the model gave no text")
+        if self.design.matched:
+            tokens, rows = targets.tensor_split(2, dim=1)
+            v = self._read(tokens)
+            return v, rows.to(v)
+        v = self._read(targets)
+        if self.design.score == "coordinates":
+            return v, None
+        return v, token_rows(v) / self._known().response
+
+    def _thresholds(self, rows: Tensor | None, like: Tensor) -> Tensor:
+        """Gammas of one row of W_O: (K,), or of each target (G, K)."""
+        gammas = self._known().gammas.to(like)
+        if rows is None:
+            return gammas
+        if self.design.gamma == "lemma":
+            norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+            own: Tensor = (gammas * norms).nan_to_num(nan=torch.inf)
+            return own
+        return torch.tensor(self.design.edges, dtype=torch.float64).to(like)
+
+    def _unprepared(self) -> str:
+        return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
+
+
+def _public_text(given: Any, tokenizer: Any) -> PublicText | Literal["sampled"] | None:
+    if given is None or isinstance(given, PublicText):
+        return given
+    if not isinstance(given, str):
+        return PublicText(given, tokenizer)
+    if given == "sampled":
+        return "sampled"
+    raise ValueError(
+        "public_text must be a PublicText, a sequence of texts, or 'sampled'; got one string of "
+        "text"
+    )
+
+
+def _digest(text: PublicText | str | None) -> str | None:
+    """The beginning of the SHA-256 of all token ids; a word or None as it is."""
+    return text.digest if isinstance(text, PublicText) else text
+
+
+def _check_batch(hidden: Tensor, mask: Tensor | None, upstream: Tensor) -> None:
+    if hidden.dim() != 3:
+        raise ValueError(f"hidden states must be (B, L, d), got {tuple(hidden.shape)}")
+    for name, given in (("mask", mask), ("upstream", upstream)):
+        if given is not None and given.shape != hidden.shape[:2]:
+            raise ValueError(
+                f"{name} must be {tuple(hidden.shape[:2])}, one number per token, got "
+                f"{tuple(given.shape)}"
+            )
+
+
+__all__ = ["BETA", "REPLACED_BETA", "REPLACED_WIDTHS", "WIDTHS", "AttentionMembership", "guess_by"]

@@ -1,0 +1,320 @@
+"""Active membership inference: what the crafted-layer adversaries have in common.
+
+A dishonest server adds layers of its own to the model that a client trains (Vu et al. 2024,
+Fig. 3) and sets their weights so that the gradient of a few trainable numbers, here called *rungs*,
+tells whether a target is in the batch (Fig. 2). An adversary has three parts: A_init
+(:meth:`MembershipAttack.prepare`), A_attack (:meth:`MembershipAttack.craft`, real layers) and
+A_guess (:meth:`MembershipAttack.guess`). The gradient that a client would compute through the
+crafted layers exists in closed form too (:meth:`MembershipAttack.gradient`), for many targets at
+once.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.anatomy.text_layers import place_of
+from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces, UnusableObservation
+from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.threats import Capability, ThreatModel
+
+Granularity = Literal["full", "token"]
+
+CRAFTED = "crafted.rungs"
+"""Role of the crafted layers' trainable numbers in a snapshot: (G, K) for G targets, K rungs."""
+
+
+@dataclass(frozen=True)
+class MembershipGuess(Guess):
+    """Whether each target was in the client's batch.
+
+    Attributes:
+        scores: (G,) higher is more likely a member.
+        members: (G,) bool, the adversary's own decision b'.
+    """
+
+    scores: Tensor
+    members: Tensor
+
+
+class MembershipAttack(Attack):
+    """A server that crafts layers to ask whether a text is in the batch.
+
+    The crafted layers read the hidden states at ``layer`` and return one number per rung for each
+    of their inputs; that number is added to the residual stream along one fixed direction, so that
+    the loss depends on it. All of a crafted layer's weights are frozen but the rungs' biases.
+
+    Args:
+        layer: whose hidden states are read, as in Hugging Face's ``hidden_states``: 0 is the
+            output of the embeddings, k that of block k (counted from 1).
+        granularity: ``"token"`` asks for the hidden state of one token (Remark 1), ``"full"`` for
+            all hidden states of a sentence, one after the other.
+        tokens: with ``"full"``, how many positions of a sentence are read: shorter ones are filled
+            with zeros, longer ones cut ("use a part", Sect. 4.1).
+        name: in the logs.
+
+    Raises:
+        ValueError: a negative layer, an unknown granularity, or fewer than 1 token.
+    """
+
+    threat_model = ThreatModel.of(
+        "a dishonest server that adds layers of its own, asking for a text it holds",
+        Capability.CHOOSES_ARCHITECTURE,
+        Capability.CHOOSES_WEIGHTS,
+        Capability.KNOWS_MODEL,
+        Capability.KNOWS_TARGET_TEXT,
+    )
+
+    def __init__(
+        self,
+        layer: int,
+        granularity: Granularity = "token",
+        tokens: int = 32,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+            raise ValueError(
+                f"layer must be 0 (the embeddings' output) or the number of a block, got {layer!r}"
+            )
+        if granularity not in ("full", "token"):
+            raise ValueError(f"granularity must be 'full' or 'token', got {granularity!r}")
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise ValueError(f"tokens must be a positive integer, got {tokens!r}")
+        self.layer = layer
+        self.granularity: Granularity = granularity
+        self.tokens = tokens
+
+    @property
+    def read_together(self) -> int | None:
+        """Positions of a sentence that are read as one input; None where each token is one."""
+        return self.tokens if self.granularity == "full" else None
+
+    def reads(self, position: int) -> slice | None:
+        """On the hidden states of which tokens of the target's sentence the guess rests.
+
+        Args:
+            position: of the token asked for.
+
+        Returns:
+            A slice of the sentence's tokens, in their order; None: that one token alone.
+        """
+        return slice(0, self.tokens) if self.granularity == "full" else None
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """The hidden states that the crafted layers read.
+
+        Raises:
+            ValueError: the model has no such layer.
+        """
+        return Surfaces(layers=(place_of(anatomy, self.layer).name,))
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        """A_init: checks the layer, and calibrates on public text where the attack does so."""
+        place_of(anatomy, self.layer)
+
+    @property
+    @abstractmethod
+    def rungs(self) -> int:
+        """K, the number of trainable numbers of the crafted layers."""
+
+    @abstractmethod
+    def craft(self, target: Tensor) -> nn.Module:
+        """A_attack: real layers for one target.
+
+        Args:
+            target: (D,) as :meth:`embed` gives it.
+
+        Returns:
+            A module that maps hidden states (B, L, d) and a mask (B, L), or None where nothing is
+            padded, to (B, R, K): one number per rung for each of R inputs (L tokens, or one
+            sentence). Its only trainable parameter is ``bias``, (K,). Built without global random
+            numbers.
+        """
+
+    @abstractmethod
+    def gradient(
+        self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
+    ) -> Tensor:
+        """What backward gives ``craft(target).bias``, per sample, in closed form.
+
+        Args:
+            targets: (G, D).
+            hidden: (B, L, d) hidden states of the client's batch at ``layer``.
+            mask: (B, L), 0 where padded, or None.
+            upstream: (B, L) gradient of the loss with respect to the crafted output at each token,
+                the same for all rungs; with ``"full"`` (B, 1).
+
+        Returns:
+            (B, G, K); its sum over B is the gradient of the batch.
+        """
+
+    @abstractmethod
+    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
+        """A_guess.
+
+        Args:
+            gradient: (G, K) as it left the client.
+            noise_std: standard deviation of the noise that a defence is known to have added to
+                each number; 0 where none.
+
+        Raises:
+            UnusableObservation: the gradient is not finite.
+        """
+
+    def embed(self, hidden: Tensor, query: Query) -> Tensor:
+        """The targets in the shape that is crafted from.
+
+        Args:
+            hidden: (G, L, d) hidden states of the target sentences at ``layer``, computed by the
+                server's copy.
+            query: the target sentences, and with ``"token"`` the position of the target token in
+                each; without positions the last real token.
+
+        Returns:
+            (G, D): D = d for ``"token"``, ``tokens * d`` for ``"full"``.
+        """
+        if self.granularity == "full":
+            return sentence_rows(hidden, query.attention_mask, self.tokens)
+        positions = query.positions
+        if positions is None:
+            positions = last_real(query.attention_mask, hidden)
+        return hidden[torch.arange(len(hidden), device=hidden.device), positions.to(hidden.device)]
+
+    def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
+        """A_guess on the newest gradient of the crafted layers in ``view``.
+
+        Raises:
+            UnusableObservation: the gradient is not finite.
+            KeyError: ``view`` holds no gradient of crafted layers.
+        """
+        snapshot = next((s for s in reversed(view.gradients) if CRAFTED in s.tensors), None)
+        noise_std = 0.0 if snapshot is None else snapshot.noise_std
+        return self.guess(view.gradient(CRAFTED), noise_std)
+
+
+def last_real(mask: Tensor | None, hidden: Tensor) -> Tensor:
+    """(G,) index of the last token of each row that is not padded.
+
+    Raises:
+        ValueError: a row is all padding.
+    """
+    g, length = hidden.shape[:2]
+    if mask is None:
+        return torch.full((g,), length - 1, device=hidden.device)
+    real = mask.to(hidden.device) != 0
+    if not bool(real.any(1).all()):
+        raise ValueError("a target is all padding: it holds no token to ask for")
+    places = torch.arange(length, device=hidden.device)
+    return places.masked_fill(~real, -1).amax(1)
+
+
+def sentence_rows(hidden: Tensor, mask: Tensor | None, tokens: int) -> Tensor:
+    """Each sentence as one row: its real tokens in order, then zeros, (B, tokens * d).
+
+    Real tokens move to the front, so that the side that was padded does not matter.
+    """
+    b, length, d = hidden.shape
+    if mask is not None:
+        real = mask.to(hidden.device) != 0
+        order = torch.argsort((~real).to(torch.int8), dim=1, stable=True)
+        hidden = hidden.gather(1, order[..., None].expand(b, length, d))
+        hidden = hidden * real.gather(1, order)[..., None].to(hidden.dtype)
+    if length < tokens:
+        hidden = nn.functional.pad(hidden, (0, 0, 0, tokens - length))
+    return hidden[:, :tokens].reshape(b, tokens * d)
+
+
+class RungReader:
+    """A_guess on the rungs of a gradient, (G, K), with or without noise on it.
+
+    Without noise: which rungs are not zero. With Gaussian noise: for every n the sum of n rungs
+    from the guess rung downwards, in units of its own standard deviation, and of these the largest.
+    Its threshold is the quantile of that statistic when all rungs hold noise alone.
+
+    Args:
+        false_positive_rate: of the decision under noise.
+        upstream_sign: -1, 0 or +1.
+
+    Raises:
+        ValueError: a rate outside of (0, 1), or another sign.
+    """
+
+    def __init__(self, false_positive_rate: float, upstream_sign: int) -> None:
+        if not 0.0 < false_positive_rate < 1.0:
+            raise ValueError(f"false_positive_rate must be in (0, 1), got {false_positive_rate}")
+        if upstream_sign not in (-1, 0, 1):
+            raise ValueError(f"upstream_sign must be -1, 0 or 1, got {upstream_sign!r}")
+        self.false_positive_rate = false_positive_rate
+        self.upstream_sign = upstream_sign
+
+    def guess(
+        self, gradient: Tensor, noise_std: float, rungs: int, guess_rung: int
+    ) -> MembershipGuess:
+        """Scores (G,) and decisions (G,) for a gradient (G, K); see the class.
+
+        Raises:
+            UnusableObservation: the gradient is not finite.
+            ValueError: not (G, K), or negative noise.
+        """
+        if gradient.dim() != 2 or gradient.shape[1] != rungs:
+            raise ValueError(
+                f"the gradient must be (G, {rungs}), one number per rung, got "
+                f"{tuple(gradient.shape)}"
+            )
+        if not 0.0 <= noise_std < math.inf:
+            raise ValueError(f"noise_std must be 0 or positive, got {noise_std}")
+        if not bool(gradient.isfinite().all()):
+            raise UnusableObservation("the gradient of the crafted layers is not finite")
+        if noise_std == 0.0:
+            fires = gradient != 0
+            places = torch.arange(rungs, 0, -1, device=gradient.device)
+            scores = (fires * places).amax(1).to(torch.float32)
+            return MembershipGuess(scores, fires[:, guess_rung])
+        down = gradient[:, : guess_rung + 1].flip(1) / noise_std
+        sums = _standardised(down)
+        scores = sums.abs() if self.upstream_sign == 0 else sums * self.upstream_sign
+        scores = scores.amax(1)
+        two_sided = self.upstream_sign == 0
+        threshold = _noise_quantile(guess_rung + 1, self.false_positive_rate, two_sided)
+        return MembershipGuess(scores, scores > threshold)
+
+
+def _standardised(numbers: Tensor) -> Tensor:
+    """Sums of the first n columns over sqrt(n), n = 1, 2, ..."""
+    n = torch.arange(1, numbers.shape[1] + 1, device=numbers.device)
+    return numbers.cumsum(1) / n.to(numbers.dtype).sqrt()
+
+
+@cache
+def _noise_quantile(n: int, rate: float, two_sided: bool) -> float:
+    """Value that the largest of :func:`_standardised` over n columns of noise exceeds at ``rate``.
+
+    Exact for one column; by 400,000 draws of a generator of its own for more.
+    """
+    if n == 1:
+        tail = rate / 2 if two_sided else rate
+        return float(torch.special.ndtri(torch.tensor(1 - tail, dtype=torch.float64)))
+    generator = torch.Generator().manual_seed(0)
+    sums = _standardised(torch.randn(400_000, n, generator=generator))
+    largest = (sums.abs() if two_sided else sums).amax(1).sort().values
+    return float(largest[min(len(largest) - 1, int((1 - rate) * len(largest)))])
+
+
+__all__ = [
+    "CRAFTED",
+    "Granularity",
+    "MembershipAttack",
+    "MembershipGuess",
+    "RungReader",
+    "last_real",
+    "sentence_rows",
+]

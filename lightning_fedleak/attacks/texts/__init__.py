@@ -1,0 +1,1 @@
+"""What was said: texts from the hidden states at a split."""

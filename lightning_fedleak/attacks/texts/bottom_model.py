@@ -1,0 +1,465 @@
+"""The split model as the server keeps it: its bottom from texts to hidden states, and its top.
+
+The server owns the whole model, so it can run the client's part on any text it likes. Here that
+part is run through the model's own ``forward``, cut off at the split, with weights of the server's
+own: a copy taken at a known step, so that a client that goes on training leaves it behind, and so
+that nothing computed here can reach the client's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from copy import copy as shallow_copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.anatomy.text_layers import (
+    Place,
+    place_of,
+    states_in,
+    states_out,
+    text_blocks,
+    with_states_in,
+    with_states_out,
+)
+from lightning_fedleak.anatomy.wrappers import matrix_shape, path_of, unwrap, without_peft
+from lightning_fedleak.attacks.logit_map import LogitMap
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model_runs import (
+    check_text,
+    context_length,
+    cut_at,
+    inputs_of,
+    needed_hooks_only,
+    run_logits,
+    states_of_text,
+    takes,
+    undisturbed,
+)
+
+_TRIAL_TOKENS = 6
+
+_TRIAL_PREFIX = 8
+
+
+class BottomModel:
+    """Embeddings and blocks up to the split, on the server's copy of their weights.
+
+    Runs are in eval mode. Left as they were, also after an exception: the user's parameters and
+    their ``.grad``, training flags, global random state, hooks (no hook of the user's or of other
+    tools runs; those that the model needs do, see :func:`~lightning_fedleak.model_runs.
+    hidden_states`), and the cache of autocast. Gradient flows to given embeddings only.
+
+    Each call puts the model in order and back; within :meth:`session` this is done once for many
+    calls. Nothing of the client's training may run in between.
+
+    Masks and positions are the observation's: ``attention_mask`` (B, L), 0 where padded, and
+    ``position_ids`` (B, L) or None for the model's own. Hidden states at padded positions mean
+    nothing.
+
+    Args:
+        anatomy: of the live model. Frozen parameters are shared with it, trained ones copied.
+        layer: the split: the output of block ``layer``, counted from 1; 0 is the input of block 1.
+        step: optimizer step whose weights the model has now.
+        autocast: dtype of the autocast region that the client runs the bottom in (bf16-mixed), or
+            None: then the region that a call is made in holds.
+
+    Attributes:
+        layer: the split.
+        step: optimizer step of the copied weights.
+        vocab_size: rows of the word embeddings.
+        embedding_width: numbers in a word embedding.
+        width: numbers in a hidden state at the split.
+        dtype: of the hidden states at the split.
+        causal: whether no hidden state depends on later tokens, by the gradient of a trial. At
+            layer 0 that holds for encoders too.
+        context: tokens that a text may have, None where the model does not say.
+
+    Raises:
+        ValueError: the model has no such layer, or its bottom cannot be run on token ids alone.
+        TypeError: parameters are sharded (FSDP, tensor parallel), so that no copy can be taken.
+    """
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        layer: int,
+        *,
+        step: int = 0,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.layer = layer
+        self.autocast = autocast
+        self._weights: list[tuple[nn.Module, str, Tensor]] = []
+        self._copies: dict[int, Tensor] = {}
+        self._inside = False
+        self.cache_agrees: bool | None = None
+        self._bind(anatomy, step)
+        shape = matrix_shape(anatomy.embedding)
+        if shape is None:
+            raise ValueError(
+                f"the input embeddings '{anatomy.embedding_name}' hold no matrix, so that there is "
+                "no vocabulary to search"
+            )
+        self.vocab_size, self.embedding_width = shape
+        self.context = context_length(anatomy)
+        self._try()
+
+    def _bind(self, anatomy: Anatomy, step: int) -> None:
+        place = place_of(anatomy, self.layer)
+        self.anatomy = anatomy
+        self.step = step
+        self._run = cut_at(anatomy.model, place)
+        self._embedding = unwrap(anatomy.embedding)
+        self._no_cache = {"use_cache": False} if takes(anatomy.model, "use_cache") else {}
+        self._take_weights()
+
+    @torch.no_grad()
+    def _take_weights(self) -> None:
+        above = [block for _, block in text_blocks(self.anatomy)[self.layer :]]
+        if self.anatomy.head is not None:
+            above.append(self.anatomy.head)
+        skipped = {id(m) for module in above for m in module.modules()}
+        old, self._copies, self._weights = self._copies, {}, []
+        for module in self.anatomy.model.modules():
+            if id(module) in skipped:
+                continue
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                copy = self._copies.get(id(parameter))
+                if copy is None:
+                    self._refuse_sharded(module, name, parameter)
+                    copy = self._copies[id(parameter)] = _copied(parameter, old.get(id(parameter)))
+                self._weights.append((module, name, copy))
+
+    def _refuse_sharded(self, module: nn.Module, name: str, parameter: Tensor) -> None:
+        if hasattr(parameter, "full_tensor") or "_fsdp_wrapped_module" in module._modules:
+            path = path_of(self.anatomy.root, module)
+            raise TypeError(
+                f"parameter '{name}' of '{path}' is sharded over processes (FSDP or tensor "
+                "parallel); an adversary's copy of the bottom model needs it whole: give the "
+                "attack a model that is not sharded"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids must be."""
+        return self.anatomy.device
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Copies the weights again, in place where it can; they are those of ``step``.
+
+        Raises:
+            ValueError: the model has no such layer any more.
+        """
+        self._bind(anatomy, step)
+
+    def cut_at_layer(self, layer: int) -> BottomModel:
+        """The same copy, cut off earlier: at ``layer``, no deeper than this one's."""
+        if not 0 <= layer <= self.layer:
+            raise ValueError(f"layer={layer!r} lies outside this bottom model: 0 to {self.layer}")
+        other = shallow_copy(self)
+        other._inside = False
+        other.layer = layer
+        other._run = cut_at(self.anatomy.model, place_of(self.anatomy, layer))
+        other._try()
+        return other
+
+    def age(self, step: int) -> int:
+        """Optimizer steps that the copy is behind at ``step``; negative in a fit begun since."""
+        return step - self.step
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states at the split of texts (B, L), without gradient: (B, L, d)."""
+        with torch.no_grad(), self.session():
+            return self._forward(input_ids, attention_mask, position_ids)
+
+    def hidden_from(
+        self,
+        embeddings: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states at the split, of word embeddings (B, L, e) in place of tokens: (B, L, d).
+
+        Word embeddings are what the model's embedding layer gives; positions, types and their norm
+        are added behind by the model itself. With gradients enabled the result carries the gradient
+        with respect to ``embeddings``, and to nothing else.
+        """
+        rows, length, width = embeddings.shape
+        if width != self.embedding_width:
+            raise ValueError(
+                f"word embeddings have {self.embedding_width} numbers, not {width}: give "
+                "(B, L, embedding_width)"
+            )
+        ids = torch.full((rows, length), self._plain_id, device=self.device)
+        with self.session(), self._embeddings_replaced(embeddings):
+            return self._forward(ids, attention_mask, position_ids)
+
+    def run_through(
+        self,
+        run: Callable[..., Any],
+        shape: torch.Size,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        """Another cut of the model, on texts of ``shape`` (B, L) whose tokens are moot."""
+        ids = torch.full(shape, self._plain_id, device=self.device)
+        states: Tensor = copy_context().run(
+            run, **self._inputs(ids, attention_mask, position_ids), **self._no_cache
+        )
+        return states
+
+    def continued(self, new: Tensor, seen: Tensor, position_ids: Tensor, cache: object) -> Tensor:
+        """Hidden states (B, n, d) of new tokens that continue texts whose keys and values are kept.
+
+        Args:
+            new: (B, n) token ids, without gradient, or (B, n, e) word embeddings as in
+                :meth:`hidden_from`.
+            seen: (B, 1, n, P + n) bool, which of the P kept and n new tokens each new one attends
+                to.
+            position_ids: (B, n).
+            cache: in the form that the model takes as ``past_key_values``.
+        """
+        words = new.is_floating_point()
+        ids = torch.full(new.shape[:2], self._plain_id, device=self.device) if words else new
+        if self._adds_mask:
+            lowest = torch.finfo(self.dtype).min
+            seen = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(
+                ~seen, lowest
+            )
+        with ExitStack() as stack:
+            stack.enter_context(self.session())
+            stack.enter_context(self._embeddings_replaced(new) if words else torch.no_grad())
+            states = copy_context().run(
+                self._run,
+                input_ids=ids,
+                attention_mask=seen,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=True,
+            )
+            return states_of_text(states, ids.shape[1], self.anatomy, self.layer)
+
+    @property
+    def _adds_mask(self) -> bool:
+        """Whether the model's attention adds its mask (eager), where others take booleans."""
+        config = getattr(without_peft(self.anatomy.model), "config", None)
+        return getattr(config, "_attn_implementation", None) == "eager"
+
+    @contextmanager
+    def _embeddings_replaced(self, embeddings: Tensor) -> Iterator[None]:
+        def replaced(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            return embeddings.to(output.dtype)
+
+        handle = self._embedding.register_forward_hook(replaced)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def word_embeddings(self, ids: Tensor | None = None) -> Tensor:
+        """What the embedding layer gives for ``ids`` (any shape), by default the vocabulary."""
+        if ids is None:
+            ids = torch.arange(self.vocab_size, device=self.device)
+        with torch.no_grad(), self.session():
+            found: Tensor = self._embedding(ids.to(self.device))
+        return found
+
+    @property
+    def _plain_id(self) -> int:
+        """A token that no model takes for padding."""
+        config = getattr(self.anatomy.model, "config", None)
+        kept = (
+            getattr(self._embedding, "padding_idx", None),
+            getattr(config, "pad_token_id", None),
+        )
+        return next(i for i in range(3) if i not in kept)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Within it the model stands ready, so that each call costs its computation alone.
+
+        May be nested. What the user's own code would compute with the model inside is not
+        training: leave the session first.
+        """
+        if self._inside:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.enter_context(undisturbed(self.anatomy))
+            stack.enter_context(needed_hooks_only(self.anatomy.root))
+            stack.enter_context(self._own_weights())
+            if self.autocast is not None:
+                stack.enter_context(torch.autocast(self.device.type, self.autocast))
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
+
+    @contextmanager
+    def _own_weights(self) -> Iterator[None]:
+        live = [module._parameters[name] for module, name, _ in self._weights]
+        try:
+            for module, name, copy in self._weights:
+                module._parameters[name] = copy  # type: ignore[assignment]
+            yield
+        finally:
+            for (module, name, _), parameter in zip(self._weights, live, strict=True):
+                module._parameters[name] = parameter
+
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        check_text(self.anatomy, ids, mask, positions)
+        padding = getattr(self._embedding, "padding_idx", None)
+        if padding is not None and mask is not None:
+            # RoBERTa counts its positions from the padding's id, whatever the mask says.
+            ids = ids.masked_fill(mask.to(ids.device) == 0, padding)
+        given = self._inputs(ids, mask, positions)
+        states = copy_context().run(self._run, **given, **self._no_cache)
+        return states_of_text(states, ids.shape[1], self.anatomy, self.layer)
+
+    def _inputs(
+        self, ids: Tensor, mask: Tensor | None, positions: Tensor | None
+    ) -> dict[str, Tensor]:
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        return {k: v.to(self.device) for k, v in inputs.items() if v is not None}
+
+    def _try(self) -> None:
+        """Runs a short text: what width comes out, and does the past depend on the future."""
+        length = min(_TRIAL_TOKENS, self.context or _TRIAL_TOKENS)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.full((1, length), self._plain_id, device=self.device)
+        with torch.inference_mode(False), torch.enable_grad(), self.session():
+            words = self.word_embeddings(ids).clone().requires_grad_()
+            try:
+                states = self.hidden_from(words)
+                draw = torch.randn(states.shape, generator=generator).to(states)
+                (gradient,) = torch.autograd.grad((states * draw)[:, :-1].sum(), words)
+            except Exception as error:
+                raise ValueError(
+                    f"the bottom of {type(self.anatomy.model).__name__} cannot be run alone on "
+                    f"token ids up to layer {self.layer}: {type(error).__name__}: {error}"
+                ) from error
+        self.width, self.dtype = states.shape[-1], states.dtype
+        self.causal = not bool(gradient[:, -1].any())
+
+
+def _copied(parameter: Tensor, old: Tensor | None) -> Tensor:
+    if not parameter.requires_grad:
+        return parameter.detach()
+    if old is None or old.shape != parameter.shape or old.device != parameter.device:
+        return parameter.detach().clone()
+    if old.dtype != parameter.dtype or old.data_ptr() == parameter.data_ptr():
+        return parameter.detach().clone()
+    return old.copy_(parameter)
+
+
+class NextTokens:
+    """Logits of the next token, read off the hidden states that crossed the split.
+
+    The server runs its top model on them anyway. One forward gives the inputs of the head at all
+    positions; the head itself runs where it is asked for.
+
+    Args:
+        bottom: the split.
+        hidden: (B, L, d) as they were sent.
+        attention_mask: (B, L) or None.
+        position_ids: (B, L) or None.
+
+    Raises:
+        ValueError: the model predicts no next token of the vocabulary, or its logits are more than
+            scale, shift and softcap of what its head gives.
+    """
+
+    def __init__(
+        self,
+        bottom: BottomModel,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> None:
+        if not predicts_next(bottom):
+            raise ValueError("this model has no head that predicts the next token")
+        self._bottom = bottom
+        anatomy = bottom.anatomy
+        assert anatomy.head is not None
+        self._head = unwrap(anatomy.head)
+        place = place_of(anatomy, bottom.layer)
+        run = cut_at(anatomy.model, Place("head", self._head, "input"))
+        with torch.no_grad(), bottom.session():
+            handle = _replaced(place, hidden)
+            try:
+                states = bottom.run_through(run, hidden.shape[:2], attention_mask, position_ids)
+            finally:
+                handle.remove()
+            self._map = self._logit_map()
+        self._states: Tensor = states[:, -hidden.shape[1] :]
+
+    def after(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Logits (n, V) of what follows the positions (``rows``, ``columns``), both (n,)."""
+        with torch.no_grad(), self._bottom.session():
+            product: Tensor = self._head(self._states[rows, columns])
+        return self._map(product.float())
+
+    def of(self, rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
+        """Of :meth:`after` only the logits of ``tokens`` (n, k): (n, k)."""
+        if type(self._head) is not nn.Linear:
+            return self.after(rows, columns).gather(1, tokens)
+        weight, bias = self._head.weight.detach(), self._head.bias
+        logits = torch.einsum("nkd,nd->nk", weight[tokens], self._states[rows, columns]).float()
+        return self._map(logits if bias is None else logits + bias.detach()[tokens], tokens)
+
+    def _logit_map(self) -> LogitMap:
+        """Read off a run of the whole model on a short text."""
+        anatomy = self._bottom.anatomy
+        length = min(_TRIAL_PREFIX, self._bottom.context or _TRIAL_PREFIX)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self._bottom.vocab_size, (2, length), generator=generator)
+        with inputs_of(self._head) as seen:
+            batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
+            logits = run_logits(anatomy.model, batch)[:, -length:]
+        states = seen[-1][:, -length:]
+        return LogitMap.of(anatomy.model, states.flatten(0, 1), logits.flatten(0, 1), self._head)
+
+
+def predicts_next(bottom: BottomModel) -> bool:
+    """Whether the model's head gives the next token of the vocabulary that its embeddings read."""
+    anatomy = bottom.anatomy
+    if anatomy.kind != "causal" or anatomy.head is None:
+        return False
+    shape = matrix_shape(anatomy.head)
+    return shape is not None and shape[0] == bottom.vocab_size
+
+
+def _replaced(place: Place, hidden: Tensor) -> Any:
+    """Has the split's states replaced by ``hidden``; returns the hook's handle."""
+
+    def fitting(states: Tensor) -> Tensor:
+        """Virtual tokens in front keep their own states."""
+        new = hidden.to(states)
+        return torch.cat([states[:, : -hidden.shape[1]], new], 1)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_states_in(args, kwargs, fitting(states_in(args, kwargs)))
+
+    def behind(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return with_states_out(output, fitting(states_out(output)))
+
+    if place.side == "input":
+        return place.module.register_forward_pre_hook(before, with_kwargs=True)
+    return place.module.register_forward_hook(behind)
+
+
+__all__ = ["BottomModel", "NextTokens", "predicts_next"]

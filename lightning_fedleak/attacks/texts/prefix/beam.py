@@ -1,0 +1,236 @@
+"""Left to right where no token's state is the observed one: under noise, or with a stale copy.
+
+The true text is then the one whose states are nearest to the observed ones in all, and a wrong
+token shows a little in all states that follow it. So several beginnings are kept, each candidate is
+verified behind each of them, and the beginnings with the smallest total distance stay, as far as
+they lie within what noise explains. Where one is far ahead, it goes on alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks.texts.base import Deadline
+from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
+from lightning_fedleak.attacks.texts.prefix.table import StateTable
+
+OPENING = 16
+"""Candidates of the first ranking, verified first."""
+ROUNDS = 32, 64, 128, 256
+"""More candidates, chosen around the nearest; the next round only if the last found a nearer."""
+GAP = 12.0
+"""Nats by which a beginning may be less likely than the best; beyond it is dropped."""
+LEARN_AT = 4
+"""Places after which the spread of the noise is learned; then at twice as many, and so on."""
+DOUBT = 16.0
+"""Places that the spread assumed at first counts for."""
+
+
+class Expected(Protocol):
+    """Log-probabilities (V,), up to a constant, of the token at a place; None if unknown."""
+
+    def __call__(self, place: int) -> Tensor | None: ...
+
+
+@dataclass
+class Beam:
+    """One text.
+
+    Attributes:
+        tokens: (N,); valid up to ``verified``.
+        verified: tokens that were recovered before time ran out; of the last one, that may be the
+            nearest of those looked at by then.
+        confidence: (N,) one minus the ratio of the distances of the chosen token and the nearest
+            other one, behind the beginning chosen in the end; 0 where nothing was recovered here.
+        residuals: (N,) distance of the chosen token's state to the observed one.
+        computed: tokens that went through the bottom model.
+        runs: forwards of it.
+        finished: False if time ran out.
+    """
+
+    tokens: Tensor
+    verified: int
+    confidence: Tensor
+    residuals: Tensor
+    computed: int
+    runs: int
+    finished: bool
+
+
+def beam_search(
+    prefixes: Prefixes,
+    table: StateTable,
+    observed: Tensor,
+    first: Tensor,
+    expected: Expected,
+    *,
+    width: int,
+    spread: Tensor,
+    learn: bool = True,
+    deadline: Deadline | None = None,
+) -> Beam:
+    """Recovers the rest of one text.
+
+    Args:
+        prefixes: of the one text; what is known of it stays.
+        table: to rank candidates by.
+        observed: (N, d) float32 states by real token.
+        first: (N, k) candidates for each place from the observed state alone, the likeliest first.
+        expected: of the next token.
+        width: beginnings kept, at most.
+        spread: (d,) standard deviation of observed states about the true ones, up to a factor;
+            distances count in these units.
+        learn: improve ``spread`` by what the recovered tokens leave over.
+        deadline: looked at before each forward; None for no bound.
+    """
+    search = _Beams(prefixes, table, observed, first, expected, width, spread)
+    return search.run(learn, deadline or Deadline())
+
+
+class _Beams:
+    def __init__(
+        self,
+        prefixes: Prefixes,
+        table: StateTable,
+        observed: Tensor,
+        first: Tensor,
+        expected: Expected,
+        width: int,
+        spread: Tensor,
+    ) -> None:
+        one = torch.zeros(1, dtype=torch.int64, device=observed.device)
+        self.prefixes = prefixes.of_rows(one)
+        self.table, self.observed, self.first = table, observed, first
+        self.expected, self.width = expected, width
+        self.place = self.start = int(prefixes.known[0])
+        self.squares = observed.new_zeros(1, observed.shape[1])
+        self.confidence = observed.new_zeros(1, len(observed))
+        self.residuals = observed.new_full((1, len(observed)), float("nan"))
+        self.last: Tensor | None = None
+        self.computed = self.runs = 0
+        self.assumed = spread
+        self._in_units_of(spread)
+
+    def _in_units_of(self, spread: Tensor) -> None:
+        self.spread = spread
+        self.entries = self.table.entries / spread
+        self.lengths = self.entries.square().sum(1)
+
+    def run(self, learn: bool, deadline: Deadline) -> Beam:
+        n, due, whole = len(self.observed), LEARN_AT, True
+        while whole and self.place < n and not deadline.passed:
+            whole = self._step(deadline)
+            if learn and self.place - self.start >= due:
+                due *= 2
+                self._learn()
+        tokens = self.prefixes.tokens[0].clone()
+        if self.last is not None:
+            tokens[self.place - 1] = self.last[0]
+        return Beam(
+            tokens,
+            self.place,
+            self.confidence[0],
+            self.residuals[0],
+            self.computed + self.prefixes.computed,
+            self.runs + self.prefixes.runs,
+            whole and self.place == n,
+        )
+
+    def _step(self, deadline: Deadline) -> bool:
+        """Chooses the token at one place; False if time ran out before all was looked at.
+
+        Then it is the nearest of those looked at, and its confidence 0.
+        """
+        rows = torch.arange(len(self.squares), device=self.observed.device)
+        target = self.observed[self.place]
+        tokens = self.first[self.place, :OPENING].expand(len(rows), -1)
+        states = self._opened(tokens)
+        squares = ((states - target) / self.spread).square().sum(2)
+        whole = True
+        for count in ROUNDS:
+            best = squares.argmin(1)
+            more = self._around(tokens, states[rows, best], tokens[rows, best], count)
+            if not more.shape[1]:
+                break
+            whole = not deadline.passed
+            if not whole:
+                break
+            found = self.prefixes.attempt(more).float()
+            far = ((found - target) / self.spread).square().sum(2)
+            nearer = far.amin(1) < squares[rows, best]
+            tokens, states = torch.cat([tokens, more], 1), torch.cat([states, found], 1)
+            squares = torch.cat([squares, far], 1)
+            if not bool(nearer.any()):
+                break
+        self._choose(tokens, states, squares)
+        if not whole:
+            self.confidence[:, self.place - 1] = 0.0
+        return whole
+
+    def _opened(self, candidates: Tensor) -> Tensor:
+        """States of the first candidates, behind the tokens chosen last, which become known."""
+        if self.last is None:
+            return self.prefixes.attempt(candidates).float()
+        depths = candidates.new_ones(candidates.shape[1])
+        states = self.prefixes.follow(self.last[:, None], candidates, depths)[:, 1:]
+        self.prefixes.keep(torch.ones_like(self.prefixes.known))
+        self.last = None
+        return states.float()
+
+    def _around(self, seen: Tensor, states: Tensor, best: Tensor, count: int) -> Tensor:
+        """(W, k) candidates not seen yet whose expected states are nearest to the observed one.
+
+        A quarter are those that the model's top expects besides.
+        """
+        free = self.table.distinct - seen.shape[1]
+        count = min(count, free)
+        points = (self.observed[self.place] - states) / self.spread + self.entries[best]
+        far = self.lengths + points.square().sum(1, keepdim=True)
+        far = torch.addmm(far, points, self.entries.T, alpha=-2.0).clamp_(min=1e-12)
+        far = self.table.only_tried(far.neg_()).scatter_(1, seen, -float("inf"))
+        prior = self.expected(self.place)
+        if prior is None or count < 4:
+            return far.topk(count, dim=1).indices
+        near = far.topk(count - count // 4, dim=1).indices
+        likely = far.neg_().log_().mul_(-0.125 * self.observed.shape[1]).add_(prior)
+        likely = likely.nan_to_num_(nan=-float("inf")).scatter_(1, near, -float("inf"))
+        return torch.cat([near, likely.topk(count // 4, dim=1).indices], 1)
+
+    def _choose(self, tokens: Tensor, states: Tensor, squares: Tensor) -> None:
+        """Keeps the best beginnings, each with its token at this place."""
+        totals = (self.squares / self.spread.square()).sum(1, keepdim=True) + squares
+        ranked = totals.flatten().topk(min(self.width, totals.numel()), largest=False)
+        unit = float(ranked.values[0]) / ((self.place - self.start + 1) * len(self.spread))
+        kept = ranked.indices[ranked.values - ranked.values[0] <= 2.0 * GAP * max(unit, 1e-30)]
+        rows, columns = kept // tokens.shape[1], kept % tokens.shape[1]
+        left = states[rows, columns] - self.observed[self.place]
+        best = squares[rows, columns]
+        others = squares[rows].scatter(1, columns[:, None], float("inf")).amin(1)
+        sure = 1.0 - (best / others.clamp(min=1e-30)).sqrt()
+        doubtful = self.table.doubtful[tokens[rows, columns]]
+        self.squares = self.squares[rows] + left.square()
+        self.confidence = self.confidence[rows]
+        self.confidence[:, self.place] = sure.clamp(min=0.0).masked_fill(doubtful, 0.0)
+        self.residuals = self.residuals[rows]
+        self.residuals[:, self.place] = left.norm(dim=1)
+        self.last = tokens[rows, columns]
+        if not torch.equal(rows, torch.arange(len(self.prefixes.known), device=rows.device)):
+            self.computed += self.prefixes.computed
+            self.runs += self.prefixes.runs
+            self.prefixes = self.prefixes.of_rows(rows)
+        self.place += 1
+
+    def _learn(self) -> None:
+        """Spread by dimension from what the best beginning leaves over, and what was assumed."""
+        places = self.place - self.start
+        assumed = self.assumed.square()
+        level = (self.squares[0] / assumed).mean() / places
+        learned = (self.squares[0] + DOUBT * level * assumed) / (places + DOUBT)
+        self._in_units_of(learned.clamp(min=1e-30).sqrt())
+
+
+__all__ = ["Beam", "beam_search"]

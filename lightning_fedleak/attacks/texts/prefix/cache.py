@@ -1,0 +1,405 @@
+"""Texts that are known up to a point, and what the bottom of a model makes of what may follow.
+
+A causal model's keys and values of the known part are kept, so that a token costs one token's
+work. Candidates for the next token are laid side by side as if they were one text: each attends to
+the known part and to itself, and all have the same position, so that the known part is neither
+computed nor copied per candidate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from lightning_fedleak.anatomy.wrappers import without_peft
+from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.model_runs import TOKENS_AT_ONCE, takes, virtual_tokens
+
+BLOCK = {"cpu": 16}
+BLOCK_OTHERWISE = 128
+"""Positions that attention kernels take together: where a text ends elsewhere in such a block, the
+states there differ by rounding. Whole texts are run up to the end of a block, or of the text."""
+_AGREE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_AGREE_OTHERWISE = 0.1
+"""Standard deviations of the hidden states by which a trial with and without cache may differ."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the real tokens of a padded batch are, packed to the left.
+
+    Attributes:
+        counts: (B,) real tokens of each text.
+        columns: (B, N) column of each text's i-th real token, N the longest text; beyond a text's
+            count it repeats a padded column, or 0 where there is none.
+        positions: (B, N) the position id that the model gives each of them.
+        mask: (B, L), 0 where padded, or None, as it was sent.
+        position_ids: (B, L) or None, as they were sent.
+    """
+
+    counts: Tensor
+    columns: Tensor
+    positions: Tensor
+    mask: Tensor | None
+    position_ids: Tensor | None
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], mask: Tensor | None, position_ids: Tensor | None) -> Layout:
+        """Of a batch of ``shape`` (B, L).
+
+        Raises:
+            ValueError: mask or positions are of another shape, or a text is empty.
+        """
+        for name, given in (("attention_mask", mask), ("position_ids", position_ids)):
+            if given is not None and tuple(given.shape) != shape:
+                raise ValueError(f"{name} is {tuple(given.shape)}, but the batch is {shape}")
+        if mask is not None:
+            real = mask != 0
+        else:
+            device = None if position_ids is None else position_ids.device
+            real = torch.ones(shape, dtype=torch.bool, device=device)
+        counts = real.sum(1)
+        if not bool(counts.all()):
+            empty = int((counts == 0).nonzero()[0])
+            raise ValueError(f"text {empty} is empty: its attention_mask is 0 everywhere")
+        columns = (~real).int().argsort(dim=1, stable=True)[:, : int(counts.max())]
+        positions = columns
+        if position_ids is not None:
+            positions = position_ids.to(columns.device).gather(1, columns)
+        return cls(counts, columns, positions, mask, position_ids)
+
+    def to(self, device: torch.device) -> Layout:
+        """On ``device``."""
+        parts = (self.counts, self.columns, self.positions, self.mask, self.position_ids)
+        return Layout(*(None if p is None else p.to(device) for p in parts))  # type: ignore[arg-type]
+
+    def __getitem__(self, rows: Tensor) -> Layout:
+        """Of the texts ``rows``."""
+        parts = (self.counts, self.columns, self.positions, self.mask, self.position_ids)
+        return Layout(*(None if p is None else p[rows] for p in parts))  # type: ignore[arg-type]
+
+    def packed_anew(self, values: Tensor) -> Tensor:
+        """(B, L, ...) by column to (B, N, ...) by real token."""
+        rows = torch.arange(len(values), device=values.device)[:, None]
+        return values[rows, self.columns]
+
+    def spread(self, values: Tensor, fill: float) -> Tensor:
+        """(B, N) by real token to (B, L) by column, ``fill`` at padded ones."""
+        length = self.columns.shape[1] if self.mask is None else self.mask.shape[1]
+        out = values.new_full((len(values), length), fill)
+        real = torch.arange(values.shape[1], device=values.device) < self.counts[:, None]
+        rows = torch.arange(len(values), device=values.device)[:, None].expand_as(real)
+        out[rows[real], self.columns[real]] = values[real]
+        return out
+
+
+class _Slots(Cache):
+    """Keys and values by layer in buffers with room for more; new ones are written behind."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.used = 0
+        self.room = 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        new = (key_states, value_states)
+        end = self.used + key_states.shape[2]
+        held = self.kept.get(layer_idx)
+        if torch.is_grad_enabled():
+            if held is None:
+                return new
+            one, two = (
+                torch.cat([h[:, :, : self.used], n], 2) for h, n in zip(held, new, strict=True)
+            )
+            return one, two
+        if held is None or held[0].shape[2] < end:
+            held = self.kept[layer_idx] = self._grown(held, new, end)
+        for buffer, states in zip(held, new, strict=True):
+            buffer[:, :, self.used : end] = states
+        return held[0][:, :, :end], held[1][:, :, :end]
+
+    def _grown(
+        self, held: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor], end: int
+    ) -> tuple[Tensor, Tensor]:
+        size = max(end, self.room)
+        buffers = [n.new_zeros(*n.shape[:2], size, n.shape[3]) for n in new]
+        if held is not None:
+            for buffer, old in zip(buffers, held, strict=True):
+                buffer[:, :, : self.used] = old[:, :, : self.used]
+        return buffers[0], buffers[1]
+
+    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copies slots ``source`` to ``target`` in ``rows``, all (k,)."""
+        for layer in self.kept.values():
+            for buffer in layer:
+                buffer[rows, :, target] = buffer[rows, :, source]
+
+    def of_rows(self, rows: Tensor) -> _Slots:
+        """A copy of the texts ``rows``."""
+        out = _Slots()
+        out.used, out.room = self.used, self.room
+        out.kept = {i: (k[rows], v[rows]) for i, (k, v) in self.kept.items()}
+        return out
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.used
+
+
+class Prefixes:
+    """The known beginnings of several texts, and the hidden states of what may follow.
+
+    Tokens are counted without padding: token i of a text is its i-th real one. Texts may be known
+    to different lengths.
+
+    Args:
+        bottom: a causal model's bottom.
+        layout: of the texts.
+        cached: keep keys and values. By default where a trial says that it can be done: see
+            :func:`can_cache`.
+
+    Attributes:
+        known: (B,) how many tokens of each text are known.
+        tokens: (B, N) token ids, valid up to ``known``.
+        runs: forwards of the bottom so far.
+        computed: tokens that went through it so far.
+
+    Raises:
+        ValueError: the model is not causal.
+    """
+
+    def __init__(self, bottom: BottomModel, layout: Layout, *, cached: bool | None = None) -> None:
+        if not bottom.causal:
+            raise ValueError("the model is not causal: a token's state depends on what follows it")
+        self.bottom = bottom
+        self.layout = layout.to(bottom.device)
+        self.cached = can_cache(bottom, layout) if cached is None else cached
+        self.known = torch.zeros_like(self.layout.counts)
+        self.tokens = torch.zeros_like(self.layout.columns)
+        self.runs = 0
+        self.computed = 0
+        self._slots = _Slots()
+        self._slots.room = self.layout.columns.shape[1]
+        self._new: Tensor | None = None
+
+    def follow(
+        self, tokens: Tensor, others: Tensor | None = None, depths: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states of ``tokens`` (B, n) as the next n tokens of each text, and of ``others``.
+
+        Beyond a text's end they mean nothing. Nothing is known by this: see :meth:`keep`.
+
+        Args:
+            tokens: (B, n) one behind the other.
+            others: (B, k) more candidates, each alone.
+            depths: (k,) how many of ``tokens`` precede each of the others; by default none.
+
+        Returns:
+            (B, n + k, d).
+        """
+        n, device = tokens.shape[1], tokens.device
+        if others is None:
+            others = tokens[:, :0]
+        if depths is None:
+            depths = torch.zeros(others.shape[1], dtype=torch.int64, device=device)
+        new = torch.cat([tokens, others], 1)
+        depth = torch.cat([torch.arange(n, device=device), depths])
+        self._new = new
+        places = (self.known[:, None] + depth).clamp(max=self.layout.columns.shape[1] - 1)
+        if not self.cached:
+            parts = [self._whole(tokens, places[:, :n])] if n else []
+            if others.shape[1]:
+                parts.append(self._whole_each(tokens, others, depths))
+            return torch.cat(parts, 1)
+        index = torch.arange(len(depth), device=device)
+        sees = (index < n) & (index < depth[:, None]) | (index == index[:, None])
+        return self._run(new, places, sees)
+
+    def keep(self, counts: Tensor, other: Tensor | None = None) -> None:
+        """The first ``counts`` (B,) tokens of the last :meth:`follow` are now known, and ``other``.
+
+        Args:
+            counts: of each text; 0 for none.
+            other: (B,) index among all that was run, the tokens and behind them the others, of one
+                more token that follows; -1 for none.
+
+        Raises:
+            RuntimeError: nothing was run since the last call.
+        """
+        if self._new is None:
+            raise RuntimeError("nothing to keep: follow first")
+        tokens, self._new = self._new, None
+        if other is None:
+            other = torch.full_like(counts, -1)
+        total = counts + (other >= 0)
+        ahead = torch.arange(max(1, int(total.max())), device=counts.device)
+        rows, steps = (ahead < total[:, None]).nonzero(as_tuple=True)
+        offsets = torch.where(steps < counts[rows], steps, other[rows])
+        places = self.known[rows] + steps
+        self.tokens[rows, places] = tokens[rows, offsets]
+        if self.cached:
+            source = self._slots.used + offsets
+            moved = source != places
+            if bool(moved.any()):
+                self._slots.move(rows[moved], source[moved], places[moved])
+        self.known = self.known + total
+
+    def attempt(self, candidates: Tensor) -> Tensor:
+        """Hidden states (B, n, d) of ``candidates`` (B, n), each as the next token on its own."""
+        return self.follow(candidates[:, :0], candidates)
+
+    def attempt_embeddings(self, embeddings: Tensor) -> Tensor:
+        """As :meth:`attempt`, of word embeddings (B, n, e), with gradient if they carry it.
+
+        Raises:
+            RuntimeError: this model's keys and values cannot be kept.
+        """
+        if not self.cached:
+            raise RuntimeError("word embeddings can be tried with a cache only")
+        self._new = None
+        rows, n = embeddings.shape[:2]
+        places = self.known.clamp(max=self.layout.columns.shape[1] - 1)[:, None].expand(rows, n)
+        return self._run(
+            embeddings, places, torch.eye(n, dtype=torch.bool, device=embeddings.device)
+        )
+
+    def of_rows(self, rows: Tensor) -> Prefixes:
+        """A copy of the texts ``rows``, which may repeat (beams)."""
+        out = Prefixes(self.bottom, self.layout[rows], cached=self.cached)
+        out.known, out.tokens = self.known[rows], self.tokens[rows]
+        out._slots = self._slots.of_rows(rows)
+        return out
+
+    def _run(self, new: Tensor, places: Tensor, sees: Tensor) -> Tensor:
+        """One forward of ``new`` tokens or embeddings that see the known part and each other."""
+        slots = self._slots
+        slots.used = int(self.known.max())
+        rows, n = new.shape[:2]
+        past = torch.arange(slots.used, device=sees.device) < self.known[:, None]
+        seen = torch.cat([past[:, None].expand(-1, n, -1), sees.expand(rows, -1, -1)], 2)[:, None]
+        self.runs += 1
+        self.computed += rows * n
+        return self.bottom.continued(new, seen, self.layout.positions.gather(1, places), slots)
+
+    def _whole(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """As :meth:`follow`, by running the texts from their first token."""
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        text = self.tokens.clone()
+        inside = self.known[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        fits = inside < self.layout.columns.shape[1]
+        text[rows.expand_as(fits)[fits], inside[fits]] = tokens[fits]
+        return self._states(text, rows.squeeze(1), int(places.max()) + 1)[rows, places]
+
+    def _whole_each(self, tokens: Tensor, others: Tensor, depths: Tensor) -> Tensor:
+        """Others of :meth:`follow`, each a text of its own."""
+        b, k = others.shape
+        rows = torch.arange(b, device=others.device).repeat_interleave(k)
+        depth = depths.repeat(b)
+        text = self.tokens[rows]
+        last = text.shape[1] - 1
+        each = torch.arange(b * k, device=others.device)
+        for step in range(int(depth.max())):
+            deep = (depth > step) & (self.known[rows] + step <= last)
+            text[each[deep], self.known[rows[deep]] + step] = tokens[rows[deep], step]
+        places = (self.known[rows] + depth).clamp(max=last)
+        text[each, places] = others.flatten()
+        return self._states(text, rows, int(places.max()) + 1)[each, places].view(b, k, -1)
+
+    def _states(self, text: Tensor, rows: Tensor, length: int) -> Tensor:
+        """Hidden states (k, ``length``, d) by real token, of ``text`` (k, N) laid out as rows."""
+        layout = self.layout[rows]
+        sent = layout.spread(text, 0)
+        block = BLOCK.get(text.device.type, BLOCK_OTHERWISE)
+        end = -(-int(layout.columns[:, :length].max() + 1) // block) * block
+        end = min(end, sent.shape[1])
+        mask = None if layout.mask is None else layout.mask[:, :end]
+        ids = None if layout.position_ids is None else layout.position_ids[:, :end]
+        step = max(1, TOKENS_AT_ONCE // end)
+        parts = [
+            self.bottom.hidden(
+                sent[a : a + step, :end],
+                None if mask is None else mask[a : a + step],
+                None if ids is None else ids[a : a + step],
+            )
+            for a in range(0, len(sent), step)
+        ]
+        self.runs += len(parts)
+        self.computed += len(sent) * end
+        states = torch.cat(parts)
+        at = torch.arange(len(states), device=states.device)[:, None]
+        return states[at, layout.columns[:, :length].clamp(max=end - 1)]
+
+
+def can_cache(bottom: BottomModel, layout: Layout) -> bool:
+    """Whether keys and values of these texts can be kept and give what whole texts give.
+
+    Not where the model takes no cache, no positions or no mask of its own shape (flash attention),
+    where attention has a window shorter than the texts, where positions are scaled by the text's
+    length, where PEFT puts virtual tokens in front, or where positions given without a mask start
+    anew (the model then reads several texts in one row). Everything else says a trial.
+    """
+    length = layout.columns.shape[1]
+    packed = layout.position_ids is not None and layout.mask is None
+    if packed and bool((layout.positions.diff(dim=1) != 1).any()):
+        return False
+    window = _window(bottom)
+    return (window is None or length <= window) and _trial(bottom)
+
+
+def _window(bottom: BottomModel) -> int | None:
+    config = getattr(without_peft(bottom.anatomy.model), "config", None)
+    if config is not None and hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    sizes = [getattr(config, n, None) for n in ("sliding_window", "attention_chunk_size")]
+    scaling = getattr(config, "rope_scaling", None) or {}
+    if scaling.get("rope_type", scaling.get("type")) in ("dynamic", "longrope"):
+        sizes.append(scaling.get("original_max_position_embeddings"))
+    return min((s for s in sizes if isinstance(s, int) and s > 0), default=None)
+
+
+def _trial(bottom: BottomModel) -> bool:
+    """Compares one short text, padded on the left, with and without cache."""
+    if bottom.cache_agrees is None:
+        bottom.cache_agrees = _agrees(bottom)
+    return bottom.cache_agrees
+
+
+def _agrees(bottom: BottomModel) -> bool:
+    model = bottom.anatomy.model
+    if not all(takes(model, a) for a in ("past_key_values", "position_ids", "attention_mask")):
+        return False
+    if virtual_tokens(bottom.anatomy) or (bottom.context or 8) < 8:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(bottom.vocab_size, (2, 5), generator=generator).to(bottom.device)
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[0, :3], mask[1, 5:] = 0, 0
+    layout = Layout.of((2, 8), mask, None)
+    runs = [Prefixes(bottom, layout, cached=cached) for cached in (True, False)]
+    states: list[list[Tensor]] = [[], []]
+    for run, seen in zip(runs, states, strict=True):
+        try:
+            seen.append(run.follow(text[:, :3])[:, :2])
+            run.keep(torch.tensor([2, 1], device=bottom.device))
+            seen.append(run.attempt(text[:, 1:4]))
+            none = torch.zeros(2, dtype=torch.int64, device=bottom.device)
+            run.keep(none, torch.tensor([1, 0], device=bottom.device))
+            seen.append(
+                run.follow(text[:, 3:4], text[:, :2], torch.arange(2, device=bottom.device))
+            )
+        except Exception:
+            if run.cached:
+                return False
+            raise
+    tolerance = _AGREE.get(bottom.dtype, _AGREE_OTHERWISE)
+    kept, whole = (torch.cat([s.flatten(0, 1) for s in seen]).float() for seen in states)
+    return bool((kept - whole).abs().max() <= tolerance * whole.std())
+
+
+__all__ = ["Layout", "Prefixes", "can_cache"]

@@ -1,0 +1,1 @@
+"""Who was there: word types of a batch, from gradients."""

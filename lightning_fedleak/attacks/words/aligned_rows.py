@@ -1,0 +1,615 @@
+"""Rows of the head's gradient: what unused words would leave there, and what a readout looks at.
+
+A type that is not used still has a row: ``sum_i p_i(t) h_i``, its predicted mass in the direction
+of the hidden states that predict it. :class:`ExpectedRows` holds what public text says about these
+rows, projected on few directions, and the directions themselves.
+
+All are free of the gradient's scale: rows are measured in units of one used token, which is read
+off the gradient itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.words.public_gradients import GradientParts
+
+_AT_ONCE = 1024
+
+_TINY = 1e-4
+_ROWS_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Directions to project gradient rows on, d the hidden dimension.
+
+    Attributes:
+        u: (d,) unit; positive on the hidden states of public text.
+        centres: (K, d) unit; where hidden states cluster.
+        whitening: (d, m); the m leading principal directions of the unit hidden states, each
+            divided by its standard deviation.
+        deviations: (m,) these standard deviations.
+        opening: (d, k) orthonormal; where the input gradients of first tokens lie (k = 0 untied).
+        scale: () median of ``h . u``; what one used token puts on ``u``.
+        norm: () median norm of a hidden state.
+    """
+
+    u: Tensor
+    centres: Tensor
+    whitening: Tensor
+    deviations: Tensor
+    opening: Tensor
+    scale: Tensor
+    norm: Tensor
+
+    @classmethod
+    def of(
+        cls, parts: GradientParts, n_centres: int, n_principal: int, generator: torch.Generator
+    ) -> Directions:
+        """Directions of public text."""
+        unit = F.normalize(parts.hidden, dim=1)
+        u = separating_direction(unit)
+        mean = unit.mean(0)
+        spread = (unit - mean).T @ (unit - mean) / len(unit)
+        values, vectors = torch.linalg.eigh(spread)
+        m = min(n_principal, unit.shape[1], len(unit))
+        values, vectors = values.flip(0)[:m].clamp(min=1e-12), vectors.flip(1)[:, :m]
+        return cls(
+            u=u,
+            centres=cluster_centres(unit, n_centres, generator),
+            whitening=vectors / values.sqrt(),
+            deviations=values.sqrt(),
+            opening=_leading(parts.input_grads[parts.input_first], 4),
+            scale=(parts.hidden @ u).median(),
+            norm=parts.hidden.norm(dim=1).median(),
+        )
+
+
+def separating_direction(states: Tensor, steps: int = 200, rate: float = 0.05) -> Tensor:
+    """A unit vector that is positive on as many states as it can be, by as much as it can.
+
+    Starts at the mean direction and moves towards the mean of the 2% of states with the smallest
+    projection, which widens the margin.
+
+    Args:
+        states: (N, d); only their directions matter.
+        steps: directions tried, at least 1.
+        rate: length of a move, before normalisation.
+
+    Returns:
+        (d,).
+    """
+    unit = F.normalize(states.float(), dim=1)
+    u = F.normalize(unit.mean(0), dim=0)
+    k = max(1, len(unit) // 50)
+    move = unit.new_full((k,), rate / k)
+    tried, lowest = [], []
+    for _ in range(steps):
+        values, rows = (unit @ u).topk(k, largest=False, sorted=False)
+        tried.append(u)
+        lowest.append(values)
+        u = torch.addmv(u, unit.index_select(0, rows).T, move)
+        u /= torch.linalg.vector_norm(u)
+    return tried[int(torch.stack(lowest).mean(1).argmax())]
+
+
+def cluster_centres(unit: Tensor, k: int, generator: torch.Generator, rounds: int = 12) -> Tensor:
+    """Spherical k-means: (min(k, N), d) unit centres of (N, d) unit vectors."""
+    start = torch.randperm(len(unit), generator=generator)[:k].to(unit.device)
+    centres = unit[start]
+    for _ in range(rounds):
+        nearest = (unit @ centres.T).argmax(1)
+        sums = torch.zeros_like(centres).index_add_(0, nearest, unit)
+        empty = sums.norm(dim=1, keepdim=True) == 0
+        centres = F.normalize(torch.where(empty, centres, sums), dim=1)
+    return centres
+
+
+def _leading(vectors: Tensor, k: int) -> Tensor:
+    unit = F.normalize(vectors, dim=1)
+    if len(unit) == 0:
+        return unit.new_zeros(unit.shape[1], 0)
+    leading: Tensor = torch.linalg.svd(unit, full_matrices=False).Vh[:k]
+    return leading.T.contiguous()
+
+
+@dataclass(frozen=True)
+class ExpectedRows:
+    """Per type, what public text predicts, as means over its tokens. V types.
+
+    Where the model caps its logits, ``p(t)`` stands for the probability times the cap's derivative,
+    with which it enters the gradient.
+
+    Attributes:
+        mass: (V, C) ``p(t) h . u`` in units of ``scale``, by cluster of the hidden state, so that
+            the clusters' weights can be fitted to the text under attack.
+        probability: (V,) mean of ``p(t)``.
+        energy: (V,) mean of ``p(t)^2``.
+        whitened: (V, m) mean of ``p(t) h``, whitened, in units of ``norm``.
+        share: (C,) of the whole mass in each cluster.
+        frequency: (V,) share of the labels.
+        opening: (V,) share of the sentences that it opens.
+        reference: (R,) types that public text did not use, to fit clusters' weights on.
+    """
+
+    mass: Tensor
+    probability: Tensor
+    energy: Tensor
+    whitened: Tensor
+    share: Tensor
+    frequency: Tensor
+    opening: Tensor
+    reference: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        parts: GradientParts,
+        weight: Tensor,
+        bias: Tensor | None,
+        directions: Directions,
+        clusters: Tensor,
+        reference: Tensor | None = None,
+    ) -> ExpectedRows:
+        """Expectations over all tokens of ``parts``.
+
+        Args:
+            parts: of public text.
+            weight: (V, d) of the head.
+            bias: (V,) or None.
+            directions: to project on.
+            clusters: (C, d) unit centres that tokens are assigned to.
+            reference: types to fit on later; chosen here when missing.
+        """
+        n, vocab = len(parts.labels), len(weight)
+        nearest = (F.normalize(parts.hidden, dim=1) @ clusters.T).argmax(1)
+        member = F.one_hot(nearest, len(clusters)).float()
+        along = parts.hidden @ directions.u / directions.scale
+        white = parts.hidden @ directions.whitening / directions.norm
+        target = torch.cat([member * along[:, None], white], 1)
+        projected = weight.new_zeros(vocab, target.shape[1])
+        probability, energy = weight.new_zeros(vocab), weight.new_zeros(vocab)
+        for a in range(0, n, _AT_ONCE):
+            logits = F.linear(parts.hidden[a : a + _AT_ONCE], weight, bias)
+            logits = parts.logit_map(logits)
+            p = (logits - parts.log_partition[a : a + _AT_ONCE, None]).exp_()
+            p *= parts.logit_map.steepness(logits)
+            projected.addmm_(p.T, target[a : a + _AT_ONCE])
+            probability += p.sum(0)
+            energy += p.square_().sum(0)
+        frequency = torch.bincount(parts.labels, minlength=vocab).float() / n
+        opens = parts.input_ids[parts.input_first]
+        opening = torch.bincount(opens, minlength=vocab).float() / max(1, parts.n_sentences)
+        if reference is None:
+            reference = _reference(probability, frequency + opening)
+        c = len(clusters)
+        return cls(
+            mass=projected[:, :c] / n,
+            probability=probability / n,
+            energy=energy / n,
+            whitened=projected[:, c:] / n,
+            share=projected[:, :c].sum(0) / projected[:, :c].sum(),
+            frequency=frequency,
+            opening=opening,
+            reference=reference,
+        )
+
+    @classmethod
+    def averaged(cls, one: ExpectedRows, other: ExpectedRows) -> ExpectedRows:
+        """Mean of the expectations of two halves of equal size."""
+        means = {
+            f.name: (getattr(one, f.name) + getattr(other, f.name)) / 2
+            for f in fields(cls)
+            if f.name != "reference"
+        }
+        return replace(one, **means)
+
+    def rows(self, types: Tensor) -> ExpectedRows:
+        """Only some types; ``reference`` is dropped."""
+        return ExpectedRows(
+            **{
+                f.name: getattr(self, f.name)[types]
+                for f in fields(self)
+                if f.name not in ("reference", "share")
+            },
+            share=self.share,
+            reference=self.reference[:0],
+        )
+
+    def weights(
+        self, observed: Tensor, noise: Tensor, prior: float = 1.0, error: float = 0.25
+    ) -> Tensor:
+        """Factors on the clusters' mass, fitted to a gradient's rows of the reference types.
+
+        First the number of tokens n, then ``observed_t ~ n sum_c x_c mass_tc`` with relative error
+        and noise, a prior at ``x_c = 1``, and ``x_c >= 0``. Types far off (used after all) are
+        left out.
+
+        Args:
+            observed: (R,) rows of the reference types along ``u``, one used token being -1.
+            noise: () standard deviation of noise on ``observed``.
+            prior: variance of ``x_c``.
+            error: variance of the relative error.
+
+        Returns:
+            (C,); all zero where no row could be used.
+        """
+        mass = self.mass[self.reference]
+        expected = mass.sum(1)
+        usable = (observed > -4 * noise) & (expected > 0)
+        if int(usable.sum()) < 8:
+            return mass.new_zeros(mass.shape[1])
+        mass, expected, observed = mass[usable], expected[usable], observed[usable]
+        n = _amount(observed, expected, noise)
+        if not bool(n > 0):
+            return mass.new_zeros(mass.shape[1])
+        predicted = n * expected
+        variance = error + (noise / predicted) ** 2
+        ratio = observed / predicted
+        near = (ratio - 1).abs() < 3.5 * variance.sqrt() + 1.75
+        precision = torch.where(near, 1 / variance, 0.0)
+        share = mass / expected[:, None]
+        k = mass.shape[1]
+        gram = share.T @ (share * precision[:, None]) + torch.eye(k, device=mass.device) / prior
+        target = share.T @ (ratio * precision) + 1 / prior
+        return n * _non_negative(gram, target)
+
+
+def _amount(observed: Tensor, expected: Tensor, noise: Tensor, rounds: int = 5) -> Tensor:
+    """N in ``observed ~ n expected``: the median ratio where noise is small beside the rows."""
+    order = expected.argsort(descending=True)
+    n = (observed / expected)[order[: max(8, len(order) // 8)]].median().clamp(min=0)
+    for _ in range(rounds):
+        clear = n * expected > 3 * noise
+        if int(clear.sum()) < 8:
+            break
+        n = (observed / expected)[clear].median().clamp(min=0)
+    return n
+
+
+def _reference(probability: Tensor, used: Tensor, size: int = 4096) -> Tensor:
+    """The unused types of largest expected mass, most informative first."""
+    hidden = probability.masked_fill(used > 0, -1.0)
+    k = min(size, int((hidden > 0).sum()))
+    return hidden.topk(k).indices.sort().values
+
+
+def _non_negative(gram: Tensor, target: Tensor, steps: int = 200) -> Tensor:
+    """Minimiser of ``x.Gx/2 - b.x`` over ``x >= 0``, by accelerated projected gradient."""
+    rate = 1 / torch.linalg.eigvalsh(gram)[-1]
+    x = torch.ones_like(target)
+    ahead, momentum = x, 1.0
+    for _ in range(steps):
+        moved = (ahead - rate * (gram @ ahead - target)).clamp(min=0)
+        following = (1 + (1 + 4 * momentum * momentum) ** 0.5) / 2
+        ahead = moved + (momentum - 1) / following * (moved - x)
+        x, momentum = moved, following
+    return x
+
+
+@dataclass(frozen=True)
+class RowSummary:
+    """One pass over a gradient.
+
+    Attributes:
+        along: (V,) projection of each row on ``u``, less the common row's.
+        norms: (V,) norm of each row, less the common row.
+        common: (d,) what label smoothing adds to every row; zero where it did not.
+    """
+
+    along: Tensor
+    norms: Tensor
+    common: Tensor
+
+    @classmethod
+    def of(cls, gradient: Tensor, u: Tensor, norms: Tensor | None = None) -> RowSummary:
+        """Reads the gradient once for norms and once for projections; anew if labels were smoothed.
+
+        Args:
+            gradient: (V, d).
+            u: (d,) unit.
+            norms: what :func:`checked_norms` said, where it was asked already.
+
+        Raises:
+            UnusableObservation: it has NaN or infinity, or is all zero.
+        """
+        norms = checked_norms(gradient) if norms is None else norms
+        none = u.new_zeros(gradient.shape[1])
+        summary = cls(projections(gradient, u), norms, none)
+        common = _common_row(gradient, summary)
+        return summary if common is None else cls(*_less(gradient, u, common), common)
+
+    @property
+    def width(self) -> int:
+        """d, the length of a row."""
+        return len(self.common)
+
+    def at(self, rows: Tensor) -> RowSummary:
+        """The summary of some rows."""
+        return RowSummary(
+            self.along.index_select(0, rows), self.norms.index_select(0, rows), self.common
+        )
+
+    def noise(self) -> Tensor:
+        """The standard deviation that noise on each coordinate has at most, ().
+
+        If the update was noised, its smallest rows hold nothing else, and rows of d independent
+        coordinates are nearly of one norm: the 10% quantile gives it away. Without noise this is
+        a small fraction of the smallest rows, which harms no decision.
+        """
+        spread = 1 - 1.2816 / (2 * self.width) ** 0.5
+        low = kth_smallest(self.norms, 1 + (len(self.norms) - 1) // 10)
+        level: Tensor = low / (self.width**0.5 * max(spread, 0.1))
+        return level
+
+    def doubt(self, u: Tensor, rounding: float = 0.0) -> Tensor:
+        """How far from zero a projection may be for reasons other than words, ().
+
+        Noise of a defence, read off the median row on the positive side, where rows are unused or
+        nearly so; what label smoothing took; rounding.
+
+        Args:
+            u: the direction of ``along``.
+            rounding: standard deviation of the rounding error of each coordinate.
+        """
+        unused = self.along >= 0
+        level = self.noise().clamp(min=rounding)
+        if n := int(unused.sum()):
+            norms = torch.where(unused, self.norms, torch.inf)
+            level = torch.maximum(level, kth_smallest(norms, (n + 1) // 2) / self.width**0.5)
+        return torch.maximum(level, (self.common @ u).abs())
+
+    def denoised(self, noise: Tensor) -> Tensor:
+        """Norms of the rows less what noise of that deviation adds to them, (V,)."""
+        squares = self.norms.square()
+        return torch.maximum(squares - self.width * noise * noise, 0.05 * squares).sqrt()
+
+
+def rounding_error(weight: Tensor) -> float:
+    """Standard deviation of the error that storing ``weight`` (V, d) makes, in its worst rows.
+
+    That of a uniform error of one unit in the last place, at the 90% quantile of the rows.
+    """
+    exponent = torch.frexp(weight.float()).exponent - 1
+    unit = torch.finfo(weight.dtype).eps * torch.exp2(exponent.float())
+    rows = (unit.square().mean(1) / 12).sqrt()
+    return float(kth_smallest(rows, 1 + (len(rows) - 1) * 9 // 10))
+
+
+def kth_smallest(values: Tensor, k: int) -> Tensor:
+    """() k-th smallest of (n,) values without NaN, k from 1.
+
+    On the CPU by NumPy's partition, which is several times as fast as ``kthvalue``.
+    """
+    if values.device.type != "cpu":
+        return values.kthvalue(k).values
+    return values.new_tensor(np.partition(values.detach().numpy(), k - 1)[k - 1])
+
+
+def checked_norms(gradient: Tensor) -> Tensor:
+    """(V,) norm of each row, in float32.
+
+    Raises:
+        UnusableObservation: it has NaN or infinity, or is all zero.
+    """
+    norms = _by_rows(gradient, lambda rows: torch.linalg.vector_norm(rows, dim=1))
+    largest = norms.max()
+    if not bool(torch.isfinite(largest)):
+        raise UnusableObservation("the head's gradient has NaN or infinity")
+    if not bool(largest > 0):
+        raise UnusableObservation(
+            "the head's gradient is all zero: no token was trained on in this step"
+        )
+    return norms
+
+
+def projections(gradient: Tensor, u: Tensor) -> Tensor:
+    """(V,) of each row on ``u``, in float32."""
+    return _by_rows(gradient, lambda rows: rows @ u)
+
+
+def _by_rows(gradient: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
+    """(V,) from rows in float32: all at once where they are, else few at a time."""
+    gradient = gradient.detach()
+    if gradient.dtype == torch.float32:
+        return read(gradient)
+    room = gradient.new_empty(_ROWS_AT_ONCE, gradient.shape[1], dtype=torch.float32)
+    parts = torch.split(gradient, _ROWS_AT_ONCE)
+    return torch.cat([read(room[: len(rows)].copy_(rows)) for rows in parts])
+
+
+def _less(gradient: Tensor, u: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
+    """Projections and norms of the rows less ``common``."""
+    along, norms = [], []
+    room = torch.empty(_ROWS_AT_ONCE, len(common), device=common.device)
+    for rows in torch.split(gradient.detach(), _ROWS_AT_ONCE):
+        rows = torch.sub(rows, common, out=room[: len(rows)])
+        along.append(rows @ u)
+        norms.append(torch.linalg.vector_norm(rows, dim=1))
+    return torch.cat(along), torch.cat(norms)
+
+
+def _common_row(gradient: Tensor, summary: RowSummary) -> Tensor | None:
+    """What label smoothing adds to every row, (d,), or None.
+
+    Smoothing by epsilon takes ``epsilon / V`` of every hidden state off every row, so that most
+    rows are negative, and those of rare types one and the same. These stand at the lower edge of
+    the projections, above the few used types; noise puts other rows there, which do not agree.
+    """
+    if bool((summary.along < 0).float().mean() < 0.18):
+        return None
+    n = len(summary.along)
+    order = summary.along.argsort()[n * 8 // 100 : max(1, n * 18 // 100)]
+    edge = gradient.detach()[order].float()
+    common = edge.mean(0)
+    agreement = common.norm() / (edge.norm(dim=1).mean() + 1e-30)
+    return common if bool(agreement > 0.9) else None
+
+
+def significant(along: Tensor, noise: Tensor, rate: float = 0.05) -> Tensor:
+    """Rows that are negative beyond what noise explains, best first, (k,).
+
+    The false discovery rate is kept at ``rate`` (Benjamini and Hochberg 1995). Without noise
+    these are the rows with a negative projection.
+
+    Args:
+        along: (V,) projections on a unit vector.
+        noise: () standard deviation of noise on each coordinate.
+        rate: share of the rows named that noise alone may account for.
+    """
+    negative = (along < 0).nonzero()[:, 0]  # the others are no evidence at any rate below a half
+    ordered = along[negative].double().sort()
+    chance = torch.special.ndtr(ordered.values / noise.double().clamp(min=1e-300))
+    k = torch.arange(1, len(negative) + 1, device=along.device)
+    passing = (chance * len(along) <= rate * k).nonzero()[:, 0]
+    count = 0 if len(passing) == 0 else int(passing[-1]) + 1
+    return negative[ordered.indices[:count]]
+
+
+@dataclass(frozen=True)
+class Units:
+    """What a gradient says about its own scale and size.
+
+    Attributes:
+        noise: () standard deviation of noise on each coordinate, at most.
+        token: () norm of the row of a type used once.
+        cosine: () median cosine between ``u`` and the hidden states of used tokens.
+        tokens: () used tokens seen in the rows that are negative along ``u``, net of predictions.
+        clusters: (C,) factors on the clusters' expected rows that make up this gradient's.
+        n_tokens: () estimate of the number of tokens in the batch.
+    """
+
+    noise: Tensor
+    token: Tensor
+    cosine: Tensor
+    tokens: Tensor
+    clusters: Tensor
+    n_tokens: Tensor
+
+    @classmethod
+    def of(cls, summary: RowSummary, expected: ExpectedRows, at: Tensor) -> Units | None:
+        """Estimates them; None where no row is negative along ``u``.
+
+        Args:
+            summary: of the gradient, or of a subset of its rows that holds every used type.
+            expected: of public text.
+            at: where in ``summary`` the reference types stand.
+        """
+        noise = (summary.at(at) if len(at) else summary).noise()
+        token = token_norm(summary, noise)
+        if token is None:
+            return None
+        norms = summary.denoised(noise)
+        large = (summary.along < -4 * noise) & (norms > 0.3 * token)
+        cosine = (-summary.along[large] / norms[large]).median()
+        scale = token * cosine
+        clusters = expected.weights(summary.along[at] / scale, noise / scale)
+        return cls(
+            noise=noise,
+            token=token,
+            cosine=cosine,
+            tokens=-summary.along[large].sum() / scale,
+            clusters=clusters,
+            n_tokens=(clusters * expected.share).sum(),
+        )
+
+
+def token_norm(summary: RowSummary, noise: Tensor) -> Tensor | None:
+    """Norm of the row of a type used once, (); None where no row is negative beyond noise."""
+    negative = (summary.along < -4 * noise).nonzero()[:, 0]
+    if len(negative) == 0:
+        return None
+    found = np.sort(summary.at(negative).denoised(noise).cpu().numpy())  # few: NumPy is sooner
+    sums = found.cumsum()
+    token = found[min(np.searchsorted(sums, sums[-1] / 2), len(found) - 1)]
+    for _ in range(4):  # the median of those above 0.3 of it
+        first = np.searchsorted(found, 0.3 * token, side="right")
+        token = found[(first + len(found) - 1) // 2]
+    return summary.norms.new_tensor(token)
+
+
+def signed_log(values: Tensor, unit: float = 1e-3) -> Tensor:
+    """``sign(x) log(1 + |x| / unit)``: both tails and the neighbourhood of zero stay visible."""
+    return values.sign() * (values.abs() / unit).log1p()
+
+
+def plausible(summary: RowSummary, units: Units) -> Tensor:
+    """(V,) which rows could be those of a used type: negative along ``u``, or not small."""
+    noise, width = units.noise, summary.width
+    above = summary.norms.square() - width * noise * noise
+    floor = torch.maximum((0.1 * units.token) ** 2, 3 * (2 * width) ** 0.5 * noise * noise)
+    return (summary.along < -1.5 * noise) | (above > floor)
+
+
+def row_features(
+    rows: Tensor,
+    summary: RowSummary,
+    units: Units,
+    directions: Directions,
+    expected: ExpectedRows,
+) -> Tensor:
+    """Features of k rows, (k, F).
+
+    Args:
+        rows: (k, d) of the gradient as it was seen.
+        summary: of these rows.
+        units: of the whole gradient.
+        directions: to project on.
+        expected: of the same types.
+    """
+    rows = (rows.float() - summary.common) / units.token
+    noise = units.noise / units.token
+    r = summary.denoised(units.noise) / units.token
+    s = summary.along / (units.token * units.cosine)
+    cosine = summary.along / (units.token * r + 1e-30)
+    n = units.n_tokens.clamp(min=1.0)
+    predicted = (expected.mass @ units.clusters).clamp(min=1e-12)
+
+    k = len(directions.centres)
+    near = (rows @ directions.centres.T).sort(dim=1).values
+    ranks = [near[:, min(i, k - 1)] for i in (0, 1, 3, 7, k // 2, k - 1)]
+
+    white = rows @ directions.whitening
+    inside = (white * directions.deviations).square().sum(1) / (r * r + 1e-30)
+    opening = (rows @ directions.opening).square() / (r * r + 1e-30)[:, None]
+    template = expected.whitened
+    squared = template.square().sum(1) + 1e-30
+    amount = (white * template).sum(1) / squared
+    rest = (white - amount[:, None] * template).norm(dim=1)
+    whole = white.norm(dim=1) + 1e-30
+
+    columns = [
+        signed_log(s),
+        (r + _TINY).log(),
+        cosine,
+        inside,
+        *(signed_log(v) for v in ranks),
+        (near < 0).float().mean(1),
+        *(v / (r + _TINY) for v in (ranks[0], ranks[2], ranks[4])),
+        (predicted + _TINY).log(),
+        signed_log(predicted - s),
+        (s / predicted).clamp(-50, 5),
+        (expected.probability * n + 1e-6).log(),
+        (expected.energy * n + 1e-8).log(),
+        expected.energy / (expected.probability + 1e-30),
+        amount * squared.sqrt() / whole,
+        (rest + _TINY).log(),
+        (rest * rest / (expected.energy * n + 1e-6) + 1e-12).log(),
+        signed_log(amount / n),
+        rest / whole,
+        (expected.frequency * n + 1e-2).log(),
+        (expected.opening * n + 1e-3).log(),
+        signed_log(summary.along / (units.noise + 1e-30), 1.0),
+        (noise + 1e-5).log().expand(len(rows)),
+        units.tokens.clamp(min=1.0).log().expand(len(rows)),
+        n.log().expand(len(rows)),
+    ]
+    return torch.cat([torch.stack(columns, 1), opening], 1)

@@ -1,0 +1,159 @@
+"""Word types read directly: embedding rows that are not zero, signs of the head's bias."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, Anatomy
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Query,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+)
+from lightning_fedleak.snapshots import Observation, whole_tensor
+from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+
+
+def bag_of_words(gradient: Tensor) -> WordGuess:
+    """Types whose embedding row has a gradient (Gupta et al. 2022, FILM, bag-of-words extraction).
+
+    Only the rows that a batch looks up receive a gradient, so the guess is exact, but for rows
+    whose gradient vanishes: padding, and tokens that influence no predicted position (the last
+    token of a causal model's text). Weight decay or noise that is added to the update before it
+    is shared makes every row non-zero; then every type is named, with the precision that has.
+
+    Args:
+        gradient: (V, d) of the input embedding, strided or sparse.
+
+    Returns:
+        The non-zero rows, largest magnitude first, on the input side; scores are each row's largest
+        magnitude.
+
+    Raises:
+        UnusableObservation: non-finite or all zero.
+    """
+    gradient = whole_tensor(gradient)
+    if gradient.ndim != 2:
+        raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        scores = gradient.values().new_zeros(gradient.shape[0])
+        scores[gradient.indices()[0]] = _largest(gradient.values())
+    else:
+        scores = _largest(gradient)
+    if not bool(scores.isfinite().all()):
+        raise UnusableObservation("the embedding's gradient has NaN or infinity")
+    order = scores.argsort(descending=True, stable=True)
+    types = order[: int((scores > 0).sum())]
+    if len(types) == 0:
+        raise UnusableObservation(
+            "the embedding's gradient is all zero: no token was trained on in this step"
+        )
+    return WordGuess(types=types, scores=scores, n_types=float(len(types)), surface="input")
+
+
+class BagOfWords(Attack):
+    """The non-zero rows of the input embedding's gradient, see :func:`bag_of_words`.
+
+    Args:
+        name: as in the logs.
+    """
+
+    threat_model = ThreatModel.of(
+        "an honest but curious server that reads one update of the input embeddings",
+        Capability.SEES_EMBEDDING_GRADIENT,
+    )
+    default_name = "bag_of_words"
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """The input embedding.
+
+        Raises:
+            ThreatModelError: head and embedding are one matrix.
+        """
+        if anatomy.tied:
+            raise ThreatModelError(
+                f"attack '{self.name}' reads which rows of the embedding's gradient are non-zero, "
+                "but this model ties its embedding to its output head: the softmax reaches every "
+                "row of the sum that is shared, and no row tells anything by being non-zero. "
+                "Remove the attack; FlatChat reads the tied sum."
+            )
+        return Surfaces(gradients=(EMBEDDING_WEIGHT,))
+
+    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
+        """Names the types whose embedding row moved in the newest snapshot."""
+        return bag_of_words(view.gradient(EMBEDDING_WEIGHT))
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Largest magnitude of each row, (n, d) to (n,); a sum of squares could underflow to zero."""
+    low, high = rows.aminmax(dim=1)
+    return high.maximum(-low)
+
+
+def bias_sign(gradient: Tensor) -> WordGuess:
+    """Types whose bias gradient is negative (Zhao et al. 2020, iDLG, from one sample to many).
+
+    The bias gradient of a softmax with cross-entropy is ``sum_i (p_i - onehot(y_i))``, over the
+    tokens i of the batch. A row of an unused type is a sum of probabilities, so never negative:
+    every type named was used. A used type is missed where the model's probabilities for it over
+    the whole batch outweigh its count, which happens to frequent words. With label smoothing an
+    unused row turns negative too, and the rule does not hold.
+
+    Args:
+        gradient: (V,) of the output head's bias; its scale does not matter.
+
+    Returns:
+        The negative rows, most negative first; scores are ``-gradient``.
+
+    Raises:
+        UnusableObservation: non-finite or all zero.
+    """
+    gradient = whole_tensor(gradient)
+    if gradient.ndim != 1:
+        raise ValueError(f"gradient must be (V,), got shape {tuple(gradient.shape)}")
+    if not bool(gradient.isfinite().all()):
+        raise UnusableObservation("the head's bias gradient has NaN or infinity")
+    if not bool(gradient.any()):
+        raise UnusableObservation(
+            "the head's bias gradient is all zero: no token was trained on in this step"
+        )
+    scores = -(gradient if gradient.dtype.itemsize >= 4 else gradient.float())
+    order = scores.argsort(descending=True, stable=True)
+    types = order[: int((scores > 0).sum())]
+    return WordGuess(types=types, scores=scores, n_types=float(len(types)))
+
+
+class BiasSign(Attack):
+    """The sign rule on the output head's bias, see :func:`bias_sign`.
+
+    Few language models have such a bias (BERT-style masked models do, GPT-2 and Llama do not).
+
+    Args:
+        name: as in the logs.
+    """
+
+    threat_model = ThreatModel.of(
+        "an honest but curious server that reads one update of the output head's bias",
+        Capability.SEES_HEAD_BIAS_GRADIENT,
+    )
+    default_name = "bias_sign"
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """The head's bias.
+
+        Raises:
+            ThreatModelError: the head has none.
+        """
+        if anatomy.parameter(HEAD_BIAS) is None:
+            raise ThreatModelError(
+                f"attack '{self.name}' reads the gradient of the output head's bias, and this "
+                "model's head has no bias: remove the attack; FlatChat reads the head's weight."
+            )
+        return Surfaces(gradients=(HEAD_BIAS,))
+
+    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
+        """Names the types whose bias gradient is negative in the newest snapshot."""
+        return bias_sign(view.gradient(HEAD_BIAS))

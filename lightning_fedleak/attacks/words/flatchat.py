@@ -1,0 +1,455 @@
+"""FLATCHAT: word types from the row sums of the output head's gradient, in clusters and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Query,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+)
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
+from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.snapshots import Observation, whole_tensor
+from lightning_fedleak.threats import Capability, ThreatModel
+
+Scorer = Literal["gmm", "abs"]
+
+TAILS = (0.01, 0.03, 0.1, 0.003, 0.25)
+REGULARIZATION = 1e-6
+_ROWS_AT_ONCE = 512
+_ROWS_CHECKED = 33
+_ROUNDING_UNITS = 16.0
+
+SHAPES = tuple((size, length) for size in (1, 2, 4, 8, 16, 32) for length in (25, 50, 100))
+
+
+def flatten(gradient: Tensor) -> Tensor:
+    """Row sums ``dW 1`` (Eq. 5), accumulated in float32 or float64.
+
+    Half precision is widened a few rows at a time. A DTensor is summed where it lies; only the
+    (V,) sums are gathered, by a collective that every rank must enter.
+
+    Args:
+        gradient: (V, d) of a floating type.
+
+    Returns:
+        (V,) on the same device, float64 for float64, float32 otherwise.
+    """
+    if gradient.ndim != 2:
+        raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
+    gradient = gradient.detach()
+    if hasattr(gradient, "full_tensor"):
+        local = gradient if gradient.dtype.itemsize >= 4 else gradient.float()
+        return whole_tensor(local.sum(dim=1))
+    if gradient.dtype.itemsize >= 4:
+        return gradient.sum(dim=1)
+    room = gradient.new_empty(_ROWS_AT_ONCE, gradient.shape[1], dtype=torch.float32)
+    parts = torch.split(gradient, _ROWS_AT_ONCE)
+    return torch.cat([room[: len(part)].copy_(part).sum(dim=1) for part in parts])
+
+
+def flattened(gradient: Tensor) -> Tensor:
+    """Row sums of norm 1 (line 2 of Algorithm 1), checked.
+
+    The ones direction reads nothing where all hidden states sum to zero, as they do behind a
+    LayerNorm at its initial gain and bias (GPT-2 and BERT trained from scratch, first step): the
+    row sums are rounding errors then, far below what d random signs would leave.
+
+    Args:
+        gradient: (V, d) of a floating type.
+
+    Returns:
+        (V,) float64 on the CPU.
+
+    Raises:
+        UnusableObservation: NaN or infinity in the sums, all zero, all alike, or rounding errors.
+    """
+    sums = flatten(gradient)
+    s = sums.cpu().double()
+    low, high = torch.aminmax(s)
+    if not math.isfinite(low) or not math.isfinite(high):
+        n_bad = int((~s.isfinite()).sum())
+        raise UnusableObservation(
+            f"the head's gradient has NaN or infinity in {n_bad} of {len(s)} rows: nothing can be "
+            "read from it (an overflowed mixed-precision step, or a diverged model)"
+        )
+    norm: Tensor = torch.linalg.vector_norm(s)
+    if not bool(norm > 0):
+        raise UnusableObservation(
+            "every row of the head's gradient sums to zero: no token was trained on in this step, "
+            "or the head's gradient is not shared"
+        )
+    if _is_rounding(gradient.detach(), sums):
+        raise UnusableObservation(
+            "the row sums of the head's gradient are rounding errors: all hidden states sum to "
+            "zero, as behind a LayerNorm that is not trained yet. FlatChat's ones direction reads "
+            "nothing there; AlignedFlatChat chooses one that does"
+        )
+    if bool(low == high):
+        raise UnusableObservation("all rows of the head's gradient have the same sum")
+    return s.div_(norm)
+
+
+def _is_rounding(gradient: Tensor, sums: Tensor) -> bool:
+    """Whether even the largest sums are no larger than rounding in their rows explains.
+
+    Rounding leaves some ``eps / sqrt(d)`` of a row's absolute sum (measured: up to 3 for the
+    median row); a real row sum leaves hundreds in bfloat16 and millions in float32.
+    """
+    largest = sums.abs().topk(min(_ROWS_CHECKED, len(sums))).indices
+    if hasattr(gradient, "full_tensor"):
+        absolute = whole_tensor(gradient.float().abs().sum(dim=1))[largest]
+    else:
+        absolute = gradient[largest].abs().sum(dim=1, dtype=sums.dtype)
+    unit = torch.finfo(gradient.dtype).eps / gradient.shape[1] ** 0.5
+    shares = sums[largest].abs() / absolute
+    return bool(shares.nanmedian() < _ROUNDING_UNITS * unit)
+
+
+def separate_clusters(
+    s: Tensor,
+    *,
+    regularization: float = REGULARIZATION,
+    tails: Sequence[float] = TAILS,
+    min_ratio: float = 4.0,
+) -> tuple[Mixture, int, bool]:
+    """Fits the mixture until the positive cluster stands out by its variance (Remark 1).
+
+    Real row sums are peaked far beyond a Gaussian, and the mixture of greatest likelihood puts up
+    to half of the vocabulary into the wide cluster. ``regularization`` bounds the narrow one from
+    below; it is what makes the positive weight follow the number of types (Remark 2).
+
+    Args:
+        s: (V,) flattened gradient, of norm 1.
+        regularization: added to both variances; 1e-6 is scikit-learn's ``reg_covar``.
+        tails: shares of the values that start in the wide component, tried in this order until
+            one succeeds (the paper re-runs with random starts).
+        min_ratio: of the variances, wide over narrow, from which they count as separated.
+
+    Returns:
+        The mixture (of the largest ratio if none reached ``min_ratio``), the number of fits, and
+        whether the clusters are separated.
+
+    Raises:
+        ValueError: ``s`` is non-finite or constant, or ``tails`` is empty.
+    """
+    best: Mixture | None = None
+    for fits, tail in enumerate(tails, start=1):
+        mixture = fit_two_gaussians(s, start=tail, regularization=regularization)
+        if mixture.variance_ratio >= min_ratio:
+            return mixture, fits, True
+        if best is None or mixture.variance_ratio > best.variance_ratio:
+            best = mixture
+    if best is None:
+        raise ValueError("tails is empty: give at least one share to start from")
+    return best, len(tails), False
+
+
+def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
+    """Scores by which types are ranked, higher is more likely used.
+
+    Args:
+        s: (V,) flattened gradient, in the unit that the mixture was fitted in.
+        mixture: its wide component is the positive cluster.
+        scorer: ``"gmm"``: Eq. 11, squared distance from the negative cluster less that from the
+            positive one, each in its own standard deviation; ``"abs"``: ``|s|`` (Table 4).
+
+    Returns:
+        (V,) float64 on the CPU.
+    """
+    x = s.detach().cpu().double()
+    if scorer == "abs":
+        return x.abs()
+    if scorer == "gmm":
+        to_negative, to_positive = (
+            (x - mean).square_().div_(variance)
+            for mean, variance in zip(mixture.means, mixture.variances, strict=True)
+        )
+        difference: Tensor = to_negative - to_positive
+        return difference
+    raise ValueError(f"scorer must be 'gmm' or 'abs', got {scorer!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatChatGuess(WordGuess):
+    """A guess with what the mixture said.
+
+    Attributes:
+        mixture: fitted to the normalised row sums; its wide component is the positive cluster.
+        fits: starts that were tried.
+        separated: whether the variances of the clusters are told apart. False: no start got
+            there, ``mixture`` is the one of the largest ratio, and the guess deserves less trust.
+    """
+
+    mixture: Mixture
+    fits: int
+    separated: bool
+
+
+@dataclass(frozen=True)
+class TypeCountRegressor:
+    """Number of word types from the weight of the positive cluster (Remark 2, Appendix B).
+
+    Attributes:
+        coefficients: (degree + 1,) float64, constant first.
+    """
+
+    coefficients: Tensor
+
+    @classmethod
+    def fit(
+        cls, positive_weights: Sequence[float], n_types: Sequence[float], degree: int = 1
+    ) -> TypeCountRegressor:
+        """Least squares on pairs of positive weight and number of types.
+
+        Raises:
+            ValueError: fewer distinct weights than coefficients.
+        """
+        if len(set(positive_weights)) <= degree:
+            raise ValueError(
+                f"a polynomial of degree {degree} needs more than {degree} gradients with "
+                f"different positive weights; got {len(set(positive_weights))}. Use more batch "
+                "shapes or a lower degree."
+            )
+        x = torch.tensor(positive_weights, dtype=torch.float64)
+        y = torch.tensor(n_types, dtype=torch.float64)
+        powers = torch.stack([x**k for k in range(degree + 1)], dim=1)
+        return cls(torch.linalg.lstsq(powers, y[:, None]).solution[:, 0])
+
+    def __call__(self, mixture: Mixture) -> float:
+        """The number of types that the mixture stands for; may be below 1 or above V."""
+        weight = float(mixture.weights[1])
+        return float(sum(c * weight**k for k, c in enumerate(self.coefficients.tolist())))
+
+
+def flatchat(
+    gradient: Tensor,
+    n_types: float | Callable[[Mixture], float],
+    scorer: Scorer = "gmm",
+    *,
+    regularization: float = REGULARIZATION,
+    tails: Sequence[float] = TAILS,
+    min_ratio: float = 4.0,
+) -> FlatChatGuess:
+    """Algorithm 1 on one gradient.
+
+    Args:
+        gradient: (V, d) of the output head's weight.
+        n_types: how many types to name, or what estimates it from the mixture. Rounded, and kept
+            between 1 and V.
+        scorer: as in :func:`rank_types`.
+        regularization: as in :func:`separate_clusters`.
+        tails: as in :func:`separate_clusters`.
+        min_ratio: as in :func:`separate_clusters`.
+
+    Raises:
+        UnusableObservation: the row sums are non-finite, all zero, all alike, or rounding errors.
+    """
+    s = flattened(gradient)
+    mixture, fits, separated = separate_clusters(
+        s, regularization=regularization, tails=tails, min_ratio=min_ratio
+    )
+    scores = rank_types(s, mixture, scorer)
+    estimate = float(n_types(mixture) if callable(n_types) else n_types)
+    top = scores.topk(min(max(round(estimate), 1), len(scores)))
+    return FlatChatGuess(
+        types=top.indices.to(gradient.device),
+        scores=scores.float().to(gradient.device),
+        n_types=estimate,
+        mixture=mixture,
+        fits=fits,
+        separated=separated,
+    )
+
+
+class FlatChat(Attack):
+    """The gradient flattening attack (Algorithm 1): row sums, mixture, rank, top K.
+
+    Token i enters its label's row sum with the sum of its hidden state as weight (Lemma 2); the
+    used types form the cluster of large variance (Theorem 3, Remark 1), and how many they are is
+    read off that cluster's weight by a regression fitted on gradients of public text (Remark 2).
+
+    Args:
+        public_text: what the regression is fitted on, in ``prepare``. Needed for
+            ``n_types="predicted"`` unless a fitted state is loaded. ``"sampled"``: text that a
+            causal model writes itself.
+        n_types: ``"predicted"``, or a number the adversary assumes, or a function of the mixture.
+        oracle_n_types: the *true* number of types, or a function that returns it for the batch
+            under attack. No adversary has it: for the paper's oracle columns only.
+        scorer: ``"gmm"`` (Eq. 11) or ``"abs"``.
+        degree: of the polynomial (1 in the paper, higher in its Appendix B).
+        shapes: (sentences, length) of the public batches.
+        batches_per_shape: public gradients for each shape (20 in the paper).
+        mask_token_id: needed to calibrate a masked language model.
+        regularization: added to the clusters' variances, see :func:`separate_clusters`.
+        min_ratio: of the clusters' variances, from which they count as separated.
+        seed: of the public batches.
+        name: as in the logs.
+    """
+
+    threat_model = ThreatModel.of(
+        "an honest but curious server that reads one update of the output head",
+        Capability.SEES_HEAD_GRADIENT,
+        Capability.KNOWS_MODEL,
+        Capability.KNOWS_PUBLIC_TEXT,
+    )
+    default_name = "flatchat"
+
+    def __init__(
+        self,
+        public_text: PublicText | Literal["sampled"] | None = None,
+        *,
+        n_types: Literal["predicted"] | float | Callable[[Mixture], float] = "predicted",
+        oracle_n_types: int | Callable[[], int] | None = None,
+        scorer: Scorer = "gmm",
+        degree: int = 1,
+        shapes: Sequence[tuple[int, int]] = SHAPES,
+        batches_per_shape: int = 1,
+        mask_token_id: int | None = None,
+        regularization: float = REGULARIZATION,
+        min_ratio: float = 4.0,
+        seed: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        if scorer not in ("gmm", "abs"):
+            raise ValueError(f"scorer must be 'gmm' or 'abs', got {scorer!r}")
+        if isinstance(n_types, str) and n_types != "predicted":
+            raise ValueError(f"n_types must be 'predicted', a number or callable, got {n_types!r}")
+        if oracle_n_types is not None and n_types != "predicted":
+            raise ValueError("give n_types or oracle_n_types, not both")
+        if isinstance(public_text, str) and public_text != "sampled":
+            raise ValueError(
+                "public_text must be a PublicText (PublicText(list_of_texts, tokenizer)) or "
+                "'sampled', not a string of text"
+            )
+        if degree < 1 or batches_per_shape < 1 or not shapes:
+            raise ValueError("degree and batches_per_shape must be at least 1, shapes not empty")
+        self.public_text = public_text
+        self.n_types = n_types
+        self.oracle_n_types = oracle_n_types
+        self.scorer: Scorer = scorer
+        self.degree = degree
+        self.shapes = tuple(shapes)
+        self.batches_per_shape = batches_per_shape
+        self.mask_token_id = mask_token_id
+        self.regularization = regularization
+        self.min_ratio = min_ratio
+        self.seed = seed
+        self.regressor: TypeCountRegressor | None = None
+        self._not_fitted = "it has no regression: call prepare(anatomy), or load one"
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the number of types is predicted by the regression."""
+        return self.oracle_n_types is None and self.n_types == "predicted"
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """The head's weight; for a tied matrix that is the sum as shared."""
+        return Surfaces(gradients=(HEAD_WEIGHT,))
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        """Fits the regression on gradients of public text, where the number is predicted.
+
+        Where row sums of public gradients are rounding errors (a model that is not trained yet)
+        nothing is fitted: ``run`` says so, and ``refresh`` tries again.
+
+        Raises:
+            ValueError: the number of types is to be predicted and there is no public text.
+        """
+        if not self.predicts:
+            return
+        if self.public_text is None:
+            raise ValueError(
+                f"attack '{self.name}' predicts the number of types with a regression on public "
+                "text and was given none: pass FlatChat(public_text=...), or the number it shall "
+                "assume, FlatChat(n_types=...)."
+            )
+        text = self.public_text
+        if isinstance(text, str):
+            sentences, length = (max(sizes) for sizes in zip(*self.shapes, strict=True))
+            text = PublicText.sampled_from(anatomy, 2 * sentences, length, self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
+        weights, counts = [], []
+        for sentences, length in self.shapes * self.batches_per_shape:
+            batch = text.batch(
+                sentences, length, generator, kind=anatomy.kind, mask_token_id=self.mask_token_id
+            )
+            try:
+                s = flattened(gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT])
+            except UnusableObservation as error:
+                self._not_fitted = f"its regression on public text could not be fitted: {error}"
+                return
+            mixture, _, _ = separate_clusters(
+                s, regularization=self.regularization, min_ratio=self.min_ratio
+            )
+            weights.append(float(mixture.weights[1]))
+            counts.append(float(len(torch.unique(batch.target_ids()))))
+        self.regressor = TypeCountRegressor.fit(weights, counts, self.degree)
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Fits the regression if ``prepare`` could not, on a model that was not trained yet."""
+        if self.predicts and self.regressor is None:
+            self.prepare(anatomy)
+
+    def run(self, view: Observation, query: Query | None = None) -> FlatChatGuess:
+        """Names the word types predicted in the batch behind the newest head gradient.
+
+        Raises:
+            UnusableObservation: non-finite or all-zero row sums, or rounding errors; or the number
+                of types is to be predicted and there is no fitted regression.
+        """
+        how_many: float | Callable[[Mixture], float]
+        if self.oracle_n_types is not None:
+            how_many = (
+                self.oracle_n_types() if callable(self.oracle_n_types) else self.oracle_n_types
+            )
+        elif isinstance(self.n_types, str):
+            if self.regressor is None:
+                raise UnusableObservation(f"attack '{self.name}': {self._not_fitted}")
+            how_many = self.regressor
+        else:
+            how_many = self.n_types
+        gradient = view.gradient(HEAD_WEIGHT)
+        guess = flatchat(
+            gradient,
+            how_many,
+            self.scorer,
+            regularization=self.regularization,
+            min_ratio=self.min_ratio,
+        )
+        return guess if self.oracle_n_types is None else replace(guess, n_types=None)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The fitted regression, where there is one."""
+        return {} if self.regressor is None else {"regressor": self.regressor.coefficients}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back the regression."""
+        if "regressor" in state:
+            self.regressor = TypeCountRegressor(state["regressor"].detach().cpu().double())
+
+    def config(self) -> dict[str, object]:
+        """Settings for reports; tells an oracle's number of types from the attack's own."""
+        if self.oracle_n_types is not None:
+            source: object = "oracle"
+        else:
+            source = "function" if callable(self.n_types) else self.n_types
+        return {
+            "scorer": self.scorer,
+            "n_types": source,
+            "degree": self.degree,
+            "regularization": self.regularization,
+        }

@@ -1,0 +1,395 @@
+"""The gradients that public text would give, whole and in the pieces they are made of.
+
+The adversary knows the model and has text of its own, so it can compute the update a client
+*would* share for a batch whose words are known, and fit its attack on that. Everything here leaves
+no trace on the model: parameters, ``.grad``, hooks on parameters, modes and the global random
+numbers stay as they were.
+
+A batch's gradient is a mean over tokens, and sentences do not see each other, so the hidden states
+and input gradients of each sentence, computed once, give the gradient of every batch that can be
+made of these sentences, row by row, at the cost of one matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model_runs import (
+    LOGITS_AT_ONCE,
+    inputs_of,
+    labels_of,
+    micro_batches,
+    predicting,
+    run_logits,
+    token_logits,
+    undisturbed,
+)
+
+
+def gradient_of(anatomy: Anatomy, batch: TokenBatch, roles: Sequence[str]) -> dict[str, Tensor]:
+    """The gradient that a client would share for ``batch``: of the mean token cross-entropy.
+
+    Computed in eval mode on detached views of the parameters, a few rows of the batch at a time,
+    so that the live model is only read. A tied matrix gives the sum of its head and embedding
+    parts under either role, as in an update.
+
+    Args:
+        anatomy: the model.
+        batch: token ids, labels (-100 ignored) and mask; moved to the model's device.
+        roles: ``"head.weight"``, ``"embedding.weight"``, ... or names of parameters.
+
+    Returns:
+        role -> gradient, detached, shaped as the parameter.
+
+    Raises:
+        ValueError: the model has no parameter of that role, or no label is left to predict.
+    """
+    targets = {}
+    for role in roles:
+        parameter = anatomy.parameter(role)
+        if parameter is None:
+            raise ValueError(f"this model has no parameter of role '{role}' to take a gradient of")
+        targets[role] = parameter
+    named = dict(anatomy.model.named_parameters())
+    wanted = {id(p) for p in targets.values()}
+    views = {name: p.detach().requires_grad_(id(p) in wanted) for name, p in named.items()}
+    leaves = {id(named[name]): views[name] for name in named}
+    absent = [role for role, p in targets.items() if id(p) not in leaves]
+    if absent:
+        raise ValueError(
+            f"the parameters of {absent} are not inside the language model ({type(anatomy.model)})"
+        )
+    distinct = {id(p): leaves[id(p)] for p in targets.values()}
+    total = {key: torch.zeros_like(leaf, dtype=torch.float32) for key, leaf in distinct.items()}
+    n_tokens = 0
+    with undisturbed(anatomy) as model, torch.enable_grad():
+        for part in micro_batches(anatomy, batch):
+            logits, labels = token_logits(model, part, views)
+            loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+            grads = torch.autograd.grad(loss, list(distinct.values()), allow_unused=True)
+            for key, grad in zip(distinct, grads, strict=True):
+                if grad is not None:
+                    total[key] += grad
+            n_tokens += len(labels)
+    if n_tokens == 0:
+        raise ValueError("no label in this batch is left to predict (all are -100)")
+    mean = {key: (total[key] / n_tokens).to(leaf.dtype) for key, leaf in distinct.items()}
+    return {role: mean[id(p)] for role, p in targets.items()}
+
+
+def hidden_states_of(anatomy: Anatomy, batch: TokenBatch) -> Tensor:
+    """Inputs of the output head at the positions that predict a label, (N, d).
+
+    In the order of the flattened labels. One eval-mode forward per few rows, no gradients.
+
+    Raises:
+        ValueError: the model has no head.
+    """
+    head = _head(anatomy)
+    states: list[Tensor] = []
+    with undisturbed(anatomy) as model, torch.no_grad():
+        for part in micro_batches(anatomy, batch):
+            with inputs_of(head) as seen:
+                run_logits(model, part)
+            hidden, _ = predicting(seen[-1], part)
+            states.append(hidden)
+    return torch.cat(states)
+
+
+def head_gradient(
+    hidden: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    rows: Tensor | None = None,
+    log_partition: Tensor | None = None,
+    logit_map: LogitMap = PLAIN,
+) -> Tensor:
+    """The head's own part of the gradient in closed form, summed over tokens.
+
+    ``sum_i f'(z_i) (softmax(f(z_i)) - onehot(y_i)) h_i^T`` with ``z_i = W h_i + b``.
+
+    Args:
+        hidden: (N, d) inputs of the head.
+        labels: (N,) the tokens predicted there.
+        weight: (V, d).
+        bias: (V,) or None.
+        rows: (k,) only these types' rows; all by default.
+        log_partition: (N,) log of the softmax's denominator, computed when missing.
+        logit_map: f, what the model makes of the product; by default nothing.
+
+    Returns:
+        (V, d) or (k, d), in float32.
+    """
+    weight, hidden = weight.float(), hidden.float()
+    bias = None if bias is None else bias.float()
+    if log_partition is None:
+        log_partition = log_partitions(hidden, weight, bias, logit_map)
+    kept = weight if rows is None else weight[rows]
+    kept_bias = bias if bias is None or rows is None else bias[rows]
+    out = torch.zeros_like(kept)
+    step = max(1, LOGITS_AT_ONCE // max(1, len(kept)))
+    for a in range(0, len(hidden), step):
+        h = hidden[a : a + step]
+        logits = logit_map(F.linear(h, kept, kept_bias), rows)
+        pull = (logits - log_partition[a : a + step, None]).exp_()
+        if logit_map.softcap is not None:
+            pull *= logit_map.steepness(logits)
+        out.addmm_(pull.T, h, alpha=logit_map.scale)
+    pushed = hidden
+    if logit_map.softcap is not None:
+        parts = torch.split(torch.arange(len(labels), device=labels.device), step)
+        product = torch.cat([(hidden[i] * weight[labels[i]]).sum(1) for i in parts])
+        product = product if bias is None else product + bias[labels]
+        pushed = hidden * logit_map.steepness(logit_map(product, labels)).reshape(-1, 1)
+    if rows is None:
+        return out.index_add_(0, labels, pushed, alpha=-logit_map.scale)
+    place = torch.full((len(weight),), -1, dtype=torch.int64, device=hidden.device)
+    place[rows] = torch.arange(len(rows), device=hidden.device)
+    at = place[labels]
+    return out.index_add_(0, at[at >= 0], pushed[at >= 0], alpha=-logit_map.scale)
+
+
+def log_partitions(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, logit_map: LogitMap = PLAIN
+) -> Tensor:
+    """Log of the softmax's denominator at each of (N, d) hidden states, (N,)."""
+    step = max(1, LOGITS_AT_ONCE // max(1, len(weight)))
+    parts = [logit_map(F.linear(h, weight, bias)).logsumexp(1) for h in torch.split(hidden, step)]
+    return torch.cat(parts) if parts else hidden.new_zeros(0)
+
+
+def _head(anatomy: Anatomy) -> nn.Module:
+    if anatomy.head is None:
+        raise ValueError("this model has no output head, so it has no states that feed one")
+    return anatomy.head
+
+
+@dataclass(frozen=True)
+class GradientParts:
+    """What N predicted tokens of some sentences add to the head's gradient.
+
+    Attributes:
+        hidden: (N, d) inputs of the head.
+        labels: (N,) tokens predicted there.
+        sentence: (N,) index of the sentence each belongs to.
+        log_partition: (N,) log of the softmax's denominator.
+        input_ids: (M,) tokens looked up in the input embedding, where it is tied to the head;
+            empty otherwise.
+        input_grads: (M, d) gradient of the summed loss with respect to each row looked up.
+        input_sentence: (M,) index of the sentence each belongs to.
+        input_first: (M,) whether it opens its sentence.
+        logit_map: what the model makes of the head's product.
+    """
+
+    hidden: Tensor
+    labels: Tensor
+    sentence: Tensor
+    log_partition: Tensor
+    input_ids: Tensor
+    input_grads: Tensor
+    input_sentence: Tensor
+    input_first: Tensor
+    logit_map: LogitMap = PLAIN
+
+    @property
+    def n_sentences(self) -> int:
+        """Sentences that these parts can be put together from."""
+        return int(self.sentence.max()) + 1 if len(self.sentence) else 0
+
+    def of(self, sentences: Tensor) -> GradientParts:
+        """The parts of some sentences, renumbered from 0; an index may not repeat."""
+        place = torch.full((self.n_sentences,), -1, dtype=torch.int64, device=self.labels.device)
+        place[sentences] = torch.arange(len(sentences), device=place.device)
+        tokens = place[self.sentence] >= 0
+        inputs = place[self.input_sentence] >= 0
+        return GradientParts(
+            self.hidden[tokens],
+            self.labels[tokens],
+            place[self.sentence[tokens]],
+            self.log_partition[tokens],
+            self.input_ids[inputs],
+            self.input_grads[inputs],
+            place[self.input_sentence[inputs]],
+            self.input_first[inputs],
+            self.logit_map,
+        )
+
+    def gradient(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> Tensor:
+        """The gradient of the mean cross-entropy: (V, d), or only ``rows`` of it, (k, d).
+
+        Of a tied matrix the sum of head and embedding parts, as a client shares it.
+        """
+        out = head_gradient(
+            self.hidden,
+            self.labels,
+            weight,
+            bias,
+            rows=rows,
+            log_partition=self.log_partition,
+            logit_map=self.logit_map,
+        )
+        at, grads = self.input_ids, self.input_grads
+        if rows is not None:
+            place = torch.full((len(weight),), -1, dtype=torch.int64, device=at.device)
+            place[rows] = torch.arange(len(rows), device=at.device)
+            at = place[at]
+            grads, at = grads[at >= 0], at[at >= 0]
+        return out.index_add_(0, at, grads).div_(max(1, len(self.labels)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[GradientParts]) -> GradientParts:
+        """All sentences of several parts."""
+        first, shifted = 0, []
+        for part in parts:
+            shifted.append((part.sentence + first, part.input_sentence + first))
+            first += part.n_sentences
+        joined = _joined(parts)
+        joined["sentence"] = torch.cat([s for s, _ in shifted])
+        joined["input_sentence"] = torch.cat([s for _, s in shifted])
+        return cls(**joined, logit_map=_map_of(parts))
+
+
+def _joined(parts: Sequence[GradientParts]) -> dict[str, Tensor]:
+    names = [f.name for f in fields(GradientParts) if f.name != "logit_map"]
+    return {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
+
+
+def _map_of(parts: Sequence[GradientParts]) -> LogitMap:
+    """That of the most tokens, off which it was read best."""
+    return max(parts, key=lambda p: len(p.labels)).logit_map
+
+
+def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) -> GradientParts:
+    """The parts of each row of ``batch``. One forward, and one backward where the head is tied.
+
+    Leaves no trace on the model, as
+    :func:`~lightning_fedleak.attacks.words.public_gradients.gradient_of`.
+
+    Args:
+        anatomy: the model.
+        batch: token ids, labels and mask.
+        inputs: whether to compute the embedding's part of a tied matrix (the backward).
+
+    Raises:
+        ValueError: the model has no head, a tied embedding that does more than look up rows, or
+            logits that are more than scale, shift and softcap of what the head gives.
+    """
+    if anatomy.head is None:
+        raise ValueError("this model has no output head whose gradient could be read")
+    weight, bias = head_of(anatomy)
+    frozen = {name: p.detach() for name, p in anatomy.model.named_parameters()}
+    found, first = [], 0
+    tied = inputs and anatomy.tied
+    with undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
+        for part in micro_batches(anatomy, batch):
+            with inputs_of(anatomy.head) as seen, _lookups(anatomy, tied) as lookups:
+                logits = run_logits(model, part, frozen)
+            kept, labels = predicting(logits, part)
+            states, _ = predicting(seen[-1].detach(), part)
+            hidden = states.float()
+            logit_map = LogitMap.of(
+                model, states, kept, lambda h: F.linear(h.float(), weight, bias)
+            )
+            input_ids, grads, input_rows, opening = _input_parts(lookups, kept, labels)
+            found.append(
+                GradientParts(
+                    hidden,
+                    labels,
+                    _rows_of(part) + first,
+                    log_partitions(hidden, weight, bias, logit_map),
+                    input_ids.to(labels.device),
+                    grads.to(labels.device).reshape(-1, weight.shape[1]),
+                    input_rows.to(labels.device) + first,
+                    opening.to(labels.device),
+                    logit_map,
+                )
+            )
+            first += len(part.input_ids)
+    return GradientParts(**_joined(found), logit_map=_map_of(found))
+
+
+def head_of(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
+    """The head's weight (V, d) and bias (V,) or None, detached, in float32.
+
+    Raises:
+        ValueError: the model has no head.
+    """
+    weight, bias = anatomy.parameter(HEAD_WEIGHT), anatomy.parameter(HEAD_BIAS)
+    if weight is None:
+        raise ValueError("this model has no output head whose gradient could be read")
+    return weight.detach().float(), None if bias is None else bias.detach().float()
+
+
+def _rows_of(batch: TokenBatch) -> Tensor:
+    rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+    return predicting(rows[:, None, None].expand(-1, labels_of(batch).shape[1], 1), batch)[0][:, 0]
+
+
+@contextmanager
+def _lookups(
+    anatomy: Anatomy, tied: bool
+) -> Iterator[list[tuple[nn.Embedding, Tensor, Tensor, Tensor]]]:
+    """Collects (module, ids, leaf, factor) of every lookup in a matrix tied to the head."""
+    found: list[tuple[nn.Embedding, Tensor, Tensor, Tensor]] = []
+    shared = anatomy.parameter(HEAD_WEIGHT)
+    tables = [
+        m
+        for m in anatomy.model.modules()
+        if tied and isinstance(m, nn.Embedding) and m.weight is shared
+    ]
+
+    def swap(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        assert isinstance(module, nn.Embedding)
+        leaf = out.detach().requires_grad_()
+        plain = F.embedding(args[0], module.weight.detach())
+        factor = (plain * leaf.detach()).sum() / (plain * plain).sum()
+        if not torch.allclose(plain * factor, leaf.detach(), rtol=1e-2, atol=1e-4):
+            raise ValueError(
+                f"the input embedding ({type(module).__name__}) does more than look up rows of "
+                "the matrix it shares with the head, so its part of the gradient is unknown"
+            )
+        found.append((module, args[0], leaf, factor))
+        return leaf
+
+    handles = [m.register_forward_hook(swap) for m in tables]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _input_parts(
+    lookups: Sequence[tuple[nn.Embedding, Tensor, Tensor, Tensor]], logits: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids, gradients, batch rows and openings of the lookups that the loss depends on."""
+    if not lookups:
+        none = labels[:0]
+        return none, logits.new_zeros(0, dtype=torch.float32), none, none.bool()
+    loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+    leaves = [leaf for _, _, leaf, _ in lookups]
+    grads: Sequence[Tensor | None] = torch.autograd.grad(loss, leaves, allow_unused=True)
+    columns: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for (module, ids, _, factor), grad in zip(lookups, grads, strict=True):
+        if grad is None:
+            continue
+        grad = grad.float() * factor
+        moved = (grad != 0).any(-1) & (
+            ids != (-1 if module.padding_idx is None else module.padding_idx)
+        )
+        where = moved.nonzero()
+        columns.append((ids[moved], grad[moved], where[:, 0], where[:, 1] == 0))
+    ids, found, rows, opening = (torch.cat(c) for c in zip(*columns, strict=True))
+    return ids, found, rows, opening

@@ -1,0 +1,356 @@
+"""RLG: word types from the head's gradient by one linear program for each candidate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.linalg import qr
+from scipy.optimize import linprog
+from torch import Tensor
+
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Query,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+)
+from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.snapshots import Observation, whole_tensor
+from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+
+Array = NDArray[np.floating[Any]]
+
+_SLACK = 1e-7
+_VOLUME_GROWTH = 1.01
+_ROWS_PER_ROUND = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class RevealLabelsGuess(WordGuess):
+    """A guess with what it took.
+
+    Attributes:
+        rank: of the gradient, the dimension of the linear programs.
+        candidates: types that were left to decide after the basis excluded the others.
+        programs: linear programs that were solved.
+    """
+
+    rank: int
+    candidates: int
+    programs: int
+
+
+def reveal_labels(
+    gradient: Tensor,
+    *,
+    max_seconds: float = 60.0,
+    allow_full_rank: bool = False,
+    hidden_rank: int | None = None,
+    tolerance: float | None = None,
+) -> RevealLabelsGuess:
+    """Types whose row one linear functional makes negative while every other stays non-negative.
+
+    The gradient of softmax with cross-entropy is ``dW = G H^T`` with a column ``p_i - onehot(y_i)``
+    of G for each token i: negative in the row of its label alone. While the hidden states are
+    linearly independent (at most d tokens) the columns of dW span those of G, so that for each
+    used type t a vector r exists with ``dW_t r < 0`` and ``dW_j r >= 0`` for all other j, and all
+    used types are found (Dang et al. 2021, Sect. 3). Nothing excludes that an unused row meets the
+    condition too; it is rare while V is much larger than the rank. With more tokens than d the
+    rank is full and the argument lapses: a used type may fail; as long as *types* stay below d
+    many still pass. Full is the rank that hidden states can have: d, and d - 1 behind a LayerNorm
+    without bias, whose outputs over its gain sum to zero.
+
+    One program is solved for each candidate, as in the paper, but few are candidates. Take S rows
+    of dW that span the others with coefficients of magnitude at most 1 (a maximum-volume basis).
+    Since the rows sum to zero, an unused row whose coefficients all exceed -1 is a non-negative
+    combination of other rows, which no r can separate (Farkas), and is excluded at once. What
+    remains is about the basis: S programs, not V.
+
+    Assumes cross-entropy without label smoothing, no noise, and the head's own part of the
+    gradient: a tied matrix's sum does not have rows that sum to zero and is refused.
+
+    Args:
+        gradient: (V, d), the head's own part.
+        max_seconds: time for the linear programs together.
+        allow_full_rank: attack also where the rank is full.
+        hidden_rank: dimensions that the model's hidden states span; by default all d.
+        tolerance: singular values below this share of the largest count as zero; by default eight
+            times the rounding error of the gradient's dtype.
+
+    Returns:
+        The separable types in ascending order; ``scores`` is None.
+
+    Raises:
+        UnusableObservation: non-finite or all zero, rows that do not sum to zero, full rank, no
+            time left, or a program that the solver cannot decide.
+    """
+    deadline = time.monotonic() + max_seconds
+    rows = _row_space(gradient, tolerance)
+    n_types, rank = rows.shape
+    full = min(gradient.shape) if hidden_rank is None else hidden_rank
+    if rank >= full and not allow_full_rank:
+        raise UnusableObservation(
+            f"the gradient has full rank {rank}: with {rank} tokens or more in the batch (after "
+            "noise or rounding, with any number) the labels need not be separable, and this "
+            "method is not made for it. Use a smaller batch, FlatChat, or allow_full_rank=True "
+            "to see what is separable all the same."
+        )
+    basis, coefficients = _large_volume_basis(rows)
+    excluded = coefficients.min(axis=1) > -1 + _SLACK
+    excluded[basis] = False
+    candidates = np.flatnonzero(~excluded).tolist()
+    scale = np.abs(coefficients).max(axis=1)
+    constraints = coefficients / np.where(scale > 0, scale, 1)[:, None]
+    found: list[int] = []
+    programs = 0
+    for done, t in enumerate(candidates):
+        separable, solved = _separable(constraints, basis, t, deadline)
+        programs += solved
+        if separable is None:
+            raise UnusableObservation(
+                f"{max_seconds:g} s were not enough: {done} of {len(candidates)} candidate types "
+                f"are decided (V = {n_types}, rank {rank}). Raise max_seconds, or use a smaller "
+                "batch."
+            )
+        if separable:
+            found.append(t)
+    return RevealLabelsGuess(
+        types=torch.tensor(found, dtype=torch.int64, device=gradient.device),
+        n_types=float(len(found)),
+        rank=rank,
+        candidates=len(candidates),
+        programs=programs,
+    )
+
+
+class RevealLabels(Attack):
+    """RLG (Dang et al. 2021) on the output head's gradient, see :func:`reveal_labels`.
+
+    Finds every label of a batch of fewer tokens than the hidden size has dimensions, and is slow:
+    up to a minute at rank 200 and hours at rank 500.
+
+    Args:
+        max_seconds: for the linear programs of one look; beyond it the result is unknown.
+        allow_full_rank: attack also where the rank is as large as hidden states allow, which
+            ``prepare`` finds on random tokens.
+        tolerance: as in :func:`reveal_labels`.
+        name: as in the logs.
+    """
+
+    threat_model = ThreatModel.of(
+        "an honest but curious server that reads one update of the output head",
+        Capability.SEES_HEAD_GRADIENT,
+    )
+    default_name = "reveal_labels"
+
+    def __init__(
+        self,
+        *,
+        max_seconds: float = 60.0,
+        allow_full_rank: bool = False,
+        tolerance: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        if not max_seconds > 0:
+            raise ValueError(f"max_seconds must be positive, got {max_seconds}")
+        self.max_seconds = max_seconds
+        self.allow_full_rank = allow_full_rank
+        self.tolerance = tolerance
+        self._hidden_rank: int | None = None
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """The head's weight.
+
+        Raises:
+            ThreatModelError: head and embedding are one matrix.
+        """
+        if anatomy.tied:
+            raise ThreatModelError(
+                f"attack '{self.name}' needs the head's own gradient, whose rows sum to zero, but "
+                "this model ties its head to its embedding, and only the sum of both is shared. "
+                "Remove the attack; FlatChat reads the tied sum."
+            )
+        return Surfaces(gradients=(HEAD_WEIGHT,))
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        """Takes the rank of the gradient of twice as many random tokens as d.
+
+        What the model is trained to later is not asked for again: a bias that grows from zero adds
+        its dimension, and batches of just that rank read unknown.
+
+        Raises:
+            ValueError: the model has no output head.
+            UnusableObservation: its gradient is none that this method reads (capped logits).
+        """
+        weight = anatomy.parameter(HEAD_WEIGHT)
+        if weight is None:
+            raise ValueError("this model has no output head whose gradient could be read")
+        batch = _random_tokens(anatomy, 2 * weight.shape[1])
+        gradient = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT]
+        self._hidden_rank = _row_space(gradient, self.tolerance).shape[1]
+
+    def run(self, view: Observation, query: Query | None = None) -> RevealLabelsGuess:
+        """Names the separable types of the newest head gradient.
+
+        Raises:
+            UnusableObservation: as :func:`reveal_labels` does.
+            RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
+        """
+        if self._hidden_rank is None:
+            raise RuntimeError(
+                f"attack '{self.name}' does not know the rank of this model's hidden states: call "
+                "prepare(anatomy) first"
+            )
+        return reveal_labels(
+            view.gradient(HEAD_WEIGHT),
+            max_seconds=self.max_seconds,
+            allow_full_rank=self.allow_full_rank,
+            hidden_rank=self._hidden_rank,
+            tolerance=self.tolerance,
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The rank of hidden states."""
+        known = self._hidden_rank
+        return {} if known is None else {"hidden_rank": torch.tensor(known)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what ``state_dict`` gave."""
+        if state:
+            self._hidden_rank = int(state["hidden_rank"])
+
+    def config(self) -> dict[str, object]:
+        """Settings for reports."""
+        return {"max_seconds": self.max_seconds, "allow_full_rank": self.allow_full_rank}
+
+
+def _random_tokens(anatomy: Anatomy, n: int) -> TokenBatch:
+    """Short rows of random ids with at least ``n`` labels, every position being predicted."""
+    context = getattr(getattr(anatomy.model, "config", None), "max_position_embeddings", None)
+    length = 33 if context is None else max(2, min(33, context // 2))
+    generator = torch.Generator().manual_seed(0)
+    shape = (-(-n // (length - 1)), length)
+    table = anatomy.parameter(EMBEDDING_WEIGHT)
+    readable = anatomy.vocab_size if table is None else min(len(table), anatomy.vocab_size)
+    ids, labels = (torch.randint(readable, shape, generator=generator) for _ in range(2))
+    return TokenBatch(ids, labels, torch.ones_like(ids), anatomy.kind)
+
+
+def _row_space(gradient: Tensor, tolerance: float | None) -> Array:
+    """Rows in coordinates of the row space, (V, S) with orthonormal columns, S the rank."""
+    gradient = whole_tensor(gradient)
+    if gradient.ndim != 2:
+        raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
+    precision = torch.finfo(gradient.dtype).eps
+    matrix = gradient.cpu().double()
+    if not bool(matrix.isfinite().all()):
+        raise UnusableObservation("the head's gradient has NaN or infinity")
+    if not bool(matrix.any()):
+        raise UnusableObservation("the head's gradient is all zero: no token was trained on")
+    imbalance = float(matrix.sum(dim=0).norm() / matrix.abs().sum(dim=0).norm())
+    if imbalance > min(64 * precision, 0.05):
+        raise UnusableObservation(
+            f"the rows of the head's gradient do not sum to zero (off by {imbalance:.1e} of their "
+            "magnitude), so it is not that of a softmax with cross-entropy alone: a tied matrix's "
+            "sum, noise, weight decay in an update, or compression. This method needs the head's "
+            "own, exact gradient."
+        )
+    triangle = torch.linalg.qr(matrix, mode="r").R
+    _, singular, right = torch.linalg.svd(triangle)
+    threshold = (8 * precision if tolerance is None else tolerance) * float(singular[0])
+    rank = int((singular > threshold).sum())
+    rows = (matrix @ right[:rank].T) / singular[:rank]
+    return rows.numpy()
+
+
+def _large_volume_basis(rows: Array) -> tuple[NDArray[np.int64], Array]:
+    """S rows that span the others with coefficients of magnitude at most about 1.
+
+    Starts from pivoted QR and swaps the row of the largest coefficient in until none exceeds the
+    growth factor (Goreinov et al. 2010, maxvol).
+
+    Returns:
+        Indices (S,) of the basis, and coefficients (V, S) of every row in it.
+    """
+    pivots: NDArray[np.int64]
+    _, pivots = qr(rows.T, mode="r", pivoting=True)
+    basis = pivots[: rows.shape[1]].copy()
+    coefficients: Array = np.linalg.solve(rows[basis].T, rows.T).T
+    for _ in range(10 * rows.shape[1]):
+        j, k = np.unravel_index(np.abs(coefficients).argmax(), coefficients.shape)
+        pivot = coefficients[j, k]
+        if abs(pivot) <= _VOLUME_GROWTH:
+            break
+        change = coefficients[j].copy()
+        change[k] -= 1
+        coefficients -= np.outer(coefficients[:, k] / pivot, change)
+        basis[k] = j
+    refreshed: Array = np.linalg.solve(rows[basis].T, rows.T).T
+    return basis, refreshed
+
+
+def _separable(
+    constraints: Array, basis: NDArray[np.int64], t: int, deadline: float
+) -> tuple[bool | None, int]:
+    """Is there an r with ``c_t r = -1`` and ``c_j r >= 0`` for all other rows j?
+
+    Rows of the basis are unit vectors, which turns their constraints into bounds. The others are
+    added as they are violated: infeasible with some of them is infeasible with all.
+
+    Returns:
+        The answer (None: out of time), and the number of programs solved.
+    """
+    rank = constraints.shape[1]
+    lower = np.where(basis == t, -1.0, 0.0)
+    upper = np.where(basis == t, -1.0, np.inf)
+    in_basis = bool((basis == t).any())
+    others = np.ones(len(constraints), dtype=bool)
+    others[basis] = False
+    others[t] = False
+    working = np.zeros(len(constraints), dtype=bool)
+    r = lower
+    programs = 0
+    while True:
+        if in_basis or programs:
+            values = constraints @ r
+            violated = np.flatnonzero(
+                others & ~working & (values < -_SLACK * (1 + np.abs(r).max()))
+            )
+            if len(violated) == 0:
+                return True, programs
+            worst = violated[np.argsort(values[violated])[:_ROWS_PER_ROUND]]
+            working[worst] = True
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None, programs
+        solution = linprog(
+            np.ones(rank),
+            A_ub=-constraints[working] if working.any() else None,
+            b_ub=np.zeros(int(working.sum())) if working.any() else None,
+            A_eq=None if in_basis else constraints[t : t + 1],
+            b_eq=None if in_basis else np.array([-1.0]),
+            bounds=np.column_stack([lower, upper]),
+            method="highs",
+            options={"time_limit": left},
+        )
+        programs += 1
+        if solution.status == 2:
+            return False, programs
+        if solution.status == 1:
+            return None, programs
+        if solution.status != 0:
+            raise UnusableObservation(
+                "the linear program of a type was neither solved nor shown infeasible "
+                f"({solution.message}); the gradient may be too noisy for this method"
+            )
+        r = solution.x

@@ -1,0 +1,1 @@
+"""``fedleak demo``."""

@@ -1,0 +1,364 @@
+"""``fedleak game``: plays the membership game on a model and a text, and says what it means."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from lightning_fedleak.anatomy import Anatomy, AnatomyError, Kind, find_anatomy
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.base import MembershipAttack
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.trained import TrainedMembership
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL, SourceError
+from lightning_fedleak.finetuning.data import load_tokenizer
+from lightning_fedleak.finetuning.texts import read_texts
+from lightning_fedleak.games import GameConfig, GameError, GameResult, SentencePool, play
+from lightning_fedleak.games.deals import AUTHORS_POSITION
+from lightning_fedleak.metrics.rates import Rate
+from lightning_fedleak.model_runs import context_length
+
+UserError = (SourceError, AnatomyError, GameError)
+
+ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full")
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+PLANTED = " ".join(["This is the sentence that is looked for."] * 11)
+"""What the authors' protocol plants: one short sentence again and again, as in their code."""
+
+_PUBLIC_SHARE = 0.25
+_PUBLIC_TEXTS = 200
+_SHOWN = {
+    "accuracy": "accuracy",
+    "auc": "AUC",
+    "advantage": "advantage",
+    "tpr_at_fpr_0.01": "TPR at 1% FPR",
+}
+
+
+@dataclass(frozen=True)
+class GameCommand:
+    """The command and its settings; the arguments of ``fedleak game``.
+
+    Attributes:
+        model: a folder or a name on the hub; None for the embedded one. Causal, masked, or an
+            encoder without a head.
+        text: corpus as :func:`read_texts` takes it; None for the embedded messages.
+        public: text that the server owns, for attacks that calibrate: as ``text``, ``"sampled"``
+            for text by the model itself, or None for a share of ``text`` that is kept out of the
+            game.
+        attack: names out of ``ATTACKS``.
+        layer: where they read; None for the middle layer.
+        batch, games, position, protocol, relation, gradients, targets_per_batch, seed: as in
+            :class:`~lightning_fedleak.games.GameConfig`.
+        forwards: as there; None is ``"pooled"`` in closed form.
+        tokens: ids of a sentence, at most.
+        pool: texts that games are drawn from, at most: a random choice of ``text``.
+        precision: of model and hidden states.
+        bos: token id put before every text.
+        json: file that the results are written to.
+    """
+
+    model: str | None = None
+    text: str | None = None
+    public: str | None = None
+    attack: Sequence[str] = ("fc", "fc-full", "attention")
+    layer: Sequence[int] | None = None
+    batch: int = 40
+    tokens: int = 32
+    pool: int = 1000
+    games: int = 240
+    position: Literal["random", "last"] | int = "random"
+    protocol: Literal["game", "authors"] = "game"
+    relation: Literal["replace_one", "add_remove"] = "replace_one"
+    gradients: Literal["closed_form", "autograd"] = "closed_form"
+    forwards: Literal["fresh", "pooled"] | None = None
+    targets_per_batch: int = 1
+    precision: str = "fp32"
+    bos: int | None = None
+    seed: int = 0
+    json: Path | None = None
+
+    def run(self, console: Console | None = None) -> int:
+        """Plays and prints.
+
+        Args:
+            console: where to print; stdout by default.
+
+        Returns:
+            0.
+
+        Raises:
+            SourceError: model or text cannot be used.
+            AnatomyError: the model's parts could not be found.
+            GameError: model, text, layer and settings do not go together.
+        """
+        console = console or Console()
+        if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
+            raise SourceError(f"--json {self.json} is no file in a folder that exists")
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        tokenizer = load_tokenizer(self.model)
+        anatomy = find_model(self.model, PRECISIONS[self.precision])
+        context = context_length(anatomy)
+        if context is not None and self.tokens > context:
+            raise SourceError(
+                f"--tokens {self.tokens} is longer than the model's context of {context}: give "
+                f"{context} or fewer"
+            )
+        layers = self.layer or [max(1, len(anatomy.blocks) // 2)]
+        texts, public = self._texts(anatomy, tokenizer)
+        pool = self._pool(texts, tokenizer, anatomy.kind)
+        attacks = [
+            make_attack(name, k, self.tokens, public, self.batch, self.seed)
+            for k in layers
+            for name in self.attack
+        ]
+        closed = self.gradients == "closed_form"
+        config = GameConfig(
+            games=self.games,
+            batch=self.batch,
+            protocol=self.protocol,
+            relation=self.relation,
+            gradients=self.gradients,
+            position=self.position,
+            forwards=self.forwards or ("pooled" if closed else "fresh"),
+            targets_per_batch=self.targets_per_batch,
+            seed=self.seed,
+        )
+        self._introduce(console, pool)
+        results = self._play(console, anatomy, attacks, pool, config, self._planted(tokenizer))
+        console.print(table(results))
+        console.print(explanation(results), highlight=False)
+        if self.json is not None:
+            self._write(results, pool)
+            console.print(f"\nWritten to {self.json}.", highlight=False, soft_wrap=True)
+        return 0
+
+    def _texts(self, anatomy: Anatomy, tokenizer: Any) -> tuple[list[str], PublicText | None]:
+        """The game's corpus, and the server's own text, which is no part of it."""
+        texts = read_texts(EMBEDDED_MESSAGES if self.text is None else self.text)
+        order = torch.randperm(
+            len(texts), generator=torch.Generator().manual_seed(self.seed)
+        ).tolist()
+        owned: list[str] = []
+        needed = not all(name.startswith("fc") for name in self.attack)
+        if needed and self.public is None:
+            n = min(_PUBLIC_TEXTS, int(len(texts) * _PUBLIC_SHARE))
+            if n == 0:
+                raise SourceError(
+                    f"{len(texts)} texts are too few to give the server some to calibrate on; "
+                    "give more text, or the server's own with --public."
+                )
+            owned, order = [texts[i] for i in order[:n]], order[n:]
+        elif needed and self.public is not None and self.public != "sampled":
+            owned = read_texts(self.public)[:_PUBLIC_TEXTS]
+        known = set(owned)
+        texts = [t for t in (texts[i] for i in sorted(order[: self.pool])) if t not in known]
+        if not needed:
+            return texts, None
+        if self.public == "sampled":
+            return texts, PublicText.sampled_from(
+                anatomy, _PUBLIC_TEXTS, self.tokens, self.seed, start_token_id=self.bos
+            )
+        front = [] if self.bos is None else [self.bos]
+        length = self.tokens - len(front)
+        ids = tokenizer(owned, truncation=True, max_length=length)["input_ids"]
+        return texts, PublicText([front + row for row in ids])
+
+    def _pool(self, texts: Sequence[str], tokenizer: Any, kind: Kind) -> SentencePool:
+        at_least = 2
+        if isinstance(self.position, int) and self.protocol == "game":
+            # A token that is the last of its sentence enters no next-token loss.
+            at_least = max(2, self.position + (2 if kind == "causal" else 1))
+        if at_least > self.tokens:
+            raise SourceError(
+                f"--position {self.position} needs sentences of at least {at_least} tokens, and "
+                f"--tokens {self.tokens} cuts them: give more tokens or an earlier position"
+            )
+        return SentencePool.of(
+            texts, tokenizer, self.tokens, at_least=at_least, start_token_id=self.bos
+        )
+
+    def _planted(self, tokenizer: Any) -> Tensor | None:
+        if self.protocol != "authors":
+            return None
+        front = [] if self.bos is None else [self.bos]
+        ids = front + tokenizer(PLANTED, verbose=False)["input_ids"]
+        place = self.position if isinstance(self.position, int) else AUTHORS_POSITION
+        if self.tokens <= place:
+            raise SourceError(
+                f"the authors' protocol asks for token {place} (counted from 0) of a sentence of "
+                f"--tokens {self.tokens}: give at least {place + 1}"
+            )
+        return torch.tensor(ids)
+
+    def _introduce(self, console: Console, pool: SentencePool) -> None:
+        model = "the embedded model" if self.model is None else self.model
+        text = "the embedded messages of a bank's customers" if self.text is None else self.text
+        console.print(
+            f"A client trains {model} ({self.precision}) on a batch of {self.batch} out of "
+            f"{len(pool)} different sentences of {text}, each of at most {self.tokens} tokens "
+            f"({pool.duplicates} repeats and {pool.short} too short ones left out). A dishonest "
+            "server has added layers of its own, and asks whether one sentence is in that batch.",
+            highlight=False,
+        )
+
+    def _play(
+        self,
+        console: Console,
+        anatomy: Anatomy,
+        attacks: Sequence[MembershipAttack],
+        pool: SentencePool,
+        config: GameConfig,
+        planted: Tensor | None,
+    ) -> list[GameResult]:
+        columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("games", total=config.games)
+            return play(
+                anatomy,
+                attacks,
+                pool,
+                config,
+                planted=planted,
+                progress=lambda n: progress.advance(task, n),
+            )
+
+    def _write(self, results: Sequence[GameResult], pool: SentencePool) -> None:
+        assert self.json is not None
+        content = {
+            "schema": 1,
+            "model": self.model or "embedded",
+            "text": self.text or "embedded",
+            "pool": {"sentences": len(pool), "duplicates": pool.duplicates, "short": pool.short},
+            "precision": self.precision,
+            "results": [r.to_dict(games=True) for r in results],
+        }
+        try:
+            self.json.write_text(json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            raise SourceError(
+                f"'{self.json}' cannot be written to ({error.strerror}): name another file with "
+                "--json."
+            ) from error
+
+
+def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
+    """Loads a language model of any of the kinds that a game knows, in eval mode.
+
+    Args:
+        name: folder or name on the hub; None for the embedded model. What it is (causal, masked, an
+            encoder without a head) is taken from the ``architectures`` of its configuration.
+        dtype: of the weights.
+
+    Raises:
+        SourceError: there is no such model, or no way to reach it.
+        AnatomyError: its parts could not be found.
+    """
+    source = str(EMBEDDED_MODEL) if name is None else name
+    try:
+        config = AutoConfig.from_pretrained(source)
+        kinds = " ".join(getattr(config, "architectures", None) or ())
+        if "MaskedLM" in kinds:
+            model = AutoModelForMaskedLM.from_pretrained(source, dtype=dtype)
+        elif "CausalLM" in kinds or "LMHead" in kinds:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        else:
+            model = AutoModel.from_pretrained(source, dtype=dtype)
+            return find_anatomy(model.eval(), kind="classifier")
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"no language model could be loaded from '{source}': give a folder that holds one, or "
+            f"a model of the hub (which needs a network the first time). {error}"
+        ) from error
+    return find_anatomy(model.eval())
+
+
+def make_attack(
+    name: str, layer: int, tokens: int, public: PublicText | None, batch: int, seed: int
+) -> MembershipAttack:
+    """An attack by its name on the command line; it is then called ``name@layer``."""
+    granularity: Literal["full", "token"] = "full" if name.endswith("-full") else "token"
+    label = f"{name}@{layer}"
+    if name.startswith("fc"):
+        return FCMembership(layer, granularity, tokens=tokens, name=label)
+    if public is None:
+        raise SourceError(f"--attack {name} calibrates on text that the server owns: give --public")
+    if name.startswith("trained"):
+        return TrainedMembership(layer, public, granularity, tokens=tokens, seed=seed, name=label)
+    return AttentionMembership(layer, public, tokens=tokens, batch=batch, seed=seed, name=label)
+
+
+def table(results: Sequence[GameResult]) -> Table:
+    """Each adversary's rates with their 95% intervals; once more without collisions, if any."""
+    title = {
+        "game": "the game of Fig. 2: fair bit, random target",
+        "authors": "the protocol of the authors' code: one planted sentence, two worlds",
+    }[results[0].protocol]
+    if results[0].relation == "add_remove":
+        title = "the game that adds or removes: a random target, or nothing in its place"
+    rows = []
+    for result in results:
+        rows.append((result.attack, result))
+        if result.collides.any() and not result.collides.all():
+            rows.append(("  no collision", result.without_collisions()))
+    rates = [result.summary() for _, result in rows]
+    names = [n for n in _SHOWN if n == "accuracy" or any(_known(r[n]) for r in rates)]
+    shown = Table(title=f"{title} (gradients: {results[0].gradients.replace('_', ' ')})")
+    shown.add_column("attack@layer", no_wrap=True)
+    shown.add_column("games", justify="right")
+    for name in names:
+        shown.add_column(_SHOWN[name])
+    for (label, result), found in zip(rows, rates, strict=True):
+        shown.add_row(label, str(len(result)), *(_cell(found[name]) for name in names))
+    return shown
+
+
+def _known(rate: Rate) -> bool:
+    return not math.isnan(rate.value)
+
+
+def _cell(rate: Rate) -> str:
+    if not _known(rate):
+        return "unknown"
+    value, low, high = (_short(v) for v in (rate.value, rate.low, rate.high))
+    return f"{value} [{low}, {high}]"
+
+
+def _short(value: float) -> str:
+    """Three digits without the leading zero; an exact 1 as 1, so that it tells from .9996."""
+    return "1" if value == 1 else f"{value:.3f}".replace("0.", ".", 1)
+
+
+def explanation(results: Sequence[GameResult]) -> str:
+    """What the table says, in sentences."""
+    lines = [
+        "",
+        "Accuracy and AUC .5 and advantage 0 are what guessing gives; 1 is certainty. In brackets: "
+        "95% intervals.",
+    ]
+    for layer in dict.fromkeys(r.layer for r in results):
+        most = max((int(r.collides.sum()) for r in results if r.layer == layer), default=0)
+        if most:
+            lines.append(
+                f"Layer {layer}: in {most} of {len(results[0])} games the batch held the target "
+                "token's hidden state in another sentence too (the same word, or the same words up "
+                "to it). No attack that reads this state alone can tell the two apart."
+            )
+    lines.append(
+        "The server must be dishonest: it chooses the layers and weights that are trained, and "
+        "sets dropout to 0. A low number says that these attacks fail here, not that none succeeds."
+    )
+    return "\n".join(lines)

@@ -1,0 +1,86 @@
+"""The inversion attacks by the names that the command line and the benchmarks know them by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.texts.base import InversionAttack
+from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
+from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
+from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
+
+ADVERSARIES = ("prefix", "sweeps", "descent", "paper", "relaxation")
+"""In the order in which they are tried: ``prefix`` is :class:`PrefixInversion`; ``descent``
+:class:`EmbeddingDescent` as it comes, ``sweeps`` with verified changes, ``paper`` with the paper's
+choices (Eq. 3 and 4 from 'hello') but for its stop at a cosine of .98: it goes on until settled;
+``relaxation`` :class:`TokenRelaxation`."""
+
+STEPS_A_SWEEP = 50
+PAPER_LR = 0.3
+RELAXATION_LR = 0.3
+
+
+def make_adversary(
+    name: str,
+    layer: int,
+    *,
+    steps: int = 1000,
+    budget_seconds: float | None = None,
+    hello: int | None = None,
+    special_ids: Sequence[int] = (),
+    public_text: PublicText | Literal["sampled"] | None = "sampled",
+    autocast: torch.dtype | None = None,
+) -> InversionAttack:
+    """An attack by its name, called ``name@layer``.
+
+    Args:
+        name: out of ``ADVERSARIES``.
+        layer: the split.
+        steps: most gradient steps of a descent.
+        budget_seconds: wall time for one observation, or None.
+        hello: id that ``paper`` starts from; None for the mean of the vocabulary.
+        special_ids: that ``sweeps`` tries at every position.
+        public_text: of :class:`PrefixInversion`.
+        autocast: dtype of the autocast region that the client computes in, or None.
+
+    Raises:
+        ValueError: an unknown name, or a setting that the attack refuses.
+    """
+    label = f"{name}@{layer}"
+    common: dict[str, Any] = {
+        "budget_seconds": budget_seconds,
+        "autocast": autocast,
+        "name": label,
+    }
+    if name == "prefix":
+        return PrefixInversion(layer, public_text, **common)
+    common["steps"] = steps
+    if name == "relaxation":
+        return TokenRelaxation(layer, lr=RELAXATION_LR, **common)
+    if name == "paper":
+        return EmbeddingDescent(
+            layer,
+            lr=PAPER_LR,
+            weighting="paper",
+            likeness="cosine",
+            initial="mean",
+            init_token=hello,
+            **common,
+        )
+    if name == "sweeps":
+        return EmbeddingDescent(
+            layer,
+            sweeps=max(1, steps // STEPS_A_SWEEP),
+            always_try=tuple(special_ids),
+            **common,
+        )
+    if name == "descent":
+        return EmbeddingDescent(layer, **common)
+    raise ValueError(f"there is no attack {name!r}; choose from {', '.join(ADVERSARIES)}")
+
+
+__all__ = ["ADVERSARIES", "make_adversary"]

@@ -1,0 +1,241 @@
+"""Attack and task accuracy over splits, lengths and noise levels, one cell at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.texts.base import InversionAttack
+from lightning_fedleak.commands.invert.noise import gaussian_noise
+from lightning_fedleak.commands.invert.task import Utility, utility
+from lightning_fedleak.metrics.rates import Rate
+from lightning_fedleak.metrics.texts import reconstruction_rates, sentence_scores
+from lightning_fedleak.model_runs import hidden_states
+
+ROUGE_UP_TO = 512
+"""Tokens of a text, above which ROUGE-L is left out: its time grows with the square."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One attack on the texts of one length, sent through one split with one noise level.
+
+    Attributes:
+        attack: its name.
+        layer: the split.
+        blocks: of the whole model.
+        length: tokens of each text.
+        sigma: of the noise.
+        relative: whether in standard deviations per dimension.
+        texts: attacked.
+        utility: of the whole model from the noised states; None where it could not be measured.
+        rates: by the names of :func:`~lightning_fedleak.metrics.texts.
+            reconstruction_rates`, each with its 95% interval; empty where the attack failed.
+        seconds: wall time of the attack on all texts.
+        cpu_seconds: processor time of it, of all threads: what counts on a busy machine.
+        prepare_seconds: wall time of its preparation, once for each split.
+        candidates: verified per token.
+        steps: gradient steps per text, or None.
+        budget_seconds: wall time that the attack was given for all texts; None for no bound.
+        finished: False where the time budget cut anything off.
+        problem: what went wrong, or None.
+    """
+
+    attack: str
+    layer: int
+    blocks: int
+    length: int
+    sigma: float
+    relative: bool
+    texts: int
+    utility: Utility | None = None
+    rates: Mapping[str, Rate] = field(default_factory=dict)
+    seconds: float = math.nan
+    cpu_seconds: float = math.nan
+    prepare_seconds: float = math.nan
+    candidates: float = math.nan
+    steps: float | None = None
+    budget_seconds: float | None = None
+    finished: bool = True
+    problem: str | None = None
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Wall time."""
+        return self.seconds / (self.texts * self.length)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; numbers that are not finite become None."""
+        found: dict[str, Any] = _finite(asdict(self) | {"rates": dict(self.rates)})
+        found["rates"] = {name: _finite(asdict(rate)) for name, rate in self.rates.items()}
+        return found
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Cell:
+        """From :meth:`to_dict`."""
+        values = dict(content)
+        if values["utility"] is not None:
+            values["utility"] = Utility(**_numbers(values["utility"], ("accuracy",)))
+        values["rates"] = {
+            name: Rate(**_numbers(rate, ("value", "low", "high")))
+            for name, rate in values["rates"].items()
+        }
+        return cls(**_numbers(values, ("seconds", "cpu_seconds", "prepare_seconds", "candidates")))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {k: math.nan if v is None and k in names else v for k, v in values.items()}
+
+
+def run_cells(
+    anatomy: Anatomy,
+    rows: Mapping[int, Tensor],
+    attacks: Sequence[tuple[str, Callable[[int], InversionAttack]]],
+    layers: Sequence[int],
+    sigmas: Sequence[float],
+    *,
+    relative: bool,
+    texts: int,
+    seed: int = 0,
+    mask_token_id: int | None = None,
+    special_ids: Sequence[int] = (),
+    began: Callable[[str], None] = lambda _: None,
+) -> Iterator[Cell]:
+    """Yields each cell as soon as it is known: layers, attacks on them, lengths, noise levels.
+
+    The first ``texts`` of the rows are attacked, all of them measure the utility, with noise of the
+    same law. An attack that raises costs its own cells and no other's; so does a utility that
+    cannot be measured. ``KeyboardInterrupt`` is passed on.
+
+    Args:
+        anatomy: of the model.
+        rows: (n, L) token ids without padding, by their length L.
+        attacks: names, and how to make each for a split.
+        layers: splits.
+        sigmas: noise levels.
+        relative: of the noise, see :func:`~lightning_fedleak.commands.invert.noise.gaussian_noise`.
+        texts: attacked in each cell.
+        seed: of the noise.
+        mask_token_id: for the task of a masked model.
+        special_ids: never masked in it.
+        began: told the name of what comes next.
+    """
+    for layer in layers:
+        useful: dict[tuple[int, float], Utility | str] = {}
+        for name, make in attacks:
+            attack, prepared = _prepared(make, layer, anatomy, began)
+            for length, ids in rows.items():
+                for sigma in sigmas:
+                    if (length, sigma) not in useful:
+                        began(f"utility, split {layer}, {length} tokens")
+                        useful[length, sigma] = _utility(
+                            anatomy, layer, ids, sigma, relative, seed, mask_token_id, special_ids
+                        )
+                    began(f"{name}, split {layer}, {length} tokens, noise {sigma:g}")
+                    task = useful[length, sigma]
+                    cell = Cell(
+                        attack=name,
+                        layer=layer,
+                        blocks=len(anatomy.blocks),
+                        length=length,
+                        sigma=sigma,
+                        relative=relative,
+                        texts=min(texts, len(ids)),
+                        utility=task if isinstance(task, Utility) else None,
+                        prepare_seconds=prepared,
+                        problem=None if isinstance(task, Utility) else task,
+                    )
+                    yield _attacked(cell, attack, anatomy, ids, seed)
+
+
+def _prepared(
+    make: Callable[[int], InversionAttack],
+    layer: int,
+    anatomy: Anatomy,
+    began: Callable[[str], None],
+) -> tuple[InversionAttack | Exception, float]:
+    start = time.perf_counter()
+    try:
+        attack = make(layer)
+        began(f"preparing {attack.name}")
+        attack.prepare(anatomy)
+    except Exception as error:
+        return error, math.nan
+    return attack, time.perf_counter() - start
+
+
+def _utility(
+    anatomy: Anatomy,
+    layer: int,
+    ids: Tensor,
+    sigma: float,
+    relative: bool,
+    seed: int,
+    mask_token_id: int | None,
+    special_ids: Sequence[int],
+) -> Utility | str:
+    try:
+        return utility(
+            anatomy,
+            layer,
+            ids,
+            sigma,
+            relative=relative,
+            seed=seed,
+            mask_token_id=mask_token_id,
+            special_ids=special_ids,
+        )
+    except Exception as error:
+        return f"utility: {_said(error)}"
+
+
+def _attacked(
+    cell: Cell, attack: InversionAttack | Exception, anatomy: Anatomy, ids: Tensor, seed: int
+) -> Cell:
+    """The cell, with what the attack finds."""
+    values = dict(vars(cell))
+    try:
+        if isinstance(attack, Exception):
+            raise attack
+        values["budget_seconds"] = attack.budget_seconds
+        hidden = hidden_states(anatomy, cell.layer, ids)
+        noise = gaussian_noise(hidden, cell.sigma, relative=cell.relative, seed=seed)
+        sent, truth = (hidden + noise)[: cell.texts], ids[: cell.texts]
+        start, spent = time.perf_counter(), time.process_time()
+        guess = attack.reconstruct(sent, None, None)
+        seconds, spent = time.perf_counter() - start, time.process_time() - spent
+        scores = sentence_scores(guess.tokens, truth, rouge=cell.length <= ROUGE_UP_TO)
+    except Exception as error:
+        problems = [p for p in (cell.problem, _said(error)) if p]
+        return Cell(**values | {"problem": "; ".join(problems), "finished": False})
+    steps = getattr(guess, "steps", None)
+    return Cell(
+        **values
+        | {
+            "rates": reconstruction_rates(scores, seed=seed),
+            "seconds": seconds,
+            "cpu_seconds": spent,
+            "candidates": guess.candidates / truth.numel(),
+            "steps": None if steps is None else float(steps.double().mean()),
+            "finished": guess.finished,
+        }
+    )
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+__all__ = ["Cell", "run_cells"]

@@ -1,0 +1,147 @@
+"""What the top model still does with noised hidden states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.commands.invert.noise import gaussian_noise, noised
+from lightning_fedleak.model_runs import hidden_states, undisturbed
+
+MASKED_SHARE = 0.15
+LOGITS_AT_ONCE = 1 << 25
+MOST_NATS = 700.0
+"""Cross-entropy at which the perplexity is cut off, so that it stays a number."""
+
+
+@dataclass(frozen=True)
+class Utility:
+    """Of the whole model, from the noised hidden states on.
+
+    Attributes:
+        task: what ``accuracy`` is: ``"next-token accuracy"``, ``"masked-token accuracy"``, or, of
+            an encoder without a head, ``"cosine of the pooled output"`` with that without noise.
+        accuracy: mean over tokens, or over texts for the cosine.
+        perplexity: of the tokens that are predicted; None where none are.
+    """
+
+    task: str
+    accuracy: float
+    perplexity: float | None = None
+
+
+def utility(
+    anatomy: Anatomy,
+    layer: int,
+    input_ids: Tensor,
+    sigma: float,
+    *,
+    relative: bool,
+    seed: int = 0,
+    mask_token_id: int | None = None,
+    special_ids: Sequence[int] = (),
+) -> Utility:
+    """Runs the whole model in eval mode with noise added at the split.
+
+    A causal model predicts each next token. A masked one predicts 15% of the tokens of each text
+    (one at least, no special ones), which ``mask_token_id`` stands for in its input: the hidden
+    states that are noised are those of the masked text.
+
+    Args:
+        anatomy: of the model.
+        layer: the split.
+        input_ids: (B, L) texts without padding; L at least 2 for a causal model.
+        sigma: of the noise, as in :func:`~lightning_fedleak.commands.invert.noise.gaussian_noise`.
+        relative: as there.
+        seed: of the noise, and of the choice of masked tokens.
+        mask_token_id: for a masked model.
+        special_ids: never masked.
+
+    Raises:
+        ValueError: a text that is too short, a masked model without ``mask_token_id``, a model that
+            is none of causal, masked and a plain encoder, or a layer that it has not.
+    """
+    ids = input_ids.to(anatomy.device)
+    if anatomy.kind == "causal":
+        if ids.shape[1] < 2:
+            raise ValueError("texts of one token have no next token to predict: give longer ones")
+        wanted = torch.zeros_like(ids, dtype=torch.bool)
+        wanted[:, :-1] = True
+        targets = ids.roll(-1, 1)
+        return _predictions(
+            anatomy, layer, ids, targets, wanted, "next-token", sigma, relative, seed
+        )
+    if anatomy.kind == "masked" and anatomy.head is not None:
+        if mask_token_id is None:
+            raise ValueError("a masked model predicts the tokens that are masked: give its mask id")
+        wanted = chosen_places(ids, special_ids, seed)
+        masked = ids.masked_fill(wanted, mask_token_id)
+        return _predictions(
+            anatomy, layer, masked, ids, wanted, "masked-token", sigma, relative, seed
+        )
+    if anatomy.kind == "seq2seq":
+        raise ValueError("utility is known for causal models, masked models and plain encoders")
+    return _pooled(anatomy, layer, ids, sigma, relative, seed)
+
+
+def chosen_places(ids: Tensor, special_ids: Sequence[int], seed: int) -> Tensor:
+    """(B, L) bool: 15% of each text's tokens that are not special, at least one of each."""
+    special = torch.tensor(list(special_ids), dtype=ids.dtype, device=ids.device)
+    may = ~torch.isin(ids, special)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(ids.shape, generator=generator).to(ids.device).masked_fill(~may, 2.0)
+    rank = order.argsort(1).argsort(1)
+    many = (may.sum(1, keepdim=True) * MASKED_SHARE).ceil()
+    return (rank < many) & may
+
+
+def _predictions(
+    anatomy: Anatomy,
+    layer: int,
+    ids: Tensor,
+    targets: Tensor,
+    wanted: Tensor,
+    what: str,
+    sigma: float,
+    relative: bool,
+    seed: int,
+) -> Utility:
+    """Accuracy and perplexity at the places ``wanted`` (B, L), in runs that bound the memory."""
+    noise = gaussian_noise(hidden_states(anatomy, layer, ids), sigma, relative=relative, seed=seed)
+    vocabulary = anatomy.vocab_size or 1
+    rows = max(1, LOGITS_AT_ONCE // (ids.shape[1] * vocabulary))
+    right, nats = 0, 0.0
+    with torch.no_grad(), undisturbed(anatomy) as model:
+        for a in range(0, len(ids), rows):
+            part = slice(a, a + rows)
+            with noised(anatomy, layer, noise[part]):
+                logits = model(input_ids=ids[part]).logits[wanted[part]].float()
+            truth = targets[part][wanted[part]]
+            right += int((logits.argmax(1) == truth).sum())
+            nats += float(F.cross_entropy(logits, truth, reduction="sum"))
+    n = int(wanted.sum())
+    return Utility(f"{what} accuracy", right / n, math.exp(min(MOST_NATS, nats / n)))
+
+
+def _pooled(
+    anatomy: Anatomy, layer: int, ids: Tensor, sigma: float, relative: bool, seed: int
+) -> Utility:
+    noise = gaussian_noise(hidden_states(anatomy, layer, ids), sigma, relative=relative, seed=seed)
+    with torch.no_grad(), undisturbed(anatomy) as model:
+        states = model(input_ids=ids)[0]
+        if states.dim() != 3:
+            raise ValueError("a model with a head of classes: give the encoder without its head")
+        clean = states.float().mean(1)
+        with noised(anatomy, layer, noise):
+            moved = model(input_ids=ids)[0].float().mean(1)
+    cosine = F.cosine_similarity(moved, clean, dim=1).mean()
+    return Utility("cosine of the pooled output", float(cosine))
+
+
+__all__ = ["Utility", "chosen_places", "utility"]

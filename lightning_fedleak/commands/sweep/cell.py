@@ -1,0 +1,350 @@
+"""One cell of a grid: one defence at one strength, trained and attacked."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import transformers
+from scipy import stats
+
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.attacks import (
+    AlignedFlatChat,
+    AttentionMembership,
+    EmbeddingDescent,
+    FCMembership,
+    FlatChat,
+    PrefixInversion,
+    PublicText,
+)
+from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.callbacks import Games, LeakageMonitor
+from lightning_fedleak.callbacks.channels.base import family_of
+from lightning_fedleak.commands.sweep.specs import DefenseSpec
+from lightning_fedleak.finetuning.data import TextDataModule
+from lightning_fedleak.finetuning.module import CausalLMFineTuning
+from lightning_fedleak.strategies import DefendedStrategy
+
+ATTACKS = ("flatchat", "aligned_flatchat", "fc", "attention", "prefix", "descent")
+_PUBLIC_TEXTS = 256
+_CHATTY = ("lightning.pytorch", "lightning.fabric", "transformers")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cells of a grid have in common.
+
+    Attributes:
+        model: causal language model, a folder or a name on the hub; None for the embedded one.
+        text: private text as :func:`~lightning_fedleak.finetuning.texts.read_texts` takes it; None
+            for the embedded messages.
+        attacks: names out of ``ATTACKS``; all look at the same steps of the same run.
+        layer: where ``fc``, ``attention``, ``prefix`` and ``descent`` read; None for the middle.
+        steps: optimizer steps.
+        batch_size: texts a batch.
+        length: tokens a text, at most.
+        every_n_steps: steps between two looks.
+        lr: learning rate of AdamW.
+        peft: as in :class:`~lightning_fedleak.finetuning.module.CausalLMFineTuning`.
+        budget_seconds: for one run of ``prefix`` or ``descent``.
+        seed: of split, order, dropout, public text and calibration.
+    """
+
+    model: str | None = None
+    text: str | None = None
+    attacks: tuple[str, ...] = ("flatchat", "aligned_flatchat", "fc")
+    layer: int | None = None
+    steps: int = 60
+    batch_size: int = 8
+    length: int = 64
+    every_n_steps: int = 5
+    lr: float = 1e-4
+    peft: Literal["lora", "bitfit"] | None = None
+    budget_seconds: float = 10.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A setting and a defence."""
+
+    setting: Setting
+    defense: DefenseSpec
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        defense = {"kind": self.defense.kind, "settings": dict(self.defense.settings)}
+        return {"setting": asdict(self.setting), "defense": defense}
+
+
+@dataclass(frozen=True)
+class Leakage:
+    """What one attack got in one run.
+
+    Attributes:
+        metric: the attack's headline: ``f1``, ``auc`` or ``token_accuracy``.
+        value: mean over looks; of membership games over all games of the run. None where unknown.
+        low, high: its 95% interval: Student's t over looks, or that of the pooled games.
+        looks: of which there is a value.
+        unknown: looks without one; they are in no mean.
+        exposed: False where the surface was not shared at all.
+        why: why the last unknown look is unknown; None where none is.
+    """
+
+    metric: str
+    value: float | None
+    low: float | None
+    high: float | None
+    looks: int
+    unknown: int
+    exposed: bool
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What one run showed.
+
+    Attributes:
+        val_loss: on the validation texts after the last step, the defence still in place.
+        privacy: the fields of :class:`~lightning_fedleak.defenses.Privacy`, by a defence that
+            accounts for them; None for an infinite epsilon.
+        leakage: by attack.
+        seconds: wall time of the run.
+        warnings: what this package warned of, but for reasons that stand in ``leakage``.
+        error: why there is no result; None where there is one.
+    """
+
+    val_loss: float | None = None
+    privacy: Mapping[str, float | None] = field(default_factory=dict)
+    leakage: Mapping[str, Leakage] = field(default_factory=dict)
+    seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CellResult:
+        """Takes back what :meth:`to_dict` gave."""
+        leakage = {name: Leakage(**entry) for name, entry in values["leakage"].items()}
+        told = tuple(values["warnings"])
+        return cls(**{**values, "leakage": leakage, "warnings": told})
+
+
+def run_cell(cell: Cell, folder: Path) -> CellResult:
+    """Fine-tunes a model under a defence, attacks it as it trains, and measures what it learnt.
+
+    The loss is a mean over texts of each text's mean, as DP-SGD needs it, in every cell.
+
+    Args:
+        cell: what to run.
+        folder: of the run's ``leakage.jsonl``; what is in it is removed first.
+
+    Raises:
+        Exception: whatever stops the run: a defence that refuses, a model that cannot be loaded.
+    """
+    began = time.perf_counter()
+    shutil.rmtree(folder, ignore_errors=True)
+    setting, defenses = cell.setting, cell.defense.build()
+    with quiet() as heard:
+        L.seed_everything(setting.seed, verbose=False)
+        module = CausalLMFineTuning(
+            setting.model, lr=setting.lr, peft=setting.peft, loss="sample_mean"
+        )
+        attacks = make_attacks(setting, find_anatomy(module))
+        monitor = LeakageMonitor(
+            attacks,
+            every_n_steps=setting.every_n_steps,
+            games=Games(window=setting.steps),
+            log_dir=folder,
+        )
+        trainer = L.Trainer(
+            strategy=DefendedStrategy("auto", defenses),
+            max_steps=setting.steps,
+            devices=1,
+            check_val_every_n_epoch=None,
+            val_check_interval=setting.steps,
+            callbacks=[monitor],
+            logger=False,
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        _fit(trainer, module, setting)
+    loss = trainer.callback_metrics.get("val_loss")
+    privacy: dict[str, float | None] = {}
+    for defense in defenses:
+        if (cost := defense.privacy) is not None:
+            known = {k: v for k, v in asdict(cost).items() if v is not None}
+            privacy |= {k: v if math.isfinite(v) else None for k, v in known.items()}
+    return CellResult(
+        val_loss=None if loss is None else float(loss),
+        privacy=privacy,
+        leakage=leakage_of(folder / "leakage.jsonl", attacks),
+        seconds=time.perf_counter() - began,
+        warnings=tuple(dict.fromkeys(heard)),
+    )
+
+
+def loss_before(setting: Setting) -> float:
+    """The validation loss of the model before any training."""
+    with quiet():
+        module = CausalLMFineTuning(setting.model, loss="sample_mean")
+        trainer = L.Trainer(
+            devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
+        )
+        found = trainer.validate(module, datamodule=_data(setting), verbose=False)
+    return float(found[0]["val_loss"])
+
+
+def make_attacks(setting: Setting, anatomy: Anatomy) -> list[Attack]:
+    """The attacks of a setting, by their names there.
+
+    Raises:
+        ValueError: an unknown name, or a layer that the model does not have.
+    """
+    layer = max(1, len(anatomy.blocks) // 2) if setting.layer is None else setting.layer
+    public = _public_text(setting.model, setting.length, setting.seed)
+    tokens, seed, budget = setting.length, setting.seed, setting.budget_seconds
+    made: list[Attack] = []
+    for name in setting.attacks:
+        if name == "flatchat":
+            made.append(FlatChat(public, seed=seed, name=name))
+        elif name == "aligned_flatchat":
+            made.append(AlignedFlatChat(public, seed=seed, name=name))
+        elif name == "fc":
+            made.append(FCMembership(layer, tokens=tokens, name=name))
+        elif name == "attention":
+            batch = setting.batch_size
+            attention = AttentionMembership(
+                layer, public, tokens=tokens, batch=batch, seed=seed, name=name
+            )
+            made.append(attention)
+        elif name == "prefix":
+            made.append(PrefixInversion(layer, public, budget, seed=seed, name=name))
+        elif name == "descent":
+            made.append(EmbeddingDescent(layer, budget_seconds=budget, name=name))
+        else:
+            raise ValueError(f"there is no attack '{name}'; these exist: {', '.join(ATTACKS)}")
+    return made
+
+
+@functools.lru_cache(maxsize=1)
+def _public_text(model: str | None, length: int, seed: int) -> PublicText:
+    """By the model as it was before training, once for all cells."""
+    anatomy = find_anatomy(CausalLMFineTuning(model))
+    return PublicText.sampled_from(anatomy, n=_PUBLIC_TEXTS, length=length, seed=seed)
+
+
+def leakage_of(path: Path, attacks: Sequence[Attack]) -> dict[str, Leakage]:
+    """What a run's ``leakage.jsonl`` says of each attack, at the shared stage."""
+    lines: list[dict[str, Any]] = []
+    if path.exists():
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {}
+    for attack in attacks:
+        own = [x for x in lines if x["attack"] == attack.name and x["stage"] == "shared"]
+        found[attack.name] = _leakage(family_of(attack).headline, own)
+    return found
+
+
+def _leakage(metric: str, lines: Sequence[Mapping[str, Any]]) -> Leakage:
+    rates = [line["metrics"].get(metric, {}) for line in lines]
+    known = [rate for rate in rates if rate.get("value") is not None]
+    exposed = all(line["exposed"] for line in lines)
+    reasons = [line["unknown"] for line in lines if line["unknown"]]
+    nothing = Leakage(
+        metric,
+        value=None,
+        low=None,
+        high=None,
+        looks=len(known),
+        unknown=len(rates) - len(known),
+        exposed=exposed,
+        why=reasons[-1] if reasons else None,
+    )
+    if not known:
+        return nothing
+    if any(f"{metric}_of_this_look" in line["metrics"] for line in lines):
+        last = known[-1]  # pooled over the looks of the run
+        return replace(nothing, value=last["value"], low=last["low"], high=last["high"])
+    values = [rate["value"] for rate in known]
+    mean, low, high = _student(values)
+    return replace(nothing, value=mean, low=low, high=high)
+
+
+def _student(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n < 2:
+        return mean, None, None
+    spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    half = float(stats.t.ppf(0.975, n - 1)) * spread
+    return mean, max(0.0, mean - half), min(1.0, mean + half)
+
+
+def _data(setting: Setting) -> TextDataModule:
+    return TextDataModule(
+        text=setting.text,
+        tokenizer=setting.model,
+        batch_size=setting.batch_size,
+        length=setting.length,
+        seed=setting.seed,
+    )
+
+
+def _fit(trainer: L.Trainer, module: L.LightningModule, setting: Setting) -> None:
+    try:
+        trainer.fit(module, datamodule=_data(setting))
+    except SystemExit as end:  # Lightning tidies up after an interrupt, then exits
+        raise KeyboardInterrupt from end
+    if trainer.interrupted:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def quiet() -> Iterator[list[str]]:
+    """Keeps notices out of the table; gives, in the end, what this package warned of."""
+    levels = {name: logging.getLogger(name).level for name in _CHATTY}
+    heard: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in levels:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        try:
+            yield heard
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+            ours = (str(w.message) for w in caught if "lightning_fedleak" in w.filename)
+            heard += [text for text in ours if "gave no result" not in text]
+
+
+__all__ = [
+    "ATTACKS",
+    "Cell",
+    "CellResult",
+    "Leakage",
+    "Setting",
+    "leakage_of",
+    "loss_before",
+    "make_attacks",
+    "run_cell",
+]

@@ -1,0 +1,255 @@
+"""``fedleak sweep``: a grid of defences, what each costs and what each attack still gets."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_fedleak.anatomy import AnatomyError, find_anatomy
+from lightning_fedleak.commands.sweep.cell import (
+    Cell,
+    CellResult,
+    Leakage,
+    Setting,
+    loss_before,
+    quiet,
+    run_cell,
+)
+from lightning_fedleak.commands.sweep.grid import Grid
+from lightning_fedleak.commands.sweep.plots import plot_pareto
+from lightning_fedleak.commands.sweep.specs import SpecError, parse_defenses
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning.data import TextDataModule
+from lightning_fedleak.finetuning.module import CausalLMFineTuning
+
+UserError = (SourceError, AnatomyError, SpecError)
+
+DEFENSES = (
+    "none",
+    "freeze:part=head+embeddings",
+    "gradient_noise:clip=1,sigma=1e-4/1e-3/1e-2",
+)
+
+
+@dataclass(frozen=True)
+class SweepCommand:
+    """The command and its settings; the arguments of ``fedleak sweep``.
+
+    Attributes:
+        defense: as :func:`~lightning_fedleak.commands.sweep.specs.parse_defenses` takes them.
+        out: folder of the results; a sweep that is started again in it goes on.
+        attack: names out of :data:`~lightning_fedleak.commands.sweep.cell.ATTACKS`.
+        model, text, layer, steps, batch_size, length, every_n_steps, lr, peft, budget_seconds,
+            seed: as in :class:`~lightning_fedleak.commands.sweep.cell.Setting`.
+    """
+
+    defense: Sequence[str] = DEFENSES
+    out: Path = Path("fedleak_runs/sweep")
+    attack: Sequence[str] = Setting.attacks
+    model: str | None = None
+    text: str | None = None
+    layer: int | None = None
+    steps: int = Setting.steps
+    batch_size: int = Setting.batch_size
+    length: int = Setting.length
+    every_n_steps: int = Setting.every_n_steps
+    lr: float = Setting.lr
+    peft: Literal["lora", "bitfit"] | None = None
+    budget_seconds: float = Setting.budget_seconds
+    seed: int = 0
+
+    def run(self, console: Console | None = None) -> int:
+        """Runs what is not done yet, and prints and writes everything that is.
+
+        Args:
+            console: where to print; stdout by default.
+
+        Returns:
+            0; 1 where a cell failed; 130 after an interrupt.
+
+        Raises:
+            SourceError: model, text or folder cannot be used.
+            AnatomyError: the model's parts could not be found.
+            SpecError: a defence that cannot be meant.
+        """
+        console = console or Console()
+        setting = self._setting()
+        specs = [spec for text in self.defense for spec in parse_defenses(text)]
+        self._check(setting)
+        grid = Grid([Cell(setting, spec) for spec in specs], self.out)
+        todo = grid.todo()
+        console.print(
+            f"{len(grid.cells)} cells, {len(grid.cells) - len(todo)} of them done before; results "
+            f"in {self.out}. An interrupt loses nothing: the same command goes on.",
+            highlight=False,
+            soft_wrap=True,
+        )
+        interrupted = False
+        try:
+            before = self._loss_before(setting)
+            with console.status("") as status:
+
+                def start(cell: Cell) -> None:
+                    status.update(f"{todo.index(cell) + 1} of {len(todo)}: {cell.defense}")
+
+                def tell(cell: Cell, result: CellResult) -> None:
+                    console.print(_line(cell, result), highlight=False, soft_wrap=True)
+
+                grid.run(run_cell, start, tell)
+        except KeyboardInterrupt:
+            interrupted, before = True, None
+            console.print("\nInterrupted. This is what was measured until then.", style="bold")
+        return self._finish(console, grid, before, interrupted)
+
+    def _setting(self) -> Setting:
+        return Setting(
+            model=self.model,
+            text=self.text,
+            attacks=tuple(dict.fromkeys(self.attack)),
+            layer=self.layer,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            length=self.length,
+            every_n_steps=self.every_n_steps,
+            lr=self.lr,
+            peft=self.peft,
+            budget_seconds=self.budget_seconds,
+            seed=self.seed,
+        )
+
+    def _check(self, setting: Setting) -> None:
+        """What would make every cell fail is said before the first of them."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SourceError(
+                f"'{self.out}' cannot be written to ({error.strerror}): name another folder with "
+                "--out."
+            ) from error
+        with quiet():
+            anatomy = find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft))
+        blocks = len(anatomy.blocks)
+        if setting.layer is not None and setting.layer > blocks:
+            raise SourceError(
+                f"--layer {setting.layer}: the model has {blocks} blocks; give 0 to {blocks}"
+            )
+        data = TextDataModule(
+            text=setting.text,
+            tokenizer=setting.model,
+            batch_size=setting.batch_size,
+            length=setting.length,
+            seed=setting.seed,
+        )
+        data.setup()
+
+    def _loss_before(self, setting: Setting) -> float:
+        path = self.out / "before.json"
+        about = {k: getattr(setting, k) for k in ("model", "text", "batch_size", "length", "seed")}
+        if path.exists():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if kept["setting"] == about:
+                return float(kept["val_loss"])
+        loss = loss_before(setting)
+        content = json.dumps({"setting": about, "val_loss": loss}, indent=1)
+        path.write_text(content + "\n", encoding="utf-8")
+        return loss
+
+    def _finish(self, console: Console, grid: Grid, before: float | None, interrupted: bool) -> int:
+        results = grid.results()
+        grid.write(self.out / "results.json")
+        if results:
+            console.print(table(results, before))
+            console.print(explanation(results), highlight=False)
+        written = [str(self.out / "results.json")]
+        if any(r.val_loss is not None for _, r in results):
+            if importlib.util.find_spec("matplotlib") is None:
+                console.print("No plot: pip install 'lightning-fedleak[plots]'", highlight=False)
+            else:
+                plot_pareto(results, self.out / "pareto.png", loss_before=before)
+                written.append(str(self.out / "pareto.png"))
+        console.print(f"\nWritten: {', '.join(written)}", highlight=False, soft_wrap=True)
+        if interrupted:
+            return 130
+        return 1 if any(r.error is not None for _, r in results) else 0
+
+
+def table(results: Sequence[tuple[Cell, CellResult]], before: float | None) -> Table:
+    """A row for each defence: loss, epsilon, and each attack's headline with its interval."""
+    title = "utility and leakage" + ("" if before is None else f" (loss before: {before:.3f})")
+    shown = Table(title=title)
+    shown.add_column("defence", overflow="fold")
+    shown.add_column("val loss", justify="right")
+    with_epsilon = any("epsilon" in r.privacy for _, r in results)
+    if with_epsilon:
+        shown.add_column("epsilon", justify="right")
+    attacks = {name: r.leakage[name].metric for _, r in results for name in r.leakage}
+    for name, metric in attacks.items():
+        shown.add_column(f"{name}\n{metric}")
+    for cell, result in results:
+        row = [str(cell.defense), "failed" if result.val_loss is None else f"{result.val_loss:.3f}"]
+        if with_epsilon:
+            row.append(_epsilon(result))
+        row += [_cell(result.leakage.get(name)) for name in attacks]
+        shown.add_row(*row)
+    return shown
+
+
+def explanation(results: Sequence[tuple[Cell, CellResult]]) -> str:
+    """What the table's words mean, and what failed and why."""
+    lines = [
+        "",
+        "In brackets: 95% intervals, Student's t over looks (of membership: over the games of the "
+        "run). An AUC of .5 is guessing. A low number says that these attacks fail, not that none "
+        "succeeds.",
+    ]
+    if len({cell.defense.kind for cell, r in results if "epsilon" in r.privacy}) > 1:
+        lines.append(
+            "Epsilons of different defences speak of different neighbours and adversaries: each "
+            "defence's `guarantee` says of which. They are not to be compared."
+        )
+    unknown = {
+        f"{cell.defense}, {name}: unknown at {found.unknown} of {found.looks + found.unknown} "
+        f"looks: {found.why}"
+        for cell, result in results
+        for name, found in result.leakage.items()
+        if found.unknown
+    }
+    lines += sorted(unknown)
+    lines += [f"{cell.defense} warns: {text}" for cell, r in results for text in r.warnings]
+    lines += [f"{cell.defense} failed: {r.error}" for cell, r in results if r.error is not None]
+    return "\n".join(lines)
+
+
+def _line(cell: Cell, result: CellResult) -> str:
+    if result.error is not None:
+        return f"{cell.defense}: failed, {result.error}"
+    loss = "unknown" if result.val_loss is None else f"{result.val_loss:.3f}"
+    return f"{cell.defense}: val loss {loss} in {result.seconds:.0f} s"
+
+
+def _epsilon(result: CellResult) -> str:
+    if "epsilon" not in result.privacy:
+        return ""
+    epsilon = result.privacy["epsilon"]
+    return "inf" if epsilon is None else f"{epsilon:.3g}"
+
+
+def _cell(found: Leakage | None) -> str:
+    if found is None:
+        return ""
+    if not found.exposed:
+        return "not shared"
+    if found.value is None:
+        return "unknown"
+    interval = "" if found.low is None else f" [{found.low:.3f}, {found.high:.3f}]"
+    return f"{found.value:.3f}{interval}" + (" *" if found.unknown else "")
+
+
+__all__ = ["DEFENSES", "SweepCommand", "UserError", "explanation", "table"]

@@ -1,0 +1,20 @@
+"""What releases cost: accountants, filters, budgets, and a ledger on disk."""
+
+from lightning_fedleak.defenses.accounting.accounting import (
+    Accountant,
+    effective_noise_multiplier,
+    noise_multiplier_for,
+)
+from lightning_fedleak.defenses.accounting.budget import Budget, BudgetSpent
+from lightning_fedleak.defenses.accounting.ledger import Ledger
+from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
+
+__all__ = [
+    "Accountant",
+    "Budget",
+    "BudgetSpent",
+    "Ledger",
+    "RenyiFilter",
+    "effective_noise_multiplier",
+    "noise_multiplier_for",
+]

@@ -1,0 +1,368 @@
+"""What DP-SGD's releases have cost and may cost: noise, account, and when the budget is spent."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_fedleak.defenses.accounting.accounting import (
+    MOST_NOISE,
+    Accountant,
+    Kind,
+    Trust,
+    noise_multiplier_for,
+)
+from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
+from lightning_fedleak.defenses.base import DefenseError, Privacy, State
+
+EPSILON_SLACK = 0.02
+"""The epsilon that is reported may be that of up to 2% more releases: PRV is called less."""
+_ACCOUNT = "accountant/"
+
+Account = Kind | Literal["filter"]
+
+
+class BudgetSpent(DefenseError):
+    """One more release would cost more than ``target_epsilon``; it was not made."""
+
+
+class Budget:
+    """The noise of the next release, the account of all before it, and whether one more fits.
+
+    Args:
+        kind: how to account.
+        noise_multiplier: sigma to begin with; None to find it from ``target_epsilon``.
+        target_epsilon: what the whole run may cost; None for no limit.
+        target_delta: delta of the guarantee; None for a tenth of one over the examples.
+        seeded: the noise can be guessed, so that epsilon is infinite.
+        harden_factor: what a notch multiplies the noise by.
+        most_notches: how often it may be turned up; None for as often as a gate asks.
+
+    Attributes:
+        accountant: counts releases.
+        noise_multiplier: sigma that the run begins with; None until it is found.
+        notches: how often the noise was turned up.
+        rate: chance of each example to be in a batch; None until the training data are known.
+        delta: of the guarantee; None until then, unless given.
+    """
+
+    def __init__(
+        self,
+        kind: Account,
+        noise_multiplier: float | None,
+        target_epsilon: float | None,
+        target_delta: float | None,
+        *,
+        seeded: bool,
+        harden_factor: float,
+        most_notches: int | None,
+    ) -> None:
+        self.kind: Account = kind
+        self.noise_multiplier = noise_multiplier
+        self.target_epsilon = target_epsilon
+        self.target_delta = target_delta
+        self.seeded = seeded
+        self.harden_factor = harden_factor
+        self.most_notches = most_notches
+        self.notches = 0
+        self.rate: float | None = None
+        self.delta = target_delta
+        self.accountant = self._new_accountant(None)
+        self._calibrates = noise_multiplier is None
+        self._found = False
+        self._covered = 0
+        self._covered_rate: float | None = None
+
+    @property
+    def privacy(self) -> Privacy:
+        """Epsilon and delta of the releases so far, and the noise of the next.
+
+        Raises:
+            DefenseError: before the training data are known.
+        """
+        if self.rate is None or self.delta is None or self.noise_multiplier is None:
+            raise DefenseError("DPSGD.privacy is known once a fit has begun")
+        account, epsilon = self.accountant, math.inf
+        if isinstance(account, RenyiFilter):
+            epsilon = account.epsilon
+        elif not self.seeded:
+            epsilon = account.epsilon(self.delta, slack=EPSILON_SLACK)
+            if self.target_epsilon is not None and epsilon > self.target_epsilon:
+                epsilon = account.epsilon(self.delta)
+        return Privacy(epsilon, self.delta, self.noise_now, self.rate, account.steps)
+
+    @property
+    def share_spent(self) -> float | None:
+        """How much of a filter's budget is used up; None with another accountant.
+
+        Raises:
+            DefenseError: before the training data are known.
+        """
+        return self.accountant.share_spent if isinstance(self.accountant, RenyiFilter) else None
+
+    @property
+    def noise_now(self) -> float:
+        """Sigma of the next release, as it is turned up now.
+
+        Raises:
+            DefenseError: before the training data are known, where sigma is found from them.
+        """
+        if self.noise_multiplier is None:
+            raise DefenseError("DPSGD: no training data yet, so no noise is settled")
+        return self.noise_multiplier * self.harden_factor**self.notches
+
+    @property
+    def can_harden(self) -> bool:
+        """Only with a filter: the others hold for noise settled beforehand."""
+        return self.kind == "filter" and self.most_notches != 0
+
+    def harden(self) -> str | None:
+        """Multiplies the noise by ``harden_factor``, from the next release on; says what changed.
+
+        None where the noise is as large as it gets.
+        """
+        if not self.can_harden or self.notches == self.most_notches:
+            return None
+        before = self.noise_now
+        if before * self.harden_factor > MOST_NOISE:
+            return None
+        self.notches += 1
+        return f"dpsgd: noise multiplier {before:g} -> {self.noise_now:g}"
+
+    def open_ledger(self, path: str | os.PathLike[str]) -> None:
+        """Remembers every release in a file from now on, and goes on with what is in it.
+
+        Raises:
+            DefenseError: the file holds something else, or cannot be written.
+        """
+        remembered = self._new_accountant(path)
+        remembered.load_state_dict(self.accountant.state_dict())
+        self.accountant = remembered
+
+    def account_state(self) -> State:
+        """What was released so far."""
+        return self.accountant.state_dict()
+
+    def adopt(self, account: State) -> None:
+        """Knows of releases that another process of the client knows of."""
+        self.accountant.load_state_dict(account)
+
+    def settle(self, rate: float, delta: float, planned_steps: Callable[[], int]) -> None:
+        """Finds the noise, now that the training data are known.
+
+        Noise that was found before is found anew as long as nothing was released with it: the data
+        or the number of steps may be others by now.
+
+        Args:
+            rate: chance of each example to be in a batch.
+            delta: of the guarantee.
+            planned_steps: how many releases the run is going to make; asked where it matters.
+
+        Raises:
+            DefenseError: no noise fits the target, not one release fits the filter's budget, or
+                noise or rate are not those of earlier releases, which only a filter allows.
+            BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
+        """
+        self.rate, self.delta = rate, delta
+        if self.noise_multiplier is None or (self._found and self.accountant.steps == 0):
+            assert self.target_epsilon is not None
+            steps = planned_steps()
+            kind: Kind = "prv" if self.kind == "prv" else "rdp"
+            self.noise_multiplier = noise_multiplier_for(
+                self.target_epsilon, delta, rate, steps, kind
+            )
+            self._covered = steps if self.accountant.steps == 0 else 0
+            self._covered_rate = rate
+            self._found = True
+        if isinstance(self.accountant, RenyiFilter):
+            self.accountant.begin(self.noise_multiplier, rate)
+        self.check_not_overdrawn()
+
+    def check_not_overdrawn(self) -> None:
+        """Refuses to begin where ``target_epsilon`` was passed already, under another target.
+
+        A filter sees to that in every release.
+
+        Raises:
+            DefenseError: the earlier releases were made with another noise or rate.
+            BudgetSpent: says by how much.
+        """
+        account = self.accountant
+        self._check_unchanged()
+        if self.target_epsilon is None or self.delta is None or isinstance(account, RenyiFilter):
+            return
+        if account.steps == 0 or self._is_covered(account.steps):
+            return
+        epsilon = account.epsilon(self.delta)
+        if epsilon > self.target_epsilon:
+            raise BudgetSpent(
+                f"DPSGD: the {account.steps} releases of the checkpoint or ledger cost epsilon="
+                f"{epsilon:.4g} at delta={self.delta} already, more than target_epsilon="
+                f"{self.target_epsilon}. They cannot be taken back: raise target_epsilon, or begin "
+                "a new run from a model that this data did not train."
+            )
+
+    def _check_unchanged(self) -> None:
+        rows = self.accountant.history
+        if isinstance(self.accountant, RenyiFilter) or not rows:
+            return
+        if self.rate is None or self.noise_multiplier is None:
+            return
+        noise = 0.0 if self.seeded else self.noise_now
+        same = [math.isclose(noise, row[0], rel_tol=1e-9) and self.rate == row[1] for row in rows]
+        if not any(same):
+            raise DefenseError(
+                f"DPSGD: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are not "
+                f"those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
+                f"{rows[-1][1]:g} (noise of a seed counts as 0). accountant={self.kind!r} holds "
+                "for noise and rate that were settled beforehand: go on with the noise, batch_size "
+                "and data of then, use accountant='filter' from the start, or begin a new run."
+            )
+
+    def check_affords_another(self) -> None:
+        """Refuses a release that the budget does not cover.
+
+        Raises:
+            BudgetSpent: says how many were made.
+        """
+        if not self.affords_another():
+            raise BudgetSpent(
+                f"DPSGD: after {self.accountant.steps} releases one more would cost more than "
+                f"target_epsilon={self.target_epsilon} at delta={self.delta}. It was not made; "
+                "the weights are those of the last one."
+            )
+
+    def affords_another(self) -> bool:
+        """Whether one more release fits, with the noise as it is now."""
+        if self.target_epsilon is None:
+            return True
+        if self.rate is None or self.delta is None or self.noise_multiplier is None:
+            return True
+        if isinstance(self.accountant, RenyiFilter):
+            return self.accountant.allows(self.noise_now, self.rate)
+        if self._is_covered(self.accountant.steps + 1):
+            return True
+        return self.accountant.allows(
+            self.target_epsilon, self.delta, self.noise_multiplier, self.rate
+        )
+
+    def record(self, accounted: float) -> None:
+        """Counts a release that is about to happen; one whose noise can be guessed as without any.
+
+        Args:
+            accounted: its noise multiplier, from the noise that all clients add together. It may
+                differ by an ulp from the one that was settled, by a root and its square.
+
+        Raises:
+            DefenseError: it is another one, or the account cannot be kept.
+        """
+        settled = self.noise_now
+        if not math.isclose(accounted, settled, rel_tol=1e-9):
+            raise DefenseError(f"DPSGD: noise multiplier {accounted} is not {settled}, as settled")
+        assert self.rate is not None
+        self.accountant.step(0.0 if self.seeded else settled, self.rate)
+
+    def state_dict(self) -> dict[str, Tensor | int | float | str]:
+        """What releases were accounted as, and the noise: as settled, and how turned up."""
+        state: dict[str, Tensor | int | float | str] = {}
+        if self.rate is not None and self.delta is not None:
+            state["rate"], state["delta"] = self.rate, self.delta
+        if self.notches:
+            state["notches"] = self.notches
+        if self.noise_multiplier is not None:
+            state["noise_multiplier"] = self.noise_multiplier
+            state["covered"] = self._covered
+            state["covered_target"] = self._target
+            if self._covered_rate is not None:
+                state["covered_rate"] = self._covered_rate
+        for key, value in self.accountant.state_dict().items():
+            state[_ACCOUNT + key] = value
+        return state
+
+    def load_state_dict(self, state: State, releases: int) -> None:
+        """Goes on counting; the account never runs backwards.
+
+        Noise that was found from ``target_epsilon`` stays what it is. Under another target the
+        releases that it may make are counted anew.
+
+        Args:
+            state: what :meth:`state_dict` gave.
+            releases: how many had been made by then.
+
+        Raises:
+            DefenseError: they were made under another kind of accountant or, with a filter, under
+                another budget.
+        """
+        account = {k.removeprefix(_ACCOUNT): v for k, v in state.items() if k.startswith(_ACCOUNT)}
+        filtered = "orders" in account
+        if releases and filtered != (self.kind == "filter"):
+            raise DefenseError(
+                f"DPSGD: the checkpoint's {releases} releases were "
+                f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
+                f"accountant={self.kind!r}. A budget holds from the first release on: go on with "
+                "the accountant of the checkpoint, or begin a new run."
+            )
+        self.notches = max(self.notches, int(state.get("notches", 0)))
+        if self.rate is None and "rate" in state:
+            # Until the data are known here: for who asks what the releases have cost.
+            self.rate = float(state["rate"])
+            self.delta = float(state["delta"]) if self.delta is None else self.delta
+        if self._calibrates and "noise_multiplier" in state:
+            self.noise_multiplier = float(state["noise_multiplier"])
+            self._found = True
+            same = state.get("covered_target") == self._target and "covered_rate" in state
+            self._covered = int(state["covered"]) if same else 0
+            self._covered_rate = float(state["covered_rate"]) if same else None
+        self.accountant.load_state_dict(account)
+
+    @property
+    def _target(self) -> str:
+        """What the noise was found for: with another one it covers another number of releases."""
+        return f"{self.kind} {self.target_epsilon!r} {self.target_delta!r}"
+
+    def _is_covered(self, releases: int) -> bool:
+        """Whether so many are within what the noise was found for, all of that noise and rate."""
+        event = self.noise_multiplier, self.rate
+        return (
+            releases <= self._covered
+            and self.rate == self._covered_rate
+            and all(row[:2] == event for row in self.accountant.history)
+        )
+
+    def _new_accountant(self, ledger: str | os.PathLike[str] | None) -> Accountant | RenyiFilter:
+        if self.kind == "filter":
+            assert self.target_epsilon is not None
+            assert self.target_delta is not None
+            return RenyiFilter(self.target_epsilon, self.target_delta, None, ledger)
+        return Accountant(self.kind, ledger)
+
+
+def guarantee_of(trust: Trust, poisson: bool, seed: int | None, fixed_budget: bool) -> str:
+    """What DP-SGD with these settings guarantees, against whom, in plain words."""
+    if seed is not None:
+        return "none: with a seed the noise can be guessed and subtracted"
+    server = (
+        "whoever sees every client's shared updates"
+        if trust == "local"
+        else "whoever sees only the sum of all clients' updates (secure aggregation)"
+    )
+    unit = "added or removed" if poisson else "put in the place of nothing"
+    budget = (
+        "with the budget (`target_epsilon`, `target_delta`) that was fixed before the run, at "
+        "whatever step it ends, also where noise was turned up in sight of earlier releases"
+        if fixed_budget
+        else "with the epsilon that `privacy` gives"
+    )
+    return (
+        f"against {server}: (epsilon, delta)-differential privacy of one example {unit}, for all "
+        f"releases together, {budget}. An example that several clients hold pays at each of them: "
+        "the loader must be split among them. Not covered: what is logged or sent otherwise, and "
+        "decisions taken in sight of the data."
+    )
+
+
+__all__ = ["Account", "Budget", "BudgetSpent", "guarantee_of"]

@@ -1,0 +1,1 @@
+"""Defences of the hidden states at a split layer."""

@@ -1,0 +1,239 @@
+"""Sends less of the hidden states at a split layer: fewer dimensions, or no early tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.anatomy.text_layers import Place, place_of, states_in, states_out
+from lightning_fedleak.defenses.activations.base import ActivationDefense
+from lightning_fedleak.defenses.activations.noise import ActivationNoise
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
+from lightning_fedleak.model_runs import undisturbed
+
+Basis = Literal["random", "principal"]
+_ROWS_AT_ONCE = 8
+
+
+class ActivationCompression(ActivationDefense):
+    """Shrinks what a client of split learning sends of each text (Zheng 2023, Sect. 6.1).
+
+    The paper names two ways in which a new backbone could give less away, and tries neither: hidden
+    embeddings that get smaller from layer to layer, and embeddings of early tokens that are dropped
+    on the way. Both are done here at one layer of a backbone as it is, which may then be trained to
+    get along with it:
+
+    - ``keep_dims=k``: of each state h (d numbers) leave ``V^T (h - m)``, k numbers, for an
+      orthonormal V (d, k) that is fixed and known to the server, which goes on with
+      ``V V^T (h - m) + m``. V is drawn at random (m = 0), or spans the first principal components
+      around the mean m of the states of public text.
+    - ``drop_early=n``: of the first n positions nothing leaves; the server goes on with zeros. What
+      the model predicts there is worth nothing, and neither is a loss that counts it. Columns are
+      counted: on the left of a text that may be padding.
+
+    Both are linear, and so is the gradient's way back: through the projection, and zero at dropped
+    positions. Numbers are computed in float32 (float64 for such states), whatever autocast says.
+
+    Args:
+        layer: 0 for the input of the first block, k for the output of block k; of an
+            encoder-decoder, of the encoder.
+        keep_dims: dimensions that are kept, or None for all.
+        drop_early: first positions that are dropped, or None for none.
+        basis: of the dimensions kept, ``"random"`` or ``"principal"``.
+        public_ids: for ``"principal"``, (n, L) token ids of public text without padding, with more
+            than ``keep_dims`` tokens.
+        seed: of the random basis; client and server must have the same.
+        inference: also where no gradient is computed outside of training steps.
+        anatomy: names of parts of the model that are not found, see
+            :func:`~lightning_fedleak.anatomy.find_anatomy`.
+
+    Raises:
+        DefenseError: a setting out of range, or nothing to do; at setup, a layer that the model
+            does not have; in a forward, states of no more than ``keep_dims`` dimensions or
+            ``drop_early`` positions.
+    """
+
+    name = "activation_compression"
+    guarantee = (
+        "none: fewer numbers leave the client, and what they give away nobody bounds; measure it "
+        "with an inversion attack"
+    )
+
+    def __init__(
+        self,
+        layer: int,
+        keep_dims: int | None = None,
+        drop_early: int | None = None,
+        basis: Basis = "random",
+        public_ids: Tensor | None = None,
+        seed: int = 0,
+        inference: bool = True,
+        anatomy: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(layer, inference=inference, anatomy=anatomy)
+        for name, number in (("keep_dims", keep_dims), ("drop_early", drop_early)):
+            if number is not None and (isinstance(number, bool) or number < 1):
+                raise DefenseError(
+                    f"ActivationCompression: {name}={number!r} must be a positive integer, or None"
+                )
+        if keep_dims is None and drop_early is None:
+            raise DefenseError(
+                "ActivationCompression: nothing is left out; give keep_dims, drop_early or both"
+            )
+        if basis not in get_args(Basis):
+            raise DefenseError(
+                f"ActivationCompression: basis={basis!r} must be one of {get_args(Basis)}"
+            )
+        if keep_dims is not None and basis == "principal":
+            _check_public(public_ids, keep_dims)
+        self.keep_dims = keep_dims
+        self.drop_early = drop_early
+        self.basis: Basis = basis
+        self.seed = seed
+        self._public = public_ids
+        self._span: Tensor | None = None
+        self._mean: Tensor | None = None
+
+    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+        """Noise belongs in front: behind, it would fill what was left out."""
+        super().check_order(before, after)
+        for defense in after:
+            if isinstance(defense, ActivationNoise) and defense.layer == self.layer:
+                raise DefenseError(
+                    f"'{defense.name}' after '{self.name}' at layer {self.layer} puts noise in "
+                    "what was left out: nothing would be smaller, the server could take that "
+                    "noise away again, and the model would have to bear it. Put "
+                    f"'{defense.name}' before '{self.name}'."
+                )
+
+    def before_setup(self, context: DefenseContext) -> None:
+        """Finds the principal components, once, and hooks the block."""
+        if self.keep_dims is not None and self.basis == "principal" and self._span is None:
+            assert self._public is not None
+            named: Mapping[str, Any] = self._named
+            try:
+                anatomy = find_anatomy(context.root, **named)
+                place = place_of(anatomy, self.layer)
+            except ValueError as error:
+                raise DefenseError(f"ActivationCompression: {error}") from error
+            with undisturbed(anatomy) as model, torch.no_grad():
+                ids = self._public.to(anatomy.device)
+                self._mean, self._span = _principal(model, place, ids, self.keep_dims)
+            if dist.is_initialized():
+                self._mean, self._span = (
+                    self._mean.to(context.device),
+                    self._span.to(context.device),
+                )
+                for tensor in (self._mean, self._span):
+                    dist.broadcast(tensor, src=0)
+        super().before_setup(context)
+
+    def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
+        """What the server can make of the numbers that are sent."""
+        wide = states if states.dtype == torch.float64 else states.float()
+        if self.keep_dims is not None:
+            span, mean = self._basis_of(wide)
+            with torch.autocast(wide.device.type, enabled=False):
+                wide = ((wide - mean) @ span) @ span.T + mean
+        if self.drop_early is not None:
+            length = wide.shape[1]
+            if length <= self.drop_early:
+                raise DefenseError(
+                    f"ActivationCompression: drop_early={self.drop_early} leaves nothing of texts "
+                    f"of {length} tokens. Give longer texts, or a smaller number; text generated "
+                    "token by token needs use_cache=False."
+                )
+            early = torch.arange(length, device=wide.device) < self.drop_early
+            wide = wide.masked_fill(early[:, None], 0.0)
+        return wide.to(states.dtype)
+
+    def state_dict(self) -> dict[str, Tensor | int | float | str]:
+        """The principal components: a model that was trained with them needs the same."""
+        if self.basis == "random" or self._span is None or self._mean is None:
+            return {}
+        return {"span": self._span.cpu(), "mean": self._mean.cpu()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on with the components of the checkpoint."""
+        if "span" not in state or self.basis == "random":
+            return
+        span, mean = state["span"], state["mean"]
+        if not (isinstance(span, Tensor) and isinstance(mean, Tensor)) or (
+            span.shape[-1] != self.keep_dims
+        ):
+            raise DefenseError(
+                f"ActivationCompression: the checkpoint was trained with other components than "
+                f"keep_dims={self.keep_dims}. Give what it was trained with."
+            )
+        self._span, self._mean = span, mean
+
+    def _basis_of(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """V (d, k) and m (d,), like ``states`` (B, L, d)."""
+        d = states.shape[-1]
+        assert self.keep_dims is not None
+        if self.keep_dims >= d:
+            raise DefenseError(
+                f"ActivationCompression: keep_dims={self.keep_dims} leaves out nothing of the {d} "
+                f"dimensions at layer {self.layer}. Give a smaller number."
+            )
+        # A validation runs in inference mode, whose tensors no gradient can come through later.
+        with torch.inference_mode(False):
+            if self._span is None or self._mean is None:
+                generator = torch.Generator().manual_seed(self.seed)
+                drawn = torch.randn(d, self.keep_dims, generator=generator, dtype=torch.float64)
+                self._span = torch.linalg.qr(drawn)[0]
+                self._mean = torch.zeros(d, dtype=torch.float64)
+            if (self._span.dtype, self._span.device) != (states.dtype, states.device):
+                self._span = self._span.to(states.device, states.dtype)
+                self._mean = self._mean.to(states.device, states.dtype)
+            return self._span, self._mean
+
+
+def _check_public(ids: Tensor | None, keep_dims: int) -> None:
+    if ids is None:
+        raise DefenseError(
+            "ActivationCompression: basis='principal' needs public_ids, token ids (n, L) of public "
+            "text; basis='random' needs none"
+        )
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        raise DefenseError("ActivationCompression: public_ids must be token ids of shape (n, L)")
+    if ids.numel() <= keep_dims:
+        raise DefenseError(
+            f"ActivationCompression: public_ids hold {ids.numel()} tokens, too few for "
+            f"{keep_dims} principal components"
+        )
+
+
+def _principal(model: nn.Module, place: Place, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Mean (d,) and first k principal components (d, k) of the hidden states of texts."""
+    kept: list[Tensor] = []
+    if place.side == "input":
+        handle = place.module.register_forward_pre_hook(
+            lambda _, args, kwargs: kept.append(states_in(args, kwargs)), with_kwargs=True
+        )
+    else:
+        handle = place.module.register_forward_hook(
+            lambda _, args, output: kept.append(states_out(output))
+        )
+    count, total, square = 0, torch.zeros(()), torch.zeros(())
+    try:
+        for rows in torch.split(ids, _ROWS_AT_ONCE):
+            kept.clear()
+            model(input_ids=rows)
+            tokens = kept[0].flatten(0, 1).double()
+            count += len(tokens)
+            total = total + tokens.sum(0).cpu()
+            square = square + (tokens.T @ tokens).cpu()
+    finally:
+        handle.remove()
+    mean = total / count
+    _, vectors = torch.linalg.eigh(square / count - mean.outer(mean))
+    return mean, vectors.flip(1)[:, :k].contiguous()
+
+
+__all__ = ["ActivationCompression"]

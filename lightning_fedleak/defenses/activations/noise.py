@@ -1,0 +1,288 @@
+"""Gaussian noise on the hidden states at a split layer."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.defenses.activations.base import ActivationDefense
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
+from lightning_fedleak.defenses.noise import gaussian_epsilon, noise_key, standard_normal
+from lightning_fedleak.defenses.processes import SHARD_BITS
+
+_REMEMBERED = 4096
+_SAMPLES = 64
+
+
+class ActivationNoise(ActivationDefense):
+    """Adds independent Gaussian noise to every number of the hidden states (Zheng 2023, Sect. 4.4).
+
+    ``h + N(0, s^2)`` for the states h (B, L, d) that a client of split learning sends, padding
+    included, in every forward anew. The noise is a constant to the gradient, which passes through.
+    Noise is drawn and added in float32 (float64 for such states) and rounded with the sum.
+
+    **Without a clip nothing is guaranteed**: nothing bounds a hidden state, so that a long one
+    stands out of any noise. With ``clip`` each token's state is first scaled to a 2-norm of at most
+    ``clip`` (its gradient goes through the scaling), and the states of one token in one forward
+    are a Gaussian mechanism: :meth:`epsilon`. Every forward is a release: a text that is trained on
+    in ten epochs is sent ten times. The gradients of the client's own layers are another matter,
+    which no activation noise covers.
+
+    Noise of forward k on client c is a function of (secret base, c, k, layer), by the generators
+    of :mod:`~lightning_fedleak.defenses.noise`. The base is fresh entropy of the operating system
+    in every fit or evaluation and is never saved, so that no noise is used twice. Where gradient
+    checkpointing runs a forward again, the states are recognised and get the noise of the first
+    time, else the gradient would be wrong; states that are not recognised are refused.
+
+    Args:
+        layer: 0 for the input of the first block, k for the output of block k; of an
+            encoder-decoder, of the encoder.
+        sigma: standard deviation of the noise; with ``clip`` in units of it, with ``relative`` in
+            units of the states' own.
+        relative: the standard deviation of a dimension is ``sigma`` times that of the states in
+            this dimension over the tokens of the forward, padding included, taken as a constant in
+            the gradient. It depends on the data, and with it what the noise hides: no guarantee.
+        clip: largest 2-norm of one token's state, or None for no clipping.
+        inference: also where no gradient is computed outside of training steps: validation, test,
+            prediction.
+        anatomy: names of parts of the model that are not found, see
+            :func:`~lightning_fedleak.anatomy.find_anatomy`.
+        harden_factor: what a notch of a gate (:meth:`harden`) multiplies the noise by. Epsilon
+            counts the first sigma: more was decided in sight of the data.
+        most_notches: how often it may be turned up; None for as often as a gate asks.
+
+    Raises:
+        DefenseError: a setting out of range; ``relative`` with ``clip``, with a defence that works
+            per sample, or on fewer than two tokens; a layer that the model does not have.
+    """
+
+    name = "activation_noise"
+
+    def __init__(
+        self,
+        layer: int,
+        sigma: float,
+        relative: bool = False,
+        clip: float | None = None,
+        inference: bool = True,
+        anatomy: Mapping[str, str] | None = None,
+        *,
+        harden_factor: float = 2.0,
+        most_notches: int | None = None,
+    ) -> None:
+        super().__init__(layer, inference=inference, anatomy=anatomy)
+        if not (math.isfinite(sigma) and sigma >= 0):
+            raise DefenseError(f"ActivationNoise: sigma={sigma!r} must be a number of at least 0")
+        if clip is not None and not (math.isfinite(clip) and clip > 0):
+            raise DefenseError(
+                f"ActivationNoise: clip={clip!r} must be a positive number, or None for no clipping"
+            )
+        if relative and clip is not None:
+            raise DefenseError(
+                "ActivationNoise: noise that is relative to the states guarantees nothing, so that "
+                "a clip would only bend them. Give relative=False or clip=None."
+            )
+        if not (math.isfinite(harden_factor) and harden_factor > 1):
+            raise DefenseError(
+                f"ActivationNoise: harden_factor={harden_factor!r} must be a number above 1"
+            )
+        self.harden_factor = harden_factor
+        self.most_notches = most_notches
+        self.notches = 0
+        self.sigma = sigma
+        self.relative = relative
+        self.clip = clip
+        self.guarantee = _guarantee(sigma, clip)
+        self._forwards = {"training": 0, "inference": 0}
+        self._remembered = _Remembered()
+
+    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+        """The scale of relative noise is one for all samples of a batch."""
+        super().check_order(before, after)
+        if self.relative and (names := [d.name for d in (*before, *after) if d.per_sample]):
+            raise DefenseError(
+                f"ActivationNoise(relative=True) scales the noise of each sample by all samples of "
+                f"the batch, and {', '.join(names)} needs samples that do not influence each "
+                "other. Use relative=False."
+            )
+
+    @property
+    def can_harden(self) -> bool:
+        """Whether there is noise that may be turned up."""
+        return self.sigma > 0 and self.most_notches != 0
+
+    def harden(self) -> str | None:
+        """Multiplies the noise by ``harden_factor``, from the next forward on."""
+        if not self.can_harden or self.notches == self.most_notches:
+            return None
+        self.notches += 1
+        return f"{self.name}: noise is {self._sigma_now:g} from now on (sigma)"
+
+    @property
+    def _sigma_now(self) -> float:
+        return self.sigma * self.harden_factor**self.notches
+
+    def state_dict(self) -> dict[str, Tensor | int | float | str]:
+        """How often the noise was turned up."""
+        return {"notches": self.notches}
+
+    def load_state_dict(self, state: State) -> None:
+        """A resumed run keeps the noise that it had."""
+        self.notches = max(self.notches, int(state.get("notches", 0)))
+
+    def epsilon(self, delta: float, *, positions: int = 1) -> float:
+        """Epsilon of what one forward sends of a text, in the local model.
+
+        For any two texts of the client's, whatever else is in the batch. At layer 0 a token moves
+        only its own state, so that ``positions=1`` bounds what is sent of one token. Above, a
+        token moves all states behind it (all at once in an encoder): for one token of a text of n,
+        or for the whole text, it is ``positions=n``.
+
+        Args:
+            delta: in (0, 1).
+            positions: how many states of the text differ, padding included.
+
+        Returns:
+            Epsilon; infinite without a clip or without noise.
+
+        Raises:
+            ValueError: an argument out of range.
+        """
+        if positions < 1:
+            raise ValueError(f"positions must be at least 1, got {positions}")
+        if self.clip is None or self.sigma == 0:
+            return math.inf
+        return gaussian_epsilon(sigma=self.sigma / (2 * math.sqrt(positions)), delta=delta)
+
+    def on_training_step(
+        self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
+    ) -> Any:
+        """Forwards of an earlier step are not run again."""
+        self._remembered.clear()
+        return super().on_training_step(training_step, batch, context)
+
+    def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
+        """The states with noise."""
+        number = self._number(states, recomputed, training)
+        wide = states if states.dtype == torch.float64 else states.float()
+        if self.clip is not None:
+            norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+            wide = wide * (self.clip / norm.clamp(min=self.clip))
+        if self.sigma:
+            wide = wide + self._noise(wide, number, "training" if training else "inference")
+        return wide.to(states.dtype)
+
+    def teardown(self) -> None:
+        """Removes the hook."""
+        super().teardown()
+        self._remembered.clear()
+
+    def _number(self, states: Tensor, recomputed: bool, training: bool) -> int:
+        """Of this forward among those of its kind, for a recomputation that of the first time."""
+        if recomputed:
+            return self._remembered.find(states, self.layer)
+        kind = "training" if training else "inference"
+        number = self._forwards[kind]
+        self._forwards[kind] = number + 1
+        if training:
+            self._remembered.add(number, states)
+        return number
+
+    def _noise(self, states: Tensor, number: int, kind: str) -> Tensor:
+        context = self._context
+        assert context is not None
+        place = self.layer + (context.process << SHARD_BITS)
+        stream = f"activation {kind}"
+        key = noise_key(context.entropy, context.client, number, place, self.name, stream)
+        noise = standard_normal(key, states.shape, states.device, states.dtype)
+        if not self.relative:
+            return noise * (self._sigma_now * (self.clip or 1.0))
+        if states.shape[0] * states.shape[1] < 2:
+            raise DefenseError(
+                "ActivationNoise: one token alone has no standard deviation that relative noise "
+                "could follow (text generated token by token?). Use relative=False."
+            )
+        return noise * (self._sigma_now * states.detach().std(dim=(0, 1), correction=0))
+
+
+def _guarantee(sigma: float, clip: float | None) -> str:
+    if sigma == 0:
+        return "none: sigma is 0"
+    if clip is None:
+        return (
+            "none: every number of the hidden states carries independent Gaussian noise that is "
+            "never reused, but nothing bounds the states themselves"
+        )
+    return (
+        "against whoever sees the hidden states that are sent: each token's state is bounded by "
+        "`clip` and carries Gaussian noise of `sigma * clip`, local differential privacy with the "
+        "epsilon that `epsilon(delta, positions=...)` gives, for one forward. None for updates of "
+        "the client's own layers, and none for a text over many forwards but their sum."
+    )
+
+
+@dataclass
+class _Forward:
+    """What is remembered of one forward."""
+
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+    marks: Tensor
+    used_in: set[int] = field(default_factory=set)
+
+
+class _Remembered:
+    """The forwards of this training step, to be recognised by their hidden states."""
+
+    def __init__(self) -> None:
+        self._forwards: deque[_Forward] = deque(maxlen=_REMEMBERED)
+
+    def clear(self) -> None:
+        self._forwards.clear()
+
+    def add(self, number: int, states: Tensor) -> None:
+        self._forwards.append(_Forward(number, states.shape, states.dtype, _marks(states)))
+
+    def find(self, states: Tensor, layer: int) -> int:
+        """The number of the forward that had these states; of several alike, of the latest.
+
+        That is the order in which backward comes to them.
+        """
+        marks, task = _marks(states), torch._C._current_graph_task_id()
+        alike = [f for f in self._forwards if (f.shape, f.dtype) == (states.shape, states.dtype)]
+        same = [f for f in alike if torch.equal(f.marks, marks)]
+        if not same:  # a device whose kernels do not repeat themselves to the last bit
+            same = [f for f in alike if torch.allclose(f.marks, marks, rtol=1e-3, atol=1e-6)]
+            same = same if len(same) == 1 else []
+        unused = [f for f in same if task not in f.used_in] if len(same) > 1 else same
+        if not unused:
+            raise DefenseError(
+                f"ActivationNoise: backward runs the model again, and its hidden states at layer "
+                f"{layer} are not those of one forward of this training step, so that their noise "
+                "is unknown. Run forwards and their backward within one training step, or switch "
+                "gradient checkpointing off below the layer."
+            )
+        unused[-1].used_in.add(task)
+        return unused[-1].number
+
+
+@torch.no_grad()
+def _marks(states: Tensor) -> Tensor:
+    """A few numbers that tell hidden states (B, L, d) apart: sums, and some of themselves."""
+    flat = states.detach().reshape(-1).float().nan_to_num()
+    if not flat.numel():
+        return flat
+    rows = flat.view(states.shape[0] * states.shape[1], -1).mean(1)
+    order = torch.linspace(1, 2, len(rows), device=flat.device)
+    some = flat[:: max(1, len(flat) // _SAMPLES)]
+    return torch.cat([torch.stack([rows.mean(), (rows * order).mean()]), some])
+
+
+__all__ = ["ActivationNoise"]

@@ -1,0 +1,352 @@
+"""One release of DP-SGD: clip factors, clipped sums, and what is measured about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError
+from lightning_fedleak.defenses.dpsgd.per_sample import (
+    Clipping,
+    Part,
+    chosen,
+    of_samples,
+    probe,
+    squared_norms,
+    weighted_sum,
+)
+from lightning_fedleak.defenses.noise import standard_normal
+from lightning_fedleak.defenses.processes import (
+    SHARD_BITS,
+    Team,
+    copies,
+    local_part,
+    own_part,
+    own_parts_of_sums,
+    shard_number,
+    where_whole,
+)
+
+GAUGED = 1 << 16
+"""Coordinates of each parameter whose noise is measured."""
+FEWEST_GAUGED = 50
+"""Coordinates below which chi-square's tail would often pass for wrong noise."""
+LEAST_GAUGED = 1e-4
+AT_ONCE = 1 << 20
+"""Numbers of small parameters that are summed over processes at once."""
+RELATIVE = 1e-2
+"""A gradient of less than this share of the largest may be rounding alone (a bias of keys)."""
+PATIENCE = 3
+
+
+class ClippedSum:
+    """This process's per-sample gradients, clipped to one joint norm each.
+
+    Args:
+        parameters: that are released.
+        parts: per-sample gradients of the mean loss.
+        samples: B of this process; 0 for an empty batch.
+        clip: largest norm of a sample's gradient.
+        clipping: in which form to keep them.
+        context: where.
+        half: gradients came in half precision.
+
+    Attributes:
+        samples: B.
+        norms: (B,) norms of the gradients of each sample's own loss, before clipping; infinite for
+            a sample whose gradient holds NaN or infinity, or whose norm overflows. It counts as
+            zero: whether a run goes on must not tell of one example.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        parts: Mapping[Tensor, list[Part]],
+        samples: int,
+        clip: float,
+        clipping: Clipping,
+        context: DefenseContext,
+        *,
+        half: bool = False,
+    ) -> None:
+        self.samples = samples
+        self.parts = {p: chosen(parts[p], p.shape, clipping) for p in parameters if p in parts}
+        squares = [squared_norms(own).double() for own in self.parts.values()]
+        device = context.device
+        total = torch.stack([s.to(device) for s in squares]).sum(0) if squares else None
+        self.norms = (
+            torch.zeros(samples, device=device) if total is None else total.sqrt() * samples
+        )
+        self._whole = torch.isfinite(self.norms)
+        self._broken = not bool(self._whole.all())
+        self.norms = self.norms.masked_fill(~self._whole, math.inf)
+        self.factors = samples * (clip / self.norms.clamp(min=clip))
+        self._clip, self._half = clip, half
+
+    def sum_of(self, parameter: nn.Parameter) -> Tensor:
+        """Clipped sum of these samples' own gradients, float32 or float64, of the whole shape."""
+        if parameter not in self.parts:
+            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            return torch.zeros(parameter.shape, dtype=dtype, device=where_whole(parameter))
+        own, factors = self.parts[parameter], self.factors
+        if self._broken:  # zero times NaN is NaN
+            own, factors = of_samples(own, self._whole), factors[self._whole]
+        return weighted_sum(own, factors.to(where_whole(parameter)), parameter.shape)
+
+    def with_canary(self, samples: Tensor, divisor: float) -> CanaryGradient:
+        """What is released of crafted layers whose gradients join those of the samples.
+
+        Args:
+            samples: (B, G, K) what each sample adds to the gradient of the mean loss.
+            divisor: of the update.
+
+        Raises:
+            DefenseError: they are of other samples than the batch.
+        """
+        if len(samples) != self.samples:
+            raise DefenseError(
+                f"DPSGD: a canary of {len(samples)} samples in a batch of {self.samples}"
+            )
+        samples = samples * self.samples
+        own = self.norms.to(samples)[:, None] if len(samples) else samples.new_zeros(0, 1)
+        joint = torch.hypot(samples.norm(dim=2), own)
+        factors = (self._clip / joint.clamp(min=self._clip)) / divisor
+        whole = torch.isfinite(joint)[..., None]
+        return CanaryGradient((samples * factors[..., None]).masked_fill(~whole, 0.0))
+
+    def release(
+        self,
+        parameters: Sequence[nn.Parameter],
+        team: Team,
+        std: float,
+        divisor: float,
+        key: Callable[[int], bytes],
+        gauge: NoiseGauge | None = None,
+    ) -> None:
+        """Puts the sum over all processes' samples, with noise, into ``p.grad``.
+
+        Replicas get the same noise, shards independent noise.
+
+        Args:
+            parameters: in the same order in all processes.
+            team: the processes of this client.
+            std: standard deviation of the noise; 0 for none.
+            divisor: of sum and noise.
+            key: of a number's noise, see :func:`~lightning_fedleak.defenses.noise.noise_key`.
+            gauge: measures the noise.
+        """
+        for index, parameter, total in self._sums(parameters, team):
+            before = None if gauge is None else gauge.before(total)
+            if std:
+                own = key(index + (shard_number(parameter) << SHARD_BITS))
+                noise = standard_normal(own, total.shape, total.device, total.dtype)
+                total.add_(noise, alpha=std)
+            total.div_(divisor)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            released = local_part(parameter.grad)
+            released.copy_(total)
+            if gauge is not None and before is not None:
+                gauge.after(before, released)
+
+    def _sums(
+        self, parameters: Sequence[nn.Parameter], team: Team
+    ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
+        """Each parameter with its place, and this process's part of its sum; small ones at once."""
+        if team.size == 1:
+            for index, parameter in enumerate(parameters):
+                yield index, parameter, self.sum_of(parameter)
+            return
+        start = 0
+        while start < len(parameters):
+            end, numbers = start + 1, parameters[start].numel()
+            while end < len(parameters) and numbers + parameters[end].numel() <= AT_ONCE:
+                numbers, end = numbers + parameters[end].numel(), end + 1
+            some = parameters[start:end]
+            totals = own_parts_of_sums([self.sum_of(parameter) for parameter in some], some)
+            for index, (parameter, total) in enumerate(zip(some, totals, strict=True), start):
+                yield index, parameter, total
+            start = end
+
+    def check_explained(
+        self, parameters: Sequence[nn.Parameter], context: DefenseContext, team: Team
+    ) -> None:
+        """Refuses a gradient of a parameter that no layer was seen to use, in no process.
+
+        Raises:
+            DefenseError: says whose.
+        """
+        seen = team.largest([parameter in self.parts for parameter in parameters])
+        unseen = [p for p, known in zip(parameters, seen, strict=True) if not known]
+        if not unseen:
+            return
+        loose = [p.grad is not None and bool(local_part(p.grad).any()) for p in unseen]
+        for parameter, found in zip(unseen, team.largest(loose), strict=True):
+            if found:
+                raise DefenseError(
+                    f"DPSGD: the gradient of '{name_of(parameter, context.root)}' came from no "
+                    "layer that DPSGD saw in training_step: its layer was added after setup, or "
+                    "the parameter is used outside of its module's forward. Nothing was released."
+                )
+
+    def check_complete(
+        self, parameters: Sequence[nn.Parameter], context: DefenseContext, team: Team
+    ) -> bool:
+        """Refuses where the parts do not add up to the gradient that autograd has computed.
+
+        Along one random direction for each parameter. The gradient is the mean over the client's
+        processes, all of it in each (DDP) or a shard (FSDP2).
+
+        Returns:
+            Whether all could be compared: none of them holds NaN or infinity.
+
+        Raises:
+            DefenseError: says which parameter.
+        """
+        with team.together():
+            rows = [self._along_a_direction(i, p, team) for i, p in enumerate(parameters)]
+        numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).to(context.device)
+        sums = team.summed(numbers).tolist()
+        coarse = self._half or context.precision.startswith("bf16")
+        tolerance = 0.05 if team.largest([coarse])[0] else 1e-3
+        known = [(p, row) for p, row in zip(parameters, sums, strict=True) if _finite(row)]
+        largest = max((scale for _, (_, _, scale) in known), default=0.0)
+        for parameter, (found, value, scale) in known:
+            if not abs(found - value) <= tolerance * max(scale, RELATIVE * largest) + 1e-30:
+                name = name_of(parameter, context.root)
+                raise DefenseError(
+                    f"DPSGD: the gradient of '{name}' is not the sum of what its layer was seen "
+                    "to add. Either the parameter is also used outside of its module's forward, "
+                    "or a hook changes gradients, which would be lost. Nothing was released."
+                )
+        return len(known) == len(sums)
+
+    def _along_a_direction(
+        self, index: int, parameter: nn.Parameter, team: Team
+    ) -> tuple[float, float, float]:
+        """This process's addends of the gradient's component, of the parts', and of its terms'."""
+        gradient = parameter.grad
+        parts = self.parts.get(parameter, [])
+        if gradient is None or (team.size == 1 and not parts):
+            return 0.0, 0.0, 0.0
+        mine = local_part(gradient).to(where_whole(gradient))
+        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        generator = torch.Generator(mine.device).manual_seed(index)
+        shape = gradient.shape[0], gradient.shape[1:].numel()
+        left, right = (
+            torch.randn(n, generator=generator, device=mine.device, dtype=wide) for n in shape
+        )
+        if mine.shape == gradient.shape:
+            found = left @ (mine.reshape(shape).to(wide) @ right)
+        else:
+            direction = own_part(torch.outer(left, right).view(gradient.shape), gradient)
+            found = (mine.to(wide) * direction).sum()
+        value, scale = probe(parts, left, right)
+        share = copies(gradient) if team.size > 1 else 1.0
+        return float(found) / share, float(value) / team.size, float(scale) / team.size
+
+
+class NoiseGauge:
+    """Measures the standard deviation of the noise in what is about to leave.
+
+    Args:
+        std: what it must be, before the division.
+        divisor: by which clipped sum and noise are divided.
+    """
+
+    def __init__(self, std: float, divisor: float) -> None:
+        self.std = std
+        self.divisor = divisor
+        self._square = 0.0
+        self._count = 0
+
+    def before(self, total: Tensor) -> Tensor | None:
+        """Some coordinates of the clipped sum, None where rounding would hide the noise."""
+        if not self.std:
+            return None
+        some = total.flatten()[:GAUGED].clone()
+        largest = float(some.abs().max()) if some.numel() else 0.0
+        return some if self.std > LEAST_GAUGED * largest else None
+
+    def after(self, before: Tensor, released: Tensor) -> None:
+        """The same coordinates of the gradient that leaves."""
+        if released.dtype not in (torch.float32, torch.float64):
+            return
+        noise = released.flatten()[:GAUGED].double() * self.divisor - before.double()
+        self._square += float(noise.square().sum())
+        self._count += noise.numel()
+
+    def measured(self) -> float | None:
+        """Standard deviation, None where too little could be measured.
+
+        Raises:
+            DefenseError: it is not what it must be, by more than six standard errors and 1%.
+        """
+        if self._count < FEWEST_GAUGED:
+            return None
+        ratio = self._square / self._count / self.std**2
+        if abs(ratio - 1) > 6 * math.sqrt(2 / self._count) + 0.02:
+            raise DefenseError(
+                f"DPSGD: the noise measured has a standard deviation of {math.sqrt(ratio):.4g} "
+                "times what is accounted; nothing was released."
+            )
+        return self.std * math.sqrt(ratio)
+
+
+class Moves:
+    """Whether the weights move from release to release."""
+
+    def __init__(self) -> None:
+        self._before: Tensor | None = None
+        self._still = 0
+
+    def remember(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Keeps a few coordinates of each parameter, as they are before the update."""
+        self._before = _some(parameters)
+
+    def check(
+        self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Any], team: Team
+    ) -> None:
+        """Refuses to go on where noise was released and no weight of the client has moved by it.
+
+        Raises:
+            DefenseError: three times in a row, at a learning rate above zero.
+        """
+        if self._before is None:
+            return
+        now, before = _some(parameters), self._before
+        rates = [group.get("lr", 0.0) for o in optimizers for group in o.param_groups]
+        differs = now.shape != before.shape or not torch.equal(now, before)
+        (moved,) = team.largest([differs])
+        self._still = 0 if moved or not any(rate > 0 for rate in rates) else self._still + 1
+        if self._still >= PATIENCE:
+            raise DefenseError(
+                f"DPSGD: the weights did not move in {PATIENCE} steps although noise was released "
+                "to the optimizer: what it applies is not what is accounted, or the learning rate "
+                "is too small for the weights' precision."
+            )
+
+
+def name_of(parameter: nn.Parameter, root: nn.Module) -> str:
+    """As in ``root.named_parameters()``."""
+    for name, candidate in root.named_parameters():
+        if candidate is parameter:
+            return name
+    return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def _finite(numbers: Sequence[float]) -> bool:
+    return all(map(math.isfinite, numbers))
+
+
+def _some(parameters: Sequence[nn.Parameter]) -> Tensor:
+    device = parameters[0].device if parameters else torch.device("cpu")
+    few = [local_part(p.detach()).flatten()[:4].to(device, torch.float32) for p in parameters]
+    return torch.cat(few) if few else torch.zeros(0)
+
+
+__all__ = ["ClippedSum", "Moves", "NoiseGauge", "name_of"]

@@ -1,0 +1,503 @@
+"""DP-SGD: clips each sample's gradient, adds noise to their sum, and accounts what that costs."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from lightning_fedleak.defenses.accounting.accounting import (
+    Accountant,
+    Trust,
+    check_delta_for,
+    effective_noise_multiplier,
+)
+from lightning_fedleak.defenses.accounting.budget import (
+    Account,
+    Budget,
+    BudgetSpent,
+    guarantee_of,
+)
+from lightning_fedleak.defenses.accounting.ledger import client_path
+from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
+from lightning_fedleak.defenses.base import (
+    CanaryGradient,
+    Defense,
+    DefenseContext,
+    DefenseError,
+    Privacy,
+    State,
+)
+from lightning_fedleak.defenses.dpsgd.batch import trainer_of
+from lightning_fedleak.defenses.dpsgd.clipped_sum import NoiseGauge
+from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
+from lightning_fedleak.defenses.dpsgd.sampling import Sampling, check_same_data, sampling_of
+from lightning_fedleak.defenses.dpsgd.setup_checks import (
+    check_choices,
+    check_hardening,
+    check_model,
+    check_settings,
+    check_shards,
+    check_trainer,
+    planned_steps,
+)
+from lightning_fedleak.defenses.dpsgd.step import WatchedStep
+from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
+from lightning_fedleak.defenses.processes import Team, reshard
+
+
+class DPSGD(Defense):
+    """Differentially private SGD (Abadi et al. 2016) in the local or central model.
+
+    Every optimizer step releases ``(sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2)) / L``: g_i is
+    the gradient of sample i's own loss, C is ``max_grad_norm``, and L the expected batch size. The
+    batches are Poisson samples of the client's examples, and an empty one releases noise alone. The
+    unit of privacy is one example of the dataset, added or removed.
+
+    One backward pass is enough: layer inputs and output gradients are kept (book-keeping, see
+    :mod:`~lightning_fedleak.defenses.dpsgd.per_sample`), so the second backward of two-pass ghost
+    clipping is saved, and tied weights are exact. ``p.grad`` stays what it is until the release:
+    it is the *local* gradient that monitors see. Kept inputs take memory for as long as the graph
+    would; gradient checkpointing does not free them.
+
+    A sample whose gradient is not finite counts as zero: whether a run goes on must not tell of one
+    example. Weights that something else than the optimizer's step writes are refused, and weights
+    that are not finite after a release.
+
+    Refused at setup is what would break the guarantee (:mod:`~.dpsgd_checks`). Refused in a step
+    are a batch without a loss, a loss that is not a mean of per-sample means or a network that
+    mixes samples, through the graph (:mod:`~.loss_checks`), gradients that the layers do not
+    explain, noise that is not what was accounted, a second release of one batch, buffers that
+    ``training_step`` writes to, and weights that do not move.
+
+    These looks find mistakes; they follow gradients, and prove nothing. Samples that meet without a
+    gradient are not seen and void the guarantee (:mod:`~.loss_checks` says which do), as do batches
+    rewritten in hooks, and plain attributes that keep something of earlier batches.
+
+    What a module sends or logs itself is not covered, neither are validation metrics, leakage logs
+    and decisions taken in sight of them, nor buffers that are written outside of ``training_step``.
+    Noise is floating-point and not from a cryptographic generator
+    (:mod:`~lightning_fedleak.defenses.noise` says where from).
+
+    An empty batch does not run ``training_step``. With ``client="rank"`` under DDP do not log with
+    ``sync_dist=True`` there: a rank with an empty batch would not take part.
+
+    With ``client="world"`` (DDP, FSDP2) all processes are one client: machines that trust each
+    other and a network that nobody else reads, because they send each other undefended gradients
+    and sums. What leaves them is the sum over all of their samples with one noise of sigma C; L is
+    the expected number of samples over all of them. Each draws from its own part of the dataset, so
+    a DistributedSampler must split it, and all refuse where one does. One whose batch is empty runs
+    one example of its part, whose loss is multiplied by 0 and which nothing released depends on (a
+    loss that the module logs does). Large parameters are summed one at a time, whole, in float32.
+
+    A gate may turn the noise up (:meth:`harden`) with ``accountant="filter"`` alone: PRV, and RDP
+    with the best order picked at the end, are proven for noise that was settled before the run. The
+    filter (:mod:`~lightning_fedleak.defenses.accounting.renyi_filter`) does not cover the decision
+    itself, where it was taken by what was not released: that a gate fired on a leakage metric,
+    which reads the true batch, is told by the noise.
+
+    Args:
+        max_grad_norm: C.
+        noise_multiplier: sigma. Or:
+        target_epsilon: what the whole run may cost; sigma is then found from the number of steps.
+        target_delta: delta of the guarantee; must be below one over the number of examples. With
+            ``noise_multiplier`` it may be left out: a tenth of one over the number of examples.
+        accountant: ``"prv"`` (tight), ``"rdp"``, or ``"filter"``: a budget in Renyi divergence, at
+            one order that is fixed before the first release. It needs ``target_epsilon`` and
+            ``target_delta``; sigma is found from the number of steps unless ``noise_multiplier`` is
+            given too. Then :attr:`privacy` shows ``target_epsilon`` from the first step to the
+            last: the budget is what holds at whatever step the run ends, there is no smaller
+            epsilon "so far". :attr:`share_spent` says how much of it is used up.
+        clipping: ``"ghost"`` keeps factors, ``"per_sample"`` multiplies every per-sample gradient
+            out, ``"auto"`` does for each layer what takes less.
+        poisson: sample batches by chance. Without it the loader's batches are taken as they are
+            (of a sampler of torch's own, without replacement), each example is accounted as if it
+            were in all of them, and the unit of privacy is an example replaced by nothing at its
+            place.
+        trust: ``"local"``: the server sees each client's update, so each adds noise of sigma C.
+            ``"central"``: it sees nothing but the sum over clients (secure aggregation, which this
+            package does not provide), so each adds sigma C over the root of their number, and L is
+            the loader's ``batch_size``, which all clients must have alike.
+        on_budget: once ``target_epsilon`` is spent, ``"stop"`` ends the fit as usual, after the
+            last release that fits with the noise of then; ``"raise"`` goes on to the first that
+            does not. None is released beyond.
+        loss: ``"checked"``, or ``"trusted"``: you have proved that the loss is a mean over samples
+            of terms that depend on one sample each.
+        ledger: file that remembers every release through a crash, see
+            :class:`~lightning_fedleak.defenses.accounting.ledger.Ledger`; with several clients
+            ``.<client>-of-<clients>`` is appended.
+        seed: for tests only: noise and samples follow from it, and epsilon is infinite.
+        harden_factor: what a notch multiplies the noise by, with ``accountant="filter"``.
+        most_notches: how often it may be turned up; None for as often as a gate asks.
+
+    Attributes:
+        releases: how many were made.
+        measured_noise_multiplier: standard deviation of the noise over C, as it was last measured.
+
+    Raises:
+        DefenseError: a setting out of range, or contradicting another.
+    """
+
+    name = "dpsgd"
+    per_sample = True
+    takes_shards = True
+
+    def __init__(
+        self,
+        max_grad_norm: float,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        accountant: Account = "prv",
+        clipping: Clipping = "auto",
+        poisson: bool = True,
+        trust: Trust = "local",
+        on_budget: Literal["stop", "raise"] = "stop",
+        loss: Literal["checked", "trusted"] = "checked",
+        ledger: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+        *,
+        harden_factor: float = 2.0,
+        most_notches: int | None = None,
+    ) -> None:
+        check_settings(
+            max_grad_norm,
+            noise_multiplier,
+            target_epsilon,
+            target_delta,
+            seed,
+            fixed_budget=accountant == "filter",
+        )
+        check_choices(
+            accountant=(accountant, ("prv", "rdp", "filter")),
+            clipping=(clipping, ("auto", "per_sample", "ghost")),
+            trust=(trust, ("local", "central")),
+            on_budget=(on_budget, ("stop", "raise")),
+            loss=(loss, ("checked", "trusted")),
+        )
+        check_hardening(harden_factor, most_notches)
+        self.max_grad_norm = max_grad_norm
+        self.target_epsilon = target_epsilon
+        self.target_delta = target_delta
+        self.clipping: Clipping = clipping
+        self.poisson = poisson
+        self.trust: Trust = trust
+        self.on_budget = on_budget
+        self.loss = loss
+        self.seed = seed
+        self.releases = 0
+        self.measured_noise_multiplier = math.nan
+        self.guarantee = guarantee_of(trust, poisson, seed, accountant == "filter")
+        self._budget = Budget(
+            accountant,
+            noise_multiplier,
+            target_epsilon,
+            target_delta,
+            seeded=seed is not None,
+            harden_factor=harden_factor,
+            most_notches=most_notches,
+        )
+        self._ledger = ledger
+        self._sampling: Sampling | None = None
+        self._team = Team()
+        self._step: WatchedStep | None = None
+
+    @property
+    def accountant(self) -> Accountant | RenyiFilter:
+        """Counts releases."""
+        return self._budget.accountant
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """Sigma that the run begins with; None until it is found."""
+        return self._budget.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, sigma: float) -> None:
+        self._budget.noise_multiplier = sigma
+
+    @property
+    def notches(self) -> int:
+        """How often the noise was turned up."""
+        return self._budget.notches
+
+    @property
+    def privacy(self) -> Privacy:
+        """Epsilon and delta of the releases so far, and the noise of the next.
+
+        With ``accountant="filter"`` epsilon is ``target_epsilon``, however much of it is used up.
+
+        Raises:
+            DefenseError: before the training data are known.
+        """
+        return self._budget.privacy
+
+    @property
+    def share_spent(self) -> float | None:
+        """Renyi divergence of the releases so far over the filter's budget; None without one."""
+        return self._budget.share_spent
+
+    @property
+    def noise_multiplier_now(self) -> float:
+        """Sigma of the next release, as it is turned up now; refused before it is found."""
+        return self._budget.noise_now
+
+    @property
+    def can_harden(self) -> bool:
+        """Only with ``accountant="filter"``: the others hold for noise settled beforehand."""
+        return self._budget.can_harden
+
+    def harden(self) -> str | None:
+        """Multiplies the noise by ``harden_factor``, from the next release on."""
+        changed = self._budget.harden()
+        if changed is not None and self._step is not None:
+            self._step.check.unchecked = True
+        return changed
+
+    def before_setup(self, context: DefenseContext) -> None:
+        """Checks model and Trainer, and hooks the layers.
+
+        Raises:
+            DefenseError: the guarantee cannot hold; says what to change.
+        """
+        self.teardown()
+        self._team = team = Team(context)
+        with team.together():
+            check_trainer(context)
+            check_model(context.root, self.clipping)
+            check_shards(context.root, context.processes)
+            if self._ledger is not None and team.process == 0:
+                path = client_path(self._ledger, context.client, context.clients)
+                self._budget.open_ledger(path)
+        self._ledger = None
+        self._budget.adopt(team.told_by_first(self._budget.account_state()))
+        self._step = WatchedStep(
+            context.root,
+            team,
+            clip=self.max_grad_norm,
+            clipping=self.clipping,
+            poisson=self.poisson,
+            trusted=self.loss == "trusted",
+        )
+
+    def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
+        """A loader of Poisson samples; settles the noise.
+
+        Raises:
+            DefenseError: a loader that cannot be sampled, delta does not fit its size, or the
+                filter's budget does not fit one release.
+            BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
+        """
+        self._team = team = Team(context)
+        drawn = 0 if self._sampling is None else self._sampling.drawn
+        team.check_alike(
+            max_grad_norm=self.max_grad_norm,
+            noise_multiplier=self.noise_multiplier or 0.0,
+            target_epsilon=self.target_epsilon or 0.0,
+            target_delta=self.target_delta or 0.0,
+        )
+        with team.together():
+            self._sampling = sampling = sampling_of(
+                dataloader,
+                context,
+                poisson=self.poisson,
+                trust=self.trust,
+                entropy=self._base(context),
+                first_step=drawn,
+            )
+            delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
+            check_delta_for(delta, sampling.examples)
+            steps = functools.partial(planned_steps, context, len(sampling.loader))
+            self._budget.settle(sampling.rate, delta, steps)
+        team.check_alike(examples=sampling.examples, batch_size=sampling.expected)
+        check_same_data(sampling.loader, team, poisson=self.poisson)
+        # Found on another machine, it may differ in its last bits.
+        self.noise_multiplier = team.told_by_first(self.noise_multiplier)
+        return sampling.loader
+
+    def on_train_start(self, context: DefenseContext) -> None:
+        """Looks at what was restored, where that comes after the loader.
+
+        Raises:
+            BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
+        """
+        if self._step is not None:
+            reshard(context.root)
+            self._step.adopt()
+        self._budget.check_not_overdrawn()
+
+    @property
+    def acts_on_batches(self) -> bool:
+        """Only with several processes, of which one alone may draw an empty batch."""
+        return self._team.size > 1
+
+    def on_batch(self, batch: Any, context: DefenseContext) -> Any:
+        """The batch; one example that does not count where it is empty and others may not be."""
+        step, sampling = self._in_fit()
+        return step.given(batch, sampling, context) if self._team.size > 1 else batch
+
+    def on_training_step(
+        self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
+    ) -> Any:
+        """Records the forward pass and looks at the loss; an empty batch gives a loss of zero.
+
+        A process that drew none while others of its client may not have runs one example, and
+        records none of it: it takes part in what the others send in forward and backward.
+
+        Raises:
+            DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
+                samples are mixed, or a buffer was changed.
+        """
+        step, sampling = self._in_fit()
+        return step.run(training_step, batch, sampling, self.releases, context)
+
+    def before_release(self) -> None:
+        """Refuses a release that the budget does not cover.
+
+        Raises:
+            BudgetSpent: says how many were made.
+        """
+        with self._team.together():
+            self._budget.check_affords_another()
+
+    def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
+        """Puts the clipped and noised mean into ``p.grad``, and accounts it.
+
+        Raises:
+            DefenseError: a gradient that the layers do not explain, noise that is not what is
+                accounted, weights that do not move, or that something else than the optimizer's
+                step has moved. Nothing is released.
+        """
+        team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
+        step, sampling = self._in_fit()
+        # What follows sends other messages where these differ.
+        team.check_alike(
+            noise_multiplier=sigma, releases=self.releases, max_grad_norm=self.max_grad_norm
+        )
+        self._check_clip(step)
+        with team.together():
+            step.weights.check(parameters, context.root)
+            clipped = step.clipped(parameters, context)
+        clipped.check_explained(parameters, context, team)
+        if sigma > 0:
+            step.moves.check(parameters, getattr(trainer, "optimizers", ()), team)
+        checking = step.check.is_due(self.releases)
+        compared = not checking or clipped.check_complete(parameters, context, team)
+        with team.together():
+            self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
+        release, self.releases = self.releases, self.releases + 1
+        gauge = NoiseGauge(sigma * self.max_grad_norm, sampling.expected) if checking else None
+        key = functools.partial(self._key, context, release, stream="gradient")
+        clipped.release(parameters, team, sigma * self.max_grad_norm, sampling.expected, key, gauge)
+        if gauge is not None:
+            with team.together():
+                measured = gauge.measured()
+            if measured is not None:
+                self.measured_noise_multiplier = measured / self.max_grad_norm
+        if sigma > 0:
+            step.moves.remember(parameters)
+        step.released(self.releases, unchecked=not compared)
+        if self.on_budget == "stop" and trainer is not None:
+            (spent,) = team.largest([not self._budget.affords_another()])
+            trainer.should_stop = trainer.should_stop or bool(spent)
+
+    def on_canary(
+        self,
+        canary: CanaryGradient,
+        parameters: Sequence[nn.Parameter],
+        context: DefenseContext,
+    ) -> CanaryGradient:
+        """Each sample's part joins that sample's norm; their clipped sum gets noise of its own.
+
+        Raises:
+            DefenseError: the canary is of other samples than the batch, or was noised before.
+        """
+        if self._team.size > 1:
+            raise DefenseError(
+                "DPSGD: what the samples of the client's other processes add to a canary is not "
+                "computed; use client='rank', or one process"
+            )
+        if canary.noise is not None:
+            raise DefenseError(
+                "DPSGD: noise on the sum of samples cannot be clipped sample by sample"
+            )
+        step, sampling = self._in_fit()
+        self._check_clip(step)
+        clipped = step.clipped(parameters, context)
+        released = clipped.with_canary(canary.samples, sampling.expected)
+        std = self._client_noise(context) * self.max_grad_norm / sampling.expected
+        if std:
+            number, step.canaries = step.canaries, step.canaries + 1
+            key = self._key(context, self.releases, number, "canary")
+            like = released.samples
+            noise = standard_normal(key, like.shape[1:], like.device, like.dtype)
+            released = released.noised(noise * std, std)
+        return released
+
+    def state_dict(self) -> dict[str, Tensor | int | float | str]:
+        """Releases, what they were accounted as, and the noise: as settled, and how turned up."""
+        return {"releases": self.releases, "trust": self.trust, **self._budget.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on counting; neither the counters nor the account ever run backwards.
+
+        Noise that was found from ``target_epsilon`` stays what it is. Under another target the
+        releases that it may make are counted anew.
+
+        Raises:
+            DefenseError: the releases were made under another kind of accountant, with
+                ``accountant="filter"`` under another budget, or under ``trust="central"`` and this
+                run is under ``"local"``.
+        """
+        if "releases" not in state:
+            self._budget.seeded = False
+            return
+        releases = int(state["releases"])
+        if releases and state.get("trust", self.trust) == "central" and self.trust == "local":
+            raise DefenseError(
+                f"DPSGD: the checkpoint's {releases} releases were made under trust='central', in "
+                "which each client adds a share of the noise: whoever sees each client's updates "
+                "learns more than is accounted. Go on with trust='central', or begin a new run."
+            )
+        self._budget.load_state_dict(state, releases)
+        self.releases = max(self.releases, releases)
+
+    def teardown(self) -> None:
+        """Takes the hooks out."""
+        if self._step is not None:
+            self._step.remove()
+            self._step = None
+
+    def _in_fit(self) -> tuple[WatchedStep, Sampling]:
+        if self._step is None or self._sampling is None:
+            raise DefenseError(
+                "DPSGD: a training step or a release outside of fit; nothing was released"
+            )
+        return self._step, self._sampling
+
+    def _check_clip(self, step: WatchedStep) -> None:
+        if self.max_grad_norm != step.clip:
+            raise DefenseError(
+                f"DPSGD: max_grad_norm was {step.clip:g} when the fit began and is "
+                f"{self.max_grad_norm:g} now. Samples are clipped to the first, and noise would "
+                "follow the second, less of it than is accounted. Leave max_grad_norm as it is "
+                "during a fit; nothing was released."
+            )
+
+    def _client_noise(self, context: DefenseContext) -> float:
+        """Noise multiplier of what this client adds itself."""
+        share = context.clients if self.trust == "central" else 1
+        return self.noise_multiplier_now / math.sqrt(share)
+
+    def _base(self, context: DefenseContext) -> bytes:
+        return base_of(context.entropy, self.seed if self._budget.seeded else None)
+
+    def _key(self, context: DefenseContext, release: int, index: int, stream: str) -> bytes:
+        return noise_key(self._base(context), context.client, release, index, self.name, stream)
+
+
+__all__ = ["DPSGD", "BudgetSpent", "Privacy"]

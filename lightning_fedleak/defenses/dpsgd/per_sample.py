@@ -1,0 +1,492 @@
+"""Per-sample gradients, of a layer and of a parameter: as factors or in full, norms and sums.
+
+Backward hands each layer its output gradients. With the layer's inputs they are all there is to
+know about its per-sample gradients, so one backward pass is enough (book-keeping, Bu et al. 2023,
+"Differentially Private Optimization on Large Model at Small Cost"): norms from Gram matrices over
+positions (ghost norms, Goodfellow 2015; Li et al. 2022), then one weighted product per layer for
+the clipped sum. A parameter that is used several times (tied embeddings) has one gradient per
+sample, the sum of its uses; norms here include the cross terms.
+
+All shapes have the samples first, B of them. T counts positions of a sample, of all uses together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call, vjp, vmap
+
+from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.processes import plain_type
+
+Clipping = Literal["auto", "per_sample", "ghost"]
+
+CANCELLATION = 1e-5
+"""A squared norm is never taken for less than this share of the absolute terms it is the sum of.
+
+Below, rounding could make it too small, and a norm that is too small breaks the clip.
+"""
+
+CHUNK = 1 << 24
+"""Numbers of factors that norms are computed from at once."""
+
+CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Sample b's gradient of a matrix is ``sum_t left[b, t] right[b, t]^T``, (m, n).
+
+    Attributes:
+        left: (B, T, m).
+        right: (B, T, n).
+    """
+
+    left: Tensor
+    right: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sample b's gradient of an embedding is ``values[b, t]`` added to row ``ids[b, t]``.
+
+    Attributes:
+        ids: (B, T) int64.
+        values: (B, T, d); zero where the row gets no gradient (padding).
+    """
+
+    ids: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Per-sample gradients in full.
+
+    Attributes:
+        values: (B, *shape of the parameter).
+    """
+
+    values: Tensor
+
+
+Part = Outer | Rows | Dense
+
+
+def merged(parts: Sequence[Part]) -> list[Part]:
+    """The same gradients in at most one part of each kind; uses become further positions."""
+    result: list[Part] = []
+    outer = [part for part in parts if isinstance(part, Outer)]
+    if len(outer) > 1:
+        left, right = ([_wide(getattr(p, side)) for p in outer] for side in ("left", "right"))
+        result.append(Outer(torch.cat(left, 1), torch.cat(right, 1)))
+    else:
+        result += outer
+    rows = [part for part in parts if isinstance(part, Rows)]
+    if len(rows) > 1:
+        values = torch.cat([_wide(part.values) for part in rows], 1)
+        result.append(Rows(torch.cat([part.ids for part in rows], 1), values))
+    else:
+        result += rows
+    dense = [part.values for part in parts if isinstance(part, Dense)]
+    if dense:
+        total = dense[0]
+        for values in dense[1:]:
+            total = total + values
+        result.append(Dense(total))
+    return result
+
+
+def chosen(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> list[Part]:
+    """Merged parts in the form that ``clipping`` asks for.
+
+    ``"ghost"`` keeps factors, ``"per_sample"`` multiplies them out, ``"auto"`` multiplies out where
+    the result is smaller than its factors, as in LoRA's thin matrices, and then also saves the
+    second product. What has a part in full already is multiplied out in any case: a sum of both
+    has no other norm.
+    """
+    parts = merged(parts)
+    if len(parts) == 1 and isinstance(parts[0], Dense):
+        return parts
+    full = any(isinstance(part, Dense) for part in parts) or clipping == "per_sample"
+    if clipping == "auto" and all(isinstance(part, Outer) for part in parts):
+        size = sum(p.left[0].numel() + p.right[0].numel() for p in parts if isinstance(p, Outer))
+        full = full or shape.numel() <= size
+    return [Dense(in_full(parts, shape))] if full else parts
+
+
+def in_full(parts: Sequence[Part], shape: torch.Size) -> Tensor:
+    """Per-sample gradients, (B, *shape), multiplied out; float32, or float64 if they are."""
+    total: Tensor | None = None
+    for part in parts:
+        if isinstance(part, Dense):
+            values = _wide(part.values)
+        elif isinstance(part, Outer):
+            values = _wide(part.left).transpose(1, 2) @ _wide(part.right)
+        else:
+            source = _wide(part.values)
+            values = source.new_zeros(len(source), *shape)
+            index = part.ids[..., None].expand_as(source)
+            values.scatter_add_(1, index, source)
+        total = values if total is None else total + values
+    assert total is not None
+    return total
+
+
+def of_samples(parts: Sequence[Part], samples: Tensor) -> list[Part]:
+    """The gradients of some samples alone, whatever the others' factors hold.
+
+    Args:
+        parts: of all B samples.
+        samples: (B,) booleans.
+    """
+    return [
+        replace(part, **{key: value[samples.to(value.device)] for key, value in vars(part).items()})
+        for part in parts
+    ]
+
+
+def count_positions(part: Part) -> int:
+    """B T, as far as it can still be seen: B of gradients in full."""
+    if isinstance(part, Dense):
+        return len(part.values)
+    return (part.left if isinstance(part, Outer) else part.ids).shape[:2].numel()
+
+
+def squared_norms(parts: Sequence[Part]) -> Tensor:
+    """Squared 2-norm of every sample's gradient, (B,).
+
+    Args:
+        parts: from :func:`chosen`.
+    """
+    if len(parts) == 1 and isinstance(parts[0], Dense):
+        return _wide(parts[0].values).flatten(1).square().sum(1)
+    samples = _samples(parts)
+    numbers = sum(value[0].numel() for part in parts for value in vars(part).values())
+    many = max(1, CHUNK // max(1, numbers))
+    pieces = [_squared(parts, slice(b, b + many)) for b in range(0, samples, many)]
+    return torch.cat(pieces)
+
+
+def weighted_sum(parts: Sequence[Part], weights: Tensor, shape: torch.Size) -> Tensor:
+    """``sum_b weights[b] gradient_b``, of the parameter's shape.
+
+    Args:
+        parts: of all B samples.
+        weights: (B,).
+        shape: of the parameter.
+    """
+    total: Tensor | None = None
+    for part in parts:
+        if isinstance(part, Dense):
+            wide = _wide(part.values)
+            term = torch.tensordot(weights.to(wide.dtype), wide, dims=1)
+        elif isinstance(part, Outer):
+            left, right = _wide(part.left), _wide(part.right)
+            column = weights.to(left.dtype)[:, None, None]
+            if left.shape[2] < right.shape[2]:
+                left = left * column
+            else:
+                right = right * column
+            term = left.flatten(0, 1).T @ right.flatten(0, 1)
+        else:
+            source = _wide(part.values) * weights.to(_wide(part.values).dtype)[:, None, None]
+            target = source.new_zeros(shape) if total is None else total
+            target.index_add_(0, part.ids.flatten(), source.flatten(0, 1))
+            total = target
+            continue
+        total = term if total is None else total.add_(term)
+    assert total is not None
+    return total.view(shape)
+
+
+def probe(parts: Sequence[Part], left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """``left^T (sum_b gradient_b) right`` of a matrix, or ``left . sum_b gradient_b`` otherwise.
+
+    Costs no product of the layer's size. A gradient that autograd has computed and that these
+    parts do not explain differs in it, but for a chance of measure zero over random vectors.
+
+    Args:
+        parts: of all samples.
+        left: (m,) random numbers, m the parameter's first dimension.
+        right: (n,) of the flattened other dimensions.
+
+    Returns:
+        The bilinear form, and the sum of its terms' absolute values, both scalars.
+    """
+    value = scale = left.new_zeros(())
+    for part in parts:
+        if isinstance(part, Dense):
+            terms = (
+                _wide(part.values).flatten(2) if part.values.dim() > 2 else part.values[..., None]
+            )
+            numbers = (_wide(terms) @ right[: terms.shape[2]]) @ left
+        elif isinstance(part, Outer):
+            numbers = (_wide(part.left) @ left) * (_wide(part.right) @ right)
+        else:
+            numbers = left[part.ids] * (_wide(part.values) @ right)
+        value, scale = value + numbers.sum(), scale + numbers.abs().sum()
+    return value, scale
+
+
+def _squared(parts: Sequence[Part], rows: slice) -> Tensor:
+    """Of some samples, so that float32 copies and Gram matrices stay small."""
+    total: Tensor | None = None
+    absolute: Tensor | None = None
+    outer = next((part for part in parts if isinstance(part, Outer)), None)
+    if outer is not None:
+        left, right = _wide(outer.left[rows]), _wide(outer.right[rows])
+        total, absolute = _add(None, None, (left @ left.mT).mul_(right @ right.mT))
+    for part in parts:
+        if isinstance(part, Dense):
+            raise AssertionError("parts in full and factors together have no ghost norm")
+        if not isinstance(part, Rows):
+            continue
+        ids, values = part.ids[rows], _wide(part.values[rows])
+        same = ids[:, :, None] == ids[:, None, :]
+        total, absolute = _add(total, absolute, (values @ values.mT).mul_(same))
+        if outer is not None:
+            index = ids[:, None, :].expand(-1, left.shape[1], -1)
+            crossed = left.gather(2, index).mul_(right @ values.mT)
+            total, absolute = _add(total, absolute, crossed.mul_(2))
+    assert total is not None
+    assert absolute is not None
+    return torch.maximum(total, CANCELLATION * absolute)
+
+
+def _add(total: Tensor | None, absolute: Tensor | None, terms: Tensor) -> tuple[Tensor, Tensor]:
+    value, size = terms.sum((1, 2)), terms.abs_().sum((1, 2))
+    return value if total is None else total + value, size if absolute is None else absolute + size
+
+
+def _samples(parts: Sequence[Part]) -> int:
+    part = parts[0]
+    return len(part.left if isinstance(part, Outer) else part.values)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def refusal(name: str, module: nn.Module) -> str:
+    """Why the parameters that hang on ``module`` itself have no per-sample gradients; "" if none.
+
+    Args:
+        name: of the module in the root, "" for the root itself.
+        module: owns trainable parameters.
+    """
+    kind = type(module).__name__
+    inside = {p for child in module.children() for p in child.parameters()}
+    own = [k for k, p in module._parameters.items() if p is not None and p.requires_grad]
+    loose = [k for k in own if module._parameters[k] not in inside]
+    if not loose:
+        return ""
+    names = ", ".join(f"'{name}.{key}'" if name else f"'{key}'" for key in loose)
+    if not name:
+        return (
+            f"the parameters {names} hang directly on the LightningModule, where no layer's inputs "
+            "and outputs tell their per-sample gradients. Put them into a module of their own "
+            "that computes with them in its `forward`, or freeze them."
+        )
+    if isinstance(module, CONTAINERS):
+        return (
+            f"the parameters {names} are in a {kind}, which computes nothing: what uses them "
+            "cannot be seen. Put them into a module that computes with them, or freeze them."
+        )
+    if isinstance(module, nn.MultiheadAttention):
+        return (
+            f"'{name}' is torch's MultiheadAttention, which has no per-sample gradients. Use "
+            "opacus.layers.DPMultiheadAttention, or freeze it."
+        )
+    if inside:
+        return (
+            f"the parameters {names} hang on a {kind} that has layers inside. Put them into a "
+            "module of their own, or freeze them."
+        )
+    if type(module) in _RULES and not {"weight", "bias"}.issuperset(loose):
+        return (
+            f"'{name}' ({kind}) trains {names}. Its weight is computed from other parameters, as "
+            "weight_norm and spectral_norm do, so their per-sample gradients cannot be told. Take "
+            "that off (torch.nn.utils.remove_weight_norm), or freeze it."
+        )
+    if isinstance(module, nn.RNNBase):
+        return f"'{name}' is a {kind}; use opacus.layers.DP{kind}, or freeze it."
+    if isinstance(module, nn.Embedding):
+        settings = {
+            "max_norm": module.max_norm is not None,
+            "scale_grad_by_freq": module.scale_grad_by_freq,
+            "sparse": module.sparse,
+        }
+        for setting, on in settings.items():
+            if on:
+                return (
+                    f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows. "
+                    "Build it without."
+                )
+    if isinstance(module, nn.EmbeddingBag):
+        return f"'{name}' is an EmbeddingBag, which is not supported. Use nn.Embedding."
+    return ""
+
+
+def parts_of(
+    module: nn.Module, source: Tensor, gradient: Tensor, samples: int
+) -> Iterator[tuple[str, Part]]:
+    """Every trainable parameter of ``module`` itself, by name, with its per-sample gradients.
+
+    Args:
+        module: see :func:`refusal`.
+        source: its input; the first dimension counts samples, or samples times positions.
+        gradient: of its output.
+        samples: B.
+    """
+    rule = _RULES.get(plain_type(module))
+    if rule is None and _is_conv1d(module):
+        rule = _conv1d
+    if rule is not None:
+        yield from rule(module, source, gradient, samples)
+    else:
+        yield from _any(module, source, gradient, samples)
+
+
+def has_ghost_rule(module: nn.Module) -> bool:
+    """Whether its matrices stay factors: Linear, Hugging Face's Conv1D, Embedding."""
+    return plain_type(module) in (nn.Linear, nn.Embedding) or _is_conv1d(module)
+
+
+Rule = Callable[[Any, Tensor, Tensor, int], Iterator[tuple[str, Part]]]
+
+
+def _positions(values: Tensor, samples: int) -> Tensor:
+    """(B, T, last dimension) of (B, ..., last) or (B T, ..., last)."""
+    return values.reshape(samples, -1, values.shape[-1])
+
+
+def _linear(
+    module: nn.Linear, source: Tensor, gradient: Tensor, samples: int
+) -> Iterator[tuple[str, Part]]:
+    gradient = _positions(gradient, samples)
+    if module.weight.requires_grad:
+        yield "weight", Outer(gradient, _positions(source, samples))
+    if module.bias is not None and module.bias.requires_grad:
+        yield "bias", Dense(_total(gradient))
+
+
+def _conv1d(
+    module: Any, source: Tensor, gradient: Tensor, samples: int
+) -> Iterator[tuple[str, Part]]:
+    gradient = _positions(gradient, samples)
+    if module.weight.requires_grad:
+        yield "weight", Outer(_positions(source, samples), gradient)
+    if module.bias.requires_grad:
+        yield "bias", Dense(_total(gradient))
+
+
+def _embedding(
+    module: nn.Embedding, source: Tensor, gradient: Tensor, samples: int
+) -> Iterator[tuple[str, Part]]:
+    ids = source.reshape(samples, -1)
+    values = _positions(gradient, samples)
+    if module.padding_idx is not None:
+        values = values.masked_fill((ids == module.padding_idx)[..., None], 0.0)
+    yield "weight", Rows(ids, values)
+
+
+def _layer_norm(
+    module: nn.LayerNorm, source: Tensor, gradient: Tensor, samples: int
+) -> Iterator[tuple[str, Part]]:
+    shape = module.normalized_shape
+    gradient = _wide(gradient).reshape(samples, -1, *shape)
+    if module.weight.requires_grad:
+        normal = nn.functional.layer_norm(_wide(source), shape, eps=module.eps)
+        yield "weight", Dense((normal.reshape_as(gradient) * gradient).sum(1))
+    if module.bias is not None and module.bias.requires_grad:
+        yield "bias", Dense(gradient.sum(1))
+
+
+def _any(
+    module: nn.Module, source: Tensor, gradient: Tensor, samples: int
+) -> Iterator[tuple[str, Part]]:
+    """Runs the layer again, sample by sample, vectorised."""
+    parameters = {k: p.detach() for k, p in module.named_parameters() if p.requires_grad}
+    if any(isinstance(p, DTensor) for p in parameters.values()):
+        raise DefenseError(
+            f"DPSGD: a {plain_type(module).__name__} is sharded (FSDP2) when the gradient of its "
+            "output arrives, and its per-sample gradients need it whole. Shard the block around it "
+            "instead of the layer itself, or leave `output_dtype` out of its MixedPrecisionPolicy."
+        )
+    # Not its state_dict: FSDP2 would take that for a moment in which to free what is whole.
+    everything = [*module.named_parameters(), *module.named_buffers()]
+    rest = {key: value.detach() for key, value in everything}
+    hooks, module._forward_hooks = module._forward_hooks, type(module._forward_hooks)()
+    before, module._forward_pre_hooks = module._forward_pre_hooks, type(module._forward_pre_hooks)()
+
+    def one(x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+        def run(trained: dict[str, Tensor]) -> Tensor:
+            output: Tensor = functional_call(module, {**rest, **trained}, (x,))
+            return output
+
+        output, pull = vjp(run, parameters)[:2]
+        result: dict[str, Tensor] = pull(upstream.to(output.dtype))[0]
+        return result
+
+    try:
+        with torch.enable_grad():
+            rows = len(source) // samples
+            x = source.reshape(samples, rows, *source.shape[1:])
+            upstream = gradient.reshape(samples, rows, *gradient.shape[1:])
+            found = vmap(one, randomness="error")(x, upstream)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise DefenseError(
+            f"DPSGD: a {plain_type(module).__name__} cannot be run again for one sample at a time "
+            f"({error}). The forward of a trained layer must take one tensor of samples, return "
+            "one, and draw nothing at random. Put what is trained into layers of that form, or "
+            "freeze it."
+        ) from error
+    finally:
+        module._forward_hooks, module._forward_pre_hooks = hooks, before
+    for key, values in found.items():
+        yield key, Dense(values)
+
+
+def _total(gradient: Tensor) -> Tensor:
+    return _wide(gradient).sum(1)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Hugging Face's, without importing it: a Linear with its weight transposed."""
+    kind = plain_type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+_RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: _linear,
+    nn.Embedding: _embedding,
+    nn.LayerNorm: _layer_norm,
+}
+
+
+__all__ = [
+    "Clipping",
+    "Dense",
+    "Outer",
+    "Part",
+    "Rows",
+    "chosen",
+    "count_positions",
+    "has_ghost_rule",
+    "in_full",
+    "merged",
+    "of_samples",
+    "parts_of",
+    "probe",
+    "refusal",
+    "squared_norms",
+    "weighted_sum",
+]

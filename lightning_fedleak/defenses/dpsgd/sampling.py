@@ -1,0 +1,217 @@
+"""How the batches of DP-SGD are drawn: a loader, and what it means for the account."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_fedleak.defenses.accounting.accounting import Trust
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError
+from lightning_fedleak.defenses.dpsgd.batch import sizes_of, unsharded
+from lightning_fedleak.defenses.dpsgd.poisson import (
+    EmptyCollate,
+    PoissonBatchSampler,
+    check_torch_loader,
+    checked_loader,
+    is_sharded,
+    poisson_loader,
+)
+from lightning_fedleak.defenses.processes import Team
+
+COMPARED = 5
+"""Examples by which it is seen whether the processes of a client hold the same dataset."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A loader for DP-SGD.
+
+    Attributes:
+        loader: gives the batches.
+        rate: chance of each example to be in a batch, as it is to be accounted.
+        expected: number of examples by which a clipped sum is divided.
+        examples: of all clients.
+    """
+
+    loader: DataLoader[Any]
+    rate: float
+    expected: float
+    examples: int
+
+    @property
+    def drawn(self) -> int:
+        """How many Poisson batches were drawn; a loader that follows goes on from there."""
+        sampler = self.loader.batch_sampler
+        return sampler.step if isinstance(sampler, PoissonBatchSampler) else 0
+
+    def check_size(self, samples: int) -> None:
+        """Refuses a batch that does not hold as many samples as examples were drawn for it.
+
+        Raises:
+            DefenseError: something came between the loader and the training step.
+        """
+        sampler, size = self.loader.batch_sampler, self.loader.batch_size
+        drawn = isinstance(sampler, PoissonBatchSampler) and not sampler.claim(samples)
+        if drawn or (size is not None and samples > size):
+            raise DefenseError(
+                f"DPSGD: training_step gets a batch of {samples} samples, and the loader made none "
+                "of that size. A hook (on_after_batch_transfer?) or callback that adds rows to a "
+                "batch, repeats or cuts them, or another loader, makes an example count "
+                "otherwise than is accounted. Let each batch keep one row for each example drawn."
+            )
+
+    def placeholder(self) -> Any:
+        """A batch of one example that was not drawn and must not count."""
+        assert isinstance(self.loader.collate_fn, EmptyCollate)
+        return self.loader.collate_fn.placeholder()
+
+
+def sampling_of(
+    dataloader: Any,
+    context: DefenseContext,
+    *,
+    poisson: bool,
+    trust: Trust,
+    entropy: bytes,
+    first_step: int,
+) -> Sampling:
+    """The loader to train with instead of ``dataloader``.
+
+    Args:
+        dataloader: as Lightning has prepared it.
+        context: where.
+        poisson: sample batches by chance; otherwise the loader's own are taken, and each example is
+            accounted as if it were in all of them.
+        trust: see :class:`~lightning_fedleak.defenses.dpsgd.dpsgd.DPSGD`.
+        entropy: secret bytes that the samples follow from.
+        first_step: number of the first batch.
+
+    Raises:
+        DefenseError: a loader that cannot be sampled, or one that gives an example to several
+            processes of one client, or to several clients in one step.
+    """
+    check_torch_loader(dataloader)
+    examples, batch_size = sizes_of(dataloader)
+    replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
+    if context.clients > 1 and not is_sharded(dataloader):
+        warnings.warn(unsharded(context.clients, trust), stacklevel=3)
+    if context.processes > 1:
+        _check_shares(dataloader, context)
+    if not poisson:
+        _check_repeats(dataloader, context)
+        expected = float(batch_size * context.processes)
+        return Sampling(checked_loader(dataloader), 1.0, expected, examples)
+    rate = min(1.0, batch_size / max(1, examples // replicas))
+    loader = poisson_loader(
+        dataloader,
+        rate,
+        client=context.client,
+        clients=context.clients,
+        entropy=entropy,
+        first_step=first_step,
+    )
+    assert isinstance(loader.batch_sampler, PoissonBatchSampler)
+    shard = len(loader.batch_sampler.shard) if context.processes == 1 else examples
+    expected = rate * shard
+    if trust == "central" and context.clients > 1:
+        # The same on all clients: shards differ in size, and with them rate * size.
+        expected = float(batch_size)
+    return Sampling(loader, rate, expected, examples)
+
+
+def _check_shares(dataloader: Any, context: DefenseContext) -> None:
+    """Refuses where an example may be in the batches of two processes of one client.
+
+    It would be clipped in each of them, and add more than the clip norm to their sum.
+    """
+    sampler = getattr(dataloader, "sampler", None)
+    place = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", 0)
+    if not is_sharded(dataloader) or place != (context.processes, context.process):
+        raise DefenseError(
+            f"DPSGD: with client='world' the {context.processes} processes are one client, and no "
+            "DistributedSampler splits the training data among them: an example that two of them "
+            "hold would be clipped in each, and twice in the sum. Leave "
+            "use_distributed_sampler=True."
+        )
+
+
+def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
+    """Refuses where a sampler that splits the data may give two processes an example in one step.
+
+    It repeats the first at the end of an epoch, so that parts are alike in size. Two steps are both
+    accounted, so for several clients an epoch of more than one does no harm.
+    """
+    if not is_sharded(dataloader) or (context.processes == 1 and len(dataloader) > 1):
+        return
+    sampler = dataloader.sampler
+    if len(dataloader.dataset) % sampler.num_replicas and not sampler.drop_last:
+        raise DefenseError(
+            "DPSGD: poisson=False takes the batches of a sampler that repeats examples, because "
+            f"{len(dataloader.dataset)} of them are not the same number for each of the "
+            f"{sampler.num_replicas} processes. Use poisson=True, or leave examples out "
+            "(DistributedSampler(drop_last=True), torch.utils.data.Subset)."
+        )
+
+
+def check_same_data(loader: DataLoader[Any], team: Team, *, poisson: bool) -> None:
+    """Refuses processes of one client whose parts may overlap; a collective.
+
+    The parts are places in the dataset. Where a process has shuffled or split it in its own way, an
+    example may be in several parts, clipped in each and more than once in the sum; so too where
+    samplers shuffle by different seeds and their batches are taken as they are. A few examples are
+    compared, if loading one twice gives the same.
+
+    Args:
+        loader: as it trains; its dataset is whole in each process.
+        team: the processes of this client.
+        poisson: the sampler was replaced.
+
+    Raises:
+        DefenseError: they differ, or an example cannot be loaded.
+    """
+    if team.size == 1:
+        return
+    if not poisson:
+        sampler: Any = loader.sampler
+        names = "seed", "shuffle", "drop_last"
+        team.check_alike(**{f"the sampler's {n}": float(getattr(sampler, n)) for n in names})
+    with team.together():
+        digest, again = _digest(loader.dataset), _digest(loader.dataset)
+    changes, high, low = team.largest([digest != again, digest, -digest])
+    if high != -low and not changes:
+        raise DefenseError(
+            "DPSGD: the processes of the client hold other examples at the same places of their "
+            "datasets, so an example may be in the parts of two of them, clipped in each and twice "
+            "in the sum. Shuffle and split the data by the same seed in all processes."
+        )
+
+
+def _digest(dataset: Any) -> int:
+    """48 bits of a few examples."""
+    last = len(dataset) - 1
+    examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
+    found = hashlib.sha256("\0".join(_plain(examples)).encode())
+    return int.from_bytes(found.digest()[:6], "big")
+
+
+def _plain(value: Any) -> Iterator[str]:
+    """The numbers and words in an example."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield repr(key)
+            yield from _plain(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _plain(item)
+    elif hasattr(value, "tolist"):
+        yield repr(value.tolist())
+    elif isinstance(value, str | bytes | int | float):
+        yield repr(value)
+
+
+__all__ = ["Sampling", "check_same_data", "sampling_of"]

@@ -1,0 +1,242 @@
+"""What DP-SGD refuses at setup, each with what to change."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError
+from lightning_fedleak.defenses.dpsgd.batch import trainer_of
+from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
+from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+
+
+def check_trainer(context: DefenseContext) -> None:
+    """Refuses settings of the Trainer that break the guarantee or would be lost in silence.
+
+    Raises:
+        DefenseError: says which setting.
+    """
+    if context.precision not in PRECISIONS:
+        raise DefenseError(
+            f"DPSGD: precision={context.precision!r} is not supported: a gradient scaler unscales "
+            "the summed gradient only, not each sample's. Use 'bf16-mixed' or '32-true'."
+        )
+    if not getattr(context.root, "automatic_optimization", True):
+        raise DefenseError(
+            "DPSGD: manual optimization hides the loss, and with it whether it is a mean of "
+            "per-sample means. Return the loss from training_step with "
+            "automatic_optimization=True."
+        )
+    trainer = trainer_of(context)
+    if trainer is None:
+        return
+    if getattr(trainer, "gradient_clip_val", None):
+        raise DefenseError(
+            "DPSGD clips each sample's gradient by max_grad_norm, and gradient_clip_val of the "
+            "Trainer would have no effect on what it releases. Leave gradient_clip_val out."
+        )
+    accumulated = getattr(trainer, "accumulate_grad_batches", 1)
+    if accumulated != 1:
+        raise DefenseError(
+            f"DPSGD: accumulate_grad_batches={accumulated} joins several batches into one release, "
+            "in which a sample can occur more than once and each loss is divided before it is "
+            "clipped. Use accumulate_grad_batches=1 and a larger batch_size, gradient "
+            "checkpointing if memory is short."
+        )
+
+
+def check_shards(root: nn.Module, processes: int) -> None:
+    """Refuses trained parameters that are not shared by all processes of the client (FSDP2).
+
+    Raises:
+        DefenseError: says which.
+    """
+    for name, parameter in root.named_parameters():
+        if not (parameter.requires_grad and isinstance(parameter, DTensor)):
+            continue
+        if parameter.device_mesh.size() != processes:
+            raise DefenseError(
+                f"DPSGD: '{name}' is sharded over {parameter.device_mesh.size()} of the client's "
+                f"{processes} processes. Give fully_shard a mesh of all of them."
+            )
+        if not all(type(p) in (Shard, Replicate) for p in parameter.placements):
+            raise DefenseError(
+                f"DPSGD: '{name}' is placed as {parameter.placements}, and only plain shards and "
+                "replicas are supported. Use fully_shard alone, without tensor parallelism."
+            )
+
+
+def check_model(root: nn.Module, clipping: Clipping) -> None:
+    """Refuses a model whose trainable parameters have no per-sample gradients.
+
+    Raises:
+        DefenseError: says which layer, and what to do with it.
+    """
+    if not any(p.requires_grad for p in root.parameters()):
+        raise DefenseError(
+            "DPSGD: every parameter is frozen, so nothing is trained. Unfreeze some, or leave "
+            "DPSGD out."
+        )
+    for name, module in root.named_modules():
+        _check_statistics(name, module)
+        if not (owns_parameters(module) and trains(module)):
+            continue
+        reason = refusal(name, module)
+        if reason:
+            raise DefenseError(f"DPSGD: {reason}")
+        if not module.training:
+            raise DefenseError(
+                f"DPSGD: '{name or type(module).__name__}' is in eval mode and trained, as after "
+                "`from_pretrained`: without dropout, against most recipes. Call `model.train()` "
+                "where you build it, or freeze it."
+            )
+        own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+        if clipping == "ghost" and not has_ghost_rule(module) and any(p.dim() > 1 for p in own):
+            raise DefenseError(
+                f"DPSGD: clipping='ghost' has no rule for '{name}' ({type(module).__name__}). Use "
+                "clipping='auto', which multiplies out what has none, or freeze it."
+            )
+
+
+def _check_statistics(name: str, module: nn.Module) -> None:
+    kind = type(module).__name__
+    if not module.training:
+        return
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        raise DefenseError(
+            f"DPSGD: '{name}' ({kind}) normalises each sample by the others of its batch. Use "
+            "GroupNorm or LayerNorm (opacus.validators.ModuleValidator.fix does it), or put the "
+            "layer into eval mode and freeze it."
+        )
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        raise DefenseError(
+            f"DPSGD: '{name}' ({kind}) keeps statistics of the data, which no noise covers. Build "
+            "it with track_running_stats=False."
+        )
+
+
+def planned_steps(context: DefenseContext, per_epoch: int) -> int:
+    """How many optimizer steps the Trainer is going to take.
+
+    Raises:
+        DefenseError: that has no end.
+    """
+    trainer = trainer_of(context)
+    if any(type(c).__name__ == "_LRCallback" for c in getattr(trainer, "callbacks", ())):
+        raise DefenseError(
+            "DPSGD: the learning rate finder trains for steps of its own, and the noise for "
+            "target_epsilon would be found for those alone. Find the learning rate on public data "
+            "or in a run without DPSGD, or give noise_multiplier: then its steps are accounted too."
+        )
+    limit = getattr(trainer, "limit_train_batches", 1.0)
+    if isinstance(limit, int):
+        per_epoch = min(per_epoch, limit)
+    else:
+        per_epoch = int(per_epoch * limit)
+    epochs, most = getattr(trainer, "max_epochs", None), getattr(trainer, "max_steps", -1)
+    counts = []
+    if epochs is not None and epochs >= 0:
+        counts.append(epochs * per_epoch)
+    if most >= 0:
+        counts.append(most)
+    if not counts or min(counts) < 1:
+        raise DefenseError(
+            "DPSGD: target_epsilon needs to know for how many steps the run goes. Give the Trainer "
+            "max_epochs or max_steps, or DPSGD a noise_multiplier instead."
+        )
+    return int(min(counts))
+
+
+def check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
+    """Refuses a value that is not one of those known; each argument with its value and those.
+
+    Raises:
+        DefenseError: says which argument.
+    """
+    for argument, (value, known) in choices.items():
+        if value not in known:
+            raise DefenseError(f"DPSGD: {argument}={value!r} must be one of {known}")
+
+
+def check_hardening(harden_factor: float, most_notches: int | None) -> None:
+    """Refuses a factor that hardens nothing, and what is no number of notches.
+
+    Raises:
+        DefenseError: says which.
+    """
+    if not (math.isfinite(harden_factor) and harden_factor > 1):
+        raise DefenseError(f"DPSGD: harden_factor={harden_factor!r} must be a number above 1")
+    whole = isinstance(most_notches, int) and not isinstance(most_notches, bool)
+    if most_notches is not None and (not whole or most_notches < 0):
+        raise DefenseError(
+            f"DPSGD: most_notches={most_notches!r} must be a whole number of at least 0, or None"
+        )
+
+
+def check_settings(
+    max_grad_norm: float,
+    noise_multiplier: float | None,
+    target_epsilon: float | None,
+    target_delta: float | None,
+    seed: int | None = None,
+    *,
+    fixed_budget: bool = False,
+) -> None:
+    """Refuses numbers that are out of range or contradict each other.
+
+    With a ``fixed_budget`` the noise may be given together with the epsilon, which must be.
+
+    Raises:
+        DefenseError: says which.
+    """
+    if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
+        raise DefenseError(f"DPSGD: max_grad_norm={max_grad_norm!r} must be a positive number")
+    if fixed_budget and target_epsilon is None:
+        raise DefenseError(
+            "DPSGD: accountant='filter' keeps the run within a budget that is fixed before it. "
+            "Give target_epsilon and target_delta."
+        )
+    if not fixed_budget and (noise_multiplier is None) == (target_epsilon is None):
+        given = "neither" if noise_multiplier is None else "both"
+        raise DefenseError(
+            f"DPSGD: {given} of noise_multiplier and target_epsilon given. Give one: the noise, or "
+            "the epsilon that the whole run may cost."
+        )
+    if noise_multiplier is not None and not (
+        math.isfinite(noise_multiplier) and noise_multiplier >= 0
+    ):
+        raise DefenseError(
+            f"DPSGD: noise_multiplier={noise_multiplier!r} must be a number of at least 0"
+        )
+    if target_epsilon is not None:
+        if not (math.isfinite(target_epsilon) and target_epsilon > 0):
+            raise DefenseError(f"DPSGD: target_epsilon={target_epsilon!r} must be positive")
+        if target_delta is None:
+            raise DefenseError(
+                "DPSGD: target_epsilon means nothing without target_delta. Give one, below one "
+                "over the number of examples."
+            )
+        if seed is not None:
+            raise DefenseError(
+                "DPSGD: with a seed the noise can be guessed and no epsilon holds. Leave out seed "
+                "or target_epsilon."
+            )
+    if target_delta is not None and not 0 < target_delta < 1:
+        raise DefenseError(f"DPSGD: target_delta={target_delta!r} must lie between 0 and 1")
+
+
+__all__ = [
+    "PRECISIONS",
+    "check_choices",
+    "check_hardening",
+    "check_model",
+    "check_settings",
+    "check_shards",
+    "check_trainer",
+    "planned_steps",
+]

@@ -1,0 +1,267 @@
+"""The processes that together are one client: sums, agreement, and parts of gradients (FSDP2).
+
+Where one of them refuses, all must: the others would wait for it in their next collective. So
+whatever may raise in one of them runs in :meth:`Team.together`, and everything that all of them
+compute from sums raises in all alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError
+
+SHARD_BITS = 32
+"""A parameter's index and its shard's number share 64 bits: ``index + (shard << SHARD_BITS)``."""
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What of ``tensor`` this process holds, sharing its memory; all of it for a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_number(tensor: Tensor) -> int:
+    """Which part of ``tensor`` this process holds: alike on replicas, different otherwise."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    mesh, number = tensor.device_mesh, 0
+    for dim, (size, placement) in enumerate(zip(mesh.shape, tensor.placements, strict=True)):
+        number = number * size + (0 if placement.is_replicate() else mesh.get_local_rank(dim))
+    return number
+
+
+def reduce_partial(parameter: nn.Parameter) -> None:
+    """Reduces a gradient that is still a sum to be made (tensor parallelism); a collective."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+        assert isinstance(parameter, DTensor)
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def joint_norm(gradients: Sequence[Tensor]) -> float:
+    """2-norm of all gradients together, each number counted once; waits for the device.
+
+    With a DTensor among them it is a collective over all processes, which must agree on which
+    gradients there are. A plain tensor then counts as a replica on every process.
+
+    Args:
+        gradients: dense, any dtypes and devices.
+
+    Returns:
+        The norm, the same on every process; NaN or infinite where a gradient is.
+    """
+    if not gradients:
+        return 0.0
+    norms = []
+    for gradient in gradients:
+        part = local_part(gradient)
+        dtype = torch.float64 if part.dtype == torch.float64 else torch.float32
+        norms.append(torch.linalg.vector_norm(part, dtype=dtype))
+    device = norms[0].device
+    stacked = torch.stack([norm.to(device) for norm in norms])
+    if not any(isinstance(gradient, DTensor) for gradient in gradients):
+        return float(torch.linalg.vector_norm(stacked))
+    shares = torch.tensor([copies(gradient) for gradient in gradients], device=device)
+    square = (stacked.double().square() / shares).sum()
+    dist.all_reduce(square)
+    return math.sqrt(float(square))
+
+
+def where_whole(tensor: Tensor) -> torch.device:
+    """Where layers compute with all of ``tensor``, which may be kept elsewhere (CPU offload)."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type == tensor.device.type:
+        return tensor.device
+    kind = tensor.device_mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def own_part(whole: Tensor, like: Tensor) -> Tensor:
+    """What of ``whole``, which all processes have, this one holds if it is split as ``like`` is.
+
+    Sends nothing.
+    """
+    return _split(whole, like, Replicate())
+
+
+def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
+    """The same of the sums of all processes' ``addends``; a collective, one for several addends.
+
+    Args:
+        addends: of the whole shapes on every process; may be overwritten.
+        likes: for each a plain tensor, of which every process holds all, or a DTensor over all
+            processes.
+    """
+    first = addends[0]
+    alike = all((a.dtype, a.device) == (first.dtype, first.device) for a in addends)
+    if len(addends) == 1 or not alike:
+        return [_own_part_of_sum(a, like) for a, like in zip(addends, likes, strict=True)]
+    joint = torch.cat([addend.flatten() for addend in addends])
+    dist.all_reduce(joint)
+    start = 0
+    for addend in addends:
+        addend.copy_(joint[start : start + addend.numel()].view_as(addend))
+        start += addend.numel()
+    return [own_part(total, like) for total, like in zip(addends, likes, strict=True)]
+
+
+def reshard(root: nn.Module) -> None:
+    """Lets every layer of FSDP2 hold its shards, as between two steps."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_layers(root: nn.Module) -> list[FSDPModule]:
+    """The modules that FSDP2 shards and that are whole now, as after a forward."""
+    return [m for m in root.modules() if isinstance(m, FSDPModule) and _is_whole(m)]
+
+
+def unshard(layers: Sequence[FSDPModule]) -> None:
+    """Makes them whole where they are not; a collective then."""
+    for layer in layers:
+        layer.unshard()
+
+
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """The class that a layer had before FSDP2 made it one of its own."""
+    kind = type(module)
+    if issubclass(kind, FSDPModule) and kind.__bases__[0] is FSDPModule:
+        return kind.__bases__[1]
+    return kind
+
+
+def copies(tensor: Tensor) -> float:
+    """How many processes hold the same part of ``tensor``."""
+    world = dist.get_world_size()
+    if not isinstance(tensor, DTensor):
+        return float(world)
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return world / math.prod(size for size, place in sizes if not place.is_replicate())
+
+
+def _is_whole(module: Any) -> bool:
+    """Whether a parameter that ``module`` itself manages is a plain tensor."""
+    own = [*module.parameters(recurse=False)]
+    inner = [child for child in module.children() if not isinstance(child, FSDPModule)]
+    plain = any(not isinstance(parameter, DTensor) for parameter in own)
+    return plain or any(_is_whole(child) for child in inner)
+
+
+def _own_part_of_sum(addend: Tensor, like: Tensor) -> Tensor:
+    if isinstance(like, DTensor):
+        return _split(addend, like, Partial())
+    dist.all_reduce(addend)
+    return addend
+
+
+def _split(tensor: Tensor, like: Tensor, now: Placement) -> Tensor:
+    if not isinstance(like, DTensor):
+        return tensor
+    mesh = like.device_mesh
+    spread = DTensor.from_local(tensor, mesh, [now] * mesh.ndim, run_check=False)
+    return spread.redistribute(placements=like.placements).to_local()
+
+
+class Team:
+    """The processes of one client; every method with a result is a collective of all of them.
+
+    Attributes:
+        size: number of processes. With one nothing is sent anywhere.
+        process: number of this one.
+    """
+
+    def __init__(self, context: DefenseContext | None = None) -> None:
+        self.size = 1 if context is None else context.processes
+        self.process = 0 if context is None else context.process
+        self._device = torch.device("cpu") if context is None else context.device
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Of each number the largest over processes; of booleans whether one of them is True."""
+        if self.size == 1:
+            return [float(value) for value in values]
+        numbers = torch.tensor([*map(float, values)], dtype=torch.float64, device=self._device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        found: list[float] = numbers.tolist()
+        return found
+
+    def told_by_first(self, value: Any) -> Any:
+        """What process 0 gives; of the others it is not looked at."""
+        if self.size == 1:
+            return value
+        told = [value]
+        dist.broadcast_object_list(told, src=0, device=self._device)
+        return told[0]
+
+    def check_alike(self, **numbers: float) -> None:
+        """Refuses numbers that differ between processes.
+
+        Raises:
+            DefenseError: says which, on all of them.
+        """
+        if self.size == 1:
+            return
+        values = [*numbers.values()]
+        found = self.largest([*values, *(-value for value in values)])
+        for name, high, low in zip(numbers, found, found[len(values) :], strict=False):
+            if high != -low:
+                raise DefenseError(
+                    f"DPSGD: the processes of the client have different values of {name}, from "
+                    f"{-low} to {high}. Build the same defence, loader and Trainer in all of them."
+                )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is raised inside is raised by all processes; in it no collective may wait for one.
+
+        Raises:
+            DefenseError: another process refused; says which and why.
+        """
+        if self.size == 1:
+            yield
+            return
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:
+            error = found
+        if not self.largest([error is not None])[0]:
+            return
+        told: list[Any] = [None] * self.size
+        dist.all_gather_object(told, None if error is None else f"{error}")
+        if error is not None:
+            raise error
+        first = next(number for number, reason in enumerate(told) if reason is not None)
+        raise DefenseError(f"process {first} of this client refused: {told[first]}")
+
+
+__all__ = [
+    "SHARD_BITS",
+    "Team",
+    "copies",
+    "joint_norm",
+    "local_part",
+    "own_part",
+    "own_parts_of_sums",
+    "plain_type",
+    "reduce_partial",
+    "reshard",
+    "shard_number",
+    "unshard",
+    "where_whole",
+    "whole_layers",
+]

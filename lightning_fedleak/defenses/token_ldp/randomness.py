@@ -1,0 +1,111 @@
+"""Replacements for words, from secret random numbers: fresh ones, or a row's own.
+
+The numbers are SHAKE-128 of a 256-bit key that is hashed from the fit's secret entropy: whoever
+lacks the key cannot tell them from uniform ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fedleak.defenses.noise import noise_key
+from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
+from lightning_fedleak.defenses.token_ldp.reference import reference_sample
+
+Implementation = Literal["torch", "multi-freq-ldpy"]
+
+
+def row_digests(rows: Sequence[Tensor], examples: Sequence[int] | None) -> list[bytes]:
+    """What tells rows apart: 16 bytes by a row's words, and by its example's id where given.
+
+    Args:
+        rows: (n_i,) int64 words of each row, on the CPU.
+        examples: one integer for each row.
+    """
+    ids = [0] * len(rows) if examples is None else examples
+    return [
+        hashlib.blake2b(row.numpy().tobytes(), digest_size=16, salt=_salt(i)).digest()
+        for row, i in zip(rows, ids, strict=True)
+    ]
+
+
+def batch_key(base: bytes, client: int, batch: int, process: int, name: str) -> bytes:
+    """32 bytes, different for every batch on every process of every client."""
+    return noise_key(base, client, batch, process, name, stream="token")
+
+
+def row_keys(base: bytes, client: int, digests: Sequence[bytes], name: str) -> list[bytes]:
+    """32 bytes for each row: the same wherever this client has the row in this fit."""
+    key = noise_key(base, client, 0, 0, name, stream="row")
+    return [hashlib.blake2b(digest, key=key, digest_size=32).digest() for digest in digests]
+
+
+def uniforms(keys: Sequence[bytes], counts: Sequence[int], columns: int) -> Tensor:
+    """(n, columns) float64 in [0, 1), n the sum of ``counts``: a function of the keys alone.
+
+    Args:
+        keys: one for each stream.
+        counts: draws of each stream, (len(keys),).
+        columns: numbers of each draw.
+    """
+    streams = b"".join(
+        hashlib.shake_128(key).digest(8 * columns * count)
+        for key, count in zip(keys, counts, strict=True)
+    )
+    words = np.frombuffer(streams, dtype="<u8") >> np.uint64(11)
+    return torch.from_numpy(words * 2.0**-53).reshape(-1, columns)
+
+
+def _salt(example: int) -> bytes:
+    """16 bytes of an int64."""
+    return example.to_bytes(16, "big", signed=True)
+
+
+def draw(
+    randomizer: Randomizer,
+    index: Tensor,
+    outside: Tensor | None,
+    epsilon: float | Tensor,
+    keys: Sequence[bytes],
+    counts: Sequence[int],
+    *,
+    implementation: Implementation = "torch",
+) -> Tensor:
+    """One replacement for each word, as an index of the domain.
+
+    Args:
+        randomizer: mechanism, domain and decoding rule.
+        index: (n,) int64, each word's index in the domain.
+        outside: (n,) bool, words that the domain lacks: a uniform one of it goes into the mechanism
+            in their place. None where there are none and could be none.
+        epsilon: of each draw: one number, or (n,) float64.
+        keys: of the random streams, each used for ``counts`` words in turn.
+        counts: likewise; they add up to n.
+        implementation: ``"multi-freq-ldpy"`` draws one by one by that package's clients.
+
+    Returns:
+        (n,) int64.
+
+    Raises:
+        ImportError: multi-freq-ldpy is not installed.
+    """
+    k = randomizer.k
+    drawn = uniforms(keys, counts, randomizer.n_uniforms + (outside is not None))
+    if outside is not None:
+        index = torch.where(outside, (drawn[:, -1] * k).long().clamp_(max=k - 1), index)
+    if implementation == "torch":
+        return randomizer.sample(index, epsilon, drawn)
+    each = torch.as_tensor(epsilon, dtype=torch.float64).expand(len(index))
+    parts = zip(keys, *(torch.split(t, list(counts)) for t in (index, each)), strict=True)
+    return torch.cat(
+        [reference_sample(randomizer, i, e, int.from_bytes(key, "big")) for key, i, e in parts]
+    )
+
+
+__all__ = ["Implementation", "batch_key", "draw", "row_digests", "row_keys", "uniforms"]

@@ -1,0 +1,577 @@
+"""Local differential privacy on token ids: the model trains on randomised text."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import Kind
+from lightning_fedleak.batches import BatchAdapter, BatchWriter
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, Privacy, State
+from lightning_fedleak.defenses.noise import base_of
+from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
+from lightning_fedleak.defenses.token_ldp.randomness import (
+    Implementation,
+    batch_key,
+    draw,
+    row_digests,
+    row_keys,
+)
+from lightning_fedleak.defenses.token_ldp.reference import clients
+from lightning_fedleak.defenses.token_ldp.words import (
+    PUBLIC_FIELDS,
+    BatchForm,
+    TextError,
+    Words,
+    public_set,
+    text_of,
+    words_of,
+)
+
+Per = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The settings on which a guarantee hangs.
+
+    Attributes:
+        epsilon: of one release of one token or row, see ``per``.
+        per: which of the two.
+        in_batch: whether tokens are replaced among the ids of their own batch.
+        labels: ``"replaced"`` or ``"original"``.
+        memoized: whether a row keeps its replacement for the fit.
+        example_ids: whether rows of equal words can be told apart.
+        implementation: what draws.
+        seeded: whether the randomness follows from a seed.
+    """
+
+    epsilon: float
+    per: Per
+    in_batch: bool
+    labels: str
+    memoized: bool
+    example_ids: bool
+    implementation: Implementation
+    seeded: bool
+
+    @property
+    def guarantee(self) -> str:
+        """One sentence; it begins with "none" where there is none."""
+        if self.in_batch:
+            return (
+                f"none: every token is randomised with epsilon={self.epsilon:g}, but among the ids "
+                "of its own batch, so that whoever sees the batch knows which words occur in it"
+            )
+        if self.labels == "original":
+            return "none: the inputs are randomised, but the labels hold the original words"
+        if self.seeded:
+            return "none: whoever knows or guesses `seed` can take the replacement back (for tests)"
+        if self.implementation == "multi-freq-ldpy":
+            return "none: the generator has a seed of 32 bits, which can be tried out"
+        unit, total = (
+            ("row of a batch", "")
+            if self.per == "sequence"
+            else ("token", ", that is, words x epsilon for a row")
+        )
+        releases = (
+            "once in a fit by each client that has the row, which keeps its replacement (rows of "
+            "equal words show as equal"
+            + (" unless their example ids differ)" if self.example_ids else ")")
+            if self.memoized
+            else "in every epoch anew: epsilons add up"
+        )
+        return (
+            f"against whoever sees anything computed of the batch, {self.epsilon:g}-local "
+            f"differential privacy for each {unit}{total}; spent {releases}. Public: lengths and "
+            "special tokens. Not covered: labels of a classifier"
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the user is told where a setting voids the guarantee."""
+        found = []
+        if self.in_batch:
+            found.append(
+                "domain='batch' holds no guarantee: which words occur in the batch is visible, and "
+                f"with per='token' a row of 32 would cost 32 x {self.epsilon:g} in any case. For "
+                "comparison with published figures only; use domain='vocabulary'."
+            )
+        if self.labels == "original":
+            found.append(
+                "labels='original' voids the guarantee: a language model's labels are the text. "
+                "Leave `labels` out."
+            )
+        if self.implementation == "multi-freq-ldpy":
+            found.append(
+                "implementation='multi-freq-ldpy' draws from a generator with a seed of 32 bits, "
+                "which can be tried out. For comparison only; leave `implementation` out."
+            )
+        return found
+
+
+class ReleaseCounter:
+    """How often at most one row has been released, over all fits so far.
+
+    Rows are told apart by digests, see
+    :func:`~lightning_fedleak.defenses.token_ldp.randomness.row_digests`, which are kept for one fit
+    only.
+
+    Attributes:
+        batches: how many there were.
+        longest: words of the longest row.
+    """
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.longest = 0
+        self._earlier = 0
+        self._in_fit: dict[bytes, int] = {}
+        self._most = 0
+        self._by_all = 0
+
+    @property
+    def most(self) -> int:
+        """Releases of the row that was released most often, earlier fits included.
+
+        The rows of one fit are not known in the next: the counts of both are added as if the
+        same row had been released most often in each.
+        """
+        return self._earlier + max(self._most, self._by_all)
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """What this process counted: releases in this fit, and words of the longest row."""
+        return self._most, self.longest
+
+    def count(self, digests: Iterable[bytes], longest: int, memoized: bool) -> None:
+        """One batch more: its rows, and the words of the longest of them."""
+        self.batches += 1
+        self.longest = max(self.longest, longest)
+        if memoized:
+            self._most = 1
+            return
+        for digest in digests:
+            self._in_fit[digest] = count = self._in_fit.get(digest, 0) + 1
+            self._most = max(self._most, count)
+
+    def hear(self, counts: Sequence[Sequence[int]], add: bool) -> None:
+        """Raises the counts to what holds for all processes.
+
+        Args:
+            counts: :attr:`own` of every process, this one too.
+            add: whether the same row, released by two of them, was released twice: then the sum of
+                what each released most often, which no row exceeds; else the largest.
+        """
+        releases, lengths = zip(*counts, strict=True)
+        self._by_all = sum(releases) if add else max(releases)
+        self.longest = max(lengths)
+
+    def next_fit(self) -> None:
+        """The same rows are new releases from here on."""
+        self._earlier, self._most, self._by_all = self.most, 0, 0
+        self._in_fit.clear()
+
+    def state_dict(self) -> dict[str, int]:
+        """Counts alone."""
+        return {"batches": self.batches, "releases": self.most, "longest": self.longest}
+
+    def load(self, batches: int, releases: int, longest: int) -> None:
+        """Goes on from a checkpoint's counts; none runs backwards, not even in one process."""
+        self._earlier, self._most, self._by_all = max(self.most, releases), 0, 0
+        self._in_fit.clear()
+        self.batches = max(self.batches, batches)
+        self.longest = max(self.longest, longest)
+
+
+class TokenLDP(Defense):
+    """Replaces every token id of a training batch by a randomised one, before the model sees it.
+
+    The replaced token is a draw from the mechanism's law given the true one, independent for every
+    token. Whatever is computed of the new batch (activations, gradients, the trained weights) is
+    post-processing. Mechanisms, decoding rules and their laws:
+    :mod:`lightning_fedleak.defenses.token_ldp.mechanisms`.
+
+    **What is guaranteed.** ``per="sequence"``: two rows of n words that differ in any of them give
+    any output with probabilities at most e^epsilon apart; each token gets epsilon / n. With
+    ``per="token"`` that holds for rows that differ in one token; for whole rows it is n epsilon.
+    See :attr:`epsilon_per_sequence` and :attr:`epsilon_spent`. The unit is a row of the batch, not
+    a person: what occurs in several examples is released with each.
+
+    **What is public**: the number of rows and of words in each, the mask, where the loss looks
+    away, and which positions hold which special token. Which positions a masked language model is
+    trained on must have been chosen without regard to the words. Ids that the mask hides from the
+    model and the loss are set to 0, except special ones. Fields of the batch that this class does
+    not know stop training, since they may hold the text; name those that may pass in
+    ``public_fields``. Labels of a classifier are **not covered**. Validation is left alone, and
+    hooks of callbacks and of the module other than ``training_step`` see the true batch.
+
+    **Labels.** Causal: the labels are the replaced inputs. Masked: at a position that is predicted
+    the label is the word, so that the word's one replacement becomes the label, and the input too
+    unless a special token (the mask) stands there. An input that masking had swapped for a random
+    word gets the replacement as well: next to the label it would tell what the word is not.
+    Encoder-decoder: the target text is randomised as the source is, and counts in n.
+
+    **Repeated epochs.** Each new draw for the same example is one more release, and epsilons add
+    up. With memoisation (the default, as RAPPOR and dBitFlipPM define it) a row's replacement is a
+    function of the fit's secret and the row's words, so that every epoch sees the same one and
+    epsilon is spent once in a fit by each client that has the row. Two rows of equal words then get
+    equal replacements, which shows that they are equal: give ``example_ids`` where texts repeat. A
+    resumed fit has a new secret and is a new release, and so is the same example on another client.
+
+    **Randomness** comes from the fit's secret entropy, never from a global generator, and is not
+    replayed after a resume. It is drawn on the CPU (SHAKE-128 with a secret 256-bit key) on every
+    device, so that a batch on another device waits for it once.
+
+    Args:
+        mechanism: ``"grr"``, ``"rappor"``, ``"the"`` or ``"dbitflip"``.
+        epsilon: the budget, for one release of one token or of one row, see ``per``.
+        per: ``"sequence"`` splits epsilon over a row's words; ``"token"`` spends it on each.
+        domain: what tokens are replaced by. ``"vocabulary"``: every id that is not special. Ids of
+            a public set: chosen without regard to the private text; a token outside of it is
+            replaced by a uniform one of the set before the mechanism acts. ``"batch"``: the ids
+            that occur in the batch, as in the published code of Vu et al. 2024: **no guarantee**,
+            since which words occur is visible.
+        labels: ``"original"`` leaves labels as they are: **no guarantee**, since a language model's
+            labels are the text.
+        special_ids: ids that are no words: a collection, or a tokenizer (whose unknown token is
+            taken for a word, unless it is another special token too). None: those in the model's
+            config, which tells them for causal and encoder-decoder models alone.
+        keep_special: False randomises special tokens and padding like words (the published code).
+        decode: how a vector becomes a token: ``"uniform"``, ``"first"``, ``"argmax"``; None for
+            ``"argmax"`` with ``the``, else ``"uniform"``.
+        buckets: b of dBitFlipPM; None for one per token.
+        bits: d of dBitFlipPM; None for all.
+        memoize: whether a row keeps its replacement for the fit; None: yes, except with
+            ``domain="batch"``, where it is impossible.
+        example_ids: name of a field of the batch with one public integer for each row, that tells
+            apart rows of equal words.
+        kind: what the labels mean, see :data:`~lightning_fedleak.anatomy.Kind`; None: as the model
+            says.
+        public_fields: further fields of the batch that hold nothing private.
+        batch_adapter: reads a batch of the user's own form; with ``batch_writer``.
+        batch_writer: gives a copy of such a batch with the ids and labels of a TokenBatch. The
+            copy is read again and must hold them.
+        implementation: ``"multi-freq-ldpy"`` draws by that package's clients: for comparison only,
+            slow, and from a generator with a seed of 32 bits.
+        seed: for tests only: whoever knows it can take the replacement back, so nothing is
+            guaranteed.
+
+    Raises:
+        DefenseError: a setting out of range.
+    """
+
+    name = "token_ldp"
+
+    def __init__(
+        self,
+        mechanism: Mechanism,
+        epsilon: float,
+        per: Per = "sequence",
+        domain: Literal["vocabulary", "batch"] | Sequence[int] | Tensor = "vocabulary",
+        labels: Literal["replaced", "original"] = "replaced",
+        *,
+        special_ids: Collection[int] | Any = None,
+        keep_special: bool = True,
+        decode: Decode | None = None,
+        buckets: int | None = None,
+        bits: int | None = None,
+        memoize: bool | None = None,
+        example_ids: str | None = None,
+        kind: Kind | None = None,
+        public_fields: Collection[str] = (),
+        batch_adapter: BatchAdapter | None = None,
+        batch_writer: BatchWriter | None = None,
+        implementation: Implementation = "torch",
+        seed: int | None = None,
+    ) -> None:
+        if not (math.isfinite(epsilon) and epsilon > 0):
+            raise _refused(f"epsilon={epsilon!r} must be a positive number")
+        _check_choice("per", per, get_args(Per))
+        _check_choice("labels", labels, ("replaced", "original"))
+        _check_choice("implementation", implementation, get_args(Implementation))
+        if kind is not None:
+            _check_choice("kind", kind, get_args(Kind))
+        if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
+            raise _refused(
+                f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
+            )
+        if domain == "batch" and memoize:
+            raise _refused(
+                "memoize=True cannot hold with domain='batch', which changes with the batch: use "
+                "domain='vocabulary', or leave `memoize` out"
+            )
+        if domain == "batch" and (buckets is not None or bits is not None):
+            raise _refused("buckets and bits need a fixed domain: domain='vocabulary'")
+        if (batch_adapter is None) != (batch_writer is None):
+            raise _refused(
+                "batch_adapter and batch_writer belong together: one reads your batch, the other "
+                "makes a copy with other ids"
+            )
+        if implementation == "multi-freq-ldpy":
+            try:
+                clients()
+            except ImportError as error:
+                raise _refused(str(error)) from error
+        self.mechanism: Mechanism = mechanism
+        self.epsilon = float(epsilon)
+        self.per: Per = per
+        self.domain = domain
+        self.labels = labels
+        self.special_ids = special_ids
+        self.keep_special = keep_special
+        self.memoize = domain != "batch" if memoize is None else memoize
+        self.example_ids = example_ids
+        self.kind = kind
+        self.public_fields = frozenset(public_fields) | PUBLIC_FIELDS
+        self.implementation = implementation
+        self.seed = seed
+        self._settings = (decode, buckets, bits)
+        self._form = BatchForm(self.public_fields, example_ids, batch_adapter, batch_writer)
+        self._set = None if isinstance(domain, str) else _checked_set(domain)
+        self._randomizer(max(2, buckets or bits or 2))  # checks the settings
+        self._releases = ReleaseCounter()
+        self._earlier = 0.0
+        self._ready: Words | None = None
+        promise = self._promise()
+        self.guarantee = promise.guarantee
+        for what in promise.warnings:
+            warnings.warn(f"TokenLDP: {what}", UserWarning, stacklevel=2)
+
+    @classmethod
+    def as_published(cls, mechanism: Mechanism, epsilon: float, **settings: Any) -> TokenLDP:
+        """The protocol of the published code of Vu et al. 2024, which holds no guarantee.
+
+        The full epsilon on every position, special tokens and padding included; the ids of the
+        batch as the domain; the first set bit; nothing memoised. The paper says instead that the
+        budget is applied once to the whole data set.
+        """
+        rule = None if mechanism == "grr" else "argmax" if mechanism == "the" else "first"
+        published = {"per": "token", "domain": "batch", "keep_special": False, "decode": rule}
+        return cls(mechanism, epsilon, **{**published, **settings})
+
+    @property
+    def batches(self) -> int:
+        """How many batches were randomised so far on this process, earlier fits included."""
+        return self._releases.batches
+
+    @property
+    def longest(self) -> int:
+        """Words of the longest row so far; with ``per="token"`` on any process."""
+        return self._releases.longest
+
+    @property
+    def epsilon_per_sequence(self) -> float:
+        """Epsilon of one release of one row; inf where nothing is guaranteed.
+
+        With ``per="token"``: epsilon times the most words that a row has had so far.
+        """
+        if self.guarantee.startswith("none"):
+            return math.inf
+        return self.epsilon if self.per == "sequence" else self.epsilon * self.longest
+
+    @property
+    def releases_per_example(self) -> int:
+        """How often at most one example has been released so far, earlier fits included.
+
+        By one client: with ``client="rank"`` the one that released an example most often, with
+        ``client="world"`` by all processes together (a bound: the sum of what each released most
+        often). An example that a sampler moves between clients, as Lightning's own does in every
+        DDP fit, is released by each of them: against whoever sees all clients this number times
+        that of the clients is a bound. Examples are told apart by their words (and
+        ``example_ids``): a random crop of a text counts as another example. What was released
+        after the last checkpoint before a crash is not in the resumed count.
+        """
+        return self._releases.most
+
+    @property
+    def epsilon_spent(self) -> float:
+        """Epsilon of a row over all its releases so far, by basic composition.
+
+        Where settings changed, on the way or when a run was resumed, each release counts as the
+        dearest of them.
+        """
+        releases = self.releases_per_example
+        return max(self.epsilon_per_sequence, self._earlier) * releases if releases else 0.0
+
+    @property
+    def privacy(self) -> Privacy:
+        """Epsilon of a row over all its releases by one client so far, with a delta of 0.
+
+        See :attr:`releases_per_example` for rows that move between clients.
+        """
+        return Privacy(self.epsilon_spent, 0.0, None, 1.0, self.releases_per_example)
+
+    def before_setup(self, context: DefenseContext) -> None:
+        """Finds vocabulary, special tokens and the kind of labels; makes the domain.
+
+        Raises:
+            DefenseError: one of them cannot be told and is not given, or the domain is empty.
+        """
+        self._releases.next_fit()
+        self._ready = self._prepare(context.root)
+
+    def on_batch(self, batch: Any, context: DefenseContext) -> Any:
+        """A copy of the batch with randomised ids and labels.
+
+        Raises:
+            DefenseError: the batch cannot be read or copied, or it holds fields that may be text.
+        """
+        try:
+            return self._on_batch(batch, context)
+        except TextError as error:
+            raise _refused(str(error)) from error
+
+    def _on_batch(self, batch: Any, context: DefenseContext) -> Any:
+        ready = self._ready or self._prepare(context.root)
+        self._ready = ready
+        tokens = self._form.read(batch, ready.kind)
+        text = text_of(tokens, ready, self.keep_special)
+        ids, n_words = text.ids[text.words], text.words.sum(1)
+        rows = torch.split(ids, n_words.tolist())
+        digests = row_digests(rows, self._form.ids_of_examples(batch, len(n_words)))
+        drawn = self._drawn(ids, n_words, ready, digests, context)
+        self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
+        self._agree(context)
+        self._earlier = max(self._earlier, self.epsilon_per_sequence)
+        written = text.written(tokens, drawn, self.labels == "replaced")
+        return self._form.write(batch, written)
+
+    def state_dict(self) -> dict[str, Tensor | int | float | str]:
+        """Counts that hold for every process: batches, releases of an example, longest row.
+
+        And the most that a release of a row has cost, once there was one.
+        """
+        counts = self._releases.state_dict()
+        if not counts["releases"]:
+            return {**counts}
+        return {**counts, "epsilon": max(self.epsilon_per_sequence, self._earlier)}
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on counting; no counter runs backwards, not even in one process."""
+        if int(state.get("releases", 0)):
+            self._earlier = max(self._earlier, float(state.get("epsilon", math.inf)))
+        names = ("batches", "releases", "longest")
+        self._releases.load(*(int(state.get(name, 0)) for name in names))
+
+    def teardown(self) -> None:
+        """Forgets the model, and by what examples were told apart."""
+        self._ready = None
+        self._releases.next_fit()
+
+    def _agree(self, where: DefenseContext) -> None:
+        """Makes the counts hold for every process: a checkpoint keeps those of process 0.
+
+        A collective where counts hang on the data; a memoised row of ``per="sequence"`` costs the
+        same everywhere.
+        """
+        alone = where.clients * where.processes == 1 or not (
+            dist.is_available() and dist.is_initialized()
+        )
+        if alone or (self.memoize and self.per == "sequence"):
+            return
+        own = torch.tensor(self._releases.own, device=where.device)
+        counts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, own)
+        # One client's processes draw apart, except for a row that is memoised.
+        together = where.processes > 1 and not self.memoize
+        self._releases.hear(torch.stack(counts).tolist(), add=together)
+
+    def _promise(self) -> Promise:
+        return Promise(
+            epsilon=self.epsilon,
+            per=self.per,
+            in_batch=isinstance(self.domain, str) and self.domain == "batch",
+            labels=self.labels,
+            memoized=self.memoize,
+            example_ids=self.example_ids is not None,
+            implementation=self.implementation,
+            seeded=self.seed is not None,
+        )
+
+    def _randomizer(self, k: int) -> Randomizer:
+        decode, buckets, bits = self._settings
+        try:
+            return Randomizer.of(self.mechanism, k, decode, buckets, bits)
+        except ValueError as error:
+            raise _refused(str(error)) from error
+
+    def _prepare(self, root: nn.Module) -> Words:
+        try:
+            words = words_of(
+                root,
+                kind=self.kind,
+                special_ids=self.special_ids,
+                keep_special=self.keep_special,
+                domain=self._set,
+                per_batch=self.domain == "batch",
+            )
+        except TextError as error:
+            raise _refused(str(error)) from error
+        if words.domain is not None:
+            self._randomizer(len(words.domain))
+        return words
+
+    def _drawn(
+        self,
+        ids: Tensor,
+        n_words: Tensor,
+        ready: Words,
+        digests: list[bytes],
+        where: DefenseContext,
+    ) -> Tensor:
+        """(n,) replacements of the words ``ids``, (n,), row after row."""
+        if ready.domain is None:
+            domain, index = torch.unique(ids, return_inverse=True)
+            if len(domain) < 2:
+                return ids
+            outside = None
+        else:
+            domain = ready.domain
+            index, inside = ready.index_of(ids)
+            outside = None if self._set is None else ~inside
+        keys, counts = self._streams(n_words, digests, where)
+        epsilon: float | Tensor = self.epsilon
+        if self.per == "sequence":
+            epsilon = (self.epsilon / n_words.double()).repeat_interleave(n_words)
+        randomizer = self._randomizer(len(domain))
+        drawn = draw(
+            randomizer, index, outside, epsilon, keys, counts, implementation=self.implementation
+        )
+        return torch.index_select(domain, 0, drawn)
+
+    def _streams(
+        self, n_words: Tensor, digests: list[bytes], where: DefenseContext
+    ) -> tuple[list[bytes], list[int]]:
+        """Keys of the secret random numbers, and how many words in turn use each."""
+        base, client = base_of(where.entropy, self.seed), where.client
+        if self.memoize:
+            return row_keys(base, client, digests, self.name), n_words.tolist()
+        key = batch_key(base, client, self.batches, where.process, self.name)
+        return [key], [int(n_words.sum())]
+
+
+def _checked_set(domain: Iterable[int] | Tensor) -> Tensor:
+    try:
+        return public_set(domain)
+    except TextError as error:
+        raise _refused(str(error)) from error
+
+
+def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise _refused(f"{name}={value!r} must be one of {', '.join(allowed)}")
+
+
+def _refused(why: str) -> DefenseError:
+    return DefenseError(f"TokenLDP: {why}")
+
+
+__all__ = ["Per", "Promise", "ReleaseCounter", "TokenLDP"]

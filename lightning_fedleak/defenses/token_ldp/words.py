@@ -1,0 +1,372 @@
+"""What counts as a word, which ids of a batch are words, and how others take their place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, AnatomyError, Kind, find_anatomy
+from lightning_fedleak.batches import (
+    IGNORE_INDEX,
+    BatchAdapter,
+    BatchError,
+    BatchWriter,
+    TokenBatch,
+    other_fields,
+    read_batch,
+    write_batch,
+)
+
+_SPECIAL = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
+
+_HIDDEN = 0
+"""Written over ids that neither the model's attention nor the loss reads."""
+
+PUBLIC_FIELDS = frozenset(
+    ("position_ids", "token_type_ids", "special_tokens_mask", "length", "lengths")
+)
+"""Fields of a batch that say where words stand, not which: they are handed on as they are."""
+
+
+class TextError(ValueError):
+    """The text cannot be randomised as it is; says what to change, never contents."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """What counts as a word.
+
+    Attributes:
+        kind: what the labels mean.
+        special: (s,) int64 ids that are no words.
+        domain: (k,) int64 ascending ids that words are replaced by; None where each batch has its
+            own.
+        size: of the vocabulary, None where it is unknown.
+    """
+
+    kind: Kind
+    special: Tensor
+    domain: Tensor | None
+    size: int | None
+    _table: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        table = torch.full((0,), -1)
+        if self.domain is not None:
+            table = torch.full((int(self.domain.max()) + 1,), -1)
+            table[self.domain] = torch.arange(len(self.domain))
+        object.__setattr__(self, "_table", table)
+
+    def index_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Index of each id in the domain, and whether it is in there; (n,) each.
+
+        Raises:
+            TextError: an id that the model does not have.
+        """
+        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
+        if self.size is not None and not 0 <= low <= high + 1 <= self.size:
+            raise TextError(
+                f"the batch holds ids outside of the model's {self.size} words: it was made with "
+                "another model's tokenizer"
+            )
+        if low >= 0 and high < len(self._table):
+            index = self._table[ids]
+        else:
+            near = (ids >= 0) & (ids < len(self._table))
+            index = torch.where(near, self._table[torch.where(near, ids, 0)], -1)
+        return index, index >= 0
+
+
+def words_of(
+    root: nn.Module,
+    *,
+    kind: Kind | None,
+    special_ids: Collection[int] | Any,
+    keep_special: bool,
+    domain: Tensor | None,
+    per_batch: bool,
+) -> Words:
+    """Words of a model, from what is given and, where it is not, from the model itself.
+
+    Args:
+        root: the model.
+        kind: what the labels mean; None: as the model says.
+        special_ids: ids that are no words, or a tokenizer; None: those in the model's config.
+        keep_special: False where special tokens are randomised like words.
+        domain: (k,) ids of a public set; None for the vocabulary.
+        per_batch: whether each batch's own ids are the domain.
+
+    Raises:
+        TextError: something cannot be told and is not given, or the domain is too small.
+    """
+    anatomy = None
+    if kind is None or special_ids is None or domain is None:
+        try:
+            anatomy = find_anatomy(root, kind=kind)
+        except AnatomyError as error:
+            raise TextError(
+                f"the model could not be read ({error}). Give kind=, special_ids= and domain= "
+                "(the ids of a public set, range(vocabulary size) say)"
+            ) from error
+    kind = kind or (anatomy.kind if anatomy else "causal")
+    special = special_of(special_ids, kind, keep_special, anatomy)
+    if not keep_special and kind not in ("causal", "classifier"):
+        raise TextError(
+            f"keep_special=False would randomise mask or start tokens that a {kind} model "
+            "needs: leave it out"
+        )
+    if per_batch:
+        return Words(kind, special, None, None)
+    weight = anatomy.parameter(EMBEDDING_WEIGHT) if anatomy else None
+    size = None if weight is None else weight.shape[0]
+    if domain is not None:
+        ids = domain
+    elif size is not None:
+        ids = torch.arange(size)
+    else:
+        raise TextError(
+            "the size of the vocabulary cannot be read off the model: give domain=range(size)"
+        )
+    if size is not None and int(ids.max()) >= size:
+        raise TextError(
+            f"domain holds the id {int(ids.max())}, but the model has {size} words: give ids "
+            f"from 0 to {size - 1}"
+        )
+    if keep_special:
+        ids = ids[~torch.isin(ids, special)]
+    if len(ids) < 2:
+        raise TextError(
+            f"domain holds {len(ids)} ids that are not special and needs at least 2: give more"
+        )
+    return Words(kind, special, ids, size)
+
+
+def special_of(
+    given: Collection[int] | Any, kind: Kind, keep_special: bool, anatomy: Anatomy | None
+) -> Tensor:
+    """(s,) int64 ascending ids that are no words; ``given`` may be a tokenizer.
+
+    Raises:
+        TextError: none are given, and the model's config does not tell them.
+    """
+    if given is None:
+        if kind in ("masked", "classifier") and keep_special:
+            raise TextError(
+                f"special_ids must be given for a {kind} model, whose config does not tell "
+                "them: pass the tokenizer, or [] where there are none"
+            )
+        found = special_of_config(anatomy)
+    elif hasattr(given, "all_special_ids"):
+        found = special_of_tokenizer(given)
+    else:
+        found = {int(i) for i in given}
+    return torch.tensor(sorted(found), dtype=torch.int64)
+
+
+def public_set(domain: Iterable[int] | Tensor) -> Tensor:
+    """(k,) int64 ascending.
+
+    Raises:
+        TextError: these are no distinct token ids.
+    """
+    ids = torch.as_tensor(domain if isinstance(domain, Tensor) else list(domain)).cpu()
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TextError("domain must be 'vocabulary', 'batch' or a list of token ids")
+    if int(ids.min()) < 0 or len(torch.unique(ids)) < len(ids):
+        raise TextError("domain must hold token ids of at least 0, each once")
+    return torch.sort(ids.long()).values
+
+
+def special_of_config(anatomy: Anatomy | None) -> set[int]:
+    """Ids that a Hugging Face config names."""
+    config = getattr(anatomy.model, "config", None) if anatomy else None
+    found: set[int] = set()
+    for name in _SPECIAL:
+        value = getattr(config, f"{name}_token_id", None)
+        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return {int(i) for i in found if int(i) >= 0}
+
+
+def special_of_tokenizer(tokenizer: Any) -> set[int]:
+    """A tokenizer's special ids without the unknown one, which stands for words."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    others = {getattr(tokenizer, f"{name}_token_id", None) for name in _SPECIAL}
+    return {int(i) for i in tokenizer.all_special_ids if i != unknown or i in others}
+
+
+@dataclass(frozen=True, repr=False)
+class Text:
+    """The true text of a batch, on the CPU.
+
+    Attributes:
+        ids: (B, T) int64; of an encoder-decoder both texts side by side.
+        words: (B, T) bool, what is randomised.
+        hidden: (B, T) bool, what is no word and overwritten.
+        kind: what the labels mean.
+        special: (s,) ids.
+    """
+
+    ids: Tensor
+    words: Tensor
+    hidden: Tensor
+    kind: Kind
+    special: Tensor
+
+    def written(self, tokens: TokenBatch, drawn: Tensor, replace_labels: bool) -> TokenBatch:
+        """``tokens`` with other words, and labels to them.
+
+        Args:
+            tokens: what the text was read from.
+            drawn: (n,) the words in reading order.
+            replace_labels: False leaves labels out of the result.
+        """
+        new = self.ids.masked_fill(self.hidden, _HIDDEN)
+        new[self.words] = drawn
+        width = tokens.input_ids.shape[1]
+        inputs, labels = new[:, :width], tokens.labels
+        if self.kind == "masked":
+            old = tokens.input_ids.to("cpu", torch.int64)
+            inputs = torch.where(torch.isin(old, self.special), old, inputs)
+        if not replace_labels or self.kind == "classifier":
+            labels = None
+        if labels is not None:
+            text = new[:, width:] if self.kind == "seq2seq" else new
+            looked_at = labels.cpu() != IGNORE_INDEX
+            labels = torch.where(looked_at, text, IGNORE_INDEX).to(labels)
+        return replace(tokens, input_ids=inputs.to(tokens.input_ids), labels=labels)
+
+
+def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
+    """The true text of a batch.
+
+    Raises:
+        TextError: labels of a causal model that are not its inputs.
+    """
+    ids = tokens.input_ids.to("cpu", torch.int64)
+    seen = torch.ones_like(ids, dtype=torch.bool)
+    if tokens.attention_mask is not None:
+        seen = tokens.attention_mask.cpu() != 0
+    if tokens.labels is not None and words.kind != "classifier":
+        labels = tokens.labels.to("cpu", torch.int64)
+        looked_at = labels != IGNORE_INDEX
+        if words.kind == "seq2seq":
+            ids, seen = torch.cat([ids, labels], dim=1), torch.cat([seen, looked_at], dim=1)
+        elif words.kind == "masked":
+            ids, seen = torch.where(looked_at, labels, ids), seen | looked_at
+        elif bool((looked_at & (labels != ids)).any()):
+            raise TextError(
+                "the labels of a causal model must be its inputs (-100 where the loss looks away), "
+                "so that both are replaced alike. Labels that are shifted already need "
+                "batch_adapter= and batch_writer=, which join and part the two"
+            )
+        else:
+            seen = seen | looked_at
+    if not keep_special:
+        everything = torch.ones_like(seen)
+        return Text(ids, everything, ~everything, words.kind, words.special[:0])
+    if not len(words.special):
+        return Text(ids, seen, ~seen, words.kind, words.special)
+    word = ~torch.isin(ids, words.special)
+    return Text(ids, word & seen, word & ~seen, words.kind, words.special)
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """The form of the user's batches.
+
+    Attributes:
+        public_fields: fields besides ids, mask and labels that may pass as they are.
+        example_ids: name of a field with one integer for each row; None where there is none.
+        adapter: reads a batch of the user's own form; None for the forms that are known.
+        writer: gives a copy of such a batch with the ids and labels of a TokenBatch; None
+            together with ``adapter``.
+    """
+
+    public_fields: frozenset[str]
+    example_ids: str | None
+    adapter: BatchAdapter | None
+    writer: BatchWriter | None
+
+    def read(self, batch: Any, kind: Kind) -> TokenBatch:
+        """Ids, mask and labels of a batch.
+
+        Raises:
+            TextError: it cannot be read, or it holds fields that may be text.
+        """
+        try:
+            if self.adapter is not None:
+                return self.adapter(batch)
+            tokens = read_batch(batch, kind)
+            allowed = self.public_fields | ({self.example_ids} if self.example_ids else set())
+            unknown = [name for name in other_fields(batch) if name not in allowed]
+        except BatchError as error:
+            raise TextError(
+                f"the batch cannot be read ({error}). Give batch_adapter= and batch_writer="
+            ) from error
+        if unknown:
+            raise TextError(
+                f"the batch holds the fields {', '.join(unknown)}, which would reach the model as "
+                "they are. Take them out of the batch, or, if they say nothing about the text, "
+                f"name them in public_fields={unknown}"
+            )
+        return tokens
+
+    def write(self, batch: Any, tokens: TokenBatch) -> Any:
+        """A copy of ``batch`` with the ids and labels of ``tokens``.
+
+        Raises:
+            TextError: it cannot be copied, or the user's writer does not put them in.
+        """
+        try:
+            if self.writer is None or self.adapter is None:
+                return write_batch(batch, tokens)
+            written = self.writer(batch, tokens)
+            read = self.adapter(written)
+        except BatchError as error:
+            raise TextError(
+                f"the batch cannot be copied ({error}). Give batch_adapter= and batch_writer="
+            ) from error
+        pairs = [(read.input_ids, tokens.input_ids), (read.labels, tokens.labels)]
+        for got, wanted in pairs:
+            if wanted is not None and (got is None or not torch.equal(got, wanted)):
+                raise TextError(
+                    "batch_writer gave a batch that batch_adapter reads other ids or labels from "
+                    "than it was given: it must put both in"
+                )
+        return written
+
+    def ids_of_examples(self, batch: Any, rows: int) -> list[int] | None:
+        """One integer for each row; None where no field is named.
+
+        Raises:
+            TextError: the field does not hold them.
+        """
+        if self.example_ids is None:
+            return None
+        get = batch.get if hasattr(batch, "get") else lambda name: getattr(batch, name, None)
+        found = get(self.example_ids)
+        if not isinstance(found, Tensor) or found.shape != (rows,) or found.is_floating_point():
+            raise TextError(
+                f"example_ids='{self.example_ids}' must name a field with one integer for each of "
+                f"the batch's {rows} rows"
+            )
+        return [int(i) for i in found.tolist()]
+
+
+__all__ = [
+    "PUBLIC_FIELDS",
+    "BatchForm",
+    "Text",
+    "TextError",
+    "Words",
+    "public_set",
+    "special_of",
+    "special_of_config",
+    "special_of_tokenizer",
+    "text_of",
+    "words_of",
+]

@@ -1,0 +1,191 @@
+"""A DataModule over any text, for causal language models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL, SourceError
+from lightning_fedleak.finetuning.texts import read_texts
+
+IGNORED = -100
+
+
+def load_tokenizer(name: str | Path | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model on the hub or in a folder, of the embedded model for None.
+
+    Raises:
+        SourceError: there is no such tokenizer, or no way to reach it.
+    """
+    source = EMBEDDED_MODEL if name is None else name
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"no tokenizer could be loaded from '{source}': give a folder that holds one, or a "
+            f"model of the hub (which needs a network the first time). {error}"
+        ) from error
+    return tokenizer
+
+
+class TokenRows(Dataset[Tensor]):
+    """Texts as rows of token ids; a text longer than a row goes on in the next one."""
+
+    def __init__(self, rows: Sequence[Tensor]) -> None:
+        self.rows = rows
+
+    @classmethod
+    def of(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> TokenRows:
+        """Tokenises; a rest of fewer than two tokens has nothing to predict and is left out."""
+        rows = [
+            torch.tensor(ids[start : start + length])
+            for ids in tokenizer(list(texts), verbose=False)["input_ids"]
+            for start in range(0, len(ids), length)
+            if len(ids) - start >= 2
+        ]
+        return cls(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+class PadRight:
+    """Rows of unequal length to a batch as Hugging Face models take it.
+
+    Args:
+        pad_id: token id written behind the end of a row; masked and never a label.
+    """
+
+    def __init__(self, pad_id: int) -> None:
+        self.pad_id = pad_id
+
+    def __call__(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Gives ``input_ids``, ``attention_mask`` and ``labels``, each (B, longest row)."""
+        shape = (len(rows), max(len(row) for row in rows))
+        batch = {
+            "input_ids": torch.full(shape, self.pad_id),
+            "attention_mask": torch.zeros(shape, dtype=torch.long),
+            "labels": torch.full(shape, IGNORED),
+        }
+        for index, row in enumerate(rows):
+            batch["input_ids"][index, : len(row)] = row
+            batch["attention_mask"][index, : len(row)] = 1
+            batch["labels"][index, : len(row)] = row
+        return batch
+
+
+class TextDataModule(L.LightningDataModule):
+    """Any text as batches for a causal language model, split into train and validation.
+
+    Texts, split and order follow from ``seed`` alone, never from the global random numbers.
+
+    Args:
+        text: a ``.jsonl``, ``.csv`` or text file, or a dataset of the hub as
+            ``name:config:split:column``; None for the embedded private messages.
+        tokenizer: name, folder or object; None for the embedded model's.
+        batch_size: rows a batch.
+        length: tokens a row, at most; longer texts go on in the next row.
+        val_fraction: share of the texts kept for validation.
+        column: the field of the file or dataset that holds the text.
+        seed: of the split and of the order.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        text: str | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        batch_size: int = 8,
+        length: int = 64,
+        val_fraction: float = 0.1,
+        column: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if length < 2:
+            raise ValueError(f"length must be at least 2 (a token and the next), got {length}")
+        if not 0 < val_fraction < 1:
+            raise ValueError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
+        self.text = text
+        self._tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.length = length
+        self.val_fraction = val_fraction
+        self.column = column
+        self.seed = seed
+        self._train: TokenRows | None = None
+        self._val: TokenRows | None = None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, loaded at the first use."""
+        if self._tokenizer is None or isinstance(self._tokenizer, str):
+            self._tokenizer = load_tokenizer(self._tokenizer)
+        return self._tokenizer
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads, splits and tokenises the texts, once.
+
+        Raises:
+            SourceError: the text cannot be read, or is too little for one batch and one
+                validation text; or ``length`` is more than the model can read.
+        """
+        if self._train is not None:
+            return
+        limit = self.tokenizer.model_max_length
+        if self.length > limit:
+            raise SourceError(
+                f"length={self.length} is more than the {limit} tokens that this model can read"
+            )
+        source = EMBEDDED_MESSAGES if self.text is None else self.text
+        texts = read_texts(source, self.column)
+        if len(texts) < 2:
+            raise SourceError(
+                f"'{source}' holds one text only, and training and validation need one each. A "
+                "plain text file has one text a line."
+            )
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
+        n_val = max(1, round(len(texts) * self.val_fraction))
+        train = TokenRows.of([texts[i] for i in order[n_val:]], self.tokenizer, self.length)
+        val = TokenRows.of([texts[i] for i in order[:n_val]], self.tokenizer, self.length)
+        if len(train) < self.batch_size or not len(val):
+            raise SourceError(
+                f"'{source}' gives {len(train)} rows of at most {self.length} tokens for training "
+                f"and {len(val)} for validation; at least {self.batch_size} (batch_size) and 1 are "
+                "needed. Give more text, or make batch_size or length smaller."
+            )
+        self._train, self._val = train, val
+
+    def _loader(self, rows: TokenRows | None, *, train: bool) -> DataLoader[Tensor]:
+        if rows is None:
+            raise RuntimeError("call setup() first")
+        pad = self.tokenizer.pad_token_id
+        return DataLoader(
+            rows,
+            batch_size=self.batch_size,
+            shuffle=train,
+            drop_last=train,
+            collate_fn=PadRight(0 if pad is None else int(pad)),
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Whole batches in an order that follows from ``seed``."""
+        return self._loader(self._train, train=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """The validation rows in order."""
+        return self._loader(self._val, train=False)

@@ -1,0 +1,123 @@
+"""Fine-tuning of a causal language model, whole or in part, as a LightningModule."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lightning_fedleak.defenses import mean_of_sample_means
+from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL, SourceError
+
+
+def load_model(name: str | None) -> PreTrainedModel:
+    """A causal language model of the hub or of a folder in fp32, the embedded one for None.
+
+    Raises:
+        SourceError: there is no such model, or no way to reach it.
+    """
+    source = str(EMBEDDED_MODEL) if name is None else name
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"no causal language model could be loaded from '{source}': give a folder that holds "
+            f"one, or a model of the hub (which needs a network the first time). {error}"
+        ) from error
+    if not isinstance(model, PreTrainedModel):
+        raise SourceError(f"'{source}' is a {type(model).__name__}, not a PreTrainedModel")
+    return model
+
+
+class CausalLMFineTuning(L.LightningModule):
+    """AdamW on the next-token loss of any Hugging Face causal language model.
+
+    Logs ``train_loss`` each step and ``val_loss`` at each validation.
+
+    Args:
+        model: name on the hub, folder or object; None for the embedded model.
+        lr: learning rate.
+        weight_decay: of AdamW.
+        peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``), ``"bitfit"`` the
+            biases only; None trains everything.
+        loss: ``"token_mean"`` over all tokens of a batch, as Hugging Face models return it, or
+            ``"sample_mean"``: over each text's tokens first, then over texts, which DP-SGD needs.
+
+    Raises:
+        ValueError: an unknown ``loss``.
+        SourceError: the model cannot be loaded, or has nothing that ``peft`` could train.
+        ImportError: ``peft="lora"`` without the package peft.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | None = None,
+        lr: float = 1e-4,
+        weight_decay: float = 0.01,
+        peft: Literal["lora", "bitfit"] | None = None,
+        loss: Literal["token_mean", "sample_mean"] = "token_mean",
+    ) -> None:
+        super().__init__()
+        if loss not in ("token_mean", "sample_mean"):
+            raise ValueError(f"loss must be 'token_mean' or 'sample_mean', got {loss!r}")
+        self.save_hyperparameters("lr", "weight_decay", "peft", "loss")
+        self.loss = loss
+        self.lr = lr
+        self.weight_decay = weight_decay
+        language_model = model if isinstance(model, PreTrainedModel) else load_model(model)
+        if peft == "lora":
+            self.model: torch.nn.Module = _with_lora(language_model)
+        else:
+            if peft == "bitfit":
+                _train_biases_only(language_model)
+            self.model = language_model
+        self.model.train()  # from_pretrained gives eval mode, and Lightning keeps a module's mode
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        """The mean next-token loss, a scalar."""
+        if self.loss == "sample_mean":
+            labels = batch.pop("labels")
+            return mean_of_sample_means(self.model(**batch).logits, labels, causal=True)
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """One step on ``input_ids``, ``attention_mask`` and ``labels``, each (B, L)."""
+        loss: Tensor = self(**batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Logs the loss, averaged over rows."""
+        self.log("val_loss", self(**batch), prog_bar=True, batch_size=len(batch["input_ids"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW over what is trained."""
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.lr, weight_decay=self.weight_decay)
+
+
+def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
+    try:
+        from peft import LoraConfig, TaskType, get_peft_model
+    except ImportError as error:
+        raise ImportError(
+            "peft='lora' needs the package peft: pip install 'lightning-fedleak[peft]'"
+        ) from error
+    config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, lora_dropout=0.05)
+    wrapped: torch.nn.Module = get_peft_model(model, config)
+    return wrapped
+
+
+def _train_biases_only(model: PreTrainedModel) -> None:
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    if not biases:
+        raise SourceError(
+            f"peft='bitfit' trains biases, and {type(model).__name__} has none; use peft='lora'"
+        )
+    model.requires_grad_(False)
+    for bias in biases:
+        bias.requires_grad_(True)

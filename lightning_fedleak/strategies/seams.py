@@ -1,0 +1,340 @@
+"""What a defended strategy does differently from the strategy it wraps."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_fedleak.defenses import DefenseContext, DefenseError
+from lightning_fedleak.strategies.optimizer_step import check_optimizer
+from lightning_fedleak.strategies.release import CHECKPOINT_KEY, Release
+
+_STATES = "lightning_fedleak_defenses"
+
+# Settings of DistributedDataParallel that change how its reducer works, not what it computes.
+_REDUCER_SETTINGS = {
+    "batched_grad_copy",
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "check_reduction",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "skip_all_reduce_unused_params",
+    "static_graph",
+}
+
+
+class BringsBackStates(_MultiProcessingLauncher):
+    """Lightning's launcher for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
+
+    It hands the trained weights to the main process. The defences there would know nothing of what
+    was released for them, and begin to count anew with the next fit.
+    """
+
+    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """In the first process, at its end: also the defences' states after a fit."""
+        extra = super().get_extra_results(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            buffer = io.BytesIO()
+            torch.save(trainer.strategy._fedleak.state_dict(), buffer)  # type: ignore[attr-defined]
+            extra[_STATES] = buffer.getvalue()
+        return extra
+
+    def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
+        """In the main process: hands each defence its state."""
+        super().update_main_process_results(trainer, extra)
+        if _STATES in extra:
+            states = torch.load(io.BytesIO(extra[_STATES]), weights_only=True)
+            for defense in trainer.strategy._fedleak.defenses:  # type: ignore[attr-defined]
+                defense.load_state_dict(states[defense.name])
+
+
+class Seam(Strategy):
+    """Goes before the wrapped strategy in the method resolution order."""
+
+    _fedleak: Release
+
+    def _check_combination(self) -> None:
+        """Refuses defences that cannot hold their guarantee with this strategy."""
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Lets the defences prepare the model before it is wrapped and optimizers exist."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            assert self.lightning_module is not None
+            self._check_model(self.lightning_module)
+            self._open(trainer)
+            self._fedleak.begin()
+        elif any(defense.acts_in_inference for defense in self._fedleak.defenses):
+            assert self.lightning_module is not None
+            self._open(trainer)
+            self._fedleak.begin(fitting=False)
+        super().setup(trainer)
+        if fitting:
+            for optimizer in self.optimizers:
+                self._guard(optimizer)
+
+    def _open(self, trainer: pl.Trainer) -> None:
+        """Once in a fit: at setup, or when a module asks for its loader before."""
+        if self._fedleak.is_open:
+            return
+        assert self.lightning_module is not None
+        world = self._fedleak.client == "world"
+        entropy = os.urandom(32)
+        context = DefenseContext(
+            root=self.lightning_module,
+            client=0 if world else trainer.global_rank,
+            clients=1 if world else trainer.world_size,
+            device=self.root_device,
+            precision=str(self.precision_plugin.precision),
+            step=0,
+            entropy=self.broadcast(entropy) if world else entropy,
+            process=self._process() if world else 0,
+            processes=trainer.world_size if world else 1,
+        )
+        self._fedleak.open(context, lambda: trainer.global_step)
+
+    def _process(self) -> int:
+        """Which share of its one client's data this process holds."""
+        return 0
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuses what shows only when the model and the precision are known."""
+
+    def _guard(self, optimizer: Optimizer) -> None:
+        check_optimizer(optimizer, getattr(self.precision_plugin, "scaler", None))
+        self._fedleak.guard(optimizer)
+
+    def on_train_start(self) -> None:
+        """The defences know that the optimizers are there."""
+        super().on_train_start()
+        self._fedleak.train_starts()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The training loader, and no other, is what the defences make of it."""
+        dataloader = super().process_dataloader(dataloader)
+        module = self.lightning_module
+        if module is not None and module.trainer.training:
+            self._open(module.trainer)
+            return self._fedleak.dataloader(dataloader)
+        return dataloader
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The defences come between Lightning and the module's own ``training_step``."""
+        run = functools.partial(super().training_step, **kwargs)
+        return self._fedleak.training_step(run, *args)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Also an optimizer that was put in after setup is guarded."""
+        self._guard(optimizer)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Adds the defences' states."""
+        if self._fedleak.defenses:
+            checkpoint[CHECKPOINT_KEY] = self._fedleak.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Restores the defences' states when a fit resumes."""
+        with self._fedleak.paused():
+            checkpoint = super().load_checkpoint(*args, **kwargs)
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._fedleak.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
+        return checkpoint
+
+    def teardown(self) -> None:
+        """Takes back what the defences changed."""
+        self._fedleak.end()
+        super().teardown()
+
+
+class DDPSeam(Seam, DDPStrategy):
+    """The same for DDP, where the stages differ by who is a client."""
+
+    _fedleak_buffers_differ = False
+
+    def _check_combination(self) -> None:
+        release = self._fedleak
+        release.reduces = release.client == "rank" and bool(release.gradient_defenses)
+        release.separates_stages = release.client == "world" or release.reduces
+        if not release.reduces:
+            return
+        if self._ddp_comm_hook or self._ddp_comm_wrapper or self._ddp_comm_state:
+            _refuse("`ddp_comm_hook`, `ddp_comm_state` and `ddp_comm_wrapper`", "leave them out")
+        if self._model_averaging_period is not None:
+            _refuse("`model_averaging_period`", "leave it out")
+        other = sorted(set(self._ddp_kwargs) - _REDUCER_SETTINGS)
+        if other:
+            _refuse(", ".join(f"`{name}`" for name in other), "leave it out")
+        inner: Any = type(self)._fedleak_inner  # type: ignore[attr-defined]
+        for method in ("configure_ddp", "_setup_model"):
+            if getattr(inner, method) is not getattr(DDPStrategy, method):
+                _refuse(f"{inner.__name__}.{method}", "pass a plain DDPStrategy")
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._fedleak.defenses and type(self._launcher) is _MultiProcessingLauncher:
+            assert self._start_method != "popen"
+            self._launcher = BringsBackStates(self, start_method=self._start_method)
+
+    def _process(self) -> int:
+        return int(self.global_rank)
+
+    def _check_model(self, model: nn.Module) -> None:
+        if not self._fedleak.reduces:
+            return
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise DefenseError(
+                "DefendedStrategy: precision='16-mixed' cannot be used when each rank is a client "
+                "and defences act on gradients: the ranks could disagree about a skipped step. "
+                "Use 'bf16-mixed' or '32-true', or client='world'."
+            )
+        synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        if self._layer_sync is not None or synchronised:
+            raise DefenseError(
+                "DefendedStrategy: synchronised batch norm sends statistics of raw activations "
+                "from each client to the others. Use Trainer(sync_batchnorm=False), or "
+                "client='world'."
+            )
+
+    def configure_ddp(self) -> None:
+        """Wraps in DistributedDataParallel only where that may reduce."""
+        if self._fedleak.reduces:
+            assert self.lightning_module is not None
+            _sync_module_states(self.lightning_module)
+        else:
+            super().configure_ddp()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Without DistributedDataParallel, sends its buffers as it would."""
+        self._send_buffers()
+        return super().training_step(*args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        """Ranks validate with the same buffers."""
+        self._send_buffers()
+        super().on_validation_start()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Once in an optimizer step is enough, however many batches it accumulates."""
+        result = super().optimizer_step(*args, **kwargs)
+        self._fedleak_buffers_differ = True
+        return result
+
+    def _send_buffers(self) -> None:
+        if not (self._fedleak.reduces and self._fedleak_buffers_differ):
+            return
+        self._fedleak_buffers_differ = False
+        settings = self._ddp_kwargs
+        default = settings.get("broadcast_buffers", True)
+        assert self.lightning_module is not None
+        if settings.get("forward_sync_buffers", default):
+            for buffer in self.lightning_module.buffers():
+                dist.broadcast(buffer.detach(), src=0)
+
+
+class ModelParallelSeam(Seam, ModelParallelStrategy):
+    """The same for FSDP2: all processes are one client, and gradients are sharded over them."""
+
+    def _check_combination(self) -> None:
+        release = self._fedleak
+        if release.client != "world":
+            raise DefenseError(
+                "DefendedStrategy: under ModelParallelStrategy (FSDP2) every process holds a shard "
+                "of the model and gradients are reduced inside backward, so no process ever has a "
+                "gradient of its own that it could defend. All of them are one client: pass "
+                "client='world'."
+            )
+        for defense in release.gradient_defenses:
+            if not defense.takes_shards:
+                raise DefenseError(
+                    f"DefendedStrategy: '{defense.name}' ({type(defense).__name__}) does not say "
+                    "that it can act on gradients that are sharded over processes (FSDP2). Use "
+                    "DDPStrategy or one device, or set `takes_shards = True` if its `on_gradients` "
+                    "is right for DTensors."
+                )
+
+    def _check_model(self, model: nn.Module) -> None:
+        mesh = self.device_mesh
+        release = self._fedleak
+        layers = [d.name for d in release.defenses if d.activation_layers]
+        if layers and mesh["tensor_parallel"].size() > 1:
+            raise DefenseError(
+                f"DefendedStrategy: {', '.join(layers)} changes hidden states, which are spread "
+                "over processes under tensor parallelism. Use ModelParallelStrategy("
+                "tensor_parallel_size=1, data_parallel_size=...)."
+            )
+        if not release.gradient_defenses:
+            return
+        samples = [d.name for d in release.defenses if d.per_sample]
+        if samples and mesh["tensor_parallel"].size() > 1:
+            raise DefenseError(
+                f"DefendedStrategy: {', '.join(samples)} needs the gradient of each sample, which "
+                "no process has under tensor parallelism. Use ModelParallelStrategy("
+                "tensor_parallel_size=1, data_parallel_size=...)."
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise DefenseError(
+                "DefendedStrategy: precision='16-mixed' cannot be used with FSDP2 and defences "
+                "that act on gradients: the processes could disagree about a skipped step. Use "
+                "'bf16-mixed', 'bf16-true' or '32-true'."
+            )
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward before this fit leaves the outermost one whole
+        whole = [
+            name
+            for name, p in model.named_parameters()
+            if p.requires_grad and not isinstance(p, DTensor)
+        ]
+        if whole and mesh["data_parallel"].size() > 1:
+            raise DefenseError(
+                f"DefendedStrategy: {', '.join(whole[:5])} is not sharded, so nothing reduces its "
+                "gradient over the processes of the client. Call fully_shard on the whole model in "
+                "`configure_model`, or freeze what is outside."
+            )
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Torch steps an optimizer without state, at a learning rate of 0, to save one."""
+        with self._fedleak.paused():
+            return super().optimizer_state(optimizer)
+
+    def _process(self) -> int:
+        return int(self.device_mesh["data_parallel"].get_local_rank())
+
+
+def _refuse(what: str, mend: str) -> None:
+    raise DefenseError(
+        f"DefendedStrategy: {what} cannot be used when each rank is a client and defences act on "
+        f"gradients, because DDP's own reduction is off then. Please {mend}, or use client='world'."
+    )
+
+
+__all__ = ["BringsBackStates", "DDPSeam", "ModelParallelSeam", "Seam"]

@@ -1,0 +1,1 @@
+"""The taps that take snapshots of a training step."""

@@ -1,0 +1,790 @@
+"""AttentionMembership against autograd, Algorithm 1 as written, brute force; and on real models."""
+
+import csv
+import gzip
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.papers import retrieval_error, separation
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.membership.attention import WIDTHS, AttentionMembership
+from lightning_fedleak.attacks.membership.attention_calibration import (
+    Calibration,
+    PublicScores,
+    PublicStates,
+    by_number,
+    learned,
+    lemma_gamma,
+)
+from lightning_fedleak.attacks.membership.attention_layers import (
+    HeadPair,
+    algorithm_one,
+    left_out,
+    projector_heads,
+)
+from lightning_fedleak.attacks.membership.base import CRAFTED
+from lightning_fedleak.attacks.membership.whitening import fit_whitening
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from tests.helpers import models
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def expect(attack, *, defended, replaced=False):
+    """Tells an attack which defences the run has."""
+    acts = {"gradients": defended, "batches": replaced}
+    attack.meet(RunFacts(defended=frozenset(name for name, does in acts.items() if does)))
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+
+
+def built(whitening=None, **given):
+    """An attack with gamma as a number, whitened by ``whitening`` where there is one."""
+    given = {"gamma": 0.7, **given}
+    if whitening is None:
+        return AttentionMembership(1, whiten=False, **given)
+    attack = AttentionMembership(1, [[1, 2]], **given)
+    attack._calibration = by_number(whitening, attack.design)
+    attack._d = len(whitening.mean)
+    return attack
+
+
+def by_autograd(attack, targets, hidden, mask, upstream):
+    """(B, G, K): one backward per sample through the crafted layers of one target."""
+    rows = []
+    for b in range(len(hidden)):
+        grads = []
+        for target in targets:
+            layers = attack.craft(target)
+            part = None if mask is None else mask[b : b + 1]
+            out = layers(hidden[b : b + 1], part)
+            (out * upstream[b : b + 1, :, None]).sum().backward()
+            grads.append(layers.bias.grad)
+        rows.append(torch.stack(grads))
+    return torch.stack(rows)
+
+
+@st.composite
+def games(draw):
+    """(attack, targets, hidden, mask, upstream) with targets of the batch, exact or nearly."""
+    seed = draw(st.integers(0, 2**20))
+    b, length, d = draw(st.integers(1, 4)), draw(st.integers(1, 7)), draw(st.integers(2, 9))
+    g = draw(st.integers(1, 4))
+    score = draw(st.sampled_from(["band", "ladder", "coordinates"]))
+    whitening = None
+    if draw(st.booleans()):
+        whitening = fit_whitening(normal(12 * d, d, seed=seed) @ normal(d, d, seed=seed) + 1)
+    attack = built(
+        whitening,
+        score=score,
+        gamma=draw(st.sampled_from([0.05, 0.3, 0.9])),
+        beta=draw(st.sampled_from(["authors", 0.1, 1.0, 5.0])),
+        readout=draw(st.sampled_from(["matched", "token"])),
+        variant=draw(st.sampled_from(["projector", "paper"])),
+        omit_random=draw(st.booleans()),
+        causal=draw(st.booleans()),
+        widths=draw(st.sampled_from([WIDTHS, (0.4,)])),
+    )
+    hidden = 2 * normal(b, length, d, seed=seed)
+    mask = None
+    if draw(st.booleans()):
+        mask = torch.rand(b, length, generator=generator(seed)) < 0.7
+        mask[0, 0] = True
+        mask = mask.long()
+    sentence = torch.randint(b, (g,), generator=generator(seed))
+    if mask is not None:
+        sentence = torch.where(mask[sentence].any(1), sentence, 0)
+    real = torch.ones(b, length) if mask is None else mask
+    query = Query(torch.zeros(g, length), real[sentence])
+    targets = attack.embed(hidden[sentence], query)
+    nudge = draw(st.sampled_from([0.0, 1e-6, 0.1]))
+    targets[:, :d] += nudge * normal(g, d, seed=seed + 1)
+    upstream = normal(b, length, seed=seed + 2)
+    upstream *= torch.rand(b, length, generator=generator(seed)) < 0.8
+    return attack, targets, hidden, mask, upstream
+
+
+@settings(max_examples=100)
+@given(games())
+def test_closed_form_is_what_backward_gives(game):
+    attack, targets, hidden, mask, upstream = game
+    exact = by_autograd(attack, targets, hidden, mask, upstream)
+    ours = attack.gradient(targets, hidden, mask, upstream)
+    torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-14)
+    one, two = attack.guess(ours.sum(0)), attack.guess(exact.sum(0))
+    assert torch.equal(one.members, two.members)
+    assert torch.equal(one.scores, two.scores)
+
+
+def test_the_games_of_the_test_above_have_rungs_that_fire_and_others():
+    seen = []
+
+    @given(games())
+    def collect(game):
+        attack, *given = game
+        seen.append((attack.gradient(*given) != 0).double().mean().item())
+
+    collect()
+    assert sum(0 < s < 1 for s in seen) > 20
+
+
+def softmax(values):
+    top = max(values)
+    exps = [math.exp(v - top) for v in values]
+    return [e / sum(exps) for e in exps]
+
+
+def test_differences_are_those_of_the_definition():
+    """Eq. 1 with W_K^T W_Q = beta (I - v v^T / |v|^2) and beta (I - u u^T), in plain Python."""
+    x, v, u = normal(5, 3), normal(3, seed=1), F.normalize(normal(3, seed=2), dim=0)
+    beta = 0.8
+    found = torch.zeros(5, 3, dtype=torch.float64)
+    for i in range(5):
+        heads = []
+        for omitted in (v / v.norm(), u):
+            matrix = torch.eye(3).double() - torch.outer(omitted, omitted)
+            weights = softmax([beta * float(x[j] @ matrix @ x[i]) for j in range(5)])
+            heads.append(sum(w * x[j] for j, w in enumerate(weights)))
+        found[i] = heads[0] - heads[1]
+    (seen,) = HeadPair(beta, u).attentions(x[None], None, v[None])
+    assert (seen.sentence, seen.places.tolist(), seen.targets.start) == (0, [0, 1, 2, 3, 4], 0)
+    target, token, z = seen.coordinates()
+    assert target.tolist() == [0] * 5
+    torch.testing.assert_close(z, found[token], rtol=1e-12, atol=1e-14)
+    row = normal(1, 3, seed=3)
+    torch.testing.assert_close(seen.along(row)[0], found @ row[0], rtol=1e-12, atol=1e-14)
+
+
+@given(st.integers(2, 7), st.integers(2, 8), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_the_difference_expected_is_the_one_that_comes(length, d, causal, random, seed):
+    x = normal(3, length, d, seed=seed)
+    mask = torch.ones(3, length)
+    mask[0, length - 1] = mask[1, 0] = 0
+    positions = torch.tensor([0, length - 1, length // 2])
+    u = F.normalize(normal(d, seed=seed + 1), dim=0) if random else None
+    heads = HeadPair(0.7, u, causal)
+    expected = heads.expected(x, mask, positions)
+    for g, at in enumerate(positions.tolist()):
+        target = x[g, at][None]
+        (seen,) = heads.attentions(x[g][None], mask[g][None], target)
+        _, _, come = seen.coordinates()
+        own = come[seen.places.tolist().index(at)]
+        torch.testing.assert_close(expected[g], own, rtol=1e-9, atol=1e-12)
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.floats(0.0, 3.0), st.integers(0, 99))
+def test_tokens_that_are_left_out_exceed_no_gamma(length, d, gamma, seed):
+    x = normal(1, length, d, seed=seed)
+    (seen,) = HeadPair(2.0).attentions(x, None, normal(3, d, seed=seed + 1))
+    target, token, z = seen.coordinates()
+    kept, kept_token, kept_z = seen.coordinates(gamma)
+    assert len(target) == 3 * length
+    dense = torch.zeros(3, length, d, dtype=torch.float64)
+    dense[target, token] = z
+    torch.testing.assert_close(kept_z, dense[kept, kept_token])
+    dense[kept, kept_token] = 0.0
+    assert bool((dense.abs() <= gamma).all())
+
+
+def test_the_literal_weights_are_those_of_algorithm_1():
+    d, beta, gamma = 6, 0.9, 0.25
+    v = normal(d)
+    attack = built(variant="paper", beta=beta, gamma=gamma, seed=3)
+    layers = attack.craft(v)
+    assert layers.w_q.shape == layers.w_k.shape == (4, d - 1, d)
+    scale = beta * math.sqrt(d - 1)
+    for h in range(4):
+        inverse = torch.linalg.pinv(layers.w_q[h])
+        torch.testing.assert_close(layers.w_k[h], scale * inverse.T)
+    assert torch.equal(layers.w_q[0], layers.w_q[2])
+    assert torch.equal(layers.w_q[1], layers.w_q[3])
+    assert float((layers.w_q[0] @ v).abs().max()) < 1e-12
+    product = layers.w_k[0].T @ layers.w_q[0] / scale
+    torch.testing.assert_close(product, torch.eye(d).double() - torch.outer(v, v) / (v @ v))
+    u = left_out(d, generator(3))
+    product = layers.w_k[1].T @ layers.w_q[1] / scale
+    torch.testing.assert_close(product, torch.eye(d).double() - torch.outer(u, u))
+    eye, zero = torch.eye(d), torch.zeros(d, d)
+    line_11 = torch.cat(
+        [torch.cat([eye, -eye, zero, zero], 1), torch.cat([zero, zero, -eye, eye], 1)]
+    )
+    assert torch.equal(layers.w_o, line_11.double())
+    assert torch.equal(layers.w_v, eye.double().expand(4, d, d))
+    assert not layers.b_q.any()
+    assert not layers.b_k.any()
+    torch.testing.assert_close(layers.bias.data, torch.full((2 * d,), -gamma).double())
+    assert [n for n, p in layers.named_parameters() if p.requires_grad] == ["bias"]
+
+
+def test_the_authors_beta_is_2_over_the_root_of_d_minus_1():
+    v = normal(10)
+    layers = built(variant="paper", beta="authors").craft(v)
+    product = layers.w_k[0].T @ layers.w_q[0] / 3.0
+    exact = (torch.eye(10).double() - torch.outer(v, v) / (v @ v)) * 2 / 3
+    torch.testing.assert_close(product, exact)
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(2, 10),
+    st.sampled_from(["coordinates", "ladder", "band"]),
+    st.booleans(),
+    st.integers(0, 999),
+)
+def test_projectors_are_algorithm_1_without_qr_and_pseudo_inverse(
+    b, length, d, score, whiten, seed
+):
+    x = normal(b, length, d, seed=seed)
+    whitening = (
+        fit_whitening(normal(9 * d, d, seed=seed) @ normal(d, d, seed=seed)) if whiten else None
+    )
+    given = {"score": score, "gamma": 0.2, "beta": 1.3, "seed": seed}
+    paper = built(whitening, variant="paper", **given)
+    ours = built(whitening, omit_random=True, **given)
+    query = Query(torch.zeros(b, length), positions=torch.zeros(b, dtype=torch.int64))
+    targets = ours.embed(x, query)
+    torch.testing.assert_close(paper.embed(x, query), targets)
+    one, two = paper.craft(targets[0]), ours.craft(targets[0])
+    # Without biases and ReLU: W_O Z, for both halves of the rows.
+    torch.testing.assert_close(
+        one._heads(x, None) @ one.w_o.T, two._heads(x, None) @ two.w_o.T, rtol=1e-9, atol=1e-9
+    )
+    upstream = normal(b, length, seed=seed + 1)
+    literal = by_autograd(paper, targets, x, None, upstream)
+    closed = ours.gradient(targets, x, None, upstream)
+    torch.testing.assert_close(closed, literal, rtol=1e-10, atol=1e-14)
+    assert torch.equal(ours.guess(closed.sum(0)).members, paper.guess(literal.sum(0)).members)
+
+
+def test_heads_agree_with_algorithm_1_in_float64():
+    d = 40
+    x, v = normal(1, 12, d), normal(d, seed=1)
+    literal = algorithm_one(v, 0.5, generator(5))
+    ours = projector_heads(v, 0.5, left_out(d, generator(5)))
+
+    def products(heads):
+        q, k = x @ heads.queries.mT, x @ heads.keys.mT
+        return q @ k.mT / math.sqrt(heads.queries.shape[1])
+
+    torch.testing.assert_close(products(ours), products(literal)[:2], rtol=1e-9, atol=1e-9)
+
+
+def test_a_member_responds_with_one_wherever_its_sentence_is():
+    """Whatever else is in the batch, on either side of the padding."""
+    x = normal(4, 6, 8)
+    attack = built(score="ladder", gamma=0.5, widths=(1e-9,))
+    query = Query(torch.zeros(1, 5), positions=torch.tensor([2]))
+    target = attack.embed(x[1:2, :5], query)
+    padded = torch.cat([normal(1, 2, 8, seed=5), x[1:2, :5], normal(1, 3, 8, seed=6)], 1)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0, 0, 0]])
+    upstream = torch.arange(1.0, 11.0)[None].double()
+    gradient = attack.gradient(target, padded, mask, upstream)
+    assert gradient[0, 0, 0] == 5.0
+    assert (attack.gradient(target, x[2:], None, upstream[:, :6].expand(2, 6)) == 0)[..., 0].all()
+
+
+def test_what_is_padded_changes_nothing():
+    x, mask = normal(3, 5, 6), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0]])
+    other = torch.where(mask[..., None] == 0, 100 * normal(3, 5, 6, seed=1), x)
+    attack, upstream = built(gamma=0.05), normal(3, 5, seed=2)
+    query = Query(mask, mask)
+    targets = attack.embed(x, query)
+    assert torch.equal(targets, attack.embed(other, query))
+    gradient = attack.gradient(targets, x, mask, upstream)
+    assert torch.equal(gradient, attack.gradient(targets, other, mask, upstream))
+    layers = attack.craft(targets[0])
+    assert torch.equal(layers(x, mask), layers(other, mask))
+    assert not layers(x, mask)[mask == 0].any()
+
+
+def test_a_sample_that_is_all_padding_adds_nothing():
+    x, mask = normal(2, 3, 4), torch.tensor([[1, 1, 1], [0, 0, 0]])
+    attack = built()
+    targets = attack.embed(x[:1], Query(mask[:1]))
+    assert not attack.gradient(targets, x, mask, normal(2, 3))[1].any()
+    out = attack.craft(targets[0])(x, mask)
+    assert bool(out.isfinite().all())
+    assert not out[1].any()
+
+
+def test_a_sentence_of_one_token_is_never_found():
+    x = normal(5, 1, 4)
+    attack = built(gamma=0.3)
+    targets = attack.embed(x[:1], Query(torch.zeros(1, 1)))
+    upstream = normal(5, 1, seed=1)
+    assert not attack.gradient(targets, x, None, upstream).any()
+    assert not attack.guess(attack.gradient(targets, x, None, upstream).sum(0)).members.any()
+
+
+def test_a_band_is_the_difference_of_its_edges():
+    """Tokens above both edges cancel, whatever their upstream gradients sum to."""
+    attack = built(widths=(0.01, 0.1), gamma=0.9)
+    assert attack.design.widths == (0.01, 0.1)
+    inside, above = 0.3, 17.123456
+    gradient = torch.tensor(
+        [
+            [above, above + inside, above, above],
+            [above, above * (1 + 2e-7), above, above],
+            [0.0, 0.0, 0.0, 0.0],
+        ]
+    )
+    guess = attack.guess(gradient)
+    assert gradient[1, 1] != above
+    assert guess.scores.tolist() == [1.0, 0.0, 0.0]
+    assert guess.members.tolist() == [True, False, False]
+
+
+def test_targets_are_told_from_others_and_ranked_by_rungs():
+    """32 sentences of random tokens: members reach the narrowest band, others hardly any."""
+    x, other = normal(32, 10, 48), normal(32, 10, 48, seed=1)
+    attack = built(gamma=0.7)
+    query = Query(torch.zeros(32, 10))
+    upstream = normal(32, 10, seed=2)
+    scores = [
+        attack.guess(attack.gradient(attack.embed(t, query), x, None, upstream).sum(0))
+        for t in (x + 1e-9 * normal(32, 10, 48, seed=3), other)
+    ]
+    assert bool(scores[0].members.all())
+    assert not bool(scores[1].members.any())
+    assert float(scores[0].scores.min()) == attack.design.levels > float(scores[1].scores.max())
+
+
+def test_the_last_or_the_strongest_token_is_asked_for():
+    x = normal(3, 6, 5)
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [0] * 3 + [1] * 3])
+    query = Query(mask, mask)
+    assert torch.equal(
+        built(readout="token").embed(x, query), x[torch.arange(3), torch.tensor([5, 3, 5])]
+    )
+    strongest = built(select="strongest")
+    heads = HeadPair(0.3)
+    sizes = [heads.expected(x, mask, torch.full((3,), i)).norm(dim=1) for i in range(6)]
+    sizes = torch.stack(sizes, 1)
+    best = (sizes * mask).argmax(1)
+    assert torch.equal(heads.strongest(x, mask), best)
+    assert torch.equal(strongest.embed(x, query)[:, :5], x[torch.arange(3), best])
+
+
+@given(st.integers(2, 5), st.integers(2, 5), st.sampled_from([0.05, 0.5, 2.0]), st.integers(0, 99))
+def test_the_lemmas_gamma_is_twice_its_retrieval_error(sentences, length, beta, seed):
+    hidden = normal(sentences, length, 4, seed=seed)
+    mask = torch.ones(sentences, length, dtype=torch.bool)
+    mask[0, 1:] = False
+    mask[1, length - 1 :] = length == 2
+    longest = int(mask.sum(1).max())
+    largest = float(hidden[mask].norm(dim=1).max())
+    apart = float(separation(hidden, mask).min())
+    exact = 2 * float(retrieval_error(beta, longest, apart, largest))
+    assert lemma_gamma(PublicStates(hidden, mask), beta) == pytest.approx(exact, rel=1e-9)
+
+
+def test_a_gamma_that_overflows_never_fires():
+    hidden = 1e3 * normal(2, 3, 4)
+    hidden[:, 1] = 2 * hidden[:, 0]
+    states = PublicStates(hidden, torch.ones(2, 3, dtype=torch.bool))
+    assert lemma_gamma(states, 1.0) == math.inf
+    attack = AttentionMembership(1, [[1, 2]], whiten=False, gamma="lemma")
+    attack._calibration, attack._d = Calibration(None, torch.tensor([math.inf]), level=0), 4
+    targets = attack.embed(hidden, Query(torch.zeros(2, 3)))
+    assert not attack.gradient(targets, hidden, None, normal(2, 3)).any()
+    assert not by_autograd(attack, targets, hidden, None, normal(2, 3)).any()
+
+
+@given(st.integers(1, 4), st.integers(3, 7), st.integers(1, 3), st.integers(0, 99))
+def test_the_public_rate_is_that_of_all_batches(targets, sentences, batch, seed):
+    others = torch.rand(targets, sentences, generator=generator(seed))
+    others[0, :2] = -torch.inf
+    scores = PublicScores(others, torch.ones(targets))
+    hits = []
+    for row in others:
+        kept = row[row > -torch.inf].tolist()
+        batches = list(itertools.combinations(kept, min(batch, len(kept))))
+        hits.append(sum(max(b) > 0.6 for b in batches) / len(batches))
+    exact = sum(hits) / len(hits)
+    assert scores.false_positive_rate(0.6, batch) == pytest.approx(exact, abs=1e-9)
+
+
+def test_noise_alone_is_taken_for_a_member_at_the_stated_rate():
+    for score in ("band", "ladder", "coordinates"):
+        attack = built(score=score, gamma=0.4, false_positive_rate=0.05)
+        attack._d = 3
+        noise = 0.2 * torch.randn(40_000, attack.rungs, generator=generator(1))
+        rate = float(attack.guess(noise, 0.2).members.float().mean())
+        assert rate == pytest.approx(0.05, abs=0.006), score
+
+
+def test_under_noise_members_still_rank_above_others():
+    """Rungs of the band average: the statistic follows from that of one rung."""
+    attack = built(widths=(0.3,))
+    signal = torch.cat([torch.full((4000, 1), 3.0), torch.zeros(4000, 1)], 1)
+    noise = torch.randn(8000, 2, generator=generator(2))
+    gradient = torch.cat([signal, torch.zeros(4000, 2)]) + noise
+    guess = attack.guess(gradient, 1.0)
+    labels = [1] * 4000 + [0] * 4000
+    auc = roc_auc_score(labels, guess.scores)
+    # |N(3, 2)| against |N(0, 2)|: a member's larger with this chance.
+    draws = torch.randn(2, 400_000, generator=generator(3)) * 2**0.5
+    exact = float(((3 + draws[0]).abs() > draws[1].abs()).float().mean())
+    assert auc == pytest.approx(exact, abs=0.012)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("score", ["band", "ladder", "coordinates"])
+def test_gradients_that_are_not_finite_are_refused(value, score):
+    attack = built(score=score)
+    attack._d = 3
+    gradient = torch.zeros(2, attack.rungs)
+    gradient[1, 0] = value
+    with pytest.raises(UnusableObservation, match="not finite"):
+        attack.guess(gradient)
+    snapshot = GradientSnapshot(0, Stage.SHARED, {CRAFTED: gradient})
+    with pytest.raises(UnusableObservation, match="not finite"):
+        attack.run(Observation((snapshot,)))
+
+
+def test_hidden_states_that_are_not_finite_are_not_a_no():
+    attack, x = built(), normal(2, 4, 5)
+    targets = attack.embed(x, Query(torch.zeros(2, 4)))
+    x[1, 2, 0] = float("nan")
+    gradient = attack.gradient(targets, x, None, normal(2, 4))
+    assert bool(gradient[1].isnan().all())
+    assert bool(gradient[0].isfinite().all())
+
+
+@pytest.fixture(scope="module")
+def public():
+    return PublicText(torch.randint(5, models.VOCAB, (120, 12), generator=generator(6)))
+
+
+@pytest.mark.parametrize(
+    "make", [models.tiny_bert_mlm, models.tiny_gpt2, models.tiny_llama], ids=lambda m: m.__name__
+)
+@pytest.mark.parametrize(
+    "given", [{}, {"score": "coordinates"}, {"gamma": "lemma"}, {"gamma": 0.8}]
+)
+def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, given, public):
+    anatomy = find_anatomy(make())
+    before = {k: v.clone() for k, v in anatomy.model.state_dict().items()}
+    rng = torch.get_rng_state()
+    attack = AttentionMembership(1, public, batch=20, **given)
+    attack.prepare(anatomy)
+    again = AttentionMembership(1, public, batch=20, **given)
+    again.prepare(anatomy)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(torch.equal(before[k], v) for k, v in anatomy.model.state_dict().items())
+    state = attack.state_dict()
+    assert all(isinstance(v, torch.Tensor) for v in state.values())
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor.nan_to_num(), state[name].nan_to_num()), name
+    other = AttentionMembership(1, public, batch=20, **given)
+    other.load_state_dict({k: v.clone() for k, v in state.items()})
+    texts = torch.randint(5, models.VOCAB, (6, 12), generator=generator(7))
+    hidden = hidden_states(anatomy, 1, texts)
+    targets = attack.embed(hidden[:3], Query(texts[:3]))
+    upstream = torch.randn(6, 12, generator=generator(8))
+    gradients = [a.gradient(targets, hidden, None, upstream) for a in (attack, other)]
+    assert gradients[0].shape == (6, 3, attack.rungs)
+    assert torch.equal(*gradients)
+    guesses = [a.guess(g.sum(0)) for a, g in zip((attack, other), gradients, strict=True)]
+    assert torch.equal(guesses[0].members, guesses[1].members)
+
+
+def test_the_rate_asked_for_holds_in_games_on_other_text(public):
+    """300 batches of 20 texts and a target outside of them."""
+    anatomy = find_anatomy(models.tiny_llama(d=32))
+    attack = AttentionMembership(
+        1, public, batch=20, false_positive_rate=0.1, readout="token", score="ladder"
+    )
+    attack.prepare(anatomy)
+    assert attack.public_rate <= 0.1
+    texts = torch.randint(5, models.VOCAB, (400, 12), generator=generator(9))
+    hidden = hidden_states(anatomy, 1, texts)
+    fires = []
+    for i in range(300):
+        chosen = torch.randperm(400, generator=generator(i))[:21]
+        place = torch.randint(1, 12, (1,), generator=generator(i))
+        targets = attack.embed(hidden[chosen[:1]], Query(texts[chosen[:1]], positions=place))
+        gradient = attack.gradient(targets, hidden[chosen[1:]], None, torch.ones(20, 12))
+        fires.append(attack.guess(gradient.sum(0)).members.item())
+    assert sum(fires) / 300 < 0.16
+
+
+@pytest.mark.parametrize("score", ["band", "ladder"])
+def test_no_wider_band_decides_than_a_member_needs(public, score):
+    """Whatever rate is allowed: wider ones rank, and one that is given as a number decides."""
+    anatomy = find_anatomy(models.tiny_llama())
+    for own, width in (({}, 0.1), ({"gamma": 0.5}, 0.5), ({"widths": (0.3, 0.5)}, 0.3)):
+        attack = AttentionMembership(
+            1, public, batch=20, score=score, false_positive_rate=0.999, **own
+        )
+        attack.prepare(anatomy)
+        assert attack.design.widths[attack._calibration.level] == width
+
+
+def test_where_batches_are_replaced_bands_reach_far_below_a_members_own_response(public):
+    for own, plain, replaced in (
+        ({}, 0.7, 0.999),
+        ({"score": "ladder"}, 0.7, 0.999),
+        ({"readout": "token"}, 0.7, 0.999),
+        ({"widths": WIDTHS}, 0.7, 0.7),
+        ({"widths": (0.3,)}, 0.3, 0.3),
+    ):
+        attack = AttentionMembership(1, public, batch=20, **own)
+        before = attack.config()
+        assert attack.design.widths[-1] == plain
+        expect(attack, defended=False, replaced=True)
+        assert attack.design.widths[-1] == replaced
+        assert set(before["widths"]) <= set(attack.config()["widths"])
+        expect(attack, defended=False)
+        assert attack.config() == before
+    # The rungs that gradients are clipped with share a norm, whatever the text.
+    attack = AttentionMembership(1, public, batch=20)
+    expect(attack, defended=True, replaced=True)
+    assert attack.design.widths == (0.1,)
+
+
+def test_where_batches_are_replaced_beta_is_smaller_unless_it_was_given(public):
+    for own, plain, replaced in (({}, 0.3, 0.01), ({"beta": 0.3}, 0.3, 0.3)):
+        attack = AttentionMembership(1, public, batch=20, **own)
+        for defended in (False, True):
+            expect(attack, defended=defended, replaced=True)
+            assert attack.design.beta == replaced
+            expect(attack, defended=defended)
+            assert attack.design.beta == plain
+    published = AttentionMembership.as_published(1, public)
+    expect(published, defended=False, replaced=True)
+    assert published.design.beta == "authors"
+
+
+def test_members_that_are_far_from_exact_copies_are_ranked_by_the_wider_bands():
+    """A third of each hidden state is left: at the widths for exact copies nothing fires."""
+    rows = normal(160, 8, 256)
+    client = 0.35 * rows[:80] + 0.94 * normal(80, 8, 256, seed=1)
+    found = []
+    for replaced in (False, True):
+        attack = AttentionMembership(1, whiten=False, gamma=0.9, beta=0.01)
+        expect(attack, defended=False, replaced=replaced)
+        targets = attack.embed(rows, Query(torch.zeros(160, 8)))
+        scores, members = [], []
+        for batch in torch.arange(80).split(10):
+            gradient = attack.gradient(targets, client[batch], None, torch.ones(10, 8))
+            scores.append(attack.guess(gradient.sum(0)).scores)
+            members.append(torch.isin(torch.arange(160), batch))
+        found.append(roc_auc_score(torch.cat(members), torch.cat(scores)))
+    assert found[0] == 0.5
+    assert found[1] > 0.95
+
+
+def test_a_gamma_of_ones_own_decides_among_the_wider_bands_too():
+    attack = AttentionMembership(1, whiten=False, gamma=0.45)
+    expect(attack, defended=False, replaced=True)
+    assert attack.design.widths[attack.design.level_of_gamma] == 0.55
+    assert attack.design.widths[-1] == 0.999
+
+
+def test_refresh_waits_and_follows(public):
+    attack = AttentionMembership(1, public, batch=20, refresh_every=10)
+    attack.prepare(find_anatomy(models.tiny_gpt2()))
+    before = attack.state_dict()
+    moved = find_anatomy(models.tiny_gpt2(seed=1))
+    attack.refresh(moved, 9)
+    assert torch.equal(attack.state_dict()["whitening.mean"], before["whitening.mean"])
+    attack.refresh(moved, 10)
+    assert not torch.equal(attack.state_dict()["whitening.mean"], before["whitening.mean"])
+    assert int(attack.state_dict()["prepared_at"]) == 10
+    attack.refresh(find_anatomy(models.tiny_gpt2()), 3)  # of another fit
+    assert torch.equal(attack.state_dict()["whitening.mean"], before["whitening.mean"])
+    assert int(attack.state_dict()["prepared_at"]) == 3
+
+
+def test_state_of_other_settings_is_refused(public):
+    attack = AttentionMembership(1, public, batch=20)
+    attack.prepare(find_anatomy(models.tiny_gpt2()))
+    state = attack.state_dict()
+    texts = [row.tolist() for row in public.sentences]
+    AttentionMembership(1, texts, batch=20).load_state_dict(state)
+    texts[3][2] += 1
+    for other in (
+        AttentionMembership(1, public, batch=20, whiten=False),
+        AttentionMembership(1, public, batch=20, score="coordinates"),
+        AttentionMembership(1, public, batch=20, refresh_every=7),
+        AttentionMembership(1, public, batch=20, ridge=0.5),
+        AttentionMembership(2, public, batch=20),
+        AttentionMembership(1, texts, batch=20),
+        AttentionMembership(1, "sampled", batch=20),
+    ):
+        with pytest.raises(ValueError, match="this state is not of"):
+            other.load_state_dict(state)
+        assert other.config() != attack.config()  # by which a monitor sees it
+    del state["fingerprint"]
+    with pytest.raises(ValueError, match="this state is not of"):
+        AttentionMembership(1, public, batch=20).load_state_dict(state)
+
+
+def few(n, tokens=12):
+    return PublicText(torch.randint(5, models.VOCAB, (n, tokens), generator=generator(6)))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: AttentionMembership(1), "public_text is needed"),
+        (lambda: AttentionMembership(1, "some text"), "one string"),
+        (lambda: AttentionMembership(1, ["some text"]), "tokenizer"),
+        (lambda: AttentionMembership(-1, [[1, 2]]), "layer"),
+        (lambda: AttentionMembership(1, [[1, 2]], beta=0.0), "beta"),
+        (lambda: AttentionMembership(1, [[1, 2]], beta=math.nan), "beta"),
+        (lambda: AttentionMembership(1, [[1, 2]], gamma="high"), "gamma"),
+        (lambda: AttentionMembership(1, [[1, 2]], gamma=1.5), "below 1"),
+        (lambda: AttentionMembership(1, [[1, 2]], score="norm"), "score"),
+        (lambda: AttentionMembership(1, [[1, 2]], variant="other"), "variant"),
+        (lambda: AttentionMembership(1, [[1, 2]], readout="none"), "readout"),
+        (lambda: AttentionMembership(1, [[1, 2]], select="first"), "select"),
+        (lambda: AttentionMembership(1, [[1, 2]], widths=(0.0, 0.5)), "widths"),
+        (lambda: AttentionMembership(1, [[1, 2]], widths=()), "widths"),
+        (lambda: AttentionMembership(1, [[1, 2]], batch=0), "batch"),
+        (lambda: AttentionMembership(1, [[1, 2]], false_positive_rate=0.0), "false_positive_rate"),
+        (lambda: AttentionMembership(1, [[1, 2]], score="band", gamma="lemma"), "ladder"),
+        (
+            lambda: AttentionMembership(3, few(99)).prepare(find_anatomy(models.tiny_gpt2())),
+            "out of range",
+        ),
+        (
+            lambda: AttentionMembership(1, few(2, 5)).prepare(find_anatomy(models.tiny_gpt2())),
+            "cannot whiten 16 dimensions",
+        ),
+        (
+            lambda: AttentionMembership(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
+            "30 public texts are too few",
+        ),
+        (
+            lambda: built().gradient(normal(2, 8), normal(2, 3, 5), None, normal(2, 3)),
+            r"targets must be \(G, 10\)",
+        ),
+        (
+            lambda: built().gradient(normal(2, 10), normal(2, 3, 5), None, normal(2, 4)),
+            "upstream",
+        ),
+        (
+            lambda: built().gradient(
+                normal(2, 10), normal(2, 3, 5), torch.ones(2, 4), normal(2, 3)
+            ),
+            "mask",
+        ),
+        (lambda: built().craft(normal(2, 10)), "one target"),
+        (lambda: built().craft(normal(10) * math.nan), "not finite"),
+        (lambda: built().craft(normal(10))(normal(1, 3, 7)), "hidden states of 5 numbers"),
+        (lambda: built().guess(torch.zeros(2, 3)), "number per rung"),
+        (lambda: built(score="coordinates").guess(torch.zeros(2)), "row of W_O"),
+        (lambda: built().guess(torch.zeros(2, 24), -1.0), "noise_std"),
+        (lambda: built(score="coordinates").guess(torch.zeros(2, 10), -1.0), "noise_std"),
+    ],
+)
+def test_refusals_say_what_to_do(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+def test_a_token_that_makes_no_difference_on_public_text_is_refused():
+    """Sentences of one word again and again: both heads return that word."""
+    words = normal(40, 1, 6).expand(40, 4, 6)
+    states = PublicStates(words, torch.ones(40, 4, dtype=torch.bool))
+    for gamma in ("calibrated", 0.5):
+        design = AttentionMembership(
+            1, [[1, 2]], whiten=False, readout="token", gamma=gamma, batch=10
+        ).design
+        with pytest.raises(ValueError, match=r"median response there is .* not positive"):
+            learned(states, design)
+    assert learned(PublicStates(normal(40, 4, 6), states.mask), design).response > 0
+
+
+def test_working_unprepared_says_so():
+    attack = AttentionMembership(1, [[1, 2]])
+    for work in (
+        lambda: attack.craft(normal(10)),
+        lambda: attack.embed(normal(1, 2, 5), Query(torch.zeros(1, 2))),
+        lambda: attack.gradient(normal(1, 10), normal(1, 2, 5), None, normal(1, 2)),
+        lambda: attack.guess(torch.zeros(1, 24)),
+        lambda: AttentionMembership(1, [[1, 2]], score="coordinates").rungs,
+    ):
+        with pytest.raises(RuntimeError, match="prepare"):
+            work()
+
+
+def test_config_is_plain_and_the_published_setting_is_the_papers():
+    config = AttentionMembership.as_published(2, [[1, 2]]).config()
+    assert config["variant"] == "paper"
+    assert config["whiten"] is False
+    assert config["score"] == "coordinates"
+    assert config["beta"] == "authors"
+    assert all(isinstance(v, (str, int, float, bool, list)) for v in config.values())
+
+
+@pytest.fixture(scope="module")
+def stories(assets):
+    """stories15M, and sentences of banking77: hidden states at layer 3."""
+    folder = assets / "models/stories15M"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    anatomy = find_anatomy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    with gzip.open(assets / "data/banking77/train.csv.gz", "rt") as lines:
+        texts = [row[0] for row in itertools.islice(csv.reader(lines), 1, 9001, 28)]
+    rows = {(1, *tokenizer(t, add_special_tokens=False)["input_ids"][:31]) for t in texts}
+    rows = [list(r) for r in sorted(rows)]
+    order = torch.randperm(len(rows), generator=generator()).tolist()
+    public = PublicText([rows[i] for i in order[:190]])
+    rest = [torch.tensor(rows[i]) for i in order[190:]]
+    ids = torch.nn.utils.rnn.pad_sequence(rest, batch_first=True)
+    mask = (torch.arange(ids.shape[1]) < torch.tensor([len(r) for r in rest])[:, None]).long()
+    return anatomy, public, ids, mask, hidden_states(anatomy, 3, ids, mask)
+
+
+def played(attack, ids, mask, hidden, n):
+    """Scores and bits of n games: 40 texts, the last token but one of a target in or out."""
+    scores, bits, members = [], [], []
+    for i in range(n):
+        order = torch.randperm(len(ids), generator=generator(i))
+        bit = i % 2
+        target = order[:1] if bit else order[40:41]
+        length = int(mask[target].sum())
+        query = Query(ids[target, :length], positions=torch.tensor([length - 2]))
+        # The server computes its target by itself: padding is cut off.
+        targets = attack.embed(hidden[target, :length] * (1 + 1e-6), query)
+        upstream = torch.randn(40, ids.shape[1], generator=generator(i))
+        gradient = attack.gradient(targets, hidden[order[:40]], mask[order[:40]], upstream)
+        guess = attack.guess(gradient.sum(0))
+        scores.append(guess.scores.item())
+        members.append(guess.members.item())
+        bits.append(bit)
+    return scores, bits, members
+
+
+@pytest.mark.assets
+def test_on_a_real_model_the_lemmas_gamma_never_fires_and_the_calibrated_tells(stories):
+    anatomy, public, *data = stories
+    raw = AttentionMembership.as_published(3, public, variant="projector", gamma="lemma")
+    for lemma, n in ((AttentionMembership(3, public, gamma="lemma"), 12), (raw, 4)):
+        lemma.prepare(anatomy)
+        _, bits, members = played(lemma, *data, n)
+        assert not any(members)
+        assert sum(bits) == n // 2
+    attack = AttentionMembership(3, public)
+    attack.prepare(anatomy)
+    scores, bits, members = played(attack, *data, 40)
+    assert roc_auc_score(bits, scores) > 0.999
+    assert sum(m == b for m, b in zip(members, bits, strict=True)) >= 38

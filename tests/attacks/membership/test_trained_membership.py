@@ -1,0 +1,331 @@
+"""TrainedMembership: training against torch's autograd and Adam, closed forms, promises."""
+
+import csv
+import gzip
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.membership.base import sentence_rows
+from lightning_fedleak.attacks.membership.trained import (
+    Adam,
+    Scale,
+    TrainedMembership,
+    loss_gradients,
+    outputs_of,
+    train_neuron,
+)
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.model_runs import hidden_states
+from tests.helpers import models
+
+SMALL = {"hidden_units": 24, "steps": 40, "public_rows": 64, "batch": 32}
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def anatomy():
+    return find_anatomy(models.tiny_gpt2())
+
+
+@pytest.fixture(scope="module")
+def public():
+    return PublicText(torch.randint(3, models.VOCAB, (30, 10), generator=generator(1)))
+
+
+@pytest.fixture(scope="module", params=["token", "full"])
+def attack(request, anatomy, public):
+    made = TrainedMembership(1, public, request.param, tokens=8, **SMALL)
+    made.prepare(anatomy)
+    return made
+
+
+def texts(anatomy, n=4, length=8, seed=2):
+    ids = torch.randint(3, models.VOCAB, (n, length), generator=generator(seed))
+    return hidden_states(anatomy, 1, ids).double()
+
+
+# --- the training
+
+
+def test_gradients_are_autograds():
+    g = generator(3)
+    parameters = [
+        torch.randn(*s, generator=g, dtype=torch.float64).requires_grad_()
+        for s in ((7, 5), (7,), (1, 7), (1,))
+    ]
+    x = torch.randn(9, 5, generator=g, dtype=torch.float64)
+    z = outputs_of(parameters, x)
+    (F.softplus(-z[0]) + F.softplus(z[1:]).mean()).backward()
+    outputs, ours = loss_gradients([p.detach() for p in parameters], x)
+    torch.testing.assert_close(outputs, z.detach())
+    for p, gradient in zip(parameters, ours, strict=True):
+        torch.testing.assert_close(gradient, p.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_steps_are_those_of_torchs_adam():
+    g = generator(4)
+    start = [torch.randn(3, 2, generator=g, dtype=torch.float64), torch.zeros(2).double()]
+    theirs = [nn.Parameter(p.clone()) for p in start]
+    optimizer = torch.optim.Adam(theirs, lr=0.03)
+    adam = Adam(start, 0.03)
+    for _ in range(20):
+        gradients = [torch.randn(p.shape, generator=g, dtype=torch.float64) for p in start]
+        for p, gradient in zip(theirs, gradients, strict=True):
+            p.grad = gradient.clone()
+        optimizer.step()
+        adam.step(gradients)
+    for ours, p in zip(start, theirs, strict=True):
+        torch.testing.assert_close(ours, p.detach(), rtol=1e-10, atol=1e-12)
+
+
+def trained(target, samples, **changed):
+    options = {"hidden_units": 32, "steps": 200, "learning_rate": 1e-2, "margin": 2.0, "batch": 999}
+    return train_neuron(target, samples, Scale.of(samples), generator(), **{**options, **changed})
+
+
+def test_it_fires_on_the_target_and_stops_at_the_margin():
+    g = generator(5)
+    samples = 50 + torch.randn(300, 12, generator=g) * torch.logspace(-1, 3, 12)
+    target = samples[0] + torch.randn(12, generator=g) * torch.logspace(-1, 3, 12)
+    neuron = trained(target, samples)
+    output = neuron(torch.cat([target[None], samples])) + neuron.offset
+    assert output[0] > 1.99
+    assert output[1:].max() < -1.99
+    torch.testing.assert_close(output[0], neuron.on_target)
+    torch.testing.assert_close(output[1:].max(), neuron.on_public)
+    assert neuron.steps < 200
+    assert trained(target, samples, margin=5.0).steps > neuron.steps
+    assert trained(target, samples, margin=99.0).steps == 200
+
+
+def test_public_twins_of_the_target_do_not_count():
+    samples = torch.randn(60, 12, generator=generator(6))
+    assert trained(samples[3], samples).on_target > 2
+    alone = trained(samples[0], samples[:1].repeat(9, 1))
+    assert alone.on_target > alone.on_public
+
+
+def test_coordinates_that_never_vary_are_no_trouble():
+    samples = torch.randn(60, 6, generator=generator(7))
+    samples[:, 2] = 0.0
+    neuron = trained(samples[0] + 1, samples[1:])
+    assert neuron.weight.isfinite().all()
+    same = torch.ones(8, 3)
+    assert Scale.of(same)(same).isfinite().all()
+
+
+# --- closed form, determinism
+
+
+def by_autograd(attack, targets, hidden, mask, upstream):
+    grads = []
+    for b in range(len(hidden)):
+        for target in targets:
+            layers = attack.craft(target)
+            out = layers(hidden[b : b + 1], None if mask is None else mask[b : b + 1])
+            (out * upstream[b : b + 1, :, None]).sum().backward()
+            grads.append(layers.bias.grad)
+    return torch.stack(grads).view(len(hidden), len(targets), -1)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**20), length=st.integers(1, 9), masked=st.booleans())
+def test_closed_form_is_what_backward_gives(attack, anatomy, seed, length, masked):
+    hidden = texts(anatomy, n=3, length=length, seed=seed)
+    mask = None
+    if masked:
+        mask = (torch.rand(3, length, generator=generator(seed)) < 0.7).long()
+        mask[:, 0] = 1
+    full = attack.granularity == "full"
+    rows = sentence_rows(hidden, mask, 8) if full else hidden[:, 0]
+    other = texts(anatomy, n=1, seed=seed + 1)
+    targets = torch.cat([rows[:1], sentence_rows(other, None, 8) if full else other[:, 3]])
+    upstream = torch.randn(3, 1 if full else length, generator=generator(seed)).double()
+    ours = attack.gradient(targets, hidden, mask, upstream)
+    exact = by_autograd(attack, targets, hidden, mask, upstream)
+    torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-14)
+    one, two = attack.guess(ours.sum(0)), attack.guess(exact.sum(0))
+    assert torch.equal(one.members, two.members)
+    assert torch.equal(one.scores, two.scores)
+    assert one.members[0]
+
+
+def test_members_are_named_and_padding_never_counts(attack, anatomy):
+    hidden = texts(anatomy)
+    mask = torch.ones(4, 8)
+    mask[1], mask[2, 5:] = 0, 0
+    if attack.granularity == "full":
+        targets, upstream = sentence_rows(hidden, mask, 8)[[0, 2]], torch.ones(4, 1)
+    else:
+        targets, upstream = hidden[[0, 2], 4], torch.ones(4, 8)
+    gradient = attack.gradient(targets, hidden, mask, upstream)
+    assert attack.guess(gradient.sum(0)).members.all()
+    moved = hidden.masked_fill(mask[..., None] == 0, 77.0)
+    assert torch.equal(attack.gradient(targets, moved, mask, upstream), gradient)
+
+
+def test_training_is_the_seeds_alone_and_leaves_no_trace(anatomy, public):
+    before = {k: v.clone() for k, v in anatomy.model.state_dict().items()}
+    rng = torch.get_rng_state()
+    target = texts(anatomy)[0, 3].float()
+    crafted = []
+    for seed in (0, 0, 1):
+        attack = TrainedMembership(1, public, seed=seed, **SMALL)
+        attack.prepare(anatomy)
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            crafted.append(attack.neuron(target).weight.clone())
+    assert torch.equal(crafted[0], crafted[1])
+    assert not torch.equal(crafted[0], crafted[2])
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(torch.equal(before[k], v) for k, v in anatomy.model.state_dict().items())
+    assert all(p.grad is None for p in anatomy.model.parameters())
+
+
+def test_against_a_defence_of_gradients_the_decisions_rung_alone_is_crafted(attack, anatomy):
+    hidden = texts(anatomy, n=1)
+    full = attack.granularity == "full"
+    target = (sentence_rows(hidden, None, 8) if full else hidden[:, 0])[0]
+    whole = attack.craft(target).bias[attack.guess_rung]
+    attack.meet(RunFacts(defended=frozenset({"gradients"})))
+    try:
+        assert (attack.rungs, attack.guess_rung, attack.config()["rungs"]) == (1, 0, 1)
+        assert torch.equal(attack.craft(target).bias, whole[None])
+    finally:
+        attack.meet(RunFacts())
+    assert attack.rungs == 14
+
+
+def test_only_the_rungs_are_trained_by_the_client(attack, anatomy):
+    hidden = texts(anatomy, n=1)
+    full = attack.granularity == "full"
+    layers = attack.craft((sentence_rows(hidden, None, 8) if full else hidden[:, 0])[0])
+    assert [(n, tuple(p.shape)) for n, p in layers.named_parameters()] == [("bias", (14,))]
+    assert (layers.bias.diff() > 0).all()
+
+
+def test_the_published_threshold_is_the_networks_own(anatomy, public):
+    attack = TrainedMembership(1, public, threshold="trained", **SMALL)
+    attack.prepare(anatomy)
+    target = texts(anatomy)[0, 3]
+    layers = attack.craft(target)
+    assert layers.bias[attack.guess_rung] == attack.neuron(target).offset
+
+
+def test_refresh_follows_the_model(public):
+    anatomy = find_anatomy(models.tiny_gpt2())
+    attack = TrainedMembership(1, public, refresh_every=10, **SMALL)
+    attack.prepare(anatomy)
+    target = torch.randn(models.DIM, generator=generator())
+    before = attack.neuron(target).weight
+    with torch.no_grad():
+        for p in anatomy.model.parameters():
+            p.mul_(1.3)
+    attack.refresh(anatomy, 9)
+    assert attack.neuron(target).weight is before
+    attack.refresh(anatomy, 10)
+    later = attack.neuron(target).weight
+    assert not torch.equal(later, before)
+    attack.refresh(find_anatomy(models.tiny_gpt2()), 3)  # of another fit
+    assert torch.equal(attack.neuron(target).weight, before)
+
+
+def test_networks_are_kept_within_bounds(anatomy, public, monkeypatch):
+    attack = TrainedMembership(1, public, **SMALL)
+    attack.prepare(anatomy)
+    one = attack.neuron(torch.ones(models.DIM)).nbytes
+    monkeypatch.setattr("lightning_fedleak.attacks.membership.trained._KEPT_BYTES", 3 * one)
+    for k in range(6):
+        attack.neuron(torch.ones(models.DIM) * k)
+    assert len(attack._neurons) == 3
+
+
+def test_what_is_not_finite_is_refused(attack, anatomy):
+    hidden = texts(anatomy)
+    full = attack.granularity == "full"
+    target = (sentence_rows(hidden, None, 8) if full else hidden[:, 0])[:1]
+    broken = hidden.clone()
+    broken[2, 3, 0] = torch.nan
+    gradient = attack.gradient(target, broken, None, torch.ones(4, 1 if full else 8))
+    with pytest.raises(UnusableObservation):
+        attack.guess(gradient.sum(0))
+
+
+def test_fast_is_small_and_open_to_change(public):
+    attack = TrainedMembership.fast(2, public, steps=7, granularity="full")
+    assert (attack.hidden_units, attack.steps, attack.granularity) == (64, 7, "full")
+    assert attack.config()["steps"] == 7
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda p, a: TrainedMembership(1, "one text"), "not one string"),
+        (lambda p, a: TrainedMembership(1, ["some text"]), "tokenizer"),
+        (lambda p, a: TrainedMembership(1, p, hidden_units=0), "hidden_units"),
+        (lambda p, a: TrainedMembership(1, p, steps=0), "steps"),
+        (lambda p, a: TrainedMembership(1, p, learning_rate=0.0), "learning_rate"),
+        (lambda p, a: TrainedMembership(1, p, margin=-1.0), "margin"),
+        (lambda p, a: TrainedMembership(1, p, public_rows=2), "public_rows"),
+        (lambda p, a: TrainedMembership(1, p, threshold="best"), "threshold"),
+        (lambda p, a: TrainedMembership(5, p).prepare(a), "out of range"),
+        (lambda p, a: TrainedMembership(1, [[5, 6], [7, 8]], "full").prepare(a), "too few"),
+    ],
+)
+def test_refusals_say_what_to_do(build, words, public, anatomy):
+    with pytest.raises(ValueError, match=words):
+        build(public, anatomy)
+
+
+def test_targets_must_fit_and_prepare_must_come_first(attack, public):
+    with pytest.raises(RuntimeError, match="prepare"):
+        TrainedMembership(1, public).craft(torch.ones(4))
+    with pytest.raises(ValueError, match="a target must be"):
+        attack.craft(torch.ones(4))
+    upstream = torch.ones(2, 1 if attack.granularity == "full" else 3)
+    with pytest.raises(ValueError, match="targets must be"):
+        attack.gradient(torch.ones(1, 4), torch.ones(2, 3, 16), None, upstream)
+
+
+@pytest.mark.assets
+def test_on_a_real_model_members_score_higher(assets):
+    """stories15M, batches of 20 sentences, other sentences of the same kind as public text."""
+    folder = assets / "models/stories15M"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    anatomy = find_anatomy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    with gzip.open(assets / "data/banking77/train.csv.gz", "rt") as lines:
+        rows = [row[0] for row in csv.reader(lines)][1:]
+    picks = torch.randperm(len(rows), generator=generator(7))[:300].tolist()
+    ids = [[1, *tokenizer(rows[i], add_special_tokens=False)["input_ids"]][:24] for i in picks]
+    public, pool = PublicText(ids[:100]), PublicText(ids[100:])
+    attack = TrainedMembership(3, public, hidden_units=64, steps=100)
+    attack.prepare(anatomy)
+    scores, truth = [], []
+    for game in range(4):
+        batch = pool.rows(range(40 * game, 40 * game + 20), 24, generator())
+        other = pool.rows(range(40 * game + 20, 40 * game + 24), 24, generator())
+        hidden = hidden_states(anatomy, 3, batch.input_ids, batch.attention_mask)
+        their = hidden_states(anatomy, 3, other.input_ids, other.attention_mask)
+        targets = torch.cat(
+            [
+                attack.embed(hidden[:4], Query(batch.input_ids[:4], batch.attention_mask[:4])),
+                attack.embed(their, Query(other.input_ids, other.attention_mask)),
+            ]
+        )
+        gradient = attack.gradient(
+            targets, hidden, batch.attention_mask, torch.ones(hidden.shape[:2])
+        )
+        scores.append(attack.guess(gradient.sum(0)).scores)
+        truth.append(torch.arange(8) < 4)
+    assert roc_auc_score(torch.cat(truth).numpy(), torch.cat(scores).numpy()) > 0.9

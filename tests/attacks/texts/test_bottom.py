@@ -1,0 +1,114 @@
+"""BottomModel: the server's copy of the client's part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.model_runs import hidden_states
+from tests.helpers import models
+
+IDS = torch.randint(3, models.VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+MASK = torch.tensor([[0, 0, *[1] * 7], [1] * 9])
+
+
+def lora() -> torch.nn.Module:
+    with models.own_rng(0):
+        return get_peft_model(
+            models.tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [models.tiny_gpt2, models.tiny_llama, models.tiny_bert_mlm, models.tiny_roberta_mlm, lora],
+)
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_states_are_the_clients_from_tokens_and_from_their_embeddings(make, layer) -> None:
+    model = make().train()
+    anatomy = find_anatomy(model)
+    bottom = BottomModel(anatomy, layer)
+    padding = model.get_input_embeddings().padding_idx
+    ids = IDS.masked_fill(MASK == 0, padding or 0)
+    theirs = hidden_states(anatomy, layer, ids, MASK)[MASK == 1]
+    assert torch.equal(bottom.hidden(ids, MASK)[MASK == 1], theirs)
+    words = bottom.word_embeddings(ids).requires_grad_()
+    states = bottom.hidden_from(words, MASK)
+    torch.testing.assert_close(states[MASK == 1], theirs, rtol=1e-5, atol=1e-6)
+    states[MASK == 1].square().sum().backward()
+    assert words.grad is not None
+    assert bool(words.grad[MASK == 1].any(-1).all())
+    assert all(p.grad is None for p in model.parameters())
+    assert (bottom.width, bottom.vocab_size) == (models.DIM, models.VOCAB)
+    assert all(m.training for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("make", "causal"), [(models.tiny_gpt2, True), (models.tiny_llama, True), (lora, True)]
+)
+def test_causal_models_are_told_from_encoders(make, causal) -> None:
+    assert BottomModel(find_anatomy(make()), 2).causal is causal
+    assert not BottomModel(find_anatomy(models.tiny_bert_mlm()), 2).causal
+    assert BottomModel(find_anatomy(models.tiny_bert_mlm()), 0).causal
+
+
+def test_the_copy_stays_behind_until_it_is_refreshed() -> None:
+    model = models.tiny_gpt2()
+    anatomy = find_anatomy(model)
+    bottom = BottomModel(anatomy, 2, step=5)
+    before = bottom.hidden(IDS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    live = {n: p.clone() for n, p in model.named_parameters()}
+    assert torch.equal(bottom.hidden(IDS), before)
+    assert all(torch.equal(p, live[n]) for n, p in model.named_parameters())
+    assert bottom.age(9) == 4
+    bottom.refresh(anatomy, 9)
+    assert bottom.age(9) == 0
+    assert torch.equal(bottom.hidden(IDS), hidden_states(anatomy, 2, IDS))
+    assert not torch.equal(bottom.hidden(IDS), before)
+
+
+def test_frozen_parameters_are_not_copied() -> None:
+    model = models.tiny_llama()
+    model.get_input_embeddings().weight.requires_grad_(False)
+    bottom = BottomModel(find_anatomy(model), 1)
+    copies = {c.data_ptr() for _, _, c in bottom._weights}
+    first, second = model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp
+    assert model.get_input_embeddings().weight.data_ptr() in copies
+    assert first.data_ptr() not in copies
+    assert all(m is not second.up_proj for m, _, _ in bottom._weights)
+
+
+def test_after_an_error_the_model_is_as_it_was() -> None:
+    model = models.tiny_gpt2().train()
+    bottom = BottomModel(find_anatomy(model), 1)
+    ids = {n: id(p) for n, p in model.named_parameters()}
+    state = torch.random.get_rng_state()
+    hooks = sum(len(m._forward_hooks) for m in model.modules())
+    with pytest.raises(IndexError):
+        bottom.hidden(torch.full((1, 4), models.VOCAB + 3))
+    assert {n: id(p) for n, p in model.named_parameters()} == ids
+    assert all(m.training for m in model.modules())
+    assert sum(len(m._forward_hooks) for m in model.modules()) == hooks
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_what_cannot_be_run_is_refused() -> None:
+    anatomy = find_anatomy(models.tiny_gpt2())
+    with pytest.raises(ValueError, match=r"layer=3 is out of range: the model has 2 blocks"):
+        BottomModel(anatomy, 3)
+    bottom = BottomModel(anatomy, 1)
+    with pytest.raises(ValueError, match="have 16 numbers, not 5"):
+        bottom.hidden_from(torch.zeros(1, 3, 5))
+    with pytest.raises(ValueError, match="context holds 64"):
+        bottom.hidden(torch.ones(1, 65, dtype=torch.int64))
+    with pytest.raises(ValueError, match="outside this bottom model"):
+        bottom.cut_at_layer(2)
+    torch.testing.assert_close(
+        bottom.cut_at_layer(0).hidden(IDS), hidden_states(anatomy, 0, IDS), rtol=0, atol=0
+    )

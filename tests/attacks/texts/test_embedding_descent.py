@@ -1,0 +1,521 @@
+"""Against autograd on the plain model, brute force over the vocabulary, and known texts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.texts import base as sent_module
+from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
+from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.attacks.texts.descent import Descent, RowAdam, TokenTable
+from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
+from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
+from tests.helpers.models import DIM, VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_roberta_mlm
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": lambda: tiny_gpt2(layers=3),
+    "llama": lambda: tiny_llama(layers=3),
+    "bert": lambda: tiny_bert_mlm(layers=3),
+}
+
+
+def text(b: int = 4, length: int = 8, side: str = "right", seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (b, length), generator=generator)
+    real = torch.arange(length) < torch.randint(3, length + 1, (b, 1), generator=generator)
+    mask = real.long() if side == "right" else real.long().flip(1)
+    return ids * mask, mask
+
+
+def prepared(model: nn.Module, layer: int = 2, **settings: Any) -> EmbeddingDescent:
+    attack = EmbeddingDescent(layer, **settings)
+    attack.prepare(find_anatomy(model))
+    return attack
+
+
+# ---- Eq. 3 ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighting", ["per_position", "paper"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_is_that_of_the_plain_model(name: str, weighting: Any) -> None:
+    model = MODELS[name]().double().eval()
+    ids, mask = text()
+    sent = hidden_states(find_anatomy(model), 2, ids, mask)
+    words = torch.randn(*ids.shape, DIM, generator=torch.Generator().manual_seed(0)).double() / 9
+
+    leaf = words.clone().requires_grad_()
+    out = model(inputs_embeds=leaf, attention_mask=mask, output_hidden_states=True)
+    expected = torch.zeros(())
+    for row, column in mask.nonzero().tolist():
+        off = out.hidden_states[2][row, column] - sent[row, column]
+        if weighting == "paper":
+            expected = expected + off @ off
+        else:
+            expected = expected + off.norm() / sent[row, column].norm()
+    expected.backward()
+
+    attack = prepared(model, weighting=weighting)
+    run = Descent(attack, Sent.of(sent, mask), Deadline())
+    gradient, stopped = run._gradient(words, run.sent)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-12)
+    assert not bool(stopped.any())
+    assert float(gradient[mask == 0].abs().max()) == 0
+
+
+def test_cosine_is_of_all_hidden_states_as_one_vector() -> None:
+    one, two = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).unbind(0)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 1]])
+    got = Sent.of(one, mask).cosines(two)
+    for row in range(3):
+        a, b = (t[row][mask[row] == 1].flatten() for t in (one, two))
+        assert float(got[row]) == pytest.approx(float(a @ b / a.norm() / b.norm()), rel=1e-5)
+
+
+def test_adam_is_torchs_also_when_rows_leave() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(3, 2, 4, generator=generator)
+    gradients = torch.randn(6, 3, 2, 4, generator=generator)
+    expected = [nn.Parameter(row.clone()) for row in start]
+    theirs = [torch.optim.Adam([p], lr=0.3) for p in expected]
+    mine = RowAdam(start, 0.3)
+    alive = [0, 1, 2]
+    for step, gradient in enumerate(gradients):
+        mine.step(gradient[alive])
+        for row in alive:
+            expected[row].grad = gradient[row]
+            theirs[row].step()
+        torch.testing.assert_close(mine.values, torch.stack([expected[r].detach() for r in alive]))
+        if step == 2:
+            alive = [0, 2]
+            mine.keep(torch.tensor([0, 2]))
+
+
+# ---- Eq. 4 ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 200, 1 << 20])
+def test_likest_tokens_are_those_of_brute_force(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_fedleak.attacks.texts.descent.CHUNK", chunk)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(40, 6, generator=generator).double() * torch.arange(1, 7) + 2.0
+    points = torch.randn(3, 4, 6, generator=generator).double() * 3
+    tokens = TokenTable.of(table)
+    ids, cosines = tokens.nearest(points, 5, "cosine")
+    for row in range(3):
+        for column in range(4):
+            point = points[row, column]
+            by_hand = [float(point @ e / point.norm() / e.norm()) for e in table]
+            order = sorted(range(40), key=lambda t: -by_hand[t])[:5]
+            assert ids[row, column].tolist() == order
+            assert cosines[row, column].tolist() == pytest.approx([by_hand[t] for t in order])
+
+
+def test_whitened_embeddings_have_the_identity_as_covariance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = (
+        torch.randn(300, 6, generator=generator).double()
+        @ torch.randn(6, 6, generator=generator).double()
+    )
+    tokens = TokenTable.of(table + 5.0)
+    white = (tokens.embeddings - tokens.mean) @ tokens.whitening
+    torch.testing.assert_close(white.T @ white / 300, torch.eye(6).double(), rtol=1e-6, atol=1e-8)
+    ids, cosines = tokens.nearest(tokens.embeddings, 1)
+    assert ids[:, 0].tolist() == list(range(300))
+    torch.testing.assert_close(cosines, torch.ones_like(cosines))
+    assert tokens.scale == pytest.approx(float(table.var(0, correction=0).mean().sqrt()))
+
+
+def test_a_direction_without_variance_is_not_blown_up() -> None:
+    table = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    table[:, 3] = 1.0
+    tokens = TokenTable.of(table)
+    assert bool(torch.isfinite(tokens.whitening).all())
+    moved = table[:5] + torch.tensor([0.0, 0.0, 0.0, 1e-3])
+    assert tokens.nearest(moved)[0][:, 0].tolist() == list(range(5))
+
+
+# ---- the attack -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_are_found(name: str, side: str) -> None:
+    model = MODELS[name]().train()
+    ids, mask = text(side=side)
+    sent = hidden_states(find_anatomy(model), 2, ids, mask)
+    guess = prepared(model, steps=300).reconstruct(sent, mask, None)
+    assert guess.finished
+    assert torch.equal(guess.tokens, ids.masked_fill(mask == 0, NOTHING))
+    assert guess.errors is not None
+    assert float(guess.errors.max()) < 1e-4
+    assert guess.steps is not None
+    assert int(guess.steps.max()) < 300
+    assert bool((guess.confidence[mask == 1] > 0).all())
+    assert float(guess.confidence[mask == 0].abs().sum()) == 0
+
+
+def test_each_text_is_a_problem_of_its_own() -> None:
+    model = tiny_llama(layers=3)
+    ids, mask = text()
+    sent = hidden_states(find_anatomy(model), 2, ids, mask)
+    settings = {"steps": 40, "stop": "cosine", "cosine": 1.0}
+    whole = prepared(model, **settings).reconstruct(sent, mask, None)
+    parts = prepared(model, at_once=1, **settings).reconstruct(sent, mask, None)
+    torch.testing.assert_close(whole.errors, parts.errors, rtol=1e-3, atol=1e-4)
+    assert torch.equal(whole.steps, torch.full((4,), 40))
+    again = prepared(model, **settings).reconstruct(sent, mask, None)
+    assert torch.equal(whole.tokens, again.tokens)
+    assert torch.equal(whole.confidence, again.confidence)
+
+
+def test_the_papers_rule_stops_each_text_at_its_cosine() -> None:
+    model = tiny_gpt2(layers=3)
+    ids, mask = text()
+    sent = hidden_states(find_anatomy(model), 2, ids, mask)
+    paper = {"weighting": "paper", "likeness": "cosine", "init_token": 5, "steps": 200}
+    steps, cosines = {}, {}
+    for cosine in (0.5, 0.98):
+        attack = prepared(model, stop="cosine", cosine=cosine, **paper)
+        run = Descent(attack, Sent.of(sent, mask), Deadline())
+        first = attack.table.embeddings[5].expand(*ids.shape, -1)
+        assert torch.equal(run.variables, first)
+        run.descend(200)
+        hidden = attack.bottom.hidden_from(run.variables, mask)
+        steps[cosine], cosines[cosine] = run.steps, run.sent.cosines(hidden)
+    assert bool((cosines[0.98] >= 0.97).all())
+    assert bool((steps[0.5] < steps[0.98]).all())
+    assert int(steps[0.98].max()) < 200
+
+
+def test_with_noise_it_settles() -> None:
+    model = tiny_llama(layers=2)
+    ids, mask = text()
+    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    noise = torch.randn(sent.shape, generator=torch.Generator().manual_seed(0))
+    guess = prepared(model, 1, steps=1000, lr=0.3).reconstruct(
+        sent + 0.1 * sent.std() * noise, mask, None
+    )
+    assert guess.finished
+    assert int(guess.steps.max()) < 1000
+    assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
+    assert float(guess.errors[mask == 1].min()) > 1e-2
+
+
+def test_sweeps_find_what_descent_left() -> None:
+    model = tiny_bert_mlm(layers=3)
+    ids, mask = text(6, 10)
+    sent = hidden_states(find_anatomy(model), 3, ids, mask)
+    few = {"steps": 6, "lr": 0.05, "initial": "mean"}
+    plain = prepared(model, 3, **few).reconstruct(sent, mask, None)
+    swept = prepared(model, 3, sweeps=2, **few).reconstruct(sent, mask, None)
+    right = [float((g.tokens == ids)[mask == 1].float().mean()) for g in (plain, swept)]
+    assert right[0] < 0.9
+    assert right[1] == 1
+    assert swept.candidates > plain.candidates
+    assert float(swept.confidence[mask == 1].min()) == 1
+
+
+# ---- time -----------------------------------------------------------------------------------
+
+
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
+    """Budgets of the descents run by a clock that goes on by a millisecond each time it is read."""
+    clock = (i / 1000 for i in itertools.count())
+    monkeypatch.setattr(sent_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    return clock
+
+
+def test_a_budget_is_kept_and_dealt_out_to_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = slow_clock(monkeypatch)
+    model = tiny_gpt2(layers=3)
+    ids, mask = text(6)
+    sent = hidden_states(find_anatomy(model), 2, ids, mask)
+    settings = {"steps": 10**6, "stop": "cosine", "cosine": 1.0, "at_once": 16}
+    attack = prepared(model, budget_seconds=0.6, **settings)
+    guess = attack.reconstruct(sent, mask, None)
+    assert next(clock) < 0.7
+    assert not guess.finished
+    assert int(guess.steps.min()) > 0
+    assert int(guess.steps.min()) * 10 > int(guess.steps.max())
+
+
+def test_texts_that_the_budget_does_not_reach_are_left_open() -> None:
+    model = tiny_gpt2(layers=2)
+    ids, mask = text(3)
+    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    attack = prepared(model, 1, budget_seconds=1e-9, at_once=8)
+    guess = attack.reconstruct(sent, mask, None)
+    assert not guess.finished
+    assert bool((guess.tokens[1:] == NOTHING).all())
+    assert bool((guess.tokens[0][mask[0] == 1] != NOTHING).all())
+    assert bool(guess.errors[1:][mask[1:] == 1].isnan().all())
+    assert guess.steps.tolist() == [0, 0, 0]
+
+
+def test_once_time_is_over_no_more_sweeps_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = slow_clock(monkeypatch)
+    model = tiny_bert_mlm(layers=3)
+    ids, mask = text(4)
+    sent = hidden_states(find_anatomy(model), 3, ids, mask)
+    noise = torch.randn(sent.shape, generator=torch.Generator().manual_seed(5))
+    attack = prepared(model, 3, budget_seconds=0.05, steps=10_000, sweeps=100, initial="mean")
+    late: list[float] = []
+    hidden = BottomModel.hidden
+
+    def timed(*args: Any, **kwargs: Any) -> Tensor:
+        if (now := next(clock)) > 0.05:
+            late.append(now)
+        return hidden(*args, **kwargs)
+
+    monkeypatch.setattr(BottomModel, "hidden", timed)
+    guess = attack.reconstruct(sent + 0.5 * noise, mask, None)
+    assert not guess.finished
+    assert len(late) == 1
+
+
+def test_what_a_sweep_found_is_not_lost_when_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_bert_mlm(layers=3)
+    ids, mask = text(6, 10)
+    sent = hidden_states(find_anatomy(model), 3, ids, mask)
+    noise = torch.randn(sent.shape, generator=torch.Generator().manual_seed(5))
+    few = {"lr": 0.05, "initial": "mean", "candidates": 6}
+    over = [False]
+    monkeypatch.setattr(Deadline, "passed", property(lambda _: over[0]))
+    sweep = EmbeddingDescent._sweep
+
+    def last_one(*args: Any, **kwargs: Any) -> None:
+        sweep(*args, **kwargs)
+        over[0] = True
+
+    once = prepared(model, 3, steps=6, sweeps=1, **few).reconstruct(sent + 0.2 * noise, mask, None)
+    monkeypatch.setattr(EmbeddingDescent, "_sweep", last_one)
+    cut = prepared(model, 3, steps=60, sweeps=10, **few).reconstruct(sent + 0.2 * noise, mask, None)
+    assert once.finished
+    assert not cut.finished
+    assert torch.equal(cut.tokens, once.tokens)
+
+
+# ---- no trace -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
+@pytest.mark.filterwarnings("ignore:.*[bB]ackward hook")
+def test_nothing_is_left_on_the_users_model(mode: str) -> None:
+    model = tiny_bert_mlm(layers=3).train()
+    model.bert.encoder.layer[1].eval()
+    fired: list[str] = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: fired.append("forward"))
+        module.register_full_backward_hook(lambda *_: fired.append("backward"))
+    flags = [m.training for m in model.modules()]
+    weights = [p.clone() for p in model.parameters()]
+    hooks = [[len(v) for k, v in vars(m).items() if "hooks" in k] for m in model.modules()]
+    ids, mask = text()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[
+        mode
+    ]():
+        sent = hidden_states(find_anatomy(model), 2, ids, mask)
+        guess = prepared(model, steps=30, sweeps=1).reconstruct(sent, mask, None)
+    assert not guess.tokens.is_inference()
+    assert float((guess.tokens == ids)[mask == 1].float().mean()) > 0.5
+    assert fired == []
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [m.training for m in model.modules()] == flags
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    assert hooks == [[len(v) for k, v in vars(m).items() if "hooks" in k] for m in model.modules()]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(input_ids=ids, attention_mask=mask).logits.sum().backward()
+    optimizer.step()
+
+
+def test_no_hook_on_optimizers_of_the_process_runs() -> None:
+    fired: list[int] = []
+    handle = register_optimizer_step_pre_hook(lambda *_: fired.append(1))
+    try:
+        model = tiny_gpt2(layers=2)
+        sent = hidden_states(find_anatomy(model), 1, text()[0])
+        prepared(model, 1, steps=3).reconstruct(sent, None, None)
+    finally:
+        handle.remove()
+    assert fired == []
+
+
+# ---- the copy -------------------------------------------------------------------------------
+
+
+def test_the_copy_is_stale_until_it_is_refreshed() -> None:
+    model = tiny_llama(layers=3)
+    anatomy = find_anatomy(model)
+    attack = prepared(model, steps=150)
+    ids, mask = text()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.roll(1, 0))
+    sent = hidden_states(anatomy, 2, ids, mask)
+    stale = attack.reconstruct(sent, mask, None)
+    assert attack.bottom.age(7) == 7
+    table = attack.table
+    attack.refresh(anatomy, 7)
+    assert attack.table is not table
+    table = attack.table
+    fresh = attack.reconstruct(sent, mask, None)
+    assert attack.bottom.age(7) == 0
+    assert float((stale.tokens == ids)[mask == 1].float().mean()) < 0.5
+    assert torch.equal(fresh.tokens[mask == 1], ids[mask == 1])
+    attack.refresh_every = 5
+    attack.refresh(anatomy, 11)
+    assert attack.bottom.age(11) == 4
+    attack.refresh(anatomy, 12)
+    assert attack.bottom.age(12) == 0
+    assert attack.table is table
+    attack.refresh(anatomy, 3)
+    assert attack.bottom.age(3) == 0
+
+
+def test_under_the_clients_autocast() -> None:
+    model = tiny_gpt2(layers=2)
+    ids, mask = text()
+    anatomy = find_anatomy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        sent = hidden_states(anatomy, 1, ids, mask)
+    exact = prepared(model, 1, steps=100, autocast=torch.bfloat16).reconstruct(sent, mask, None)
+    assert torch.equal(exact.tokens[mask == 1], ids[mask == 1])
+    assert float(exact.errors.max()) < 1e-9
+    other = prepared(model, 1, steps=100).reconstruct(sent, mask, None)
+    assert float(other.errors[mask == 1].max()) > 1e-4
+
+
+def test_a_model_in_bf16() -> None:
+    model = tiny_llama(layers=2).bfloat16()
+    ids, mask = text()
+    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    assert sent.dtype == torch.bfloat16
+    guess = prepared(model, 1, steps=200).reconstruct(sent, mask, None)
+    assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
+
+
+def test_positions_are_the_models_own_or_those_sent() -> None:
+    model = tiny_gpt2(layers=2)
+    ids, mask = text(side="left")
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    anatomy = find_anatomy(model)
+    sent = hidden_states(anatomy, 1, ids, mask, position_ids=positions)
+    guess = prepared(model, 1, steps=200).reconstruct(sent, mask, positions)
+    assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
+    assert float(guess.errors.max()) < 1e-4
+    wrong = prepared(model, 1, steps=200).reconstruct(sent, mask, None)
+    assert float(wrong.errors.max()) > 1e-3
+
+
+# ---- what it is given -----------------------------------------------------------------------
+
+
+def test_what_stands_at_padding_does_not_matter() -> None:
+    model = tiny_gpt2(layers=2)
+    ids, mask = text()
+    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    sent[mask == 0] = torch.nan
+    guess = prepared(model, 1, steps=200).reconstruct(sent, mask, None)
+    assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
+
+
+def test_positions_that_are_counted_from_padding() -> None:
+    model = tiny_roberta_mlm()
+    ids, mask = text(side="left")
+    ids = ids.masked_fill(mask == 0, model.config.pad_token_id)
+    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    guess = prepared(model, 1, steps=200, sweeps=2).reconstruct(sent, mask, None)
+    assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
+    assert guess.errors is not None
+    assert float(guess.errors[mask == 1].max()) < 1e-4
+
+
+def test_it_reads_the_newest_activations_of_its_layer() -> None:
+    model = tiny_gpt2(layers=2)
+    anatomy = find_anatomy(model)
+    attack = prepared(model, 1, steps=200)
+    (name,) = attack.needs(anatomy).layers
+    ids, mask = text()
+    sent = hidden_states(anatomy, 1, ids, mask)
+    snapshot = ActivationSnapshot(
+        0, Stage.SHARED, {name: sent, "other": sent + 1}, attention_mask=mask
+    )
+    guess = attack.run(Observation(activations=(snapshot,)))
+    assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
+    other = find_anatomy(model).block_names[1]
+    for held in ({other: sent}, {"one": sent, "two": sent}):
+        with pytest.raises(KeyError, match=name):
+            attack.run(Observation(activations=(ActivationSnapshot(0, Stage.SHARED, held),)))
+    broken = ActivationSnapshot(0, Stage.SHARED, {name: sent * torch.nan})
+    with pytest.raises(UnusableObservation, match="not finite"):
+        attack.run(Observation(activations=(broken,)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((torch.ones(2, 3, DIM + 1), None, None), rf"\(B, L, {DIM}\), but these are \(2, 3, 17\)"),
+        ((torch.ones(2, 3, DIM), torch.ones(2, 4), None), r"attention_mask is \(2, 4\)"),
+        ((torch.ones(2, 3, DIM), None, torch.ones(3, 3)), r"position_ids is \(3, 3\)"),
+    ],
+)
+def test_activations_that_do_not_fit_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepared(tiny_gpt2()).reconstruct(*given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 0}, "steps must be a whole number, at least 1, got 0"),
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"stop": "never"}, "stop must be one of settled, cosine, got 'never'"),
+        ({"weighting": "flat"}, "weighting must be one of per_position, paper"),
+        ({"likeness": "dot"}, "likeness must be one of whitened, cosine"),
+        ({"cosine": 1.5}, "cosine must lie in"),
+        ({"sweeps": 5, "steps": 3}, "sweeps must lie between 0 and the 3 steps"),
+        ({"candidates": 0}, "candidates must be at least 1"),
+        ({"at_once": 0}, "at_once must be a whole number"),
+        ({"budget_seconds": 0.0}, "budget_seconds must be positive"),
+        ({"layer": -1}, "layer must be 0"),
+        ({"refresh_every": 0}, "refresh_every must be a whole number"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EmbeddingDescent(**({"layer": 1} | settings))
+
+
+def test_bad_settings_for_this_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="layer=9 is out of range"):
+        prepared(tiny_gpt2(), 9)
+    with pytest.raises(ValueError, match="init_token holds the id 97, but the vocabulary ends"):
+        prepared(tiny_gpt2(), 1, init_token=VOCAB)
+    with pytest.raises(ValueError, match="always_try holds the id -2"):
+        prepared(tiny_gpt2(), 1, always_try=(1, -2))
+    with pytest.raises(RuntimeError, match="call prepare"):
+        EmbeddingDescent(1).reconstruct(torch.ones(1, 2, DIM), None, None)
+
+
+def test_config_names_the_attack() -> None:
+    config = EmbeddingDescent(3, 7).config()
+    assert config["layer"] == 3
+    assert config["steps"] == 7
+    assert all(v is None or isinstance(v, str | int | float) for v in config.values())

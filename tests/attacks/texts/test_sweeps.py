@@ -1,0 +1,187 @@
+"""Texts that are spoilt on purpose, and what brute force over all candidates finds."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.texts.base import Deadline, Sent
+from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.attacks.texts.sweeps import _Text, high_errors, sweep
+from lightning_fedleak.model_runs import hidden_states
+from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def spoilt(ids: Tensor, places: list[int]) -> Tensor:
+    other = ids.clone()
+    other[:, places] = (ids[:, places] + 11) % (VOCAB - 3) + 3
+    return other
+
+
+def case(layer: int = 3, b: int = 2, length: int = 9, seed: int = 0):
+    """A bottom of a BERT, texts, their mask, what was sent, and candidates with the truth."""
+    model = tiny_bert_mlm(layers=3).double()
+    ids = drawn(b, length, seed=seed)
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    sent = hidden_states(find_anatomy(model), layer, ids, mask)
+    candidates = torch.cat([drawn(b, length, 5, seed=seed + 1), ids[..., None]], -1)
+    return BottomModel(find_anatomy(model), layer), ids, mask, Sent.of(sent, mask), candidates
+
+
+def sums(bottom: BottomModel, sent: Sent, texts: Tensor) -> Tensor:
+    hidden = bottom.hidden(texts, sent.attention_mask)
+    return sent.relative_errors(hidden).square().sum(1)
+
+
+@pytest.mark.parametrize("places", [[0], [2, 3], [1, 4, 5, 6]])
+def test_wrong_tokens_are_put_right(places: list[int]) -> None:
+    bottom, ids, mask, sent, candidates = case()
+    swept = sweep(bottom, sent, spoilt(ids, places), candidates)
+    assert torch.equal(swept.tokens[mask == 1], ids[mask == 1])
+    assert swept.exact.tolist() == [True, True]
+    assert swept.finished
+    assert float(swept.errors.max()) < 1e-8
+    assert torch.equal(swept.confidence, mask.double())
+    assert swept.candidates > 0
+
+
+def test_a_text_that_is_right_costs_nothing() -> None:
+    bottom, ids, _, sent, candidates = case()
+    swept = sweep(bottom, sent, ids, candidates)
+    assert swept.candidates == 0
+    assert torch.equal(swept.tokens, ids)
+
+
+def test_it_finds_what_brute_force_over_all_texts_finds() -> None:
+    """Three places, three candidates each, none of them right: the best of 64 texts."""
+    bottom, ids, _, sent, candidates = case(b=1, seed=4)
+    start, places = spoilt(ids, [1, 3, 5]), [1, 3, 5]
+    offered = start[..., None].repeat(1, 1, 3)
+    offered[:, places] = candidates[:, places, :3]
+    texts = []
+    for chosen in itertools.product(range(4), repeat=3):
+        one = start[0].clone()
+        for place, k in zip(places, chosen, strict=True):
+            if k < 3:
+                one[place] = offered[0, place, k]
+        texts.append(one)
+    same = sent[torch.zeros(64, dtype=torch.int64)]
+    best = torch.stack(texts)[sums(bottom, same, torch.stack(texts)).argmin()]
+    swept = sweep(bottom, sent, start, offered)
+    assert torch.equal(swept.tokens[0], best)
+    assert not bool(swept.exact[0])
+    torch.testing.assert_close(
+        swept.errors.square().sum(1), sums(bottom, sent, best[None]), rtol=1e-9, atol=0
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_text_gets_worse(seed: int) -> None:
+    bottom, ids, _, sent, _ = case(seed=seed)
+    start = drawn(*ids.shape, seed=seed + 50)
+    candidates = drawn(*ids.shape, 4, seed=seed + 60)
+    before = sums(bottom, sent, start)
+    for rounds in (0, 1, 5):
+        swept = sweep(bottom, sent, start, candidates, rounds=rounds, at_once=20)
+        after = sums(bottom, sent, swept.tokens)
+        assert bool((after <= before).all())
+        torch.testing.assert_close(after, swept.errors.square().sum(1), rtol=1e-9, atol=0)
+        before = after
+    assert bool((after < sums(bottom, sent, start)).all())
+
+
+def test_errors_and_gradient_are_the_models() -> None:
+    bottom, ids, mask, sent, candidates = case(b=1)
+    start = spoilt(ids, [2])
+    text = _Text(bottom, sent, start[0], candidates[0], at_once=12)
+    several = torch.cat([start, ids, start.flip(1)])
+    with torch.no_grad():
+        for row, errors in zip(several, text._errors(several), strict=True):
+            hidden = bottom.hidden(row[None], mask)[0]
+            for place in range(9):
+                by_hand = (hidden[place] - sent.hidden[0, place]).norm() * mask[0, place]
+                assert float(errors[place]) == pytest.approx(float(by_hand), abs=1e-9)
+
+        # To first order: move a short way towards each candidate and see what becomes of the error.
+        words, step, rises = bottom.word_embeddings(start), 1e-5, []
+        for place, k in itertools.product(range(7), range(6)):
+            moved = words.clone()
+            target = bottom.word_embeddings(candidates[0, place, k])
+            moved[0, place] += step * (target - moved[0, place])
+            total = sent.relative_errors(bottom.hidden_from(moved, mask)).square().sum()
+            rises.append(float(total - sums(bottom, sent, start)))
+        expected = sorted(range(42), key=lambda i: rises[i])
+        expected = [i for i in expected if rises[i] < 0][:24]
+        assert text._recommended().tolist() == expected
+
+
+def test_high_errors_are_those_that_noise_does_not_explain() -> None:
+    errors = torch.tensor([[1.0, 1.1, 0.9, 1.0, 5.0, 9.0], [1.0, 1.2, 0.9, 1.1, 1.0, 0.0]])
+    real = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0]]).bool()
+    high = high_errors(errors, real)
+    assert high.nonzero().tolist() == [[0, 4]]
+
+
+def test_under_noise_the_truth_is_found_and_the_margin_says_how_surely() -> None:
+    model = tiny_llama(layers=3, d=32)
+    bottom = BottomModel(find_anatomy(model), 2)
+    ids = drawn(3, 12, seed=0)
+    clean = bottom.hidden(ids)
+    noise = clean.std() * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+    candidates = torch.cat([drawn(3, 12, 6, seed=1), ids[..., None]], -1)
+    confidence = []
+    for sigma in (0.1, 0.5):
+        swept = sweep(bottom, Sent.of(clean + sigma * noise), spoilt(ids, [3, 8]), candidates)
+        assert torch.equal(swept.tokens, ids)
+        assert not bool(swept.exact.any())
+        assert 0 < float(swept.confidence.min()) < float(swept.confidence.max()) < 1
+        confidence.append(float(swept.confidence.mean()))
+    assert confidence[0] > confidence[1] + 0.1
+
+
+def test_a_deadline_that_has_passed_leaves_the_text_as_it_is() -> None:
+    bottom, ids, _, sent, candidates = case()
+    start = spoilt(ids, [2])
+    swept = sweep(bottom, sent, start, candidates, deadline=Deadline(0.0))
+    assert not swept.finished
+    assert swept.candidates == 0
+    assert torch.equal(swept.tokens, start)
+    assert not bool(swept.confidence.any())
+
+
+def test_a_deadline_that_passes_in_a_round_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bottom, ids, _, sent, candidates = case(b=3)
+    over, late = [False], []
+    monkeypatch.setattr(Deadline, "passed", property(lambda _: over[0]))
+    jointly, hidden = _Text.jointly, BottomModel.hidden
+
+    def round_begins(text: _Text) -> bool:
+        over[0] = True
+        return jointly(text)
+
+    def counted(self: BottomModel, texts: Tensor, *more: Any) -> Tensor:
+        late.extend([len(texts)] if over[0] else [])
+        return hidden(self, texts, *more)
+
+    monkeypatch.setattr(_Text, "jointly", round_begins)
+    monkeypatch.setattr(BottomModel, "hidden", counted)
+    swept = sweep(bottom, sent, spoilt(ids, [2]), candidates, deadline=Deadline())
+    assert not swept.finished
+    assert sum(late) == candidates.shape[2] + 1
+
+
+def test_the_same_twice() -> None:
+    bottom, ids, _, sent, candidates = case(seed=7)
+    one, two = (sweep(bottom, sent, spoilt(ids, [1, 6]), candidates[..., :5]) for _ in range(2))
+    assert torch.equal(one.tokens, two.tokens)
+    assert torch.equal(one.confidence, two.confidence)

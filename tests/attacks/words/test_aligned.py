@@ -1,0 +1,526 @@
+"""AlignedFlatChat on models that were really trained, on closed forms, and its promises."""
+
+import copy
+import gzip
+import json
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sklearn.cluster import KMeans
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
+from lightning_fedleak.attacks.words.aligned_readout import Readout, best_count
+from lightning_fedleak.attacks.words.aligned_rows import (
+    cluster_centres,
+    rounding_error,
+    separating_direction,
+    significant,
+)
+from lightning_fedleak.attacks.words.flatchat import FlatChat
+from lightning_fedleak.attacks.words.public_gradients import (
+    gradient_of,
+    gradient_parts,
+    head_gradient,
+    head_of,
+)
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from tests.attacks.words.test_calibration import MODELS, batch_of
+from tests.helpers import models
+
+VOCAB, WIDTH = 600, 32
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+class Language:
+    """Texts of a made-up language: each word has its own few followers, words are Zipfian."""
+
+    def __init__(self, seed=0):
+        g = generator(seed)
+        zipf = 1 / (torch.arange(VOCAB - 3) + 3.0)
+        self.followers = 3 + torch.multinomial(
+            zipf.expand(VOCAB, -1), 12, replacement=False, generator=g
+        )
+        self.likely = torch.tensor([0.3, 0.15, 0.1, 0.1] + [0.35 / 8] * 8)
+
+    def texts(self, n, length, seed):
+        g = generator(seed)
+        ids = torch.randint(3, VOCAB, (n, 1), generator=g)
+        for _ in range(length - 1):
+            pick = torch.multinomial(self.likely, n, replacement=True, generator=g)
+            ids = torch.cat([ids, self.followers[ids[:, -1], pick][:, None]], 1)
+        return ids
+
+
+@pytest.fixture(scope="module")
+def language():
+    return Language()
+
+
+@pytest.fixture(scope="module")
+def trained(language):
+    """A tied GPT-2 after a few seconds of training."""
+    model = models.tiny_gpt2(vocab=VOCAB, d=WIDTH, layers=1, dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    texts = language.texts(4000, 24, seed=1)
+    for rows in texts.split(40):
+        loss = model(input_ids=rows, labels=rows).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.zero_grad()
+    return find_anatomy(model)
+
+
+@pytest.fixture(scope="module")
+def public(language):
+    return PublicText(language.texts(400, 24, seed=2))
+
+
+@pytest.fixture(scope="module")
+def private(trained, language):
+    """(observation, types) of a few private batches of unequal size."""
+    found = []
+    for i, rows in enumerate(language.texts(60, 24, seed=3).split([4, 8, 16, 32])):
+        batch = PublicText(rows).rows(range(len(rows)), 24, generator())
+        gradient = gradient_of(trained, batch, ["head.weight"])["head.weight"]
+        found.append((seen(gradient, i), batch.target_ids().unique()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def learned(trained, public):
+    attack = AlignedFlatChat(public, lengths=(12, 24), calibration_tokens=8000)
+    attack.prepare(trained)
+    return attack
+
+
+@pytest.fixture(scope="module")
+def by_sign(trained, public):
+    attack = AlignedFlatChat(public, readout="sign")
+    attack.prepare(trained)
+    return attack
+
+
+def seen(gradient, step=0):
+    return Observation((GradientSnapshot(step, Stage.SHARED, {"head.weight": gradient}),))
+
+
+def state_of(u):
+    return {"u": u, "aligned_at": torch.tensor(0), "rounding": torch.tensor(0.0)}
+
+
+def rates(types, truth):
+    right = torch.isin(types, truth).sum().item()
+    precision, recall = right / max(1, len(types)), right / len(truth)
+    return precision, recall, 2 * right / (len(types) + len(truth))
+
+
+def mean_f1(attack, cases):
+    return sum(rates(attack.run(view).types, truth)[2] for view, truth in cases) / len(cases)
+
+
+def test_learned_beats_sign_beats_flatchat_with_the_oracle(learned, by_sign, private):
+    oracle = []
+    for view, truth in private:
+        guess = FlatChat(oracle_n_types=len(truth)).run(view)
+        oracle.append(rates(guess.types, truth)[2])
+    flat = sum(oracle) / len(oracle)
+    sign, best = mean_f1(by_sign, private), mean_f1(learned, private)
+    assert flat < sign < best
+    assert best > 0.9
+
+
+def test_number_of_types_is_estimated(learned, private):
+    for view, truth in private:
+        assert learned.run(view).n_types == pytest.approx(len(truth), rel=0.2)
+
+
+def test_one_token_in_closed_form():
+    """With a single token the row of the label alone is negative along any u with u . h > 0."""
+    g = generator(4)
+    hidden = torch.randn(1, 12, generator=g)
+    weight = torch.randn(40, 12, generator=g)
+    gradient = head_gradient(hidden, torch.tensor([17]), weight)
+    attack = AlignedFlatChat([[1, 2, 3]], readout="sign")
+    attack.load_state_dict(state_of(F.normalize(hidden[0], dim=0)))
+    guess = attack.run(seen(gradient))
+    assert guess.types.tolist() == [17]
+    assert guess.n_types == 1
+    assert guess.scores.argmax() == 17
+
+
+def test_no_unused_type_is_named_when_every_state_is_on_the_side_of_u():
+    """Precision of the sign rule is exactly 1 there, whatever the batch (the module's claim)."""
+    g = generator(5)
+    hidden = torch.randn(300, 16, generator=g) + 4 * torch.ones(16)
+    weight, labels = torch.randn(500, 16, generator=g), torch.randint(60, (300,), generator=g)
+    u = separating_direction(hidden)
+    assert (hidden @ u).min() > 0
+    attack = AlignedFlatChat([[1, 2, 3]], readout="sign")
+    attack.load_state_dict(state_of(u))
+    types = attack.run(seen(head_gradient(hidden, labels, weight))).types
+    assert set(types.tolist()) <= set(labels.tolist())
+
+
+@pytest.mark.parametrize("attack", ["learned", "by_sign"])
+def test_scale_does_not_matter(attack, private, request):
+    attack = request.getfixturevalue(attack)
+    view, _ = private[2]
+    gradient = view.gradient("head.weight")
+    plain = attack.run(view)
+    for factor in (1e-4, 37.0):
+        scaled = attack.run(seen(gradient * factor))
+        overlap = torch.isin(scaled.types, plain.types).float().mean()
+        assert overlap > 0.98
+        assert abs(len(scaled.types) - len(plain.types)) <= 2
+
+
+@pytest.mark.parametrize("attack", ["learned", "by_sign"])
+def test_noise_that_hides_the_words_from_flatchat_does_not_hide_them(attack, private, request):
+    attack = request.getfixturevalue(attack)
+    view, truth = private[3]
+    gradient = view.gradient("head.weight")
+    plain = rates(attack.run(view).types, truth)
+    for share in (1e-3, 1e-2):
+        noise = torch.randn(gradient.shape, generator=generator(12))
+        noised = gradient + share * gradient.norm(dim=1).quantile(0.5) * noise
+        precision, _, f1 = rates(attack.run(seen(noised)).types, truth)
+        assert f1 > plain[2] - 0.1
+        assert precision > plain[0] - 0.1
+
+
+@pytest.mark.parametrize("attack", ["learned", "by_sign"])
+def test_rounding_of_a_shared_weight_change_names_nobody(attack, trained, private, request):
+    """(before - after) / lr in float32 loses the small rows to rounding."""
+    attack = request.getfixturevalue(attack)
+    view, truth = private[0]
+    before, rate = trained.model.lm_head.weight.detach(), 1e-4
+    after = before - rate * view.gradient("head.weight")
+    plain = rates(attack.run(view).types, truth)
+    change = {"head.weight": (before - after) / rate}
+    snapshot = UpdateSnapshot(0, Stage.SHARED, change, learning_rate=rate)
+    rounded = rates(attack.run(Observation((snapshot,))).types, truth)
+    assert rounded[0] > plain[0] - 0.1
+    assert rounded[2] > plain[2] - 0.1
+
+
+@pytest.mark.parametrize("attack", ["learned", "by_sign"])
+def test_label_smoothing_is_found_and_given_back(attack, trained, language, request):
+    attack = request.getfixturevalue(attack)
+    rows = language.texts(2, 24, seed=15)
+    leaf = copy.deepcopy(trained.model).eval()
+    logits = leaf(input_ids=rows).logits[:, :-1].flatten(0, 1)
+    truth = rows[:, 1:].unique()
+    F.cross_entropy(logits, rows[:, 1:].flatten(), label_smoothing=0.1).backward()
+    smoothed = seen(leaf.lm_head.weight.grad)
+    batch = PublicText(rows).rows(range(2), 24, generator())
+    plain = seen(gradient_of(trained, batch, ["head.weight"])["head.weight"])
+    loss = rates(attack.run(plain).types, truth)[2] - rates(attack.run(smoothed).types, truth)[2]
+    assert loss < 0.15
+
+
+def test_rounding_error_is_that_of_storing():
+    exact = torch.randn(300, 40, generator=generator(16), dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        error = (exact - exact.to(dtype)).square().mean(1).sqrt().quantile(0.9)
+        assert rounding_error(exact.to(dtype)) == pytest.approx(float(error), rel=0.2)
+
+
+def test_noise_alone_names_next_to_nothing(learned, by_sign):
+    noise = seen(torch.randn(VOCAB, WIDTH, generator=generator(13)))
+    assert len(by_sign.run(noise).types) <= 3
+    assert len(learned.run(noise).types) <= 0.05 * VOCAB
+
+
+def test_significant_rows_keep_the_false_discovery_rate():
+    """600 rows of noise and 100 of signal, many times over."""
+    g, false, named = generator(14), 0, 0
+    for _ in range(200):
+        along = torch.randn(700, generator=g)
+        along[:100] -= 4.0
+        rows = significant(along, torch.tensor(1.0))
+        false += int((rows >= 100).sum())
+        named += len(rows)
+    assert named > 200 * 80
+    assert false / named < 0.05
+    assert set(significant(along, torch.tensor(0.0)).tolist()) == set(
+        (along < 0).nonzero()[:, 0].tolist()
+    )
+
+
+def test_bf16_gradients_are_read(learned, private):
+    view, truth = private[3]
+    half = seen(view.gradient("head.weight").bfloat16())
+    exact = rates(learned.run(view).types, truth)[2]
+    assert rates(learned.run(half).types, truth)[2] > exact - 0.03
+
+
+@pytest.mark.parametrize("attack", ["learned", "by_sign"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_unusable_gradients_are_refused(attack, value, private, request):
+    gradient = private[0][0].gradient("head.weight").clone()
+    if value == 0.0:
+        gradient.zero_()
+    else:
+        gradient[3, 2] = value
+    with pytest.raises(UnusableObservation):
+        request.getfixturevalue(attack).run(seen(gradient))
+
+
+def test_a_gradient_without_a_negative_row_names_nothing(learned):
+    u = learned.state_dict()["directions.u"]
+    guess = learned.run(seen(u.repeat(VOCAB, 1)))
+    assert len(guess.types) == 0
+    assert guess.n_types == 0
+
+
+@pytest.mark.parametrize("readout", ["learned", "sign"])
+def test_state_comes_back(readout, trained, public, private, request):
+    attack = request.getfixturevalue("learned" if readout == "learned" else "by_sign")
+    state = {k: v.clone() for k, v in attack.state_dict().items()}
+    assert all(isinstance(v, torch.Tensor) for v in state.values())
+    other = AlignedFlatChat(public, readout=readout)
+    other.load_state_dict(state)
+    for view, _ in private:
+        one, two = attack.run(view), other.run(view)
+        assert torch.equal(one.types, two.types)
+        assert torch.equal(one.scores, two.scores)
+    wrong = AlignedFlatChat(public, readout="sign" if readout == "learned" else "learned")
+    with pytest.raises(ValueError, match="readout"):
+        wrong.load_state_dict(state)
+
+
+def test_calibration_is_the_seeds_alone_and_leaves_no_trace(trained, public, learned):
+    before = {k: v.clone() for k, v in trained.model.state_dict().items()}
+    rng = torch.get_rng_state()
+    again = AlignedFlatChat(public, lengths=(12, 24), calibration_tokens=8000)
+    again.prepare(trained)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(torch.equal(before[k], v) for k, v in trained.model.state_dict().items())
+    assert all(p.grad is None for p in trained.model.parameters())
+    assert again.calibration_seconds > 0
+    for name, tensor in learned.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+
+
+def test_refresh_turns_with_the_hidden_states(trained, public, language):
+    """Hidden states and head change sides together: the model says the same as before."""
+    moved = find_anatomy(copy.deepcopy(trained.model))
+    norm, head = moved.model.transformer.ln_f, moved.model.lm_head
+    with torch.no_grad():
+        norm.weight.neg_()
+        norm.bias.neg_()
+        head.weight = torch.nn.Parameter(-head.weight)
+    moved = find_anatomy(moved.model)
+    batch = PublicText(language.texts(16, 24, seed=9)).rows(range(16), 24, generator())
+    view = seen(gradient_of(moved, batch, ["head.weight"])["head.weight"])
+    truth = batch.target_ids().unique()
+    attack = AlignedFlatChat(public, readout="sign", refresh_every=10)
+    attack.prepare(trained)
+    stale = attack.run(view).types
+    attack.refresh(moved, 9)
+    assert torch.equal(attack.run(view).types, stale)
+    attack.refresh(moved, 10)
+    assert rates(attack.run(view).types, truth)[2] > 0.8 > rates(stale, truth)[2]
+
+
+def test_a_fit_that_begins_anew_aligns_anew(public, monkeypatch):
+    attack = AlignedFlatChat(public, readout="sign", refresh_every=10)
+    aligned = []
+    monkeypatch.setattr(attack, "_align", aligned.append)
+    for step in (0, 40, 45, 0, 9, 10):
+        attack.refresh(step, step)
+    assert aligned == [40, 0, 10]
+
+
+def test_refresh_learns_what_the_moved_model_expects(trained, public, language):
+    moved = find_anatomy(copy.deepcopy(trained.model))
+    optimizer = torch.optim.SGD(moved.model.parameters(), lr=0.3)
+    for rows in language.texts(400, 24, seed=11).split(40):
+        optimizer.zero_grad()
+        moved.model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=2000, refresh_every=10)
+    attack.prepare(trained)
+    before = attack.state_dict()
+    attack.refresh(moved, 10)
+    after = attack.state_dict()
+    (batch,) = attack._batches(moved, 2000)
+    with torch.no_grad():
+        logits = copy.deepcopy(moved.model).eval()(input_ids=batch.input_ids)["logits"][:, :-1]
+    expected = logits.softmax(-1).mean((0, 1))
+    torch.testing.assert_close(after["expected.probability"], expected, atol=1e-6, rtol=1e-3)
+    assert not torch.allclose(before["expected.probability"], expected, atol=1e-6, rtol=1e-3)
+    assert torch.equal(before["readout.weight0"], after["readout.weight0"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_language_model_can_be_calibrated_on(name):
+    make, kind = MODELS[name]
+    anatomy = find_anatomy(make())
+    text = PublicText(torch.randint(5, models.VOCAB, (40, 12), generator=generator(6)))
+
+    class Tokenizer:
+        mask_token_id = 4
+
+    attack = AlignedFlatChat(
+        text, tokenizer=Tokenizer(), lengths=(6, 12), calibration_tokens=300, n_directions=8
+    )
+    attack.prepare(anatomy)
+    batch = batch_of(kind)
+    gradient = gradient_of(anatomy, batch, ["head.weight"])["head.weight"]
+    guess = attack.run(seen(gradient))
+    assert guess.scores.shape == (models.VOCAB,)
+    assert guess.types.unique().shape == guess.types.shape
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_make_up_the_gradient_of_any_choice_of_sentences(name):
+    make, kind = MODELS[name]
+    anatomy = find_anatomy(make())
+    batch = batch_of(kind)
+    parts = gradient_parts(anatomy, batch)
+    chosen, rows = torch.tensor([3, 1]), torch.randperm(models.VOCAB, generator=generator())[:50]
+    some = replace(
+        batch,
+        input_ids=batch.input_ids[chosen],
+        labels=batch.labels[chosen],
+        attention_mask=batch.attention_mask[chosen],
+    )
+    for wanted, found, at in (
+        (batch, parts, None),
+        (some, parts.of(chosen), rows),
+        (some, parts.joined([parts, parts]).of(chosen + 5), None),
+    ):
+        exact = gradient_of(anatomy, wanted, ["head.weight"])["head.weight"]
+        exact = exact if at is None else exact[at]
+        torch.testing.assert_close(
+            found.gradient(*head_of(anatomy), at), exact, atol=1e-6, rtol=1e-4
+        )
+
+
+def test_best_count_is_the_best_of_all_counts():
+    """Against the exact expected F1 over every outcome of independent draws."""
+    p = torch.tensor([0.95, 0.2, 0.7, 0.5, 0.05, 0.9])
+    ordered = p.sort(descending=True).values.double().numpy()
+    outcomes = np.array(np.meshgrid(*[[0, 1]] * 6)).reshape(6, -1).T
+    chance = np.prod(np.where(outcomes, ordered, 1 - ordered), 1)
+    exact = [
+        (chance * 2 * outcomes[:, :k].sum(1) / np.maximum(1, k + outcomes.sum(1))).sum()
+        for k in range(1, 7)
+    ]
+    assert int(best_count(p)) == 1 + int(np.argmax(exact))
+    assert int(best_count(torch.zeros(4))) == 0
+
+
+def test_direction_separates_what_can_be_separated():
+    g = generator(7)
+    hidden = torch.randn(400, 8, generator=g)
+    hidden[:, 0] = hidden[:, 0].abs() * 0.3 + 0.4
+    hidden[:, 1] += 1.0
+    mean = F.normalize(F.normalize(hidden, dim=1).mean(0), dim=0)
+    u = separating_direction(hidden)
+    assert (hidden @ u > 0).float().mean() > (hidden @ mean > 0).float().mean()
+    assert (hidden @ u > 0).float().mean() > 0.99
+
+
+def test_cluster_centres_are_as_tight_as_scikit_learns():
+    g = generator(8)
+    corners = F.normalize(torch.randn(5, 6, generator=g), dim=1)
+    points = F.normalize(corners.repeat(40, 1) + 0.1 * torch.randn(200, 6, generator=g), dim=1)
+    centres = cluster_centres(points, 12, generator(1))
+    theirs = KMeans(12, n_init=1, random_state=0).fit(points.numpy())
+    ours = (1 - (points @ centres.T).max(1).values).sum() * 2
+    assert ours < 1.3 * theirs.inertia_
+
+
+def test_readout_learns_probabilities():
+    g = generator(9)
+    x = torch.randn(6000, 3, generator=g)
+    chance = torch.sigmoid(2 * x[:, 0] - x[:, 1])
+    used = torch.rand(6000, generator=g) < chance
+    readout = Readout.fit(x, used, torch.ones(6000), generator(2), passes=6)
+    assert (readout.logits(x).sigmoid() - chance).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: AlignedFlatChat("some text"), "one string"),
+        (lambda: AlignedFlatChat(["some text"]), "tokenizer"),
+        (lambda: AlignedFlatChat([[1, 2]], readout="magic"), "readout"),
+        (lambda: AlignedFlatChat([[1, 2]], n_directions=0), "n_directions"),
+        (lambda: AlignedFlatChat([[1, 2]], lengths=(1,)), "lengths"),
+        (
+            lambda: AlignedFlatChat([[1, 2]] * 3).prepare(find_anatomy(models.tiny_gpt2())),
+            "at least 4 public texts",
+        ),
+    ],
+)
+def test_refusals_say_what_to_do(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+def test_hidden_states_on_both_sides_are_warned_of(trained, public, monkeypatch):
+    attack = AlignedFlatChat(public, readout="sign", name="mine")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attack.prepare(trained)
+
+    def opposite(anatomy, batch):
+        states = torch.randn(batch.n_targets, WIDTH, generator=generator(17))
+        return torch.cat([states, -states])
+
+    monkeypatch.setattr("lightning_fedleak.attacks.words.aligned.hidden_states_of", opposite)
+    with pytest.warns(UserWarning, match=r"'mine': only \d+\.\d% .* readout='learned'"):
+        attack.prepare(trained)
+
+
+def test_texts_that_share_their_opening_are_opened_both_ways():
+    text = PublicText([[1, 5, 6], [1, 6, 7], [1, 8], [1, 9]]).opened_both_ways()
+    assert [s.tolist() for s in text.sentences] == [[1, 5, 6], [6, 7], [1, 8], [1, 9]]
+    varied = PublicText([[1, 5, 6], [2, 6, 7]])
+    assert varied.opened_both_ways() is varied
+
+
+def test_running_unprepared_says_so():
+    with pytest.raises(RuntimeError, match="prepare"):
+        AlignedFlatChat([[1, 2, 3]]).run(seen(torch.ones(4, 2)))
+
+
+@pytest.mark.assets
+def test_a_real_model_on_text_unlike_the_public_text(assets):
+    """stories15M, calibrated on WikiText-2, reading film reviews."""
+    folder = assets / "models/stories15M"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    anatomy = find_anatomy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+    def ids(lines):
+        return PublicText(
+            [[1, *tokenizer(t, add_special_tokens=False)["input_ids"][:49]] for t in lines]
+        )
+
+    with gzip.open(assets / "data/wikitext2/valid.raw.txt.gz", "rt") as lines:
+        public = ids([t for t in lines if len(t) > 200][:120])
+    with gzip.open(assets / "data/imdb/test.jsonl.gz", "rt") as lines:
+        reviews = ids([json.loads(next(lines))["text"] for _ in range(8)])
+    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=1200)
+    attack.prepare(anatomy)
+    batch = reviews.batch(8, 25, generator())
+    truth = batch.target_ids().unique()
+    view = seen(gradient_of(anatomy, batch, ["head.weight"])["head.weight"])
+    flat = FlatChat(oracle_n_types=len(truth)).run(view)
+    assert rates(attack.run(view).types, truth)[2] > 0.95
+    assert rates(flat.types, truth)[2] < 0.9

@@ -1,0 +1,76 @@
+"""Non-zero embedding rows are the words read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, find_anatomy
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.words.direct import BagOfWords, bag_of_words
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.threats import ThreatModelError
+from tests.helpers.models import tiny_gpt2
+
+
+def embedding_gradient(ids: torch.Tensor, sparse: bool, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    table = nn.Embedding.from_pretrained(
+        torch.randn(60, 8, generator=generator), freeze=False, sparse=sparse
+    )
+    weights = torch.randn(8, generator=generator) * scale
+    (table(ids).tanh() @ weights).sum().backward()
+    assert table.weight.grad is not None
+    return table.weight.grad
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1e-30])
+def test_names_exactly_the_words_read(sparse: bool, scale: float) -> None:
+    ids = torch.tensor([[3, 5, 5, 59], [0, 3, 17, 21]])
+    guess = bag_of_words(embedding_gradient(ids, sparse, scale))
+    assert sorted(guess.types.tolist()) == ids.unique().tolist()
+    assert guess.surface == "input"
+    assert guess.n_types == 6
+    assert guess.scores is not None
+    assert guess.scores.shape == (60,)
+    assert bool((guess.scores[guess.types][:-1] >= guess.scores[guess.types][1:]).all())
+
+
+def test_a_causal_model_gives_away_all_words_but_those_that_only_end_a_text() -> None:
+    model = tiny_gpt2(tied=False).eval()
+    ids = torch.tensor([[4, 8, 15, 16, 23, 42], [7, 8, 9, 10, 11, 90]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    anatomy = find_anatomy(model)
+    attack = BagOfWords()
+    assert attack.needs(anatomy).gradients == (EMBEDDING_WEIGHT,)
+    gradient = anatomy.parameter(EMBEDDING_WEIGHT).grad
+    view = Observation((GradientSnapshot(0, Stage.SHARED, {EMBEDDING_WEIGHT: gradient}),))
+    assert sorted(attack.run(view).types.tolist()) == ids[:, :-1].unique().tolist()
+
+
+def test_a_tied_matrix_is_refused_at_setup() -> None:
+    with pytest.raises(ThreatModelError, match="ties its embedding"):
+        BagOfWords().needs(find_anatomy(tiny_gpt2(tied=True)))
+
+
+def test_an_update_that_moves_every_row_names_every_type() -> None:
+    noisy = embedding_gradient(torch.tensor([[3, 5]]), False) + 1e-9
+    assert len(bag_of_words(noisy).types) == 60
+
+
+@pytest.mark.parametrize(
+    ("gradient", "message"),
+    [
+        (torch.zeros(4, 2), "all zero"),
+        (torch.zeros(4, 2).to_sparse(1), "all zero"),
+        (torch.tensor([[1.0, torch.nan], [0, 0]]), "NaN"),
+        (torch.tensor([[1.0, -torch.inf], [0, 0]]), "NaN or infinity"),
+    ],
+)
+def test_what_cannot_be_attacked_is_unknown(gradient: torch.Tensor, message: str) -> None:
+    with pytest.raises(UnusableObservation, match=message):
+        bag_of_words(gradient)
+    with pytest.raises(ValueError, match="must be"):
+        bag_of_words(torch.ones(3))

@@ -1,0 +1,67 @@
+"""The sign rule on the head's bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedleak.anatomy import HEAD_BIAS, find_anatomy
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.words.direct import BiasSign, bias_sign
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.threats import ThreatModelError
+from tests.helpers.models import tiny_bert_mlm, tiny_gpt2
+
+
+def bias_gradient(seed: int, tokens: int, spread: float) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, 50, generator=generator, dtype=torch.float64) * spread
+    labels = torch.randint(50, (tokens,), generator=generator)
+    bias = torch.zeros(50, dtype=torch.float64, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(logits + bias, labels)
+    return torch.autograd.grad(loss, bias)[0], labels
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 60), spread=st.floats(0.01, 4))
+def test_names_used_types_only_and_all_that_outweigh_their_probability(
+    seed: int, tokens: int, spread: float
+) -> None:
+    gradient, labels = bias_gradient(seed, tokens, spread)
+    guess = bias_sign(gradient)
+    assert set(guess.types.tolist()) <= set(labels.tolist())
+    assert set(guess.types.tolist()) == {t for t in range(50) if gradient[t] < 0}
+    assert guess.n_types == len(guess.types)
+    values = gradient[guess.types]
+    assert bool((values[:-1] <= values[1:]).all())
+
+
+def test_a_barely_trained_model_gives_all_types_away() -> None:
+    gradient, labels = bias_gradient(0, 20, 0.01)
+    assert sorted(bias_sign(gradient).types.tolist()) == labels.unique().tolist()
+
+
+def test_runs_on_an_observation_of_a_model_with_a_bias() -> None:
+    attack = BiasSign()
+    assert attack.needs(find_anatomy(tiny_bert_mlm())).gradients == (HEAD_BIAS,)
+    gradient, _ = bias_gradient(1, 20, 1.0)
+    view = Observation((GradientSnapshot(0, Stage.SHARED, {HEAD_BIAS: gradient}),))
+    assert torch.equal(attack.run(view).types, bias_sign(gradient).types)
+
+
+def test_a_head_without_bias_is_refused_at_setup() -> None:
+    with pytest.raises(ThreatModelError, match="has no bias"):
+        BiasSign().needs(find_anatomy(tiny_gpt2()))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "message"),
+    [(torch.tensor([1.0, torch.nan]), "NaN"), (torch.zeros(4), "all zero")],
+)
+def test_what_cannot_be_attacked_is_unknown(gradient: torch.Tensor, message: str) -> None:
+    with pytest.raises(UnusableObservation, match=message):
+        bias_sign(gradient)
+    with pytest.raises(ValueError, match="must be"):
+        bias_sign(gradient[None])

@@ -1,0 +1,224 @@
+"""Public text and its gradients: against plain autograd on a copy, and without a trace."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import lightning_fedleak.model_runs as model_runs
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.words.public_gradients import (
+    gradient_of,
+    head_gradient,
+    hidden_states_of,
+    log_partitions,
+)
+from lightning_fedleak.batches import TokenBatch
+from tests.helpers import models
+
+MODELS = {
+    "gpt2": (models.tiny_gpt2, "causal"),
+    "llama untied": (models.tiny_llama, "causal"),
+    "bert": (models.tiny_bert_mlm, "masked"),
+    "t5": (models.tiny_t5, "seq2seq"),
+}
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def public_text(n=12, seed=5):
+    g = generator(seed)
+    lengths = torch.randint(3, 14, (n,), generator=g).tolist()
+    return PublicText([torch.randint(5, models.VOCAB, (k,), generator=g).tolist() for k in lengths])
+
+
+def batch_of(kind, seed=1):
+    return public_text().batch(5, 10, generator(seed), kind=kind, mask_token_id=4)
+
+
+def autograd_gradients(model, batch):
+    """The same by the model's own loss, on a copy."""
+    twin = copy.deepcopy(model).eval()
+    out = twin(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels)
+    out.loss.backward()
+    return {
+        "head.weight": twin.get_output_embeddings().weight.grad,
+        "embedding.weight": twin.get_input_embeddings().weight.grad,
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("at_once", [1 << 26, 1])
+def test_gradient_is_that_of_the_models_own_loss(name, at_once, monkeypatch):
+    monkeypatch.setattr(model_runs, "LOGITS_AT_ONCE", at_once)
+    make, kind = MODELS[name]
+    model = make()
+    batch = batch_of(kind)
+    found = gradient_of(find_anatomy(model), batch, ["head.weight", "embedding.weight"])
+    for role, wanted in autograd_gradients(model, batch).items():
+        torch.testing.assert_close(found[role], wanted, atol=1e-6, rtol=1e-4)
+        assert wanted.abs().max() > 1e-4
+
+
+def test_named_parameters_have_gradients_too():
+    model = models.tiny_gpt2()
+    batch = batch_of("causal")
+    name = "transformer.h.0.mlp.c_fc.weight"
+    found = gradient_of(find_anatomy(model), batch, [name])[name]
+    twin = copy.deepcopy(model).eval()
+    twin(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels)[
+        "loss"
+    ].backward()
+    torch.testing.assert_close(found, twin.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calibration_leaves_no_trace(name):
+    make, kind = MODELS[name]
+    model = make().train()
+    model.get_input_embeddings().eval()
+    fired = []
+    for p in model.parameters():
+        p.register_hook(fired.append)
+        p.register_post_accumulate_grad_hook(fired.append)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    modes = [m.training for m in model.modules()]
+    rng = torch.get_rng_state()
+    anatomy = find_anatomy(model)
+    batch = batch_of(kind)
+    gradient_of(anatomy, batch, ["head.weight", "embedding.weight"])
+    hidden_states_of(anatomy, batch)
+    if kind == "causal":
+        PublicText.sampled_from(anatomy, 3, 6, seed=1)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert not fired
+    assert all(not m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama untied", "bert", "t5"])
+def test_hidden_states_feed_the_head_where_a_label_is_predicted(name):
+    make, kind = MODELS[name]
+    model = make()
+    batch = batch_of(kind)
+    anatomy = find_anatomy(model)
+    hidden = hidden_states_of(anatomy, batch)
+    labels = batch.target_ids()
+    assert hidden.shape == (len(labels), anatomy.hidden_size)
+    with torch.no_grad():
+        loss = F.cross_entropy(anatomy.head(hidden), labels)
+        wanted = copy.deepcopy(model).eval()(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels
+        )["loss"]
+    torch.testing.assert_close(loss, wanted)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_head_gradient_is_autograds(bias):
+    g = generator()
+    hidden, weight = torch.randn(30, 8, generator=g), torch.randn(20, 8, generator=g)
+    b = torch.randn(20, generator=g) if bias else None
+    labels = torch.randint(20, (30,), generator=g)
+    leaf = weight.clone().requires_grad_()
+    F.cross_entropy(F.linear(hidden, leaf, b), labels, reduction="sum").backward()
+    torch.testing.assert_close(head_gradient(hidden, labels, weight, b), leaf.grad)
+    rows = torch.tensor([3, 17, 0, 5])
+    torch.testing.assert_close(
+        head_gradient(
+            hidden,
+            labels,
+            weight,
+            b,
+            rows=rows,
+            log_partition=log_partitions(hidden, weight, b),
+        ),
+        leaf.grad[rows],
+    )
+
+
+def test_batches_are_cut_padded_and_reproducible():
+    text = PublicText([[5, 6, 7, 8], [9, 10], [11, 12, 13]])
+    batch = text.batch(3, 3, generator(3))
+    again = text.batch(3, 3, generator(3))
+    assert torch.equal(batch.input_ids, again.input_ids)
+    rows = {
+        tuple(ids[mask.bool()].tolist())
+        for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)
+    }
+    assert rows == {(5, 6, 7), (9, 10), (11, 12, 13)}
+    assert torch.equal(batch.labels == -100, batch.attention_mask == 0)
+    assert len(text.batch(7, 3, generator()).input_ids) == 7
+
+
+def test_a_masked_batch_asks_for_what_it_hides():
+    batch = batch_of("masked")
+    asked = batch.labels != -100
+    assert asked.any(1).all()
+    assert (batch.input_ids[asked] == 4).all()
+    assert (batch.labels[asked] != 4).all()
+
+
+def test_targets_are_the_labels_of_an_encoder_decoder():
+    text = PublicText([[5, 6, 7], [8, 9]], targets=[[10, 11], [12, 13, 14]])
+    batch = text.rows([1, 0], 8, generator(), kind="seq2seq")
+    assert batch.input_ids.tolist() == [[8, 9, 0], [5, 6, 7]]
+    assert batch.labels.tolist() == [[12, 13, 14], [10, 11, -100]]
+
+
+def test_sampled_text_follows_the_model():
+    model = models.tiny_gpt2()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[7] = 1.0
+        model.transformer.ln_f.bias.fill_(3.0)
+    text = PublicText.sampled_from(find_anatomy(model), 4, 9, seed=2, start_token_id=1)
+    assert all(s.tolist() == [1] + [7] * 8 for s in text.sentences)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_sampled_text_is_the_seeds_alone(use_cache):
+    model = models.tiny_gpt2()
+    model.config.use_cache = use_cache
+    anatomy = find_anatomy(model)
+    one, two = (PublicText.sampled_from(anatomy, 5, 8, seed=3).sentences for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    model.config.use_cache = not use_cache
+    other = PublicText.sampled_from(anatomy, 5, 8, seed=3).sentences
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: PublicText(["a text"]), "tokenizer"),
+        (lambda: PublicText([[3], []]), "at least 2 tokens"),
+        (lambda: PublicText("a text"), "not one string"),
+        (lambda: PublicText(torch.randn(3, 4)), "token ids"),
+        (lambda: PublicText([[1, 2]], targets=[[1], [2]]), "1 texts but 2 targets"),
+        (lambda: public_text().batch(2, 1, generator()), "at least 2 tokens"),
+        (lambda: public_text().batch(2, 5, generator(), kind="masked"), "mask_token_id"),
+        (lambda: public_text().batch(2, 5, generator(), kind="classifier"), "classifier"),
+        (
+            lambda: PublicText.sampled_from(find_anatomy(models.tiny_bert_mlm()), 2, 5),
+            "causal language model",
+        ),
+    ],
+)
+def test_refusals_say_what_to_do(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_batch_without_labels_left_has_no_gradient():
+    ids = torch.tensor([[5, 6, 7]])
+    batch = TokenBatch(ids, torch.full_like(ids, -100), torch.ones_like(ids), "causal")
+    with pytest.raises(ValueError, match="all are -100"):
+        gradient_of(find_anatomy(models.tiny_gpt2()), batch, ["head.weight"])
+    with pytest.raises(ValueError, match=r"head\.bias"):
+        gradient_of(find_anatomy(models.tiny_gpt2()), batch, ["head.bias"])

@@ -1,0 +1,288 @@
+"""FLATCHAT against Algorithm 1 written out with scikit-learn, and on models of known truth."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LinearRegression
+from sklearn.mixture import GaussianMixture
+from torch import distributed as dist
+
+from lightning_fedleak.anatomy import HEAD_WEIGHT, find_anatomy
+from lightning_fedleak.attacks import (
+    FlatChat,
+    PublicText,
+    TypeCountRegressor,
+    UnusableObservation,
+    flatten,
+    gradient_of,
+    rank_types,
+    separate_clusters,
+)
+from lightning_fedleak.attacks.words.flatchat import flatchat
+from lightning_fedleak.attacks.words.mixture import Mixture
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from tests.helpers.models import tiny_gpt2, tiny_llama
+
+SHAPES = ((1, 8), (2, 8), (4, 16), (8, 16))
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def gradient(vocab: int = 3000, d: int = 24, used: int = 60, seed: int = 0) -> torch.Tensor:
+    """A gradient whose first ``used`` rows are wide and whose others are narrow."""
+    rows = randn(vocab, d, seed=seed) * 1e-5
+    rows[:used] = randn(used, d, seed=seed + 1) * 1e-2 - 2e-2
+    return rows
+
+
+def observation(tensor: torch.Tensor) -> Observation:
+    return Observation((GradientSnapshot(0, Stage.SHARED, {HEAD_WEIGHT: tensor}),))
+
+
+def algorithm_1(grad: torch.Tensor, k: int, scorer: str) -> set[int]:
+    """The paper's Algorithm 1 with scikit-learn's mixture at its default regularisation."""
+    s = grad.double().numpy().sum(axis=1)
+    s = s / np.linalg.norm(s)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit = GaussianMixture(2, tol=1e-12, max_iter=10_000, random_state=0).fit(s[:, None])
+    p = int(fit.covariances_.ravel().argmax())
+    mean, sd = fit.means_.ravel(), fit.covariances_.ravel() ** 0.5
+    rank = ((s - mean[1 - p]) / sd[1 - p]) ** 2 - ((s - mean[p]) / sd[p]) ** 2
+    return set((rank if scorer == "gmm" else abs(s)).argsort()[::-1][:k].tolist())
+
+
+@pytest.mark.parametrize("scorer", ["gmm", "abs"])
+@pytest.mark.parametrize("k", [30, 60, 100])
+def test_names_the_types_of_algorithm_1(scorer: str, k: int) -> None:
+    guess = flatchat(gradient(), k, scorer)
+    assert set(guess.types.tolist()) == algorithm_1(gradient(), k, scorer)
+    assert guess.separated
+    assert guess.fits == 1
+    assert guess.n_types == k
+    assert guess.surface == "output"
+
+
+def test_finds_the_used_types_and_their_share() -> None:
+    guess = flatchat(gradient(), lambda mixture: 3000 * float(mixture.weights[1]))
+    assert len(guess.types) == pytest.approx(60, abs=6)
+    assert len(set(guess.types.tolist()) & set(range(60))) >= 52
+    assert guess.scores is not None
+    ordered = guess.scores[guess.types]
+    assert bool((ordered[:-1] >= ordered[1:]).all())
+    assert float(ordered.min()) >= float(guess.scores.topk(len(guess.types)).values.min())
+
+
+def test_ranks_by_equation_11() -> None:
+    s = randn(50, seed=3)
+    mixture = Mixture(
+        *(torch.tensor(v, dtype=torch.float64) for v in ([0.9, 0.1], [0.2, -1.0], [0.25, 4.0]))
+    )
+    by_hand = [((x - 0.2) / 0.5) ** 2 - ((x + 1.0) / 2.0) ** 2 for x in s.tolist()]
+    torch.testing.assert_close(
+        rank_types(s, mixture, "gmm"), torch.tensor(by_hand, dtype=torch.float64)
+    )
+    torch.testing.assert_close(rank_types(s, mixture, "abs"), s.abs())
+    with pytest.raises(ValueError, match="scorer"):
+        rank_types(s, mixture, "norm")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_row_sums_are_accumulated_widely(dtype: torch.dtype) -> None:
+    rows = randn(70, 3000, seed=4).to(dtype)
+    sums = flatten(rows)
+    assert sums.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(sums.double(), rows.double().sum(1), rtol=1e-5, atol=1e-4)
+
+
+def test_half_precision_is_summed_in_parts(monkeypatch) -> None:
+    monkeypatch.setattr("lightning_fedleak.attacks.words.flatchat._ROWS_AT_ONCE", 4)
+    rows = randn(37, 24, seed=5).to(torch.bfloat16)
+    torch.testing.assert_close(flatten(rows).double(), rows.double().sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_sharded_gradient_is_gathered_after_the_sum() -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for dtype in (torch.float32, torch.bfloat16):
+            rows = gradient(200).to(dtype)
+            for placement in (Shard(0), Shard(1), Replicate()):
+                torch.testing.assert_close(
+                    flatten(distribute_tensor(rows, mesh, [placement])), flatten(rows)
+                )
+    finally:
+        dist.destroy_process_group()
+
+
+def test_refits_until_the_clusters_separate_and_says_when_they_do_not() -> None:
+    s = randn(4000, seed=6)
+    s = s / s.norm()
+    mixture, fits, separated = separate_clusters(s, tails=(0.01, 0.1, 0.25))
+    assert (fits, separated) == (3, False)
+    ratios = [separate_clusters(s, tails=(t,))[0].variance_ratio for t in (0.01, 0.1, 0.25)]
+    assert mixture.variance_ratio == max(ratios) < 4
+    assert separate_clusters(s, tails=(0.01, 0.1, 0.25), min_ratio=1.0)[1:] == (1, True)
+    with pytest.raises(ValueError, match="tails is empty"):
+        separate_clusters(s, tails=())
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "message"),
+    [
+        (torch.zeros(50, 4), "sums to zero"),
+        (torch.ones(50, 4), "the same sum"),
+        (torch.ones(50, 4).index_fill(0, torch.tensor([3]), math.nan), "in 1 of 50 rows"),
+        (torch.ones(50, 4).index_fill(0, torch.tensor([3, 4]), math.inf), "in 2 of 50 rows"),
+    ],
+)
+def test_what_cannot_be_attacked_is_unknown(spoiled: torch.Tensor, message: str) -> None:
+    with pytest.raises(UnusableObservation, match=message):
+        flatchat(spoiled, 5)
+
+
+@pytest.mark.parametrize(("n_types", "named"), [(-3.0, 1), (0.4, 1), (2.6, 3), (1e9, 3000)])
+def test_the_number_of_types_is_kept_within_the_vocabulary(n_types: float, named: int) -> None:
+    guess = flatchat(gradient(), n_types)
+    assert len(guess.types) == named
+    assert guess.n_types == n_types
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_the_regression_is_least_squares(degree: int) -> None:
+    x = (randn(20, seed=7).abs() * 0.1).tolist()
+    y = [30 + 900 * w + 5000 * w * w + e for w, e in zip(x, randn(20, seed=8), strict=True)]
+    ours = TypeCountRegressor.fit(x, [float(v) for v in y], degree)
+    powers = np.array([[w**k for k in range(1, degree + 1)] for w in x])
+    other = LinearRegression().fit(powers, np.array([float(v) for v in y]))
+    for weight in (0.01, 0.2):
+        mixture = Mixture(
+            torch.tensor([1 - weight, weight], dtype=torch.float64), torch.zeros(2), torch.ones(2)
+        )
+        expected = other.predict([[weight**k for k in range(1, degree + 1)]])[0]
+        assert ours(mixture) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_regression_needs_distinct_weights() -> None:
+    with pytest.raises(ValueError, match="degree 1 needs"):
+        TypeCountRegressor.fit([0.1, 0.1], [3, 4])
+
+
+def public_text(vocab: int) -> PublicText:
+    generator = torch.Generator().manual_seed(9)
+    return PublicText(torch.randint(3, vocab, (30, 20), generator=generator))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_prepare_fits_the_regression_on_public_gradients(tied: bool) -> None:
+    anatomy = find_anatomy(tiny_llama(tied=tied, vocab=400))
+    attack = FlatChat(public_text(400), shapes=SHAPES, batches_per_shape=2, seed=5)
+    rng = torch.get_rng_state()
+    attack.prepare(anatomy)
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(p.grad is None for p in anatomy.model.parameters())
+
+    generator = torch.Generator().manual_seed(5)
+    weights, counts = [], []
+    for size, length in SHAPES * 2:
+        batch = public_text(400).batch(size, length, generator)
+        s = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT].double().sum(1)
+        mixture, _, _ = separate_clusters(s / s.norm())
+        weights.append([float(mixture.weights[1])])
+        counts.append(len({int(t) for row in batch.labels[:, 1:] for t in row}))
+    by_hand = LinearRegression().fit(weights, counts)
+    assert attack.regressor is not None
+    np.testing.assert_allclose(
+        attack.regressor.coefficients, [by_hand.intercept_, by_hand.coef_[0]], rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_that_sum_to_zero_are_unknown_not_a_guess(dtype: torch.dtype) -> None:
+    """GPT-2's last LayerNorm starts with gain one and no bias: its output sums to zero."""
+    model = tiny_gpt2(vocab=400).to(dtype)
+    model.transformer.ln_f.weight.data.fill_(1)
+    anatomy = find_anatomy(model)
+    batch = public_text(400).batch(8, 16, torch.Generator())
+    rows = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT]
+    with pytest.raises(UnusableObservation, match="rounding errors"):
+        flatchat(rows, 10)
+    attack = FlatChat(public_text(400), shapes=SHAPES)
+    attack.prepare(anatomy)
+    with pytest.raises(UnusableObservation, match="could not be fitted"):
+        attack.run(observation(gradient(400)))
+
+    model.transformer.ln_f.weight.data.mul_(torch.linspace(0.5, 1.5, 16))
+    attack.refresh(anatomy, step=10)
+    assert attack.regressor is not None
+    moved = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT]
+    assert len(flatchat(moved, 10).types) == 10
+
+
+def test_the_state_carries_the_regression() -> None:
+    anatomy = find_anatomy(tiny_llama(vocab=300))
+    first = FlatChat(public_text(300), shapes=SHAPES)
+    first.prepare(anatomy)
+    second = FlatChat(name="again")
+    with pytest.raises(UnusableObservation, match="call prepare"):
+        second.run(observation(gradient(300)))
+    second.load_state_dict(first.state_dict())
+    one, two = (a.run(observation(gradient(300))) for a in (first, second))
+    assert torch.equal(one.types, two.types)
+    assert one.n_types == two.n_types is not None
+
+
+def test_text_can_be_sampled_from_the_model() -> None:
+    attack = FlatChat("sampled", shapes=((1, 8), (4, 12)))
+    attack.prepare(find_anatomy(tiny_llama(vocab=200)))
+    assert attack.regressor is not None
+
+
+def test_an_oracle_is_named_and_makes_no_estimate() -> None:
+    truths = iter([7, 9])
+    attack = FlatChat(oracle_n_types=lambda: next(truths))
+    assert [len(attack.run(observation(gradient())).types) for _ in range(2)] == [7, 9]
+    guess = FlatChat(oracle_n_types=5).run(observation(gradient()))
+    assert len(guess.types) == 5
+    assert guess.n_types is None
+    assert attack.config()["n_types"] == "oracle"
+
+
+def test_a_given_number_needs_no_public_text() -> None:
+    attack = FlatChat(n_types=12)
+    attack.prepare(find_anatomy(tiny_gpt2()))
+    guess = attack.run(observation(gradient()))
+    assert (len(guess.types), guess.n_types) == (12, 12)
+    share = FlatChat(n_types=lambda mixture: 3000 * float(mixture.weights[1]))
+    assert len(share.run(observation(gradient())).types) == pytest.approx(60, abs=6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n_types": 5, "oracle_n_types": 5}, "not both"),
+        ({"n_types": "oracle"}, "'predicted'"),
+        ({"scorer": "norm"}, "scorer"),
+        ({"degree": 0}, "degree"),
+        ({"shapes": ()}, "shapes"),
+        ({"public_text": "a text"}, "not a string"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FlatChat(**arguments)
+
+
+def test_a_prediction_without_public_text_is_refused_at_setup() -> None:
+    with pytest.raises(ValueError, match="public_text="):
+        FlatChat().prepare(find_anatomy(tiny_gpt2()))

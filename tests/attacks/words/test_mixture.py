@@ -1,0 +1,200 @@
+"""The fast mixture fit against scikit-learn's, from the same start."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.mixture import GaussianMixture
+
+from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians, tail_start
+
+
+def normal(n: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, generator=generator, dtype=torch.float64)
+
+
+def peaked(n: int, seed: int = 0) -> torch.Tensor:
+    """Log-normal unused rows and a few wide used ones, as the row sums of a real model."""
+    x = normal(n, seed).mul(2).exp() * 1e-6
+    used = n // 50
+    x[:used] = normal(used, seed + 1) * 2e-3 - 3e-3
+    return x / x.norm()
+
+
+SAMPLES = {
+    "two gaussians": torch.cat([normal(5000, 0) * 1e-4, normal(120, 1) * 3e-2 - 0.01]),
+    "peaked": peaked(6000),
+    "heavy tails": normal(6000, 2) / normal(6000, 3).abs().sqrt(),
+    "offset": normal(3000, 4) * torch.where(normal(3000, 5) > 1, 20.0, 1.0) + 1e4,
+    "spike": torch.cat([normal(2000, 8) * 1e-7, normal(2000, 9) * 1e-3, normal(80, 10)]),
+    "few": torch.cat([normal(50, 6), normal(10, 7) * 30]),
+}
+
+
+def sklearn_fit(x: torch.Tensor, start: Mixture, reg_covar: float = 0.0) -> GaussianMixture:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return GaussianMixture(
+            2,
+            tol=1e-13,
+            max_iter=50_000,
+            reg_covar=reg_covar,
+            weights_init=start.weights.numpy(),
+            means_init=start.means.numpy()[:, None],
+            precisions_init=(1 / start.variances).numpy()[:, None, None],
+        ).fit(x.numpy()[:, None])
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_reaches_the_optimum_that_scikit_learn_reaches_from_the_same_start(name: str) -> None:
+    x = SAMPLES[name]
+    start = tail_start(x, 0.05)
+    fitted = fit_two_gaussians(x, start=start)
+    other = sklearn_fit(x, start)
+    reached = other.score(x.numpy()[:, None])
+    assert fitted.converged
+    assert abs(fitted.log_likelihood - reached) <= 1e-6 * abs(reached)
+    order = other.covariances_.ravel().argsort()
+    np.testing.assert_allclose(fitted.weights, other.weights_[order], rtol=2e-3)
+    np.testing.assert_allclose(fitted.variances, other.covariances_.ravel()[order], rtol=5e-3)
+    spread = other.covariances_.ravel()[order] ** 0.5
+    assert (abs(fitted.means.numpy() - other.means_.ravel()[order]) <= 3e-3 * spread).all()
+
+
+@pytest.mark.parametrize("reg_covar", [1e-6, 1e-4])
+def test_regularization_is_reg_covar(reg_covar: float) -> None:
+    x = SAMPLES["peaked"]
+    start = tail_start(x)
+    fitted = fit_two_gaussians(x, start=start, regularization=reg_covar)
+    other = sklearn_fit(x, start, reg_covar)
+    order = other.covariances_.ravel().argsort()
+    np.testing.assert_allclose(fitted.weights, other.weights_[order], rtol=1e-3)
+    np.testing.assert_allclose(fitted.variances, other.covariances_.ravel()[order], rtol=1e-3)
+    reached = other.score(x.numpy()[:, None])
+    assert abs(fitted.log_likelihood - reached) <= 1e-6 * abs(reached)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_log_likelihood_is_the_mean_log_density(name: str) -> None:
+    x = SAMPLES[name]
+    fitted = fit_two_gaussians(x)
+    terms = [
+        math.fsum(
+            w * math.exp(-((v - m) ** 2) / (2 * s)) / math.sqrt(2 * math.pi * s)
+            for w, m, s in zip(
+                fitted.weights.tolist(),
+                fitted.means.tolist(),
+                fitted.variances.tolist(),
+                strict=True,
+            )
+        )
+        for v in x.tolist()
+    ]
+    by_hand = math.fsum(math.log(t) for t in terms) / len(terms)
+    assert fitted.log_likelihood == pytest.approx(by_hand, rel=1e-9)
+    assert float(fitted.log_density(x).mean()) == pytest.approx(by_hand, rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    share=st.floats(0.02, 0.4),
+    ratio=st.floats(20, 1e5),
+    scale=st.floats(-12, 6),
+    offset=st.floats(-3, 3),
+)
+def test_finds_the_components_it_was_drawn_from(
+    seed: int, share: float, ratio: float, scale: float, offset: float
+) -> None:
+    n, wide = 8000, int(8000 * share)
+    x = normal(n, seed)
+    x[:wide] *= math.sqrt(ratio)
+    unit = 10.0**scale
+    x = (x + offset) * unit
+    fitted = fit_two_gaussians(x, start=0.05)
+    assert float(fitted.weights[1]) == pytest.approx(share, rel=0.25)
+    assert fitted.variance_ratio == pytest.approx(ratio, rel=0.5)
+    assert abs(float(fitted.means[0]) / unit - offset) < 0.1
+    truth = Mixture(
+        torch.tensor([1 - wide / n, wide / n], dtype=torch.float64),
+        torch.tensor([offset * unit] * 2, dtype=torch.float64),
+        torch.tensor([unit**2, ratio * unit**2], dtype=torch.float64),
+    )
+    assert fitted.log_likelihood >= float(truth.log_density(x).mean())
+
+
+def test_scale_order_and_dtype_do_not_matter() -> None:
+    x = SAMPLES["peaked"]
+    fitted = fit_two_gaussians(x)
+    scaled = fit_two_gaussians(x.flip(0) * 1e-9)
+    torch.testing.assert_close(scaled.weights, fitted.weights, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scaled.variances * 1e18, fitted.variances, rtol=1e-6, atol=0)
+    single = fit_two_gaussians(x.float())
+    torch.testing.assert_close(single.weights, fitted.weights, rtol=1e-3, atol=0)
+
+
+def test_more_em_does_not_raise_the_likelihood() -> None:
+    x = SAMPLES["heavy tails"]
+    fitted = fit_two_gaussians(x)
+    further = fit_two_gaussians(x, start=fitted, max_iterations=0, polish=500)
+    assert 0 <= further.log_likelihood - fitted.log_likelihood < 1e-7
+
+
+def test_coarse_bins_start_the_polish_nearby() -> None:
+    x = SAMPLES["two gaussians"]
+    fine, coarse = fit_two_gaussians(x), fit_two_gaussians(x, resolution=2, polish=30)
+    assert coarse.log_likelihood == pytest.approx(fine.log_likelihood, rel=1e-8)
+
+
+def test_values_that_are_mostly_one_number() -> None:
+    x = torch.zeros(1000, dtype=torch.float64)
+    x[:40] = normal(40, 0)
+    fitted = fit_two_gaussians(x)
+    assert float(fitted.weights[1]) == pytest.approx(0.04, rel=0.01)
+    assert bool((fitted.variances > 0).all())
+    assert math.isfinite(fitted.log_likelihood)
+
+
+def test_no_randomness_is_used() -> None:
+    before = torch.get_rng_state()
+    first, second = fit_two_gaussians(peaked(500)), fit_two_gaussians(peaked(500))
+    assert torch.equal(first.means, second.means)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_tail_start_splits_by_distance_from_the_median() -> None:
+    x = torch.tensor([0.0, 1.0, 2.0, 3.0, 100.0])
+    start = tail_start(x, 0.2)
+    assert start.weights.tolist() == [0.8, 0.2]
+    assert start.means.tolist() == [1.5, 100.0]
+    assert start.variances.tolist() == [1.25, 98.5**2]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.tensor([1.0, math.nan]), "NaN or infinity"),
+        (torch.tensor([1.0, math.inf]), "NaN or infinity"),
+        (torch.ones(5), "alike"),
+        (torch.ones(1), "n >= 2"),
+        (torch.ones(2, 2), "n >= 2"),
+    ],
+)
+def test_refuses_what_has_no_fit(values: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_two_gaussians(values)
+
+
+def test_refuses_a_start_without_mass() -> None:
+    with pytest.raises(ValueError, match="tail must lie"):
+        fit_two_gaussians(torch.arange(5.0), start=1.5)
+    dead = Mixture(*(torch.tensor(p, dtype=torch.float64) for p in ([1, 0], [0, 0], [1, 1])))
+    with pytest.raises(ValueError, match="positive"):
+        fit_two_gaussians(torch.arange(5.0), start=dead)

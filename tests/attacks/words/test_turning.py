@@ -1,0 +1,199 @@
+"""Turning towards a gradient's own hidden states: closed forms, and a model that was moved."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
+from lightning_fedleak.attacks.words.aligned_direction import turned, turned_on_long_rows
+from lightning_fedleak.attacks.words.aligned_rows import RowSummary, kth_smallest
+from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_gradient
+from lightning_fedleak.batches import read_batch
+from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+
+VOCAB, WIDTH, TOKENS = 1500, 24, 120
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def seen(gradient):
+    return Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
+
+
+@pytest.fixture
+def away():
+    """(gradient, hidden, labels, u): hidden states on both sides of u, all on one of another."""
+    g = generator(1)
+    u, other = F.normalize(torch.randn(2, WIDTH, generator=g), dim=1)
+    hidden = torch.randn(TOKENS, WIDTH, generator=g) + 5 * other - 1.5 * u
+    weight = 0.6 * torch.randn(VOCAB, WIDTH, generator=g)
+    labels = torch.randint(VOCAB, (TOKENS,), generator=g)
+    assert (hidden @ u < 0).float().mean() > 0.8
+    return head_gradient(hidden, labels, weight), hidden, labels, u
+
+
+def test_unused_rows_are_positive_afterwards(away):
+    gradient, hidden, labels, u = away
+    summary, own = turned(gradient, RowSummary.of(gradient, u), u)
+    assert (hidden @ own > 0).all()
+    torch.testing.assert_close(summary.along, gradient @ own)
+    unused = torch.ones(VOCAB, dtype=torch.bool)
+    unused[labels] = False
+    assert (summary.along[unused] > 0).all()
+    assert own.norm() == pytest.approx(1.0)
+
+
+def test_only_the_given_rows_are_looked_at(away):
+    gradient, _, labels, u = away
+    among = torch.arange(VOCAB)[~torch.isin(torch.arange(VOCAB), labels)][:300]
+    changed = gradient.clone()
+    changed[~torch.isin(torch.arange(VOCAB), among)] *= 1.0001
+    one = turned(gradient, RowSummary.of(gradient, u), u, among)[1]
+    two = turned(changed, RowSummary.of(changed, u), u, among)[1]
+    torch.testing.assert_close(one, two)
+
+
+def test_noise_that_hides_the_unused_rows_leaves_u_alone(away):
+    gradient, _, _, u = away
+    noised = gradient + 0.03 * gradient.norm(dim=1).max() * torch.randn(
+        gradient.shape, generator=generator(2)
+    )
+    summary = RowSummary.of(noised, u)
+    after, own = turned(noised, summary, u)
+    assert own is u
+    assert after is summary
+
+
+def test_no_row_to_choose_from_leaves_u_alone(away):
+    """Public text of a small vocabulary uses every type."""
+    gradient, _, _, u = away
+    none = torch.zeros(0, dtype=torch.int64)
+    assert turned(gradient, RowSummary.of(gradient, u), u, none)[1] is u
+
+
+def test_too_few_rows_leave_u_alone():
+    g = generator(3)
+    hidden, weight = torch.randn(5, 8, generator=g), torch.randn(40, 8, generator=g)
+    gradient = head_gradient(hidden, torch.tensor([1, 2, 3, 4, 5]), weight)
+    u = F.normalize(hidden.mean(0), dim=0)
+    assert turned(gradient, RowSummary.of(gradient, u), u)[1] is u
+
+
+def test_rows_of_used_types_are_not_turned_to_the_positive_side(away):
+    """Small rows of the opposite sign, as label smoothing that was not found leaves them."""
+    gradient, hidden, labels, _ = away
+    u = F.normalize(F.normalize(hidden, dim=1).mean(0), dim=0)
+    unused = ~torch.isin(torch.arange(VOCAB), labels)
+    gradient[unused] = -1e-3 * torch.rand(int(unused.sum()), 1, generator=generator(4)) * u
+    none = torch.zeros(WIDTH)
+    summary = RowSummary(gradient @ u, gradient.norm(dim=1), none)
+    assert turned(gradient, summary, u)[1] is u
+
+
+@pytest.fixture
+def one_sided():
+    """(gradient, labels, u): many types, predicted by Zipf's law; u is not the best direction."""
+    g = generator(5)
+    vocab = 6000
+    mean = F.normalize(torch.randn(WIDTH, generator=g), dim=0)
+    away = torch.randn(TOKENS, WIDTH, generator=g) * 0.25
+    hidden = mean + away - torch.outer(away @ mean, mean)
+    weight = torch.outer(-(torch.randperm(vocab, generator=g) + 3.0).log(), mean)
+    weight += 0.2 * torch.randn(vocab, WIDTH, generator=g)
+    labels = torch.multinomial((hidden @ weight.T).softmax(1), 1, generator=g)[:, 0]
+    u = F.normalize(mean + 0.12 * torch.randn(WIDTH, generator=g), dim=0)
+    return head_gradient(hidden, labels, weight), labels, u
+
+
+def test_long_rows_alone_give_what_all_rows_give(one_sided):
+    gradient, labels, u = one_sided
+    after, own = turned_on_long_rows(gradient, u)
+    all_rows, expected = turned(gradient, RowSummary.of(gradient, u), u)
+    assert expected is not u
+    torch.testing.assert_close(own, expected)
+    norms = gradient.norm(dim=1)
+    projected = after.along != norms
+    assert 0 < projected.float().mean() < 0.2
+    torch.testing.assert_close(after.along[projected], all_rows.along[projected])
+    torch.testing.assert_close(after.norms, norms)
+    assert projected[labels].all()
+    assert set((after.along < 0).nonzero()[:, 0].tolist()) <= set(labels.tolist())
+
+
+@pytest.mark.parametrize("change", ["noised", "smoothed"])
+def test_rows_that_are_not_long_are_read_where_they_may_be_negative(one_sided, change):
+    """Noise, and label smoothing's common row."""
+    gradient, labels, u = one_sided
+    if change == "noised":
+        gradient = gradient + 0.02 * torch.randn(gradient.shape, generator=generator(6))
+    else:
+        gradient = gradient - (gradient @ u).quantile(0.7) * u
+    after, own = turned_on_long_rows(gradient, u)
+    summary, expected = turned(gradient, RowSummary.of(gradient, u), u)
+    torch.testing.assert_close(own, expected)
+    torch.testing.assert_close(after.common, summary.common)
+    assert (change == "smoothed") == bool(after.common.any())
+    torch.testing.assert_close(after.norms, summary.norms)
+    long = after.norms > 0.1 * after.norms[labels].median()
+    torch.testing.assert_close(after.along[long], summary.along[long])
+    if change == "noised":
+        torch.testing.assert_close(after.along, summary.along)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_are_read_in_float32(one_sided, dtype):
+    gradient, _, u = one_sided
+    gradient = gradient.to(dtype)
+    summary = RowSummary.of(gradient, u)
+    torch.testing.assert_close(summary.norms, gradient.float().norm(dim=1))
+    torch.testing.assert_close(summary.along, gradient.float() @ u)
+    assert turned_on_long_rows(gradient, u)[0].along.dtype == torch.float32
+
+
+def test_kth_smallest_is_that_of_the_sorted_values():
+    values = torch.randn(1000, generator=generator(7)).round(decimals=1)
+    ordered = sorted(values.tolist())
+    for k in (1, 2, 100, 500, 999, 1000):
+        assert float(kth_smallest(values, k)) == ordered[k - 1]
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    """Private batches with the gradient of the embedded model before and after 15 steps on them."""
+    module = CausalLMFineTuning(None)
+    start = find_anatomy(copy.deepcopy(module))
+    data = TextDataModule(batch_size=8, length=48)
+    data.setup()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    cases = []
+    for step, raw in zip(range(16), data.train_dataloader(), strict=False):
+        batch = read_batch(raw, "causal")
+        if step in (0, 15):
+            anatomy = find_anatomy(module)
+            gradient = gradient_of(anatomy, batch, ["head.weight"])["head.weight"]
+            cases.append((gradient, batch.target_ids().unique()))
+        optimizer.zero_grad()
+        module(**raw).backward()
+        optimizer.step()
+    return start, cases
+
+
+@pytest.mark.parametrize("readout", ["sign", "learned"])
+def test_text_and_model_that_calibration_has_not_seen(tuned, readout):
+    """Calibrated on the model's own text before training, without a start token and after it."""
+    start, cases = tuned
+    public = PublicText.sampled_from(start, n=64, length=48)
+    attack = AlignedFlatChat(public, readout=readout, lengths=(24, 48), calibration_tokens=2500)
+    attack.prepare(start)
+    for gradient, truth in cases:
+        types = attack.run(seen(gradient)).types
+        right = torch.isin(types, truth).sum().item()
+        assert right / len(types) > 0.94
+        assert right / len(truth) > 0.85

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import io
+import json
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from lightning_fedleak.commands.demo import run as run_module
+from lightning_fedleak.commands.demo.run import INTERRUPTED, Demo
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning.module import CausalLMFineTuning
+from tests.helpers.folders import TEXTS, save_tiny_causal_lm
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_causal_lm(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "private.txt"
+    path.write_text("\n".join(TEXTS * 2))
+    return str(path)
+
+
+def shown(demo: Demo, *, terminal: bool = False) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=140)
+    code = demo.run(console)
+    return code, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_watches_then_stops_then_sums_up(model: str, text: str, tmp_path: Path) -> None:
+    demo = Demo(
+        model=model, text=text, steps=4, batch_size=4, length=32, every_n_steps=2, at_most=0.0,
+        out=tmp_path / "out",
+    )  # fmt: skip
+    code, printed = shown(demo)
+    assert code == 0
+    [folder] = (tmp_path / "out").iterdir()
+    lines = [
+        json.loads(line) for line in (folder / "watched" / "leakage.jsonl").read_text().splitlines()
+    ]
+    assert {(line["step"], line["attack"]) for line in lines} == {
+        (step, attack) for step in (0, 2) for attack in ("flatchat", "aligned_flatchat")
+    }
+    for line in lines:
+        values = (f"{line['metrics'][m]['value']:.3f}" for m in ("recall", "precision", "f1"))
+        assert all(value in printed for value in values)
+    assert "RiskGate 'aligned_flatchat/f1' stopped training at step 2" in printed
+    [saved] = (folder / "gated").rglob("*.ckpt")
+    assert str(saved) in printed
+    assert list((folder / "watched").glob("events.out.tfevents*"))
+    assert f"tensorboard --logdir {folder}" in printed
+    assert "private words" in printed
+    assert not list(folder.rglob("revealed*"))
+
+
+def test_says_so_when_the_gate_lets_everything_pass(model: str, text: str, tmp_path: Path) -> None:
+    code, printed = shown(
+        Demo(model=model, text=text, steps=2, batch_size=4, at_most=1.0, out=tmp_path / "out")
+    )
+    assert code == 0
+    assert "The gate let all 2 steps pass" in printed
+
+
+def test_revealed_words_are_for_the_owner_alone(model: str, text: str, tmp_path: Path) -> None:
+    demo = Demo(model=model, text=text, steps=2, batch_size=4, reveal=True, out=tmp_path / "out")
+    _, printed = shown(demo)
+    [revealed] = (tmp_path / "out").rglob("revealed*")
+    assert stat.S_IMODE(revealed.stat().st_mode) == 0o600
+    assert str(revealed) in printed
+    words = revealed.read_text()
+    assert "recovered" in words
+    for line in words.splitlines():
+        assert not line.startswith("recovered") or line not in printed
+
+
+def test_live_table_on_a_terminal(model: str, text: str, tmp_path: Path) -> None:
+    _, printed = shown(
+        Demo(model=model, text=text, steps=3, batch_size=4, every_n_steps=1, out=tmp_path / "out"),
+        terminal=True,
+    )
+    assert "Run 1: watched" in printed
+    assert "aligned_flatchat" in printed
+    assert "█" in printed
+    assert "3/3" in printed
+
+
+def test_an_output_folder_that_cannot_be_made_is_said_before_training(
+    model: str, text: str, tmp_path: Path
+) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    with pytest.raises(SourceError, match=r"cannot be written to.*--out"):
+        Demo(model=model, text=text, batch_size=4, out=taken).run()
+
+
+def test_ctrl_c_ends_with_what_was_measured(
+    model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(CausalLMFineTuning):
+        def training_step(self, batch, batch_idx):
+            if self.global_step == 2:
+                raise KeyboardInterrupt
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(run_module, "CausalLMFineTuning", Interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    demo = Demo(
+        model=model, text=text, steps=9, batch_size=4, every_n_steps=1, out=tmp_path / "out"
+    )
+    code, printed = shown(demo)
+    assert code == INTERRUPTED
+    assert "Interrupted. This is what was measured until then." in printed
+    assert "lowest and highest of 2 updates" in printed
+    assert "RiskGate" not in printed
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_two_runs_with_one_seed_are_one_run(model: str, text: str, tmp_path: Path) -> None:
+    rows = []
+    for name in ("a", "b"):
+        torch.rand(1)
+        shown(Demo(model=model, text=text, steps=2, batch_size=4, out=tmp_path / name))
+        [path] = (tmp_path / name).rglob("watched/leakage.jsonl")
+        rows.append([json.loads(line)["metrics"] for line in path.read_text().splitlines()])
+    assert rows[0] == rows[1]

@@ -1,0 +1,131 @@
+"""Against block-by-block runs of the plain model, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.commands.invert.noise import gaussian_noise, noised
+from lightning_fedleak.commands.invert.task import chosen_places, utility
+from lightning_fedleak.model_runs import hidden_states
+from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2
+
+MASK = 4
+
+
+def ids(b: int = 3, length: int = 20) -> Tensor:
+    return torch.randint(5, VOCAB, (b, length), generator=torch.Generator().manual_seed(1))
+
+
+def gpt2_logits(model: torch.nn.Module, tokens: Tensor, layer: int, noise: Tensor) -> Tensor:
+    """GPT-2 by hand, the noise put in between two of its blocks."""
+    core = model.transformer
+    states = core.wte(tokens) + core.wpe(torch.arange(tokens.shape[1]))
+    for number, block in enumerate(core.h):
+        states = states + noise if number == layer else states
+        out = block(states)
+        states = out if isinstance(out, Tensor) else out[0]
+    states = states + noise if layer == len(core.h) else states
+    return model.lm_head(core.ln_f(states))
+
+
+def test_noise_follows_the_law() -> None:
+    scales = torch.tensor([0.0, 1.0, 10.0])
+    hidden = torch.randn(40, 500, 3, generator=torch.Generator().manual_seed(0)) * scales + 7
+    relative = gaussian_noise(hidden, 0.5, relative=True).flatten(0, 1)
+    torch.testing.assert_close(relative.std(0), 0.5 * scales, rtol=0.03, atol=1e-6)
+    absolute = gaussian_noise(hidden, 0.5, relative=False).flatten(0, 1)
+    torch.testing.assert_close(absolute.std(0), torch.full((3,), 0.5), rtol=0.03, atol=0)
+    assert not bool(gaussian_noise(hidden, 0.0, relative=True).any())
+    again = gaussian_noise(hidden, 1.0, relative=False).flatten(0, 1)
+    torch.testing.assert_close(again, 2 * absolute)
+    for wrong in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="sigma"):
+            gaussian_noise(hidden, wrong, relative=True)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2, 3])
+def test_noise_goes_in_at_the_split(layer: int) -> None:
+    model = tiny_gpt2(layers=3).double().eval()
+    anatomy = find_anatomy(model)
+    noise = torch.randn(3, 20, 16, generator=torch.Generator().manual_seed(2)).double()
+    with torch.no_grad():
+        clean = model(input_ids=ids()).logits
+        with noised(anatomy, layer, noise):
+            moved = model(input_ids=ids()).logits
+        expected = gpt2_logits(model, ids(), layer, noise)
+        torch.testing.assert_close(moved, expected)
+        assert float((moved - clean).abs().max()) > 0.1
+        assert torch.equal(model(input_ids=ids()).logits, clean)
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 25])
+def test_next_token_utility_is_that_of_the_plain_model(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_fedleak.commands.invert.task.LOGITS_AT_ONCE", at_once)
+    model = tiny_gpt2(layers=3).double()
+    anatomy = find_anatomy(model)
+    model.train()
+    tokens, state = ids(), torch.random.get_rng_state()
+    found = utility(anatomy, 2, tokens, 0.7, relative=True, seed=3)
+    assert model.training
+    assert torch.equal(torch.random.get_rng_state(), state)
+    model.eval()
+    noise = gaussian_noise(hidden_states(anatomy, 2, tokens), 0.7, relative=True, seed=3)
+    right, nats = [], []
+    with torch.no_grad():
+        logits = gpt2_logits(model, tokens, 2, noise)
+    for row in range(len(tokens)):
+        for place in range(tokens.shape[1] - 1):
+            chances = logits[row, place].softmax(0)
+            right.append(float(chances.argmax() == tokens[row, place + 1]))
+            nats.append(-math.log(float(chances[tokens[row, place + 1]])))
+    assert found.task == "next-token accuracy"
+    assert found.accuracy == pytest.approx(sum(right) / len(right))
+    assert found.perplexity == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
+    clean = utility(anatomy, 2, tokens, 0.0, relative=True)
+    assert clean.perplexity != found.perplexity
+
+
+def test_masked_places_are_15_percent_and_no_special_ones() -> None:
+    tokens = ids(6, 40)
+    tokens[:, 0], tokens[:, -1] = 1, 2
+    places = chosen_places(tokens, (1, 2), 0)
+    assert places.sum(1).tolist() == [6] * 6
+    assert not bool(places[:, [0, -1]].any())
+    assert len({tuple(row.nonzero().flatten().tolist()) for row in places}) > 1
+    short = chosen_places(torch.tensor([[1, 7, 2], [1, 2, 2]]), (1, 2), 0)
+    assert short.tolist() == [[False, True, False], [False, False, False]]
+
+
+def test_masked_token_utility_is_that_of_the_plain_model() -> None:
+    model = tiny_bert_mlm(layers=3).eval()
+    anatomy = find_anatomy(model)
+    tokens = ids(4, 24)
+    found = utility(anatomy, 1, tokens, 0.0, relative=True, mask_token_id=MASK, seed=5)
+    places = chosen_places(tokens, (), 5)
+    with torch.no_grad():
+        logits = model(input_ids=torch.where(places, MASK, tokens)).logits
+    nats = -logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0][places]
+    assert found.task == "masked-token accuracy"
+    assert found.accuracy == float((logits.argmax(-1) == tokens)[places].float().mean())
+    assert found.perplexity == pytest.approx(float(nats.mean().exp()), rel=1e-5)
+    with pytest.raises(ValueError, match="mask id"):
+        utility(anatomy, 1, tokens, 0.0, relative=True)
+
+
+def test_plain_encoder_is_compared_with_itself() -> None:
+    anatomy = find_anatomy(tiny_bert_mlm(layers=3).bert.eval(), kind="masked")
+    values = [utility(anatomy, 1, ids(), s, relative=True).accuracy for s in (0.0, 0.5, 8.0)]
+    assert values[0] == pytest.approx(1.0)
+    assert values[0] > values[1] > values[2]
+
+
+def test_texts_of_one_token_are_refused() -> None:
+    with pytest.raises(ValueError, match="one token"):
+        utility(find_anatomy(tiny_gpt2()), 1, ids(3, 1), 0.0, relative=True)

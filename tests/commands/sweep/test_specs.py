@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_fedleak.commands.sweep.specs import DefenseSpec, SpecError, parse_defenses
+from lightning_fedleak.defenses import Freeze, GradientNoise
+
+
+def test_values_make_a_grid_in_order() -> None:
+    specs = parse_defenses("gradient_noise:clip=1/none,sigma=0/1e-3")
+    assert [dict(s.settings) for s in specs] == [
+        {"clip": clip, "sigma": sigma} for clip in (1, None) for sigma in (0, 0.001)
+    ]
+    (defense,) = specs[1].build()
+    assert isinstance(defense, GradientNoise)
+    assert (defense.clip, defense.sigma) == (1, 0.001)
+    assert [str(s) for s in specs] == [
+        "gradient_noise:clip=1,sigma=0",
+        "gradient_noise:clip=1,sigma=0.001",
+        "gradient_noise:clip=none,sigma=0",
+        "gradient_noise:clip=none,sigma=0.001",
+    ]
+    assert [parse_defenses(str(s)) for s in specs] == [[s] for s in specs]
+
+
+def test_words_and_none() -> None:
+    (spec,) = parse_defenses("freeze:part=head+embeddings")
+    (defense,) = spec.build()
+    assert isinstance(defense, Freeze)
+    assert defense.part == "head+embeddings"
+    assert parse_defenses("none") == [DefenseSpec("none", {})]
+    assert parse_defenses("none")[0].build() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gradient_nose:sigma=1", r"no defence 'gradient_nose' \(did you mean 'gradient_noise'"),
+        ("gradient_noise:sigm=1", r"no setting 'sigm' \(did you mean 'sigma'\?\). It has: clip"),
+        ("gradient_noise:clip=1,sigma", r"'sigma' of .* must be setting=value"),
+        ("gradient_noise:clip=1,sigma=", r"must be setting=value"),
+        ("gradient_noise:clip=1,clip=2,sigma=0", r"'clip' is given twice"),
+        ("gradient_noise:clip=1,sigma=[1]", r"'\[1\]' is neither a number nor a word"),
+        ("gradient_noise:clip=-1,sigma=1", r"cannot be built: .*clip=-1 must be a positive"),
+        ("gradient_noise:clip=1", r"cannot be built: .*sigma"),
+        ("none:sigma=1", r"no defence 'none'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        parse_defenses(text)

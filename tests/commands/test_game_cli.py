@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
+
+from lightning_fedleak.cli import main
+from lightning_fedleak.commands.game import GameCommand, find_model
+from lightning_fedleak.games import GameError
+from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
+from tests.helpers.models import own_rng
+
+
+def many(n: int) -> list[str]:
+    """Different texts that need no more tokens than the first eight of theirs to tell apart."""
+    return [f"{i} {TEXTS[i % len(TEXTS)]}" for i in range(n)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_causal_lm(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "client.txt"
+    path.write_text("\n".join(many(60)))
+    return str(path)
+
+
+def save_bert(folder: Path, *, head: bool) -> str:
+    tokenizer = tiny_tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    with own_rng(0):
+        (BertForMaskedLM if head else BertModel)(config).save_pretrained(folder)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def played(command: GameCommand, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    assert command.run(console) == 0
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_plays_and_says_what_it_means(model: str, text: str, tmp_path: Path) -> None:
+    out = tmp_path / "game.json"
+    command = GameCommand(
+        model=model, text=text, attack=("fc", "fc-full"), layer=(0, 2), batch=8, tokens=16,
+        games=30, json=out,
+    )  # fmt: skip
+    printed = played(command)
+    content = json.loads(out.read_text())
+    assert content["pool"]["sentences"] == 60
+    by_name = {r["attack"]: r for r in content["results"]}
+    assert list(by_name) == ["fc@0", "fc-full@0", "fc@2", "fc-full@2"]
+    for name, result in by_name.items():
+        assert name in printed
+        assert result["games"] == len(result["bits"]) == len(result["scores"]) == 30
+        assert result["protocol"] == "game"
+        right = sum(b == g for b, g in zip(result["bits"], result["guesses"], strict=True))
+        assert result["right"] == right
+    assert by_name["fc-full@2"]["rates"]["accuracy"]["value"] == 1
+    assert by_name["fc@2"]["rates_without_collisions"]["auc"]["value"] == 1
+    collisions = by_name["fc@0"]["collisions"]
+    assert collisions > 0
+    assert f"Layer 0: in {collisions} of 30 games" in printed
+    accuracy = by_name["fc@0"]["rates"]["accuracy"]
+    shown = (f"{accuracy[end]:.3f}".removeprefix("0") for end in ("value", "low", "high"))
+    assert "{} [{}, {}]".format(*shown) in printed
+    assert "fair bit, random target" in printed
+    assert "dishonest" in printed
+    for line in Path(text).read_text().splitlines():
+        assert line not in printed
+        assert line not in out.read_text()
+
+
+def test_every_adversary_plays(model: str, text: str) -> None:
+    command = GameCommand(
+        model=model, text=text, attack=("fc", "attention", "trained"), layer=(1,), batch=6,
+        tokens=12, games=4,
+    )  # fmt: skip
+    printed = played(command)
+    assert all(f"{name}@1" in printed for name in command.attack)
+    # A quarter of the text is the server's.
+    assert "out of 45 different sentences" in printed
+    fewer = replace(command, attack=("fc",), pool=20)
+    assert "out of 20 different sentences" in played(fewer)
+
+
+def test_public_text_is_a_file_or_sampled(model: str, text: str, tmp_path: Path) -> None:
+    owned = tmp_path / "owned.txt"
+    owned.write_text("\n".join(many(80)[60:]))
+    settings = {
+        "model": model, "text": text, "attack": ("attention",), "layer": (1,), "batch": 6,
+        "tokens": 12, "games": 4,
+    }  # fmt: skip
+    for public in (str(owned), "sampled"):
+        assert "out of 60 different sentences" in played(GameCommand(public=public, **settings))
+    # What the server owns is no target.
+    owned.write_text("\n".join(many(80)[50:]))
+    assert "out of 50 different" in played(GameCommand(public=str(owned), **settings))
+
+
+def test_the_middle_layer_by_default_and_other_protocols(model: str, text: str) -> None:
+    settings = {"model": model, "text": text, "attack": ("fc",), "batch": 6, "tokens": 16}
+    assert "fc@1" in played(GameCommand(games=2, gradients="autograd", **settings))
+    printed = played(GameCommand(games=4, protocol="authors", **settings))
+    assert "the authors' code" in printed
+    assert printed.count(" 1 [") == 3
+    printed = played(GameCommand(games=4, relation="add_remove", **settings))
+    assert "the game that adds or removes" in printed
+    printed = played(GameCommand(games=4, position=3, precision="bf16", bos=0, **settings))
+    assert "(bf16)" in printed
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_encoders_are_played_with_and_without_a_head(head: bool, text: str, tmp_path: Path) -> None:
+    folder = save_bert(tmp_path, head=head)
+    assert find_model(folder, __import__("torch").float32).kind == (
+        "masked" if head else "classifier"
+    )
+    command = GameCommand(model=folder, text=text, attack=("fc",), batch=5, tokens=12, games=2)
+    assert "fc@1" in played(command)
+
+
+def test_errors_are_one_line(
+    model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n \n")
+    few = tmp_path / "few.txt"
+    few.write_text("\n".join(many(10)))
+    some = tmp_path / "some.txt"
+    some.write_text("\n".join(many(20)))
+    short = tmp_path / "short.txt"
+    short.write_text("Thanks.")
+    given = ["game", "--model", model, "--batch", "6", "--games", "2", "--tokens", "12"]
+    fc = [*given, "--attack", "fc"]
+    for arguments, message in (
+        ([*fc, "--text", str(empty)], "holds no text"),
+        ([*fc, "--text", str(tmp_path / "none.txt")], "there is no file"),
+        ([*fc, "--text", str(few), "--batch", "10"], "more than 10 distinct sentences"),
+        ([*fc, "--text", text, "--layer", "3"], "layer=3 is out of range"),
+        ([*fc, "--text", text, "--tokens", "65"], "longer than the model's context of 64"),
+        ([*fc, "--text", text, "--position", "30"], "--position 30"),
+        ([*fc, "--text", text, "--model", str(tmp_path)], "could be loaded from"),
+        ([*fc, "--text", text, "--protocol", "authors", "--tokens", "8"], "at least 11"),
+        ([*fc, "--text", text, "--json", str(tmp_path)], "no file in a folder that exists"),
+        ([*given, "--attack", "attention", "--text", str(some)], "public texts are too few"),
+        ([*given, "--attack", "attention", "--text", str(short)], "too few to give"),
+        (
+            [*given, "--attack", "attention", "--text", text, "--public", str(short)],
+            "cannot whiten",
+        ),
+    ):
+        assert main(arguments) == 1, arguments
+        error = capsys.readouterr().err
+        assert message in error, (arguments, error)
+        assert error.startswith("fedleak: ")
+        assert "Traceback" not in error
+
+
+def test_refuses_arguments_that_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--position", "first"], "'first' is not 'random', 'last' or a whole number"),
+        (["--layer", "-1"], "'-1' is not a whole number of at least 0"),
+        (["--attack", "magic"], "invalid choice: 'magic'"),
+        (["--games", "0"], "'0' is not a whole number of at least 1"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(["game", *arguments])
+        assert left.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_model_without_blocks_is_said(
+    monkeypatch: pytest.MonkeyPatch, text: str, model: str
+) -> None:
+    from lightning_fedleak.commands import game as game_cli
+
+    def bare(name, dtype):
+        return replace(find_model(name, dtype), blocks=(), block_names=())
+
+    monkeypatch.setattr(game_cli, "find_model", bare)
+    with pytest.raises(GameError, match="no transformer blocks"):
+        GameCommand(model=model, text=text, attack=("fc",), batch=5, games=2, layer=(1,)).run(
+            Console(file=io.StringIO())
+        )
+
+
+def test_defaults_run_on_what_is_on_board() -> None:
+    printed = played(GameCommand(games=6, batch=10, tokens=16))
+    assert "the embedded model" in printed
+    assert all(f"{name}@2" in printed for name in ("fc", "fc-full", "attention"))

@@ -1,0 +1,117 @@
+"""The budget of DP-SGD where the data change between two fits of one defence."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from lightning_fedleak.defenses.accounting.budget import Account, Budget, BudgetSpent
+from lightning_fedleak.defenses.accounting.ledger import Ledger
+from lightning_fedleak.defenses.base import DefenseError
+
+pytest.importorskip("opacus")
+
+TARGET, DELTA, STEPS = 2.0, 1e-3, 100
+
+
+def budget(kind: Account = "rdp") -> Budget:
+    return Budget(kind, None, TARGET, DELTA, seeded=False, harden_factor=2.0, most_notches=None)
+
+
+def fixed(noise: float, *, seeded: bool = False) -> Budget:
+    return Budget("rdp", noise, None, DELTA, seeded=seeded, harden_factor=2.0, most_notches=None)
+
+
+def spend(budget: Budget, most: int) -> int:
+    for released in range(most):
+        try:
+            budget.check_affords_another()
+        except BudgetSpent:
+            return released
+        budget.record(budget.noise_now)
+    return most
+
+
+@pytest.mark.parametrize(("kind", "saved"), [("rdp", False), ("rdp", True), ("filter", False)])
+def test_noise_is_found_anew_as_long_as_nothing_was_released(kind: Account, saved: bool) -> None:
+    """The first fit ends before its first release; the second has twenty times the batch size."""
+    own = budget(kind)
+    own.settle(0.01, DELTA, lambda: STEPS)
+    before = own.noise_now
+    if saved:
+        state, own = own.state_dict(), budget(kind)
+        own.load_state_dict(state, 0)
+    own.settle(0.2, DELTA, lambda: 2 * STEPS)
+    assert own.noise_now > 2 * before
+    assert spend(own, 3 * STEPS) == 2 * STEPS
+    assert own.privacy.epsilon <= TARGET
+
+
+def test_noise_found_for_a_smaller_sample_rate_covers_nothing_at_a_larger(tmp_path: Path) -> None:
+    """A checkpoint of before the first release, and a ledger with releases at another rate."""
+    first = budget()
+    first.settle(0.05, DELTA, lambda: STEPS)
+    Ledger(tmp_path / "ledger").record(first.noise_now, 0.2)
+    own = budget()
+    own.open_ledger(tmp_path / "ledger")
+    own.load_state_dict(first.state_dict(), 0)
+    own.settle(0.2, DELTA, lambda: STEPS)
+    assert own.noise_now == first.noise_now
+    assert 0 < spend(own, STEPS) < STEPS / 2
+    assert own.privacy.epsilon <= TARGET
+
+
+@pytest.mark.parametrize("through", ["checkpoint", "ledger"])
+def test_releases_with_noise_that_can_be_guessed_stay_infinite(
+    tmp_path: Path, through: str
+) -> None:
+    def made(seeded: bool) -> Budget:
+        own = fixed(1.0, seeded=seeded)
+        if through == "ledger":
+            own.open_ledger(tmp_path / "ledger")
+        return own
+
+    seeded = made(True)
+    seeded.settle(0.1, DELTA, lambda: STEPS)
+    assert spend(seeded, 3) == 3
+    resumed = made(False)
+    if through == "checkpoint":
+        resumed.load_state_dict(seeded.state_dict(), 3)
+    with pytest.raises(DefenseError, match="counts as 0"):
+        resumed.settle(0.1, DELTA, lambda: STEPS)
+    assert resumed.accountant.steps == 3
+    assert resumed.privacy.epsilon == math.inf
+    with pytest.raises(DefenseError, match="differ from those of earlier releases"):
+        resumed.record(resumed.noise_now)
+
+
+@pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.2), (2.0, 0.1)])
+def test_another_noise_or_rate_than_before_is_refused_at_setup(noise: float, rate: float) -> None:
+    first = fixed(1.0)
+    first.settle(0.1, DELTA, lambda: STEPS)
+    assert spend(first, 3) == 3
+    first.settle(0.1, DELTA, lambda: 2 * STEPS)
+    later, other = fixed(noise), fixed(noise)
+    later.load_state_dict(first.state_dict(), 3)
+    with pytest.raises(DefenseError, match=r"those of the 3 releases before, 1 and 0\.1"):
+        later.settle(rate, DELTA, lambda: STEPS)
+    other.settle(rate, DELTA, lambda: STEPS)  # restored after the loader was made
+    other.load_state_dict(first.state_dict(), 3)
+    with pytest.raises(DefenseError, match="batch_size"):
+        other.check_not_overdrawn()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_at_the_same_rate_it_covers_the_planned_steps(saved: bool) -> None:
+    own = budget()
+    own.settle(0.05, DELTA, lambda: STEPS)
+    assert spend(own, 30) == 30
+    if saved:
+        state, own = own.state_dict(), budget()
+        own.load_state_dict(state, 30)
+    own.settle(0.05, DELTA, lambda: STEPS)
+    assert spend(own, STEPS) == STEPS - 30
+    assert own.privacy.epsilon == pytest.approx(TARGET, rel=0.01)
+    assert own.privacy.epsilon <= TARGET

@@ -1,0 +1,463 @@
+"""ActivationNoise: its law, its gradient, checkpointing, compilation, streams and refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import dp_accounting
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.defenses import Defense, DefenseError
+from lightning_fedleak.defenses.activations.noise import ActivationNoise, _Remembered
+from lightning_fedleak.model_runs import undisturbed
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.defenses.activations.activation_runs import (
+    Passing,
+    batch,
+    context,
+    distance,
+    rewriting,
+    step,
+)
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.models import DIM, own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
+from tests.strategies.toy import trainer
+from tests.taps.test_activation_tap import checkpointed
+
+SIGMA = 0.3
+
+
+def noised(
+    model: nn.Module, defense: ActivationNoise, entropy: bytes = b"e" * 32, **fields: Any
+) -> tuple[Passing, Passing]:
+    """What comes to the layer and what leaves it, once the defence is set up."""
+    local = Passing(model, defense.layer)
+    defense.before_setup(context(CausalLMModule(model), entropy=entropy, **fields))
+    return local, Passing(model, defense.layer)
+
+
+def noise_of(defense: ActivationNoise, runs: int = 1, **fields: Any) -> Tensor:
+    """The noise of the next training forwards, flat."""
+    model = tiny_gpt2(layers=3, dropout=0.0)
+    local, shared = noised(model, defense, **fields)
+    for seed in range(runs):
+        step(model, batch(seed), defense=defense)
+    pairs = zip(local.seen, shared.seen, strict=True)
+    defense.teardown()
+    return torch.cat([(b - a).flatten() for a, b in pairs])
+
+
+@pytest.mark.parametrize("build", [tiny_gpt2, tiny_llama, tiny_bert_mlm, tiny_t5])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_every_number_that_leaves_has_the_noise_padding_too(build, layer: int) -> None:
+    model = build(layers=3).train()
+    defense = ActivationNoise(layer, SIGMA)
+    local, shared = noised(model, defense)
+    for seed in range(12):
+        step(model, batch(seed), defense=defense)
+    noise = torch.stack([b - a for a, b in zip(local.seen, shared.seen, strict=True)]) / SIGMA
+    assert noise.shape == (12, 4, 7, DIM)
+    low, high = scipy.stats.chi2.ppf([1e-5, 1 - 1e-5], noise.numel())
+    assert low < float(noise.double().square().sum()) < high
+    assert scipy.stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-5
+    padding = batch(0)["attention_mask"] == 0
+    assert 0.5 < float(noise[0][padding].std()) < 1.5
+
+
+def test_relative_noise_follows_each_dimension() -> None:
+    model = tiny_gpt2(layers=3, dropout=0.0)
+    with torch.no_grad():
+        model.transformer.wte.weight[:, 3] *= 50
+        model.transformer.wte.weight[:, 5] = 0.0
+        model.transformer.wpe.weight[:, 5] = 0.0
+    defense = ActivationNoise(0, SIGMA, relative=True)
+    local, shared = noised(model, defense)
+    for seed in range(30):
+        step(model, batch(seed), defense=defense)
+    units = []
+    for before, after in zip(local.seen, shared.seen, strict=True):
+        tokens = before.reshape(-1, DIM).double()
+        std = (tokens - tokens.mean(0)).square().mean(0).sqrt()
+        assert float(std[5]) == 0
+        assert torch.equal(after[..., 5], before[..., 5])
+        units.append(((after - before).double() / (SIGMA * std))[..., [0, 3, 9]])
+    unit = torch.cat([u.flatten() for u in units])
+    assert float(unit.std()) == pytest.approx(1.0, rel=0.05)
+    assert scipy.stats.kstest(unit.numpy(), "norm").pvalue > 1e-5
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("setting", [{}, {"relative": True}, {"clip": 0.1}, {"clip": 1e6}], ids=str)
+def test_the_gradient_is_that_of_a_constant_added(layer: int, setting: dict[str, Any]) -> None:
+    model = tiny_gpt2(layers=3).train()
+    defense = ActivationNoise(layer, SIGMA, **setting)
+    local, shared = noised(model, defense)
+    got = step(model, batch(), defense=defense)
+    clip = setting.get("clip")
+
+    def clipped(states: Tensor) -> Tensor:
+        if clip is None:
+            return states
+        norms = states.square().sum(-1, keepdim=True).sqrt()
+        return torch.where(norms > clip, states * clip / norms, states)
+
+    with torch.no_grad():
+        constant = shared.seen[0] - clipped(local.seen[0])
+    reference = tiny_gpt2(layers=3).train()
+    rewriting(reference, layer, lambda states: clipped(states) + constant)
+    assert distance(got, step(reference, batch())) < 1e-5
+    plain = step(tiny_gpt2(layers=3).train(), batch())
+    assert distance(plain, got) > 0.01
+
+
+def test_clip_bounds_what_the_noise_hides() -> None:
+    model = tiny_gpt2(layers=2, dropout=0.0)
+    defense = ActivationNoise(1, 0.0, clip=0.05)
+    local, shared = noised(model, defense)
+    step(model, batch(), defense=defense)
+    assert float(local.seen[0].norm(dim=-1).min()) > 0.05
+    torch.testing.assert_close(shared.seen[0].norm(dim=-1), torch.full((4, 7), 0.05))
+    with_noise = ActivationNoise(1, 2.0, clip=0.1)
+    noise = noise_of(with_noise, runs=10)
+    assert float(noise.std()) > 0.15
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("setting", [{}, {"relative": True}], ids=str)
+def test_checkpointing_gives_the_same_gradient(reentrant, inside, layer, setting) -> None:
+    """Several forwards in a step, two of them of the same text, whose noise differs."""
+    batches = [batch(1), batch(2), batch(1)]
+    plain = tiny_gpt2(layers=3, dropout=0.0).train()
+    defense = ActivationNoise(layer, SIGMA, **setting)
+    noised(plain, defense)
+    expected = step(plain, *batches, defense=defense)
+    model = checkpointed(tiny_gpt2(layers=3, dropout=0.0).train(), reentrant, inside)
+    again = ActivationNoise(layer, SIGMA, **setting)
+    noised(model, again)
+    assert distance(step(model, *batches, defense=again), expected) < 1e-5
+    assert again._forwards == {"training": 3, "inference": 0}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_the_test_above_is_about(reentrant: bool, monkeypatch) -> None:
+    """Fresh noise in the recomputation makes the gradient wrong."""
+    plain = tiny_gpt2(layers=3, dropout=0.0).train()
+    defense = ActivationNoise(0, SIGMA)
+    noised(plain, defense)
+    expected = step(plain, batch(), defense=defense)
+    monkeypatch.setattr(_Remembered, "find", lambda *_: 17)
+    model = checkpointed(tiny_gpt2(layers=3, dropout=0.0).train(), reentrant)
+    again = ActivationNoise(0, SIGMA)
+    noised(model, again)
+    assert distance(step(model, batch(), defense=again), expected) > 0.02
+
+
+def test_a_recomputation_of_unknown_states_is_refused() -> None:
+    model = checkpointed(tiny_gpt2(layers=3, dropout=0.0).train(), True)
+    defense = ActivationNoise(0, SIGMA)
+    noised(model, defense)
+    root = context(CausalLMModule(model))
+    loss = defense.on_training_step(lambda: model(**batch()).loss, None, root)
+    defense.on_training_step(lambda: model(**batch(2)).loss, None, root)
+    with pytest.raises(DefenseError, match="not those of one forward of this training step"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_two_losses_and_a_kept_graph(dropout: float) -> None:
+    """Backward twice through the same checkpointed forward, and with dropout."""
+    first, second = batch(1), batch(2)
+    found = []
+    for reentrant in (None, False):
+        model = tiny_gpt2(layers=3, dropout=dropout).train()
+        if reentrant is not None:
+            model = checkpointed(model, reentrant)
+        defense = ActivationNoise(0, SIGMA)
+        noised(model, defense)
+
+        def both(model: nn.Module = model) -> Tensor:
+            with own_rng(5):
+                return model(**first).loss + model(**second).loss.square()
+
+        loss = defense.on_training_step(both, None, context(CausalLMModule(model)))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert distance(found[1], found[0]) < 1e-5
+
+
+def test_noise_differs_by_client_process_forward_layer_name_base_and_kind() -> None:
+    draws = [
+        noise_of(ActivationNoise(layer, 1.0), client=client, process=process, entropy=entropy)
+        for layer in (0, 1)
+        for client in (0, 1)
+        for process in (0, 3)
+        for entropy in (b"a" * 32, b"b" * 32)
+    ]
+    other = ActivationNoise(1, 1.0)
+    other.name = "more_noise"
+    draws.append(noise_of(other, entropy=b"a" * 32))
+    kept = ActivationNoise(1, 1.0)
+    draws += [noise_of(kept, entropy=b"c" * 32) for _ in range(2)]  # a second fit, the same base
+    model = tiny_gpt2(layers=3, dropout=0.0)
+    local, shared = noised(model, ActivationNoise(1, 1.0), entropy=b"a" * 32)
+    with torch.no_grad():
+        model(**batch())
+    draws.append((shared.seen[0] - local.seen[0]).flatten())
+    n = draws[0].numel()
+    for i, first in enumerate(draws):
+        for second in draws[:i]:
+            assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 5 / math.sqrt(n)
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    noise_of(ActivationNoise(1, 1.0))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_half_precision() -> None:
+    model = tiny_llama(layers=2).bfloat16()
+    defense = ActivationNoise(1, 4.0)
+    local, shared = noised(model, defense)
+    for seed in range(10):
+        step(model, batch(seed), defense=defense)
+    assert shared.seen[0].dtype == torch.bfloat16
+    noise = torch.stack(
+        [(b.float() - a.float()) for a, b in zip(local.seen, shared.seen, strict=True)]
+    )
+    assert float(noise.std()) == pytest.approx(4.0, rel=0.03)
+    model = tiny_llama(layers=2)
+    defense = ActivationNoise(1, 0.5)
+    local, shared = noised(model, defense)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = step(model, batch(), defense=defense)
+    constant = shared.seen[0].float() - local.seen[0].float()
+    reference = tiny_llama(layers=2)
+    rewriting(reference, 1, lambda states: (states.float() + constant).to(states.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step(reference, batch())
+    assert distance(got, expected) < 0.02
+
+
+def compiled_blocks(model: nn.Module) -> nn.Module:
+    """Blocks compiled in place, hooks and all; a whole Hugging Face model takes much longer."""
+    for block in model.transformer.h:
+        block.compile(backend="eager")
+    return model
+
+
+def test_compiled_and_run_before_the_fit_and_clean_after_it() -> None:
+    """A graph that was compiled without the hook would go on without it, and one with it, with."""
+    root = CausalLMModule(tiny_gpt2(layers=1, dropout=0.0))
+    [block] = root.model.transformer.h
+    root.model.transformer = torch.compile(root.model.transformer, backend="eager")
+    clean = root.model(**batch()).loss
+    late: list[int] = []
+    handle = block.register_forward_hook(lambda *_: late.append(1))
+    root.model(**batch())
+    assert late == []  # this is what a defence must not do
+    handle.remove()
+    defense = ActivationNoise(1, 3.0)
+    defense.before_setup(context(root))
+    losses = [
+        float(defense.on_training_step(lambda: root.model(**batch()).loss, None, context(root)))
+        for _ in range(3)
+    ]
+    assert len({*losses, float(clean)}) == 4
+    defense.teardown()
+    assert torch.equal(root.model(**batch()).loss, clean)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_compiled_step_has_the_gradient_of_a_plain_one(layer: int) -> None:
+    found = []
+    for compiled in (False, True):
+        model = tiny_gpt2(layers=2, dropout=0.0).train()
+        defense = ActivationNoise(layer, SIGMA)
+        noised(compiled_blocks(model) if compiled else model, defense)
+        found.append(step(model, batch(), defense=defense))
+    assert distance(*found) < 1e-5
+    torch.compiler.reset()
+
+
+def test_the_servers_copy_has_no_noise() -> None:
+    model = tiny_gpt2(layers=2, dropout=0.0)
+    with torch.no_grad():
+        clean = model(**batch()).loss
+        noised(model, ActivationNoise(1, 3.0))
+        assert not torch.equal(model(**batch()).loss, clean)
+        with undisturbed(find_anatomy(model)):
+            assert torch.equal(model(**batch()).loss, clean)
+        assert not torch.equal(model(**batch()).loss, clean)
+
+
+class Measured(CausalLMModule):
+    """Keeps the losses of evaluations."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.seen.append(float(self.model(**batch).loss))
+
+    test_step = validation_step
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_in_a_trainer_it_acts_in_inference_unless_told_not_to(inference: bool) -> None:
+    model = Measured(tiny_gpt2(layers=2, dropout=0.0))
+    loader = random_token_loader(n=8)
+    clean = [float(model.model(**inputs).loss.detach()) for inputs in loader]
+    strategy = DefendedStrategy(defenses=[ActivationNoise(1, 5.0, inference=inference)])
+    run = trainer(strategy, max_steps=2)
+    for evaluate in (run.validate, run.test):
+        model.seen.clear()
+        evaluate(model, loader, verbose=False)
+        assert (model.seen == clean) is not inference
+    hooks = [len(m._forward_hooks) for m in model.modules()]
+    run.fit(model, loader)
+    assert [len(m._forward_hooks) for m in model.modules()] == hooks
+    assert [float(model.model(**inputs).loss.detach()) for inputs in loader] != clean
+
+
+@pytest.mark.parametrize("checkpoints", [None, False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_without_noise_the_run_is_the_plain_one(checkpoints, precision: str) -> None:
+    """With dropout: neither the hook nor its noise touches the global generator."""
+    found = []
+    for defenses in ([], [ActivationNoise(1, 0.0), ActivationNoise(0, 0.0)]):
+        torch.manual_seed(3)
+        model = tiny_gpt2(layers=2, dropout=0.2).train()
+        if checkpoints is not None:
+            model = checkpointed(model, checkpoints)
+        if defenses:
+            defenses[1].name = "at_the_embeddings"
+        run = trainer(DefendedStrategy(defenses=defenses), max_steps=3, precision=precision)
+        run.fit(CausalLMModule(model), random_token_loader())
+        found.append([*(p.detach() for p in model.parameters()), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Elsewhere(CausalLMModule):
+    """Runs its blocks in a way that no hook of the module sees."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        blocks = self.model.transformer.h
+        hidden = self.model.transformer.wte(batch["input_ids"])
+        for block in blocks:
+            hidden = hidden + block.mlp(block.ln_2(hidden))
+        loss: Tensor = self.model.lm_head(hidden).logsumexp(-1).mean()
+        return loss
+
+
+class ByHand(Elsewhere):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize("kind", [Elsewhere, ByHand])
+def test_a_step_that_no_hidden_states_passed_is_refused(kind) -> None:
+    model = kind(tiny_gpt2(layers=2, dropout=0.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    run = trainer(DefendedStrategy(defenses=[ActivationNoise(1, 1.0)]), max_steps=2)
+    with pytest.raises(DefenseError, match="no hidden states passed layer 1"):
+        run.fit(model, random_token_loader())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("sigma", [0.5, 2.0, 30.0])
+@pytest.mark.parametrize("positions", [1, 64])
+def test_epsilon_of_one_forward(sigma: float, positions: int) -> None:
+    """Google's dp-accounting: two states in a ball of radius C are at most 2 C apart."""
+    expected = dp_accounting.get_epsilon_gaussian(sigma / (2 * math.sqrt(positions)), 1e-6)
+    got = ActivationNoise(0, sigma, clip=7.0).epsilon(1e-6, positions=positions)
+    assert got == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_guarantees_nothing_says_so() -> None:
+    for defense in (
+        ActivationNoise(1, 1.0),
+        ActivationNoise(1, 1.0, relative=True),
+        ActivationNoise(1, 0.0, clip=1.0),
+    ):
+        assert defense.epsilon(1e-5) == math.inf
+        assert defense.guarantee.startswith("none")
+    assert not ActivationNoise(1, 1.0, clip=1.0).guarantee.startswith("none")
+    assert ActivationNoise(3, 1.0).activation_layers == (3,)
+
+
+def test_a_gate_turns_the_noise_up_and_a_resumed_run_keeps_it() -> None:
+    defense = ActivationNoise(1, 1.0, clip=1.0, most_notches=1)
+    before = float(noise_of(defense, runs=8).std())
+    epsilon = defense.epsilon(1e-5)
+    assert defense.can_harden
+    assert "2" in str(defense.harden())
+    assert defense.harden() is None
+    resumed = ActivationNoise(1, 1.0, clip=1.0)
+    resumed.load_state_dict(defense.state_dict())
+    assert float(noise_of(resumed, runs=8).std()) == pytest.approx(2 * before, rel=0.05)
+    assert resumed.epsilon(1e-5) == epsilon
+    assert not ActivationNoise(1, 0.0).can_harden
+
+
+class PerSample(Defense):
+    name, guarantee, per_sample = "per_sample", "a test's", True
+
+    def on_gradients(self, parameters, context) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ActivationNoise(-1, 1.0), "layer=-1"),
+        (lambda: ActivationNoise(True, 1.0), "layer=True"),
+        (lambda: ActivationNoise(1, -1.0), "sigma=-1.0"),
+        (lambda: ActivationNoise(1, math.inf), "sigma=inf"),
+        (lambda: ActivationNoise(1, 1.0, clip=0.0), "clip=0.0"),
+        (lambda: ActivationNoise(1, 1.0, relative=True, clip=1.0), "relative=False or clip=None"),
+        (
+            lambda: DefendedStrategy("auto", [PerSample(), ActivationNoise(1, 1.0, relative=True)]),
+            "per_sample needs samples that do not influence each other. Use relative=False",
+        ),
+        (
+            lambda: DefendedStrategy("auto", [ActivationNoise(1, 1.0), PerSample()]),
+            "an empty batch.*Put 'activation_noise' behind",
+        ),
+        (lambda: ActivationNoise(1, 1.0, harden_factor=1.0), "harden_factor=1.0"),
+        (
+            lambda: ActivationNoise(4, 1.0).before_setup(context(tiny_gpt2(layers=3))),
+            "ActivationNoise: layer=4 is out of range: the model has 3 blocks",
+        ),
+        (
+            lambda: ActivationNoise(1, 1.0).before_setup(context(nn.Linear(2, 2))),
+            "ActivationNoise: ",
+        ),
+    ],
+)
+def test_refusals(build, message: str) -> None:
+    with pytest.raises(DefenseError, match=message):
+        build()
+
+
+def test_relative_noise_on_one_token_is_refused() -> None:
+    model = tiny_gpt2(layers=2)
+    noised(model, ActivationNoise(1, 1.0, relative=True))
+    with pytest.raises(DefenseError, match="one token alone has no standard deviation"):
+        model(input_ids=torch.tensor([[5]]))

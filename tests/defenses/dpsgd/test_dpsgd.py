@@ -1,0 +1,608 @@
+"""DPSGD without Lightning: releases, canaries, settings, checks in the run."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fedleak.defenses import (
+    DPSGD,
+    BudgetSpent,
+    CanaryGradient,
+    DefenseContext,
+    DefenseError,
+    GradientNoise,
+)
+from lightning_fedleak.defenses.dpsgd import clipped_sum as update
+from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
+
+N, CLIP = 40, 0.3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with own_rng(0):
+            self.below, self.above = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.above(torch.tanh(self.below(x)))
+
+
+def data(n: int = N) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 6, generator=generator)
+    return TensorDataset(x, torch.randint(0, 3, (n,), generator=generator))
+
+
+class Run:
+    """What Lightning and DefendedStrategy do with one defence, in short."""
+
+    def __init__(
+        self,
+        defense: DPSGD,
+        root: nn.Module | None = None,
+        loader: Any = None,
+        **fields: Any,
+    ) -> None:
+        self.root = Net() if root is None else root
+        defaults: dict[str, Any] = {
+            "root": self.root,
+            "client": 0,
+            "clients": 1,
+            "device": torch.device("cpu"),
+            "precision": "32-true",
+            "step": 0,
+            "entropy": b"e" * 32,
+        }
+        self.defense, self.context = defense, DefenseContext(**{**defaults, **fields})
+        self.parameters = [p for p in self.root.parameters() if p.requires_grad]
+        defense.before_setup(self.context)
+        given = DataLoader(data(), batch_size=8) if loader is None else loader
+        self.loader = defense.on_dataloader(given, self.context)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.root(batch[0]), batch[1])
+
+    def backward(self, batch: Any) -> Tensor:
+        self.root.zero_grad()
+        loss = self.defense.on_training_step(lambda: self.loss(batch), batch, self.context)
+        loss.backward()
+        return loss
+
+    def release(self) -> Tensor:
+        self.defense.before_release()
+        with torch.no_grad():
+            self.defense.on_gradients(self.parameters, self.context)
+        return self.update()
+
+    def update(self) -> Tensor:
+        return torch.cat([p.grad.flatten() for p in self.parameters])
+
+    def step(self, batch: Any, lr: float = 0.1) -> Tensor:
+        self.backward(batch)
+        update = self.release()
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter -= lr * parameter.grad
+        return update
+
+    def one_by_one(self, batch: Any) -> Tensor:
+        """(B, d), the gradient of each sample's own loss."""
+        rows = []
+        for i in range(len(batch[0])):
+            loss = self.loss([value[i : i + 1] for value in batch])
+            rows.append(
+                torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.parameters)])
+            )
+        return torch.stack(rows)
+
+
+def first(samples: int) -> list[Tensor]:
+    return [value[:samples] for value in data().tensors]
+
+
+def clipped(rows: Tensor, clip: float = CLIP) -> Tensor:
+    return rows * (clip / rows.norm(dim=1).clamp(min=clip))[:, None]
+
+
+@pytest.mark.parametrize("clipping", ["auto", "per_sample", "ghost"])
+@pytest.mark.parametrize("samples", [1, 5, 12])
+def test_a_release_is_the_clipped_sum_over_the_expected_batch_size(clipping, samples) -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=0.0, clipping=clipping))
+    rows = run.one_by_one(first(samples))
+    assert bool((rows.norm(dim=1) > CLIP).any())
+    expected = clipped(rows).sum(0) / 8
+    torch.testing.assert_close(run.step(first(samples)), expected, rtol=1e-5, atol=1e-8)
+
+
+def test_one_sample_moves_a_release_by_no_more_than_the_clip() -> None:
+    with_it, without = first(9), first(8)
+    with_it[0] = with_it[0].clone()
+    with_it[0][8] *= 1e4
+    a, b = (Run(DPSGD(CLIP, noise_multiplier=0.0)).step(batch) for batch in (with_it, without))
+    distance = float((8 * (a - b)).norm())
+    assert distance == pytest.approx(CLIP, rel=1e-5)
+
+
+def test_the_noise_is_what_is_accounted_also_in_an_empty_batch() -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.5)
+    run, residues = Run(defense), []
+    for samples in [0, 5, 0, 12, 7] * 20:
+        batch = first(samples)
+        expected = clipped(run.one_by_one(batch)).sum(0) if samples else 0.0
+        residues.append((8 * run.step(batch, lr=1e-3) - expected) / (1.5 * CLIP))
+    residue = torch.cat(residues)
+    low, high = scipy.stats.chi2.ppf([1e-4, 1 - 1e-4], residue.numel())
+    assert low < float(residue.square().sum()) < high
+    assert scipy.stats.kstest(residue.numpy(), "norm").pvalue > 1e-4
+    assert defense.measured_noise_multiplier == pytest.approx(1.5, rel=0.4)
+    assert defense.releases == defense.privacy.releases == 100
+
+
+def test_an_empty_batch_does_not_run_the_module() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    called = []
+    loss = run.defense.on_training_step(lambda: called.append(1), first(0), run.context)
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert not called
+    assert bool(torch.isfinite(run.release()).all())
+
+
+def test_noise_differs_by_client_and_release_and_is_not_replayed() -> None:
+    draws = []
+    for client in range(2):
+        run = Run(DPSGD(CLIP, noise_multiplier=1.0), client=client, clients=2)
+        draws += [run.step(first(0), lr=0.01) for _ in range(2)]
+    resumed = DPSGD(CLIP, noise_multiplier=1.0)
+    resumed.load_state_dict(run.defense.state_dict())
+    later = Run(resumed, client=1, clients=2)
+    draws.append(later.step(first(0)))
+    for i, one in enumerate(draws):
+        assert all(not torch.isin(one, other).any() for other in draws[:i])
+    assert resumed.releases == resumed.privacy.releases == 3
+
+
+def test_a_seed_is_ignored_after_a_resume_without_state() -> None:
+    fresh, resumed = (DPSGD(CLIP, noise_multiplier=1.0, seed=3) for _ in range(2))
+    resumed.load_state_dict({})
+    a, b = Run(fresh).step(first(0)), Run(resumed).step(first(0))
+    assert not torch.isin(a, b).any()
+    assert fresh.privacy.epsilon == math.inf
+    assert resumed.privacy.epsilon < math.inf
+    assert "none" in fresh.guarantee
+
+
+@pytest.mark.parametrize(("trust", "share"), [("local", 1.0), ("central", 2.0)])
+def test_trust(trust: Any, share: float) -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0, trust=trust)
+    run = Run(defense, clients=4)
+    noise = torch.cat([8 * run.step(first(0), lr=0.01) / CLIP for _ in range(60)])
+    assert float(noise.std()) == pytest.approx(1 / share, rel=0.05)
+    assert defense.privacy.noise_multiplier == 1.0
+    assert ("only the sum" in defense.guarantee) == (trust == "central")
+
+
+# ---- the canary ------------------------------------------------------------------------------
+
+
+def test_a_canary_is_clipped_in_each_samples_norm_and_noised_alike() -> None:
+    defense = DPSGD(CLIP, noise_multiplier=0.7)
+    run = Run(defense)
+    batch = first(5)
+    own = run.one_by_one(batch)
+    generator = torch.Generator().manual_seed(2)
+    canary = CanaryGradient(torch.randn(5, 3, 4000, generator=generator) * 0.004)
+    run.backward(batch)
+    gradients = [p.grad.clone() for p in run.parameters]
+    first_look, second = (defense.on_canary(canary, run.parameters, run.context) for _ in range(2))
+    assert all(torch.equal(p.grad, g) for p, g in zip(run.parameters, gradients, strict=True))
+    for game in range(3):
+        joint = torch.cat([own, 5 * canary.samples[:, game]], dim=1)
+        expected = clipped(joint)[:, own.shape[1] :] / 8
+        torch.testing.assert_close(first_look.samples[:, game], expected, rtol=1e-4, atol=1e-8)
+    assert first_look.noise_std == pytest.approx(0.7 * CLIP / 8)
+    assert float(first_look.noise.std()) == pytest.approx(0.7 * CLIP / 8, rel=0.05)
+    product = first_look.noise * second.noise / first_look.noise_std**2
+    assert abs(float(product.mean())) < 5 / math.sqrt(product.numel())
+    update = run.release()
+    plain = Run(DPSGD(CLIP, noise_multiplier=0.7)).step(batch)
+    assert torch.equal(update, plain)
+
+
+def test_a_canary_of_other_samples_or_with_noise_is_unknown() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    run.backward(first(5))
+    with pytest.raises(DefenseError, match="4 samples in a batch of 5"):
+        run.defense.on_canary(CanaryGradient(torch.ones(4, 1, 2)), run.parameters, run.context)
+    noised = CanaryGradient(torch.ones(5, 1, 2), torch.ones(1, 2), 1.0)
+    with pytest.raises(DefenseError, match="cannot be clipped"):
+        run.defense.on_canary(noised, run.parameters, run.context)
+
+
+def test_a_canary_in_an_empty_batch_is_noise() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    run.backward(first(0))
+    found = run.defense.on_canary(
+        CanaryGradient(torch.zeros(0, 2, 500)), run.parameters, run.context
+    )
+    assert float(found.released.std()) == pytest.approx(CLIP / 8, rel=0.15)
+
+
+# ---- accounting ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_epsilon_is_that_of_the_releases(accountant: Any) -> None:
+    defense = DPSGD(CLIP, noise_multiplier=2.0, target_delta=1e-3, accountant=accountant)
+    run = Run(defense)
+    assert defense.privacy.epsilon == 0.0
+    for _ in range(10):
+        run.step(first(3))
+    privacy = defense.privacy
+    expected = defense.accountant.epsilon(1e-3)
+    assert (privacy.delta, privacy.sample_rate, privacy.releases) == (1e-3, 0.2, 10)
+    assert expected <= privacy.epsilon <= 1.05 * expected
+    without = DPSGD(CLIP, noise_multiplier=2.0, target_delta=1e-3, poisson=False)
+    assert Run(without).loader.batch_size == 8
+    assert without.privacy.sample_rate == 1.0
+
+
+def test_little_noise_is_accounted_as_none() -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1e-3)
+    Run(defense).step(first(3))
+    assert defense.privacy.epsilon == math.inf
+
+
+def trainer(**settings: Any) -> SimpleNamespace:
+    defaults = {
+        "gradient_clip_val": None,
+        "accumulate_grad_batches": 1,
+        "world_size": 1,
+        "max_epochs": 2,
+        "max_steps": -1,
+        "limit_train_batches": 1.0,
+        "optimizers": [],
+        "should_stop": False,
+        "train_dataloader": None,
+    }
+    return SimpleNamespace(**{**defaults, **settings})
+
+
+def test_the_budget_ends_the_run_before_it_is_overdrawn() -> None:
+    root = Net()
+    root._trainer = trainer()
+    defense = DPSGD(CLIP, target_epsilon=3.0, target_delta=1e-3, accountant="rdp")
+    run = Run(defense, root)
+    assert len(run.loader) == 5
+    for left in range(9, -1, -1):
+        run.step(first(3))
+        assert root._trainer.should_stop == (left == 0)
+    assert 2.9 < defense.privacy.epsilon <= 3.0
+    run.backward(first(3))
+    before = run.update()
+    with pytest.raises(BudgetSpent, match="after 10 releases one more would cost more"):
+        run.release()
+    assert torch.equal(run.update(), before)
+    assert defense.releases == defense.accountant.steps == 10
+    resumed = DPSGD(CLIP, target_epsilon=3.0, target_delta=1e-3, accountant="rdp")
+    resumed.load_state_dict(defense.state_dict())
+    assert resumed.noise_multiplier == defense.noise_multiplier
+    longer = Net()
+    longer._trainer = trainer(max_epochs=100)
+    with pytest.raises(BudgetSpent):
+        Run(resumed, longer).step(first(3))
+
+
+def test_on_budget_raise_does_not_stop_the_trainer() -> None:
+    root = Net()
+    root._trainer = trainer(max_steps=2)
+    defense = DPSGD(
+        CLIP, target_epsilon=3.0, target_delta=1e-3, accountant="rdp", on_budget="raise"
+    )
+    run = Run(defense, root)
+    run.step(first(3))
+    run.step(first(3))
+    assert not root._trainer.should_stop
+    with pytest.raises(BudgetSpent):
+        run.step(first(3))
+
+
+def test_a_ledger_remembers_what_a_checkpoint_forgot(tmp_path) -> None:
+    ledger = tmp_path / "releases"
+    defense = DPSGD(CLIP, noise_multiplier=1.0, ledger=ledger)
+    run = Run(defense)
+    run.step(first(3))
+    checkpoint = defense.state_dict()
+    run.step(first(3))
+    again = DPSGD(CLIP, noise_multiplier=1.0, ledger=ledger)
+    again.load_state_dict(checkpoint)
+    Run(again).step(first(3))
+    assert again.accountant.steps == 3
+
+
+def test_each_client_has_a_ledger_and_their_number_stays(tmp_path) -> None:
+    def begun(ledger: str, client: int, clients: int) -> DPSGD:
+        defense = DPSGD(CLIP, noise_multiplier=1.0, ledger=tmp_path / ledger)
+        Run(defense, client=client, clients=clients).step(first(3))
+        return defense
+
+    assert [begun("a", client, 2).accountant.steps for client in (0, 1, 1)] == [1, 1, 2]
+    assert begun("b", 0, 1).accountant.steps == begun("a.b", 0, 1).accountant.steps == 1
+    for ledger, clients in (("a", 1), ("a", 3), ("b", 2)):
+        with pytest.raises(DefenseError, match="another number of clients"):
+            begun(ledger, 0, clients)
+
+
+def test_releases_of_a_trusted_sum_are_not_accounted_as_each_clients_own() -> None:
+    def made(trust: Any) -> DPSGD:
+        return DPSGD(CLIP, noise_multiplier=1.0, trust=trust)
+
+    central, local = made("central"), made("local")
+    Run(central, clients=4).step(first(0))
+    Run(local, clients=4).step(first(0))
+    with pytest.raises(DefenseError, match="under trust='central'"):
+        made("local").load_state_dict(central.state_dict())
+    made("central").load_state_dict(central.state_dict())
+    made("central").load_state_dict(local.state_dict())
+
+
+# ---- sampling --------------------------------------------------------------------------------
+
+
+def test_batches_are_poisson_samples_that_go_on_in_the_next_loader() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    sampler = run.loader.batch_sampler
+    assert sampler.rate == 0.2
+    batches = list(run.loader)
+    assert len(batches) == 5
+    sizes = np.array([len(sampler.draw(step)) for step in range(2000)])
+    assert abs(sizes.mean() - 8) < 4 * math.sqrt(N * 0.2 * 0.8 / 2000)
+    again = run.defense.on_dataloader(DataLoader(data(), batch_size=8), run.context)
+    assert again.batch_sampler.step == 5
+    assert not torch.equal(torch.cat([b[0] for b in batches]), torch.cat([b[0] for b in again]))
+
+
+# ---- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "neither of noise_multiplier and target_epsilon"),
+        ({"noise_multiplier": 1.0, "target_epsilon": 1.0}, "both of noise_multiplier"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier=nan"),
+        ({"target_epsilon": 0.0, "target_delta": 1e-5}, "target_epsilon=0.0"),
+        ({"target_epsilon": math.inf, "target_delta": 1e-5}, "target_epsilon=inf"),
+        ({"target_epsilon": 1.0}, "means nothing without target_delta"),
+        ({"target_epsilon": 1.0, "target_delta": 0.0}, "target_delta=0.0"),
+        ({"noise_multiplier": 1.0, "target_delta": 1.0}, "target_delta=1.0"),
+        ({"noise_multiplier": 1.0, "max_grad_norm": 0.0}, "max_grad_norm=0.0"),
+        ({"noise_multiplier": 1.0, "clipping": "flat"}, "clipping='flat'"),
+        ({"noise_multiplier": 1.0, "trust": "none"}, "trust='none'"),
+        ({"noise_multiplier": 1.0, "on_budget": "warn"}, "on_budget='warn'"),
+        ({"noise_multiplier": 1.0, "loss": "any"}, "loss='any'"),
+        ({"noise_multiplier": 1.0, "accountant": "gdp"}, "gdp"),
+        ({"target_epsilon": 1.0, "target_delta": 1e-5, "seed": 1}, "no epsilon holds"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(DefenseError, match=message):
+        DPSGD(**{"max_grad_norm": 1.0, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "message"),
+    [
+        ({"gradient_clip_val": 1.0}, {}, "Leave gradient_clip_val out"),
+        ({"accumulate_grad_batches": 2}, {}, "Use accumulate_grad_batches=1 and a larger"),
+        ({}, {"precision": "16-mixed"}, "Use 'bf16-mixed'"),
+    ],
+)
+def test_a_trainer_that_breaks_the_guarantee(settings, fields, message: str) -> None:
+    root = Net()
+    root._trainer = trainer(**settings)
+    with pytest.raises(DefenseError, match=message):
+        Run(DPSGD(CLIP, noise_multiplier=1.0), root, **fields)
+
+
+def test_a_run_without_end_has_no_noise_for_an_epsilon() -> None:
+    root = Net()
+    root._trainer = trainer(max_epochs=-1)
+    with pytest.raises(DefenseError, match="max_epochs or max_steps"):
+        Run(DPSGD(CLIP, target_epsilon=1.0, target_delta=1e-4), root)
+
+
+@pytest.mark.parametrize("delta", [1 / N, 0.5])
+def test_delta_must_be_below_one_over_the_number_of_examples(delta: float) -> None:
+    with pytest.raises(DefenseError, match=r"target_delta=.* must be below 1 / 40"):
+        Run(DPSGD(CLIP, noise_multiplier=1.0, target_delta=delta))
+
+
+class Loose(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = nn.ParameterList([nn.Parameter(torch.ones(3))])
+
+
+def evaluated() -> nn.Module:
+    return tiny_llama().eval()
+
+
+def frozen() -> nn.Module:
+    return Net().requires_grad_(False)
+
+
+MODELS: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda: Loose(), {}, r"'scale' hang directly on the LightningModule.*module of their own"),
+    (lambda: nn.Sequential(Loose()), {}, "'0.scale' hang on a Loose that has layers inside"),
+    (lambda: Listed(), {}, "ParameterList, which computes nothing"),
+    (lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), {}, "Use GroupNorm or LayerNorm"),
+    (evaluated, {}, r"eval mode.*Call `model.train\(\)`"),
+    (frozen, {}, "every parameter is frozen"),
+    (lambda: nn.Sequential(nn.LSTM(3, 3)), {}, "opacus.layers.DPLSTM"),
+    (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), {}, "DPMultiheadAttention"),
+    (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {}, "`max_norm`"),
+    (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), {}, "`sparse`"),
+    (lambda: nn.Sequential(nn.Conv1d(3, 3, 1)), {"clipping": "ghost"}, "has no rule for '0'"),
+    (
+        lambda: nn.Sequential(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
+        {},
+        "track_running_stats=False",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "settings", "message"), MODELS)
+def test_a_model_without_per_sample_gradients(build, settings, message: str) -> None:
+    with pytest.raises(DefenseError, match=message):
+        Run(DPSGD(CLIP, noise_multiplier=1.0, **settings), build())
+
+
+@pytest.mark.parametrize("clipping", ["auto", "ghost"])
+def test_models_that_are_taken_and_left_as_they_were(clipping: Any) -> None:
+    for model in (tiny_gpt2(), tiny_bert_mlm(), nn.Sequential(nn.Linear(6, 3))):
+        model.train()
+        run = Run(DPSGD(CLIP, noise_multiplier=1.0, clipping=clipping), model)
+        run.defense.teardown()
+        run.defense.teardown()
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_frozen_layers_may_be_anything() -> None:
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False).eval()
+    run = Run(DPSGD(CLIP, noise_multiplier=0.0), model)
+    expected = clipped(run.one_by_one(first(4))).sum(0) / 8
+    torch.testing.assert_close(run.step(first(4)), expected)
+
+
+def test_it_must_come_before_what_acts_on_gradients() -> None:
+    defense, noise = DPSGD(CLIP, noise_multiplier=1.0), GradientNoise(1.0, 1.0)
+    defense.check_order([], [noise])
+    with pytest.raises(DefenseError, match="Put 'dpsgd' first"):
+        defense.check_order([noise], [])
+
+
+def test_two_batches_in_one_release_are_refused() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    run.backward(first(3))
+    with pytest.raises(DefenseError, match="own optimizer step"):
+        run.backward(first(3))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [(["a", "b"], "no tensors"), ([torch.ones(3), torch.ones(4)], r"first dimensions \[3, 4\]")],
+)
+def test_a_batch_whose_samples_cannot_be_counted(batch: Any, message: str) -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    with pytest.raises(DefenseError, match=message):
+        run.defense.on_training_step(lambda: None, batch, run.context)
+
+
+def test_a_loader_that_cannot_be_sampled() -> None:
+    with pytest.raises(DefenseError, match="needs a torch DataLoader, got list"):
+        Run(DPSGD(CLIP, noise_multiplier=1.0), loader=[1, 2])
+
+
+# ---- checks in the run -----------------------------------------------------------------------
+
+
+class Sneaky(Net):
+    """Uses a weight outside of its layer too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(F.linear(x, self.below.weight), self.above.weight)
+
+
+def test_a_weight_used_outside_of_its_layer_is_noticed() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0, loss="trusted"), Sneaky())
+    with pytest.raises(DefenseError, match="is not the sum of what its layer was seen to add"):
+        run.step(first(5))
+    assert run.defense.releases == 0
+
+
+def test_a_gradient_that_no_layer_explains_is_noticed() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    run.backward(first(5))
+    stray = nn.Parameter(torch.ones(3))
+    stray.grad = torch.ones(3)
+    run.parameters.append(stray)
+    with pytest.raises(DefenseError, match="came from no layer"):
+        run.release()
+
+
+def test_a_layer_that_comes_later_is_noticed() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    run.root.above = nn.Linear(8, 3)
+    run.parameters = list(run.root.parameters())
+    with pytest.raises(DefenseError, match=r"mean of per-sample means|came from no layer"):
+        run.step(first(5))
+
+
+def test_a_canary_among_several_processes_is_unknown() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=1))
+    run.backward(first(3))
+    run.defense._team.size = 2
+    with pytest.raises(DefenseError, match="use client='rank', or one process"):
+        run.defense.on_canary(CanaryGradient(torch.ones(3, 1, 2)), run.parameters, run.context)
+
+
+def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
+    model = nn.Sequential(nn.Linear(6, 2000))
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)
+    real = update.standard_normal
+    monkeypatch.setattr(update, "standard_normal", lambda *a: 0.9 * real(*a))
+    with pytest.raises(
+        DefenseError, match=r"noise measured has a standard deviation of 0\.(89|90|91)"
+    ):
+        run.step(first(0))
+
+
+def test_weights_that_do_not_move_are_noticed() -> None:
+    root = Net()
+    optimizer = torch.optim.SGD(root.parameters(), lr=0.0)
+    root._trainer = trainer(optimizers=[optimizer])
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0), root)
+    for _ in range(5):
+        run.step(first(3), lr=0.0)
+    optimizer.param_groups[0]["lr"] = 0.1
+    for _ in range(2):
+        run.step(first(3), lr=0.0)
+    with pytest.raises(DefenseError, match="weights did not move in 3 steps"):
+        run.step(first(3), lr=0.0)
+
+
+def test_several_loaders_at_once_are_refused() -> None:
+    root = Net()
+    root._trainer = trainer(train_dataloader={"a": 1, "b": 2})
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0), root)
+    with pytest.raises(DefenseError, match="2 training loaders"):
+        run.step(first(3))
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    before = torch.get_rng_state()
+    for _ in range(3):
+        run.step(first(4))
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,275 @@
+"""What one sample, a second release or another target could otherwise slip past DPSGD."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, default_collate
+
+from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError
+from lightning_fedleak.defenses.dpsgd import step as step_checks
+from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, data, first, trainer
+
+# ---- a batch without a loss ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (None, "returned no loss for a batch of 5"),
+        ({"log": 1.0}, "returned no loss for a batch of 5"),
+        (torch.ones(()), "a loss that needs no gradient"),
+        ({"loss": torch.ones(())}, "a loss that needs no gradient"),
+    ],
+)
+def test_a_batch_without_a_loss_is_not_released_as_noise_alone(output: Any, message: str) -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    with pytest.raises(DefenseError, match=message):
+        run.defense.on_training_step(lambda: output, first(5), run.context)
+    assert run.defense.releases == run.defense.accountant.steps == 0
+
+
+# ---- another target on resume ----------------------------------------------------------------
+
+
+def targeted(epsilon: float, delta: float = 1e-3, kind: Any = "rdp") -> DPSGD:
+    return DPSGD(CLIP, target_epsilon=epsilon, target_delta=delta, accountant=kind)
+
+
+def resumed(defense: DPSGD, state: Any) -> Run:
+    defense.load_state_dict(state)
+    root = Net()
+    root._trainer = trainer(max_epochs=100)
+    return Run(defense, root)
+
+
+def spent(releases: int) -> DPSGD:
+    """A run planned for 10 releases within 8."""
+    root = Net()
+    root._trainer = trainer()
+    run = Run(targeted(8.0), root)
+    for _ in range(releases):
+        run.step(first(3))
+    return run.defense
+
+
+def test_a_lower_target_on_resume_is_held_from_its_own_count() -> None:
+    state = spent(1).state_dict()
+    lower = targeted(6.0)
+    run = resumed(lower, state)
+    most = 1
+    while lower.accountant.allows(6.0, 1e-3, lower.noise_multiplier, 0.2, most):
+        most += 1
+    assert 2 <= most <= 9
+    for _ in range(most - 1):
+        run.step(first(3))
+    with pytest.raises(BudgetSpent, match=f"after {most} releases one more would cost"):
+        run.step(first(3))
+    assert lower.privacy.epsilon <= 6.0
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: targeted(4.0), lambda: targeted(8.0, 1e-6)], ids=["epsilon", "delta"]
+)
+def test_a_target_that_is_spent_already_is_refused_at_setup(other: Any) -> None:
+    state = spent(10).state_dict()
+    with pytest.raises(BudgetSpent, match=r"10 releases of the checkpoint or ledger cost"):
+        resumed(other(), state)
+    same = resumed(targeted(8.0), state)
+    with pytest.raises(BudgetSpent, match="after 10 releases"):
+        same.step(first(3))
+
+
+def test_a_checkpoint_that_does_not_name_its_target_covers_nothing() -> None:
+    state = spent(10).state_dict()
+    del state["covered_target"]
+    with pytest.raises(BudgetSpent, match="cost epsilon"):
+        resumed(targeted(4.0), state)
+
+
+# ---- a loss that changes ---------------------------------------------------------------------
+
+
+def contrastive(hidden: Tensor) -> Tensor:
+    return F.cross_entropy(hidden @ hidden.T, torch.arange(len(hidden)))
+
+
+def over_samples(hidden: Tensor) -> Tensor:
+    return -hidden.softmax(0).log().mean()
+
+
+def over_classes(hidden: Tensor) -> Tensor:
+    return -hidden.softmax(1).log().mean()
+
+
+@pytest.mark.parametrize("before", [F.cross_entropy, None], ids=["cross-entropy", "softmax"])
+@pytest.mark.parametrize("mixing", [contrastive, over_samples])
+def test_a_loss_that_mixes_samples_is_refused_from_whichever_step(before: Any, mixing: Any) -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+
+    def good(batch: Any) -> Tensor:
+        hidden = run.root(batch[0])
+        return over_classes(hidden) if before is None else before(hidden, batch[1])
+
+    run.loss = good
+    for _ in range(3):
+        run.step(first(5))
+    run.loss = lambda batch: mixing(run.root(batch[0]))
+    with pytest.raises(DefenseError, match="as in contrastive learning"):
+        run.step(first(5))
+    assert run.defense.releases == 3
+
+
+def test_what_changes_without_a_new_form_is_looked_for_now_and_then(monkeypatch) -> None:
+    monkeypatch.setattr(step_checks, "CHECK_EVERY", 6)
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    partners = torch.eye(5)
+
+    def paired(batch: Any) -> Tensor:
+        hidden = run.root(batch[0])
+        return (hidden * (partners @ hidden)).mean(1).mean()
+
+    run.loss = paired
+    for step in range(6):
+        partners = torch.eye(5) if step < 2 else torch.eye(5).roll(1, 0)
+        run.step(first(5))
+    with pytest.raises(DefenseError, match="as in contrastive learning"):
+        run.step(first(5))
+    assert run.defense.releases == 6
+
+
+# ---- the loader ------------------------------------------------------------------------------
+
+
+def twice(examples: list[Any]) -> Any:
+    return default_collate(examples + examples)
+
+
+LOADERS: list[tuple[dict[str, Any], str]] = [
+    ({"sampler": RandomSampler(data(), replacement=True), "batch_size": 8}, "RandomSampler"),
+    ({"sampler": RandomSampler(data(), num_samples=90), "batch_size": 8}, "RandomSampler"),
+    ({"sampler": [0, 0, 1], "batch_size": 2}, "sampler list"),
+]
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize(("settings", "message"), LOADERS)
+def test_a_loader_that_gives_an_example_twice_is_refused(settings, message, poisson) -> None:
+    given = DataLoader(data(), **settings)
+    with pytest.raises(DefenseError, match=f"{message} chooses examples in its own way"):
+        Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=poisson), loader=given)
+
+
+def test_without_poisson_a_row_is_an_example_and_the_loader_stays() -> None:
+    given = DataLoader(data(), batch_size=8, shuffle=True, drop_last=True)
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=False), loader=given)
+    assert run.loader is not given
+    assert type(given.collate_fn) is not type(run.loader.collate_fn)
+    seen = torch.cat([batch[0] for batch in run.loader])
+    assert len(seen) == len(torch.unique(seen, dim=0)) == 40
+    doubled = DataLoader(data(), batch_size=8, collate_fn=twice)
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=False), loader=doubled)
+    with pytest.raises(DefenseError, match="16 rows of 8 examples"):
+        next(iter(run.loader))
+
+
+# ---- one batch, one release ------------------------------------------------------------------
+
+
+def test_a_batch_is_released_once() -> None:
+    run, batch = Run(DPSGD(CLIP, noise_multiplier=1.0)), first(5)
+    run.step(batch)
+    with pytest.raises(DefenseError, match="this batch was released already"):
+        run.step(batch)
+    assert run.defense.accountant.steps == 1
+    run.step(first(5))
+    each = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=False))
+    each.step(batch)
+    each.step(batch)
+    assert each.defense.accountant.history == ((1.0, 1.0, 2),)
+
+
+# ---- several clients -------------------------------------------------------------------------
+
+
+def sharded(client: int, n: int = 5, batch_size: int = 2) -> DataLoader[Any]:
+    sampler = DistributedSampler(data(n), num_replicas=2, rank=client)
+    return DataLoader(sampler.dataset, batch_size=batch_size, sampler=sampler)
+
+
+def test_under_central_trust_all_clients_divide_alike() -> None:
+    """Else the sample on the larger share's client weighs more than the noise was made for."""
+    released = []
+    for client in range(2):
+        defense = DPSGD(CLIP, noise_multiplier=0.0, trust="central", target_delta=1e-3)
+        run = Run(defense, loader=sharded(client), client=client, clients=2)
+        assert len(run.loader.batch_sampler.shard) == 3 - client
+        released.append(run.step(first(1)))
+    assert torch.equal(released[0], released[1])
+    assert float(released[0].norm()) == pytest.approx(CLIP / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_clients_that_may_share_examples_are_warned(poisson: bool) -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0, poisson=poisson)
+    assert "pays at each of them" in defense.guarantee
+    with pytest.warns(UserWarning, match="2 clients, and no DistributedSampler splits"):
+        Run(defense, clients=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Run(defense, loader=sharded(0), clients=2)
+        Run(defense)
+
+
+# ---- what leaves without noise ---------------------------------------------------------------
+
+
+class Averaging(Net):
+    """Keeps an average of its inputs, written in place or anew."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6))
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            if self.in_place:
+                self.average.lerp_(x.detach().mean(0), 0.1)
+            else:
+                self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_a_batch_changes_is_refused(in_place: bool) -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0), Averaging(in_place))
+    with pytest.raises(DefenseError, match="changed the buffer 'average'"):
+        run.step(first(5))
+    assert run.defense.releases == 0
+
+
+def test_buffers_that_stay_are_taken() -> None:
+    root = Averaging(in_place=True)
+    root.training = False
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0), root)
+    run.step(first(5))
+    run.step(first(0))
+    assert run.defense.releases == 2
+
+
+class Whitened(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+def test_statistics_of_the_batch_without_a_gradient_are_not_seen() -> None:
+    """As docs/dpsgd.md says: the test holds what is not promised."""
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0), Whitened())
+    run.step(first(5))
+    assert run.defense.releases == 1

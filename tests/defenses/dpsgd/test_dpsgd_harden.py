@@ -1,0 +1,440 @@
+"""DPSGD whose noise is turned up in the run, and the budget that allows it."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.defenses import (
+    DPSGD,
+    BudgetSpent,
+    CanaryGradient,
+    DefenseError,
+    GradientNoise,
+    RenyiFilter,
+)
+from lightning_fedleak.defenses.dpsgd import clipped_sum as update
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.callbacks.runs import Probe
+from tests.callbacks.runs import fit as fit_watched
+from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, first, trainer
+from tests.helpers.lightning_modules import random_token_loader
+from tests.strategies.dpsgd_runs import CausalLM
+
+EPSILON, DELTA = 3.0, 1e-3
+
+
+def filtered(sigma: float | None = 6.0, **given: Any) -> DPSGD:
+    budget = {"target_epsilon": EPSILON, "target_delta": DELTA}
+    return DPSGD(CLIP, noise_multiplier=sigma, accountant="filter", **{**budget, **given})
+
+
+def rdp(sigma: float, rate: float, order: float) -> float:
+    """Renyi divergence of the sampled Gaussian from the Gaussian, by its integral."""
+
+    def density(x: float) -> float:
+        ratio = 1 - rate + rate * math.exp((2 * x - 1) / (2 * sigma**2))
+        return scipy.stats.norm.pdf(x, scale=sigma) * ratio**order
+
+    far = order + 12 * sigma
+    value, _ = scipy.integrate.quad(density, -far, far, epsabs=0, epsrel=1e-11, limit=500)
+    return math.log(value) / (order - 1)
+
+
+def allowed(order: float) -> float:
+    """The budget at an order: what epsilon leaves after the conversion at delta."""
+    paid = math.log((order - 1) / order) - (math.log(DELTA) + math.log(order)) / (order - 1)
+    return EPSILON - paid
+
+
+def order_of(defense: DPSGD) -> float:
+    assert isinstance(defense.accountant, RenyiFilter)
+    (order,) = defense.accountant.orders
+    return order
+
+
+def through_a_file(defense: DPSGD) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(defense.state_dict(), file)
+    file.seek(0)
+    state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
+# ---- the noise -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.5])
+def test_the_next_update_has_the_noise_of_one_notch_more(factor: float) -> None:
+    plain, hardened = (filtered(harden_factor=factor) for _ in range(2))
+    a, b = Run(plain), Run(hardened)
+    assert torch.equal(a.step(first(0)), b.step(first(0)))
+    assert hardened.harden() == f"dpsgd: noise multiplier 6 -> {6 * factor:g}"
+    assert hardened.privacy.noise_multiplier == 6 * factor
+    before, after = a.step(first(0)), b.step(first(0))
+    torch.testing.assert_close(after, factor * before, rtol=1e-6, atol=0.0)
+    noise = 8 * after / (6 * factor * CLIP)
+    low, high = scipy.stats.chi2.ppf([1e-4, 1 - 1e-4], noise.numel())
+    assert low < float(noise.square().sum()) < high
+
+
+def test_the_first_release_after_a_notch_is_measured_against_the_new_noise() -> None:
+    defense = filtered()
+    run = Run(defense)
+    run.step(first(0))
+    old = defense.measured_noise_multiplier
+    run.step(first(0))
+    assert defense.measured_noise_multiplier == old
+    assert defense.harden() is not None
+    run.step(first(0))
+    assert defense.measured_noise_multiplier == pytest.approx(12.0, rel=0.4)
+    assert old == pytest.approx(6.0, rel=0.4)
+
+
+def test_noise_that_did_not_follow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    defense = filtered(harden_factor=8.0)
+    run = Run(defense)
+    run.step(first(0))
+    assert defense.harden() is not None
+    normal = update.standard_normal
+    monkeypatch.setattr(update, "standard_normal", lambda *given: normal(*given) / 8)
+    with pytest.raises(DefenseError, match="the noise measured has a standard deviation of 0"):
+        run.step(first(0))
+
+
+def test_each_client_turns_up_its_share_of_the_noise() -> None:
+    alone, shared = filtered(), filtered(trust="central")
+    updates = []
+    for defense, clients in ((alone, 1), (shared, 4)):
+        run = Run(defense, clients=clients)
+        assert defense.harden() is not None
+        updates.append(run.step(first(0)) * run.defense._sampling.expected)
+    torch.testing.assert_close(updates[1] * 2, updates[0], rtol=1e-5, atol=1e-6)
+    assert alone.accountant.history[0][0] == shared.accountant.history[0][0] == 12.0
+
+
+def test_a_canary_gets_the_noise_that_the_update_gets() -> None:
+    def noised(notches: int) -> torch.Tensor:
+        defense = filtered()
+        run = Run(defense)
+        run.backward(first(0))
+        for _ in range(notches):
+            assert defense.harden() is not None
+        canary = CanaryGradient(torch.zeros(0, 2, 50))
+        return defense.on_canary(canary, run.parameters, run.context).released
+
+    torch.testing.assert_close(noised(2), 4 * noised(0), rtol=1e-6, atol=0.0)
+
+
+def test_it_is_as_strong_as_it_gets() -> None:
+    defense = filtered(most_notches=2)
+    Run(defense)
+    assert [defense.harden() is None for _ in range(4)] == [False, False, True, True]
+    assert defense.noise_multiplier_now == 24.0
+    assert not filtered(most_notches=0).can_harden
+    endless = filtered(harden_factor=1e3)
+    Run(endless)
+    assert [endless.harden() is None for _ in range(3)] == [False, True, True]
+
+
+# ---- the budget ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_the_account_is_the_sum_of_renyi_divergences_at_one_order(poisson: bool) -> None:
+    defense = filtered(poisson=poisson)
+    run = Run(defense)
+    order, rate = order_of(defense), 0.2 if poisson else 1.0
+    spent = 0.0
+    for step in range(5):
+        if step in (2, 3):
+            assert defense.harden() is not None
+        sigma = 6.0 * 2 ** sum(step >= notch for notch in (2, 3))
+        run.step(first(3))
+        spent += rdp(sigma, rate, order)
+        assert defense.share_spent == pytest.approx(spent / allowed(order), rel=1e-6)
+    if not poisson:
+        by_hand = order / 2 * (2 / 6**2 + 1 / 12**2 + 2 / 24**2)
+        assert spent == pytest.approx(by_hand, rel=1e-6)
+    assert order_of(defense) == order
+    assert {s: n for s, _, n in defense.accountant.history} == {6.0: 2, 12.0: 1, 24.0: 2}
+
+
+@given(notches=st.lists(st.booleans(), min_size=1, max_size=12), sigma=st.floats(2.5, 8.0))
+@settings(deadline=None, max_examples=15)
+def test_no_release_is_made_beyond_the_budget(notches: list[bool], sigma: float) -> None:
+    defense = filtered(sigma, target_epsilon=EPSILON, poisson=False, on_budget="raise")
+    run = Run(defense)
+    order = order_of(defense)
+    spent = 0.0
+    for notch in notches:
+        if notch:
+            assert defense.harden() is not None
+        cost = order / (2 * defense.noise_multiplier_now**2)
+        if spent + cost <= allowed(order) * (1 - 1e-9):
+            run.step(first(0), lr=1e-3)
+            spent += cost
+        elif spent + cost > allowed(order) * (1 + 1e-9):
+            run.backward(first(0))
+            before = run.root.below.weight.detach().clone()
+            with pytest.raises(BudgetSpent, match="one more would cost more"):
+                run.release()
+            assert torch.equal(before, run.root.below.weight)
+            defense._step.released()
+    assert defense.share_spent == pytest.approx(spent / allowed(order), rel=1e-6)
+    assert defense.privacy.epsilon == EPSILON
+
+
+def test_a_notch_makes_room_for_more_releases() -> None:
+    def releases(harden_after: int | None) -> int:
+        root = Net()
+        root._trainer = trainer(max_epochs=100)
+        defense = filtered(sigma=4.0, poisson=False)
+        run = Run(defense, root)
+        for step in range(400):
+            if step == harden_after:
+                assert defense.harden() is not None
+            run.step(first(0), lr=1e-3)
+            if root._trainer.should_stop:
+                break
+        with pytest.raises(BudgetSpent):
+            run.step(first(0))
+        assert defense.share_spent is not None
+        assert 0 < defense.share_spent <= 1
+        return defense.releases
+
+    plain, hardened = releases(None), releases(1)
+    assert plain >= 2
+    assert hardened >= 1 + 4 * (plain - 1)
+
+
+def test_noise_for_the_planned_steps_is_that_of_rdp_and_fits_them() -> None:
+    def planned(accountant: Any) -> Run:
+        root = Net()
+        root._trainer = trainer()
+        return Run(DPSGD(CLIP, None, EPSILON, DELTA, accountant=accountant), root)
+
+    run = planned("filter")
+    root, defense = run.root, run.defense
+    assert defense.noise_multiplier == planned("rdp").defense.noise_multiplier
+    for left in range(9, -1, -1):
+        run.step(first(0))
+        assert root._trainer.should_stop == (left == 0)
+    assert defense.share_spent is not None
+    assert 0.99 < defense.share_spent <= 1
+    assert defense.privacy.releases == 10
+
+
+def test_what_is_promised_is_the_budget_from_the_first_step_on() -> None:
+    defense = filtered()
+    with pytest.raises(DefenseError, match="known once a fit has begun"):
+        defense.privacy
+    run = Run(defense)
+    assert defense.privacy.epsilon == EPSILON
+    assert defense.share_spent == 0.0
+    run.step(first(3))
+    assert (defense.privacy.epsilon, defense.privacy.delta) == (EPSILON, DELTA)
+    assert "fixed before the run" in defense.guarantee
+    assert DPSGD(CLIP, 1.0).share_spent is None
+
+
+def test_the_budget_holds_against_an_adversary_who_sees_every_release() -> None:
+    """Notches that are chosen by the privacy loss so far, at full batches, simulated.
+
+    Under "member" E[max(0, 1 - exp(epsilon - loss))] is the delta at epsilon.
+    """
+    rng = np.random.default_rng(0)
+    runs, losses = 1000, []
+    for _ in range(runs):
+        account = RenyiFilter(1.0, 1e-2, None)
+        account.begin(6.0, 1.0)
+        loss, notches = 0.0, 0
+        while account.allows(6.0 * 2**notches, 1.0) and account.steps < 30:
+            sigma = 6.0 * 2**notches
+            account.step(sigma, 1.0)
+            loss += rng.standard_normal() / sigma + 1 / (2 * sigma**2)
+            notches = min(3, notches + (loss < 0))
+        losses.append(loss)
+    found = np.array(losses)
+    assert found.std() > 0.1
+    assert np.maximum(0.0, 1 - np.exp(1.0 - found)).mean() <= 1e-2
+
+
+# ---- resuming --------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_stays_hardened_and_forgets_nothing() -> None:
+    defense = filtered()
+    run = Run(defense)
+    run.step(first(0))
+    assert defense.harden() is not None
+    run.step(first(0))
+    resumed = filtered()
+    resumed.load_state_dict(through_a_file(defense))
+    again = Run(resumed)
+    assert resumed.notches == 1
+    assert resumed.noise_multiplier_now == 12.0
+    assert resumed.share_spent == defense.share_spent
+    assert order_of(resumed) == order_of(defense)
+    torch.testing.assert_close(again.step(first(0)), run.step(first(0)), rtol=1e-5, atol=1e-6)
+    resumed.load_state_dict({"releases": 0, "notches": 0})
+    assert (resumed.notches, resumed.accountant.steps, resumed.releases) == (1, 3, 3)
+
+
+def test_noise_that_was_found_is_kept_and_noise_that_is_given_is_taken() -> None:
+    root = Net()
+    root._trainer = trainer()
+    found = filtered(sigma=None)
+    Run(found, root).step(first(0))
+    longer = Net()
+    longer._trainer = trainer(max_epochs=50)
+    resumed, given_ = filtered(sigma=None), filtered(sigma=20.0)
+    for defense in (resumed, given_):
+        defense.load_state_dict(through_a_file(found))
+        Run(defense, longer).step(first(0))
+        assert order_of(defense) == order_of(found)
+        assert defense.accountant.steps == 2
+    assert resumed.noise_multiplier == found.noise_multiplier
+    assert given_.noise_multiplier == 20.0
+    assert {20.0, found.noise_multiplier} == {s for s, _, _ in given_.accountant.history}
+
+
+def test_a_ledger_remembers_each_release_with_its_noise(tmp_path: Path) -> None:
+    ledger = tmp_path / "releases"
+    defense = filtered(ledger=ledger)
+    run = Run(defense)
+    run.step(first(0))
+    checkpoint = through_a_file(defense)
+    assert defense.harden() is not None
+    run.step(first(0))
+    again = filtered(ledger=ledger)
+    again.load_state_dict(checkpoint)
+    Run(again)
+    assert again.share_spent == defense.share_spent
+    without_checkpoint = filtered(sigma=50.0, ledger=ledger)
+    Run(without_checkpoint)
+    assert without_checkpoint.accountant.history == ((6.0, 0.2, 1), (12.0, 0.2, 1))
+    assert order_of(without_checkpoint) == order_of(defense)
+
+
+def test_a_budget_that_changes_is_refused() -> None:
+    defense = filtered()
+    Run(defense).step(first(0))
+    with pytest.raises(DefenseError, match=r"checkpoint's budget is \(epsilon=3.0"):
+        filtered(target_epsilon=4.0).load_state_dict(through_a_file(defense))
+    with pytest.raises(DefenseError, match="made under accountant='filter'"):
+        DPSGD(CLIP, 6.0).load_state_dict(through_a_file(defense))
+    plain = DPSGD(CLIP, 6.0, target_delta=DELTA)
+    Run(plain).step(first(0))
+    with pytest.raises(DefenseError, match="not made under accountant='filter'"):
+        filtered().load_state_dict(through_a_file(plain))
+
+
+def test_orders_that_change_are_refused() -> None:
+    account = RenyiFilter(EPSILON, DELTA, (4.0, 8.0))
+    with pytest.raises(DefenseError, match="differ from those of the checkpoint"):
+        RenyiFilter(EPSILON, DELTA, (4.0,)).load_state_dict(account.state_dict())
+    unfixed = RenyiFilter(EPSILON, DELTA, None)
+    with pytest.raises(DefenseError, match="call begin first"):
+        unfixed.allows(6.0, 0.2)
+    unfixed.load_state_dict(account.state_dict())
+    unfixed.begin(6.0, 0.2)
+    assert unfixed.orders == (4.0, 8.0)
+
+
+# ---- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"target_epsilon": None}, "Give target_epsilon and target_delta"),
+        ({"target_epsilon": None, "target_delta": None}, "Give target_epsilon and target_delta"),
+        ({"target_delta": None}, "means nothing without target_delta"),
+        ({"harden_factor": 1.0}, "harden_factor=1.0"),
+        ({"harden_factor": math.inf}, "harden_factor=inf"),
+        ({"most_notches": -1}, "most_notches=-1"),
+        ({"most_notches": 1.5}, "most_notches=1.5"),
+        ({"seed": 1}, "no epsilon holds"),
+    ],
+)
+def test_settings_that_cannot_be_meant(given_: dict[str, Any], message: str) -> None:
+    with pytest.raises(DefenseError, match=message):
+        filtered(**given_)
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.01, 0.1])
+def test_noise_that_spends_the_budget_at_once_is_refused_at_setup(sigma: float) -> None:
+    with pytest.raises(DefenseError, match="more noise is needed"):
+        Run(filtered(sigma, poisson=False))
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_other_accountants_turn_nothing_up(accountant: Any) -> None:
+    defense = DPSGD(CLIP, 1.0, accountant=accountant)
+    run = Run(defense)
+    assert not defense.can_harden
+    assert defense.harden() is None
+    assert defense.noise_multiplier_now == 1.0
+    run.step(first(0))
+    defense.noise_multiplier = 2.0
+    with pytest.raises(DefenseError, match="use a RenyiFilter"):
+        run.step(first(0))
+
+
+# ---- a gate ----------------------------------------------------------------------------------
+
+
+def watched(
+    tmp_path: Path, *defenses: Any, every: int = 1, at_most: float = -1.0, **settings: Any
+) -> tuple[Any, RiskGate, Probe]:
+    probe = Probe()
+    monitor = LeakageMonitor(probe, every_n_steps=every)
+    gate = RiskGate("leakage/probe/f1", at_most=at_most, action="harden")
+    run = fit_watched(
+        [monitor, gate],
+        tmp_path,
+        module=CausalLM(),
+        strategy=DefendedStrategy("auto", list(defenses)),
+        **settings,
+    )
+    return run, gate, probe
+
+
+def test_a_gate_turns_dpsgd_up_and_a_resumed_run_stays_so(tmp_path: Path) -> None:
+    roomy: dict[str, Any] = {"target_epsilon": 8.0, "target_delta": 1e-3}
+    # A Poisson batch of 20 of 160 is never empty: an empty one would put a look off.
+    data = random_token_loader(160, batch_size=20)
+    defense = filtered(20.0, harden_factor=4.0, most_notches=4, **roomy)
+    with pytest.warns(UserWarning, match="dpsgd: noise multiplier 20 -> 80"):
+        run, gate, probe = watched(tmp_path, defense, every=2, max_steps=4, loader=data)
+    assert gate.notches == defense.notches == 2
+    assert [n for _, _, n in defense.accountant.history] == [1, 2, 1]
+    assert [s for s, _, _ in defense.accountant.history] == [20.0, 80.0, 320.0]
+    before, after = (float(update.std()) for update in probe.at("shared"))
+    assert after == pytest.approx(4 * before, rel=0.25)  # of 1552 numbers each, not seeded
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    resumed = filtered(20.0, harden_factor=4.0, most_notches=4, **roomy)
+    again: dict[str, Any] = {"max_epochs": 2, "ckpt_path": tmp_path / "a.ckpt", "loader": data}
+    watched(tmp_path, resumed, at_most=1.0, max_steps=6, **again)
+    assert resumed.notches == 2
+    assert [n for _, _, n in resumed.accountant.history] == [1, 2, 3]
+
+
+def test_a_gate_says_what_dpsgd_needs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has dpsgd.*DPSGD can be only with accountant='filter'"):
+        watched(tmp_path, DPSGD(CLIP, 1.0))
+    with pytest.raises(ValueError, match="nothing to turn up") as refusal:
+        watched(tmp_path, GradientNoise(clip=1.0, sigma=0.0))
+    assert "DPSGD can be" not in str(refusal.value)

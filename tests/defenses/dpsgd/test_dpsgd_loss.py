@@ -1,0 +1,343 @@
+"""Which losses and networks DP-SGD takes, and which it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fedleak.defenses import DefenseError, mean_of_sample_means
+from lightning_fedleak.defenses.dpsgd.loss_graph import FormCheck, check_isolation, outputs_of
+from lightning_fedleak.defenses.dpsgd.recorder import Recorder
+from tests.helpers.models import (
+    own_rng,
+    tiny_bert_classifier,
+    tiny_bert_mlm,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_t5,
+)
+
+B, T = 4, 12
+IDS = torch.randint(3, 97, (B, T), generator=torch.Generator().manual_seed(0))
+RAGGED = torch.where(torch.arange(T) < torch.tensor([3, 4, 5, 6])[:, None], IDS, -100)
+X = torch.randn(B, T, generator=torch.Generator().manual_seed(1))
+Loss = Callable[[nn.Module], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        with own_rng(0):
+            self.below, self.above = nn.Linear(T, 8), nn.Linear(8, 3)
+        self.mixes = mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.below(x))
+        return self.above(hidden - hidden.mean(0) if self.mixes else hidden)
+
+
+class NanoGPT(nn.Module):
+    """Embeds positions once for all samples; with ``first`` the time is the first dimension."""
+
+    def __init__(self, first: bool = False) -> None:
+        super().__init__()
+        with own_rng(0):
+            self.tokens, self.positions = nn.Embedding(97, 8), nn.Embedding(64, 8)
+            self.head = nn.Linear(8, 97)
+        self.first = first
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.first:
+            return self.head(self.tokens(ids.T).cumsum(0)).transpose(0, 1)
+        return self.head(self.tokens(ids) + self.positions(torch.arange(ids.shape[1])))
+
+
+def check(
+    model: nn.Module, loss: Loss, samples: int = B, *, trusted: bool = False, both: bool = True
+) -> list[str]:
+    """Names of the layers that the loss is computed from directly.
+
+    With ``both`` losses that are seen to keep samples apart must pass the second derivative too.
+    """
+    recorder = Recorder(model.train())
+    try:
+        with recorder.step(samples):
+            value = loss(model)
+        recorder.check()
+        form, separate = FormCheck(), True
+        if trusted:
+            top = outputs_of(value, recorder.calls)
+        else:
+            top = form(value, recorder.calls, samples)
+            separate = form.separate
+        if samples > 1:
+            with recorder.looking():
+                for known in {separate, trusted or not both}:
+                    check_isolation(value, top, recorder.calls, samples, separate=known)
+        assert all(p.grad is None for p in model.parameters())
+        assert not recorder.parts
+    finally:
+        recorder.remove()
+    return [call.name for call in top]
+
+
+def mend(model: nn.Module, labels: Tensor = RAGGED, *, causal: bool = True) -> Tensor:
+    return mean_of_sample_means(model(input_ids=IDS).logits, labels, causal=causal)
+
+
+def built_in(labels: Tensor) -> Loss:
+    return lambda model: model(input_ids=IDS, labels=labels).loss
+
+
+def squared(net: nn.Module) -> Tensor:
+    return F.mse_loss(net(X), torch.zeros(B, 3))
+
+
+def adapted() -> nn.Module:
+    """Trains one layer in the middle; what follows it is frozen."""
+    model = tiny_gpt2(dropout=0.0).requires_grad_(False)
+    model.transformer.h[0].mlp.c_fc.requires_grad_(True)
+    return model
+
+
+GOOD: list[tuple[str, Callable[[], nn.Module], Loss, list[str]]] = [
+    ("HF causal, equal counts", tiny_gpt2, built_in(IDS), ["lm_head"]),
+    ("HF llama", tiny_llama, built_in(IDS), ["lm_head"]),
+    ("HF masked, equal counts", tiny_bert_mlm, built_in(IDS), ["cls.predictions.decoder"]),
+    ("HF classifier", tiny_bert_classifier, built_in(torch.tensor([0, 1, 2, 1])), ["classifier"]),
+    ("frozen above", adapted, mend, ["lm_head"]),
+    ("mend, ragged", tiny_gpt2, mend, ["lm_head"]),
+    ("mend, masked", tiny_bert_mlm, lambda m: mend(m, causal=False), ["cls.predictions.decoder"]),
+    ("scaled by a number", tiny_gpt2, lambda m: 0.5 * mend(m) / 2, ["lm_head"]),
+    ("two losses", Net, lambda n: squared(n) + 0.1 * n(X).abs().mean(), ["above", "above"]),
+    ("mean over samples", Net, lambda n: n(X).square().sum(1).mean(), ["above"]),
+    ("mean of means", Net, lambda n: torch.stack([squared(n), n(X).mean()]).mean(), ["above"] * 2),
+    ("positions (T,)", NanoGPT, lambda m: mean_of_sample_means(m(IDS), IDS, causal=True), ["head"]),
+]
+
+
+@pytest.mark.parametrize(("build", "loss", "top"), [g[1:] for g in GOOD], ids=[g[0] for g in GOOD])
+def test_a_mean_of_sample_means_is_taken(build, loss: Loss, top: list[str]) -> None:
+    assert check(build(), loss) == top
+
+
+@pytest.mark.parametrize("loss", [mend, built_in(IDS)])
+def test_usual_losses_are_seen_to_keep_samples_apart(loss: Loss) -> None:
+    model, form = tiny_gpt2().train(), FormCheck()
+    recorder = Recorder(model)
+    with recorder.step(B):
+        value = loss(model)
+    form(value, recorder.calls, B)
+    assert form.separate
+
+
+def rows_joined(net: nn.Module) -> Tensor:
+    joined = net(X).reshape(B // 2, 6).log_softmax(-1)
+    return -joined.reshape(B, 3).mean()
+
+
+def columns(net: nn.Module) -> Tensor:
+    return -net(X).log_softmax(0).square().mean()
+
+
+def summed(net: nn.Module) -> Tensor:
+    return net(X).sum(0).square().unsqueeze(0).expand(B, 3).mean(1).mean()
+
+
+def pairs(net: nn.Module) -> Tensor:
+    hidden = net(X)[:, 0]
+    return (hidden[:, None] - hidden[None, :]).square().mean()
+
+
+def products(net: nn.Module) -> Tensor:
+    hidden = net(X)[:, 0]
+    return (hidden[:, None] * hidden[None, :]).mean()
+
+
+@pytest.mark.parametrize("loss", [rows_joined, columns, summed, pairs, products])
+def test_what_mixes_samples_after_the_last_layer_is_refused(loss: Loss) -> None:
+    with pytest.raises(DefenseError, match="depends on the output of 'above' for the others"):
+        check(Net(), loss, both=False)
+
+
+def test_one_sample_is_its_own_mean() -> None:
+    model = tiny_gpt2()
+    assert check(model, lambda m: m(input_ids=IDS[:1], labels=RAGGED[:1]).loss, 1) == ["lm_head"]
+
+    def alone(model: nn.Module) -> Tensor:
+        return mean_of_sample_means(model(input_ids=IDS[:1]).logits, RAGGED[:1], causal=True)
+
+    assert check(model, alone, 1) == ["lm_head"]
+
+
+def test_checkpointing_that_shows_the_graph_is_taken() -> None:
+    model = tiny_gpt2()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert check(model, mend) == ["lm_head"]
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(DefenseError, match=r'enable\(\{"use_reentrant": False\}\)'):
+        check(model, mend)
+
+
+def masked_by_hand(net: nn.Module) -> Tensor:
+    mask = (X > 0).float()[:, :3]
+    return (net(X).square() * mask).sum() / mask.sum()
+
+
+def rescaled_by_hand(net: nn.Module) -> Tensor:
+    mask = (X > 0).float()[:, :3]
+    return (net(X).square() * mask).mean() / mask.mean()
+
+
+def contrastive(net: nn.Module) -> Tensor:
+    hidden = net(X)
+    return F.cross_entropy(hidden @ hidden.T, torch.arange(B))
+
+
+def selected(model: nn.Module) -> Tensor:
+    logits, keep = model(input_ids=IDS).logits, RAGGED != -100
+    keep[0, 5:7] = True
+    return F.cross_entropy(logits[keep], IDS[keep])
+
+
+def weighted(net: nn.Module) -> Tensor:
+    return F.cross_entropy(net(X), torch.tensor([0, 1, 2, 1]), weight=torch.tensor([1.0, 2.0, 3.0]))
+
+
+BAD: list[tuple[str, Callable[[], nn.Module], Loss, str]] = [
+    ("HF causal, ragged", tiny_gpt2, built_in(RAGGED), "from 2 to 5"),
+    ("HF masked, ragged", tiny_bert_mlm, built_in(RAGGED), "mean over all labels of the batch"),
+    ("masked by hand", Net, masked_by_hand, "tensor that may depend on the batch"),
+    ("rescaled by hand", Net, rescaled_by_hand, "tensor that may depend on the batch"),
+    ("chosen tokens", tiny_gpt2, selected, "IndexBackward0 chooses terms"),
+    ("class weights", Net, weighted, "class weights"),
+    ("a sum", Net, lambda n: n(X).square().sum(), "SumBackward0 stands between"),
+    ("a sum of cross-entropies", Net, lambda n: F.mse_loss(n(X), X[:, :3], reduction="sum"), "sum"),
+    ("weight penalty", Net, lambda n: squared(n) + n.below.weight.square().mean(), "weight_decay"),
+    ("contrastive", Net, contrastive, "contrastive learning"),
+]
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD]
+)
+def test_another_loss_is_refused_with_the_mend(build, loss: Loss, message: str) -> None:
+    with pytest.raises(DefenseError, match=message) as refused:
+        check(build(), loss)
+    assert "mean_of_sample_means(logits, labels, causal=...)" in str(refused.value)
+    assert "loss='trusted'" in str(refused.value)
+
+
+def by_alpha(loss: Tensor, count: float) -> Tensor:
+    return torch.add(loss, loss, alpha=1 / count)
+
+
+SCALED: list[Callable[[Tensor, float], Tensor]] = [
+    lambda loss, count: loss / torch.tensor(int(count)),
+    lambda loss, count: loss / torch.tensor(count, dtype=torch.float64),
+    lambda loss, count: loss * (12 / torch.tensor(count).sum().item()),
+    by_alpha,
+]
+
+
+@pytest.mark.parametrize("scaled", SCALED, ids=["whole", "float64", "Python", "alpha"])
+def test_a_number_that_changes_is_refused(scaled: Callable[[Tensor, float], Tensor]) -> None:
+    form, net = FormCheck(), Net()
+    for count in (3.0, 3.0, 4.0):
+        recorder = Recorder(net)
+        with recorder.step(B):
+            value = scaled(squared(net), count)
+        if count == 3:
+            form(value, recorder.calls, B)
+        else:
+            with pytest.raises(DefenseError, match=r"scaled by a number that was .* and is"):
+                form(value, recorder.calls, B)
+        recorder.remove()
+
+
+def test_weights_without_gradient_cannot_be_told() -> None:
+    """As the docstring says: the test holds what is not promised."""
+    mask = (X > 0).float()[:, :3]
+    own, joint = mask / mask.sum(1, keepdim=True) / B, mask / mask.sum()
+    forms = []
+    for weights in (own, joint):
+        form, net = FormCheck(), Net()
+        recorder = Recorder(net)
+        with recorder.step(B):
+            value = (net(X).square() * weights).mean()
+        form(value, recorder.calls, B)
+        forms.append(form.form)
+        recorder.remove()
+    assert forms[0] == forms[1]
+
+
+NETWORKS: list[tuple[str, Callable[[], nn.Module], Loss, str]] = [
+    ("mixes samples", lambda: Net(mixes=True), squared, "'below'"),
+    (
+        "time first",
+        lambda: NanoGPT(first=True),
+        lambda m: mean_of_sample_means(m(IDS), IDS, causal=True),
+        "'tokens'",
+    ),
+    (
+        "positions by chance as many as samples",
+        NanoGPT,
+        lambda m: mean_of_sample_means(m(IDS[:, :B]), IDS[:, :B], causal=True),
+        "'positions'",
+    ),
+    ("relative positions", tiny_t5, built_in(IDS), "relative_attention_bias"),
+]
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize(
+    ("build", "loss", "message"), [n[1:] for n in NETWORKS], ids=[n[0] for n in NETWORKS]
+)
+def test_a_network_that_mixes_samples_is_refused(build, loss, message: str, trusted: bool) -> None:
+    with pytest.raises(DefenseError, match=message):
+        check(build(), loss, trusted=trusted)
+
+
+def test_a_trusted_loss_may_have_any_form() -> None:
+    assert check(Net(), lambda n: n(X).square().sum() / B, trusted=True) == ["above"]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_mend_is_the_mean_over_samples_of_the_hugging_face_loss(causal: bool) -> None:
+    model = tiny_gpt2() if causal else tiny_bert_mlm()
+    model.eval()
+    alone = [
+        model(input_ids=IDS[i : i + 1], labels=RAGGED[i : i + 1]).loss.detach() for i in range(B)
+    ]
+    torch.testing.assert_close(mend(model, causal=causal), torch.stack(alone).mean())
+    labels = RAGGED.clone()
+    labels[0] = -100
+    expected = torch.stack([torch.zeros(()), *alone[1:]]).mean()
+    torch.testing.assert_close(mend(model, labels, causal=causal), expected)
+
+
+def test_the_mend_of_a_classifier_and_wrong_shapes() -> None:
+    logits, labels = torch.randn(B, 3), torch.tensor([0, 2, 1, 1])
+    found = mean_of_sample_means(logits, labels, causal=False)
+    torch.testing.assert_close(found, F.cross_entropy(logits, labels))
+    with pytest.raises(ValueError, match=r"labels of shape \(4, 12\) do not fit"):
+        mean_of_sample_means(logits, IDS, causal=False)
+    with pytest.raises(ValueError, match="two positions or more"):
+        mean_of_sample_means(logits, labels, causal=True)
+
+
+def test_rows_that_belong_to_nobody_are_refused() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(T, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x[:3])
+
+    with pytest.raises(DefenseError, match=r"'layer' \(Linear\) is 3, while the batch has 4"):
+        check(Pooled(), lambda m: m(X).square().mean())

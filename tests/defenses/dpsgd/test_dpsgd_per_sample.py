@@ -1,0 +1,326 @@
+"""Per-sample norms and clipped sums against one backward pass for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_fedleak.defenses import mean_of_sample_means
+from lightning_fedleak.defenses.dpsgd.per_sample import (
+    Dense,
+    Outer,
+    Part,
+    Rows,
+    chosen,
+    in_full,
+    probe,
+    squared_norms,
+    weighted_sum,
+)
+from lightning_fedleak.defenses.dpsgd.recorder import Recorder
+from tests.helpers.models import (
+    own_rng,
+    tiny_bert_classifier,
+    tiny_bert_mlm,
+    tiny_distilbert_mlm,
+    tiny_gpt2,
+    tiny_llama,
+)
+
+CLIPPINGS = ["auto", "per_sample", "ghost"]
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
+
+
+def batch_of(kind: str, samples: int = 5, length: int = 12) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 97, (samples, length), generator=generator)
+    if kind == "classifier":
+        return {"input_ids": ids, "labels": torch.arange(samples) % 3}
+    ends = torch.randint(length // 2, length + 1, (samples, 1), generator=generator)
+    mask = torch.arange(length) < ends
+    labels = ids.masked_fill(~mask, -100)
+    return {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long(), "labels": labels}
+
+
+def loss_of(kind: str) -> Loss:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        if kind == "classifier":
+            return model(**batch).loss
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = (model(**inputs, use_cache=False) if kind == "causal" else model(**inputs)).logits
+        labels = batch["labels"]
+        read = logits[:, -labels.shape[1] :]  # PEFT's virtual tokens come first
+        return mean_of_sample_means(read, labels, causal=kind == "causal")
+
+    return loss
+
+
+def lora(build: Callable[..., nn.Module], targets: list[str]) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, lora_alpha=4, lora_dropout=0.0, target_modules=targets, init_lora_weights=False
+    )
+    with own_rng(1):
+        return peft.get_peft_model(build(dropout=0.0), config)
+
+
+def prompts(build: Callable[..., nn.Module], kind: str, task: str = "CAUSAL_LM") -> nn.Module:
+    peft = pytest.importorskip("peft")
+    more = {"encoder_hidden_size": 8} if kind == "PromptEncoderConfig" else {}
+    config = getattr(peft, kind)(task_type=task, num_virtual_tokens=3, **more)
+    with own_rng(1):
+        return peft.get_peft_model(build(), config)
+
+
+def checkpointed() -> nn.Module:
+    model = tiny_gpt2(dropout=0.0)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+MODELS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
+    "gpt2 tied": ("causal", lambda: tiny_gpt2(dropout=0.0)),
+    "gpt2 untied": ("causal", lambda: tiny_gpt2(tied=False, dropout=0.0)),
+    "gpt2 checkpointed": ("causal", checkpointed),
+    "llama": ("causal", tiny_llama),
+    "llama tied": ("causal", lambda: tiny_llama(tied=True)),
+    "bert mlm": ("masked", lambda: tiny_bert_mlm(dropout=0.0)),
+    "distilbert mlm": ("masked", lambda: tiny_distilbert_mlm(dropout=0.0)),
+    "bert classifier": ("classifier", lambda: tiny_bert_classifier(dropout=0.0)),
+    "gpt2 lora": ("causal", lambda: lora(tiny_gpt2, ["c_attn", "c_fc"])),
+    "bert lora": ("masked", lambda: lora(tiny_bert_mlm, ["query", "value"])),
+    "gpt2 prompt tuning": (
+        "causal",
+        lambda: prompts(lambda: tiny_gpt2(dropout=0.0), "PromptTuningConfig"),
+    ),
+    "llama p-tuning": ("causal", lambda: prompts(tiny_llama, "PromptEncoderConfig")),
+    "llama prefix tuning": ("causal", lambda: prompts(tiny_llama, "PrefixTuningConfig")),
+    "bert classifier prompt tuning": (
+        "classifier",
+        lambda: prompts(lambda: tiny_bert_classifier(dropout=0.0), "PromptTuningConfig", "SEQ_CLS"),
+    ),
+}
+
+
+def one_by_one(
+    model: nn.Module, batch: Batch, loss: Loss, clip: float
+) -> tuple[Tensor, list[Tensor]]:
+    """Norms and clipped sums from a backward pass for each sample, summed in float64."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    norms, sums = [], [torch.zeros_like(p, dtype=torch.float64) for p in trained]
+    for i in range(len(batch["input_ids"])):
+        alone = loss(model, {key: value[i : i + 1] for key, value in batch.items()})
+        found = torch.autograd.grad(alone, trained, allow_unused=True)
+        pairs = [
+            (total, gradient.double())
+            for total, gradient in zip(sums, found, strict=True)
+            if gradient is not None
+        ]
+        norm = torch.stack([gradient.norm() for _, gradient in pairs]).norm()
+        norms.append(norm)
+        for total, gradient in pairs:
+            total += gradient * min(1.0, clip / float(norm))
+    return torch.stack(norms), sums
+
+
+def ours(
+    model: nn.Module, batch: Batch, loss: Loss, clip: float, clipping: Any
+) -> tuple[Tensor, list[Tensor], dict[Tensor, list[Part]]]:
+    model.zero_grad()
+    samples = len(batch["input_ids"])
+    recorder = Recorder(model)
+    with recorder.step(samples):
+        value = loss(model, batch)
+    value.backward()
+    parts = {p: chosen(own, p.shape, clipping) for p, own in recorder.parts.items()}
+    recorder.remove()
+    squares = torch.stack([squared_norms(own).double() for own in parts.values()])
+    norms = samples * squares.sum(0).sqrt()
+    weights = samples * (clip / norms).clamp(max=1)
+    sums = [
+        weighted_sum(parts[p], weights, p.shape) if p in parts else torch.zeros_like(p)
+        for p in model.parameters()
+        if p.requires_grad
+    ]
+    return norms, sums, parts
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    difference = torch.cat([(a - b).flatten() for a, b in zip(found, expected, strict=True)])
+    return float(difference.norm() / torch.cat([b.flatten() for b in expected]).norm())
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_clipped_sums_are_exact(name: str) -> None:
+    kind, build = MODELS[name]
+    model, batch, loss = build(), batch_of(kind), loss_of(kind)
+    model.train()
+    norms, _ = one_by_one(model, batch, loss, 1.0)
+    clip = float(norms.median())
+    norms, expected = one_by_one(model, batch, loss, clip)
+    for clipping in CLIPPINGS:
+        found, sums, parts = ours(model, batch, loss, clip, clipping)
+        assert float(((found - norms) / norms).abs().max()) < 1e-6, clipping
+        assert distance(sums, expected) < 1e-6, clipping
+    for parameter in model.parameters():
+        assert (parameter.grad is None) == (parameter not in parts)
+        if parameter.grad is not None:
+            total = weighted_sum(parts[parameter], torch.ones(len(norms)), parameter.shape)
+            torch.testing.assert_close(total, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama", "bert mlm", "gpt2 lora"])
+def test_clipped_sums_in_bf16(name: str) -> None:
+    kind, build = MODELS[name]
+    model, batch, loss = build(), batch_of(kind), loss_of(kind)
+    model.train()
+
+    def mixed(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+
+    clip = float(one_by_one(model, batch, loss, 1.0)[0].median())
+    norms, expected = one_by_one(model, batch, mixed, clip)
+    for clipping in CLIPPINGS:
+        found, sums, _ = ours(model, batch, mixed, clip, clipping)
+        assert float(((found - norms) / norms).abs().max()) < 2e-2, clipping
+        assert distance(sums, expected) < 2e-2, clipping
+
+
+class Odd(nn.Module):
+    """Positions of its own, a layer used twice, one flattened, padding, no known layer types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6, padding_idx=0)
+        self.positions = nn.Embedding(8, 6)
+        self.norm = nn.RMSNorm(6)
+        self.twice = nn.Linear(6, 6)
+        self.conv = nn.Conv1d(6, 6, 3, padding=1)
+        self.group = nn.GroupNorm(2, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        hidden = self.twice(torch.tanh(self.twice(self.norm(hidden))))
+        hidden = self.group(self.conv(hidden.transpose(1, 2))).transpose(1, 2)
+        return self.head(hidden.flatten(0, 1)).unflatten(0, ids.shape)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+def test_layers_of_other_kinds(samples: int) -> None:
+    with own_rng(3):
+        model = Odd()
+    ids = torch.randint(0, 11, (samples, 8), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return mean_of_sample_means(model(batch["input_ids"]), batch["input_ids"], causal=True)
+
+    norms, expected = one_by_one(model, batch, loss, 0.7)
+    for clipping in CLIPPINGS:
+        found, sums, parts = ours(model, batch, loss, 0.7, clipping)
+        torch.testing.assert_close(found, norms, rtol=1e-5, atol=0)
+        assert distance(sums, expected) < 1e-6
+        assert len(parts) == len(list(model.parameters()))
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    samples=st.integers(1, 4),
+    kinds=st.lists(st.sampled_from(["outer", "rows", "dense"]), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(1, 5), min_size=4, max_size=4),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_form_says_the_same(
+    seed: int, samples: int, kinds: list[str], lengths: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = torch.Size([7, 3])
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    parts: list[Part] = []
+    for kind, length in zip(kinds, lengths, strict=False):
+        if kind == "outer":
+            parts.append(Outer(normal(samples, length, 7), normal(samples, length, 3)))
+        elif kind == "rows":
+            ids = torch.randint(0, 7, (samples, length), generator=generator)
+            parts.append(Rows(ids, normal(samples, length, 3)))
+        else:
+            parts.append(Dense(normal(samples, *shape)))
+    full = in_full(parts, shape)
+    weights, left, right = normal(samples), normal(7), normal(3)
+    for clipping in ("auto", "per_sample", "ghost"):
+        form = chosen(parts, shape, clipping)
+        squares = full.flatten(1).square().sum(1)
+        torch.testing.assert_close(squared_norms(form), squares, rtol=1e-9, atol=1e-9)
+        expected = torch.tensordot(weights, full, dims=1)
+        torch.testing.assert_close(weighted_sum(form, weights, shape), expected)
+        value, scale = probe(form, left, right)
+        torch.testing.assert_close(value, left @ full.sum(0) @ right)
+        assert float(scale) >= abs(float(value)) - 1e-9
+    ghost = chosen(parts, shape, "ghost")
+    assert all(isinstance(p, Dense) for p in ghost) == ("dense" in kinds)
+
+
+def test_a_norm_that_rounding_could_hide_is_not_underestimated() -> None:
+    left = torch.full((1, 2, 4), 1e4)
+    right = torch.ones(1, 2, 3)
+    right[:, 1] = -1 + 1e-7
+    square = float(squared_norms([Outer(left, right)]))
+    true = float(in_full([Outer(left.double(), right.double())], torch.Size([4, 3])).norm())
+    assert square**0.5 >= true
+
+
+def test_hooks_leave_model_and_training_as_they_are() -> None:
+    model = tiny_gpt2().train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    batch, loss = batch_of("causal"), loss_of("causal")
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        with own_rng(5):
+            loss(model, batch).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    recorder = Recorder(model)
+    with recorder.step(5):
+        hooked = gradients()
+    assert recorder.parts
+    for name, a, b in zip(dict(model.named_parameters()), plain, hooked, strict=True):
+        # Positions are added up over samples in another order.
+        torch.testing.assert_close(a, b, rtol=0 if "wpe" not in name else 1e-5, atol=1e-8)
+    recorder.remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert model.state_dict().keys() == before.keys()
+    recorder.clear()
+    gradients()
+    assert not recorder.parts
+
+
+def test_only_training_steps_with_autograd_are_recorded() -> None:
+    model = tiny_llama().train()
+    recorder, batch, loss = Recorder(model), batch_of("causal"), loss_of("causal")
+    loss(model, batch).backward()
+    with recorder.step(5):
+        with torch.no_grad():
+            loss(model, batch)
+        value = loss(model, batch)
+        with recorder.looking():
+            value.backward(retain_graph=True)
+        assert not recorder.parts
+    loss(model, batch)
+    value.backward()
+    length = recorder.parts[model.lm_head.weight][0].right.shape[1]
+    assert {len(own) for own in recorder.parts.values()} == {1}
+    assert length == 12

@@ -1,0 +1,386 @@
+"""Ways in which an example could count more than once, or leave without noise, unnoticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+)
+
+from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
+from lightning_fedleak.defenses.dpsgd.recorder import _equal_rows
+from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, data, first, trainer
+from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
+
+IDS = torch.randint(3, 97, (5, 6), generator=torch.Generator().manual_seed(0))
+
+
+def noisy(**settings: Any) -> DPSGD:
+    return DPSGD(CLIP, noise_multiplier=1.0, **settings)
+
+
+# ---- rows of one example in several places -----------------------------------------------------
+
+
+class Rows(Run):
+    """Trains on several rows that ``join`` makes of each example."""
+
+    def __init__(self, join: Any, model: nn.Module | None = None, **settings: Any) -> None:
+        super().__init__(noisy(**settings), (model or tiny_llama()).train())
+        self.join = join
+
+    def loss(self, batch: Any) -> Tensor:
+        ids = self.join(batch[0])
+        return mean_of_sample_means(self.root(input_ids=ids).logits, ids, causal=True)
+
+
+def side_by_side(ids: Tensor) -> Tensor:
+    return torch.stack([ids, ids.flip(1)], 1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("loss", ["checked", "trusted"])
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda ids: torch.cat([ids, ids]),
+        lambda ids: torch.cat([ids.flip(1), ids]),
+        lambda ids: torch.cat([ids, ids.new_zeros(len(ids), 2)], 1).repeat(3, 1),
+    ],
+    ids=["twice", "changed", "padded"],
+)
+def test_rows_that_would_be_taken_for_another_samples_are_refused(join: Any, loss: Any) -> None:
+    run = Rows(join, loss=loss)
+    with pytest.raises(DefenseError, match=r"is sample \d's in the batch.*torch.stack"):
+        run.step([IDS])
+    assert run.defense.releases == 0
+
+
+def test_rows_side_by_side_are_one_samples() -> None:
+    run = Rows(side_by_side)
+    batch = [IDS]
+    run.backward(batch)
+    clipped = run.defense._step.clipped(run.parameters, run.context)  # type: ignore[union-attr]
+    expected = run.one_by_one(batch).norm(dim=1).double()
+    torch.testing.assert_close(clipped.norms, expected, rtol=1e-5, atol=0)
+
+
+def test_where_one_row_for_all_was_multiplied_the_error_says_so() -> None:
+    run = Rows(side_by_side, tiny_gpt2(dropout=0.0))
+    with pytest.raises(RuntimeError) as failed:
+        run.backward([IDS])
+    assert "transformer.wpe looked up one row for all samples" in failed.value.__notes__[0]
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with own_rng(0):
+            self.words, self.head = nn.Embedding(97, 8), nn.Linear(8, 97)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.words(ids)))
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_samples_that_are_run_one_by_one_are_refused(batched: bool, frozen: bool) -> None:
+    run = Run(noisy(), Words())
+    run.root.words.requires_grad_(not frozen)
+
+    def loss(batch: Any) -> Tensor:
+        rows = [ids[None] if batched else ids[:-1] for ids in batch[0]]
+        return torch.stack([run.root(row).square().mean() for row in rows]).mean()
+
+    run.loss = loss  # type: ignore[method-assign]
+    with pytest.raises(DefenseError, match="sample 0 of 5 was run by itself"):
+        run.step([IDS])
+    assert run.defense.releases == 0
+
+
+def test_positions_in_the_batch_may_be_looked_up_once() -> None:
+    class Placed(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = nn.Embedding(6, 8)
+
+        def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.words(ids) + self.places(places[:1])))
+
+    run = Run(noisy(), Placed())
+    run.loss = lambda b: mean_of_sample_means(run.root(*b), b[0], causal=True)  # type: ignore[method-assign]
+    run.step([IDS, torch.arange(6).expand(5, 6)])
+    assert run.defense.releases == 1
+
+
+class Typed(Words):
+    """Adds what a small table holds for each of ``kinds``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with own_rng(1):
+            self.types = nn.Embedding(2, 8)
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.words(ids) + self.types(kinds)))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("labels", [[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+def test_labels_that_look_like_a_mask_are_no_sample(labels: list[int], frozen: bool) -> None:
+    run = Run(noisy(), Typed())
+    run.root.types.requires_grad_(not frozen)
+    mask = (torch.arange(6) >= torch.arange(5)[:, None]).long()
+
+    def loss(batch: Any) -> Tensor:
+        ids, _, kinds = batch
+        types = run.root.types(kinds)[:, None]
+        logits = run.root.head(torch.tanh(run.root.words(ids) + types))
+        return mean_of_sample_means(logits, ids, causal=True)
+
+    run.loss = loss  # type: ignore[method-assign]
+    run.step([IDS, mask, torch.tensor(labels)])
+    assert run.defense.releases == 1
+
+
+def test_token_types_that_look_like_labels_are_no_other_samples() -> None:
+    run = Run(noisy(), Typed())
+    labels = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1], [0, 0]])
+
+    def loss(batch: Any) -> Tensor:
+        rows = side_by_side(batch[0])
+        return mean_of_sample_means(run.root(rows, torch.zeros_like(rows)), rows, causal=True)
+
+    run.loss = loss  # type: ignore[method-assign]
+    run.step([IDS, labels])
+    assert run.defense.releases == 1
+
+
+@given(data=st.data())
+def test_equal_rows(data: Any) -> None:
+    n, b, width = (data.draw(st.integers(1, 7)) for _ in range(3))
+    number = st.integers(0, 1)
+    rows = torch.tensor(data.draw(st.lists(number, min_size=n * width, max_size=n * width)))
+    others = torch.tensor(data.draw(st.lists(number, min_size=b * width, max_size=b * width)))
+    rows, others = rows.view(n, width), others.view(b, width)
+    expected = [[row == other for other in others.tolist()] for row in rows.tolist()]
+    assert _equal_rows(rows.float(), others).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [
+        lambda d: Subset(d, [*range(N), 3]),
+        lambda d: Subset(d, torch.tensor([0, -N])),
+        lambda d: ConcatDataset([d, d]),
+        lambda d: ConcatDataset([d, Subset(Subset(d, range(4)), [1])]),
+    ],
+    ids=["index", "index from behind", "joined", "nested"],
+)
+@pytest.mark.parametrize("poisson", [True, False])
+def test_an_example_in_two_places_of_the_dataset_is_refused(twice: Any, poisson: bool) -> None:
+    with pytest.raises(DefenseError, match="stands at another place too"):
+        Run(noisy(poisson=poisson), loader=DataLoader(twice(data()), batch_size=2))
+
+
+def test_parts_of_datasets_are_taken() -> None:
+    whole, other = data(), data()
+    joined = ConcatDataset([Subset(whole, range(0, 20)), Subset(whole, range(20, N)), other])
+    run = Run(noisy(), loader=DataLoader(joined, batch_size=8))
+    run.step(first(3))
+    assert run.defense.releases == 1
+
+
+class ByName(Dataset[Any]):
+    """Examples under names."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, name: str) -> Any:
+        return data()[int(name)]
+
+
+def test_names_in_a_subset_tell_examples_apart() -> None:
+    names, named = [str(i) for i in range(N)], ByName()
+    run = Run(noisy(), loader=DataLoader(Subset(named, names), batch_size=2))
+    run.step(first(3))
+    assert run.defense.releases == 1
+    with pytest.raises(DefenseError, match=r"2 of the .* places"):
+        Run(noisy(), loader=DataLoader(Subset(named, [*names, "1", "2"]), batch_size=2))
+
+
+def test_loaders_inside_of_one_another_are_refused() -> None:
+    root = Net()
+    root._trainer = trainer(train_dataloader={"a": [1, 2]})
+    run = Run(noisy(), root)
+    with pytest.raises(DefenseError, match="2 training loaders"):
+        run.step(first(3))
+
+
+# ---- what leaves without noise -----------------------------------------------------------------
+
+
+class Writing(Net):
+    """Writes what it saw into a buffer, a frozen parameter or a trained one."""
+
+    def __init__(self, where: str, way: str) -> None:
+        super().__init__()
+        self.register_buffer("buffer", torch.zeros(6))
+        self.register_buffer("unknown", torch.full((2,), torch.nan))
+        self.frozen = nn.Parameter(torch.zeros(6), requires_grad=False)
+        self.where, self.way = where, way
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x.detach().mean(0)
+        place = self.above.bias if self.where == "trained" else getattr(self, self.where, None)
+        if place is not None and self.training:
+            with torch.no_grad():
+                (place.data if self.way == "data" else place).lerp_(seen[: len(place)], 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["plain", "data"])
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("buffer", "changed the buffer 'buffer'"),
+        ("frozen", "wrote to the parameter 'frozen'"),
+        ("trained", "wrote to the parameter 'above.bias'"),
+    ],
+)
+def test_what_training_writes_by_itself_is_refused(where: str, way: str, message: str) -> None:
+    run = Run(noisy(), Writing(where, way))
+    run.step(first(0))
+    with pytest.raises(DefenseError, match=message):
+        run.step(first(5))
+    assert run.defense.releases == 1
+
+
+def test_a_buffer_that_is_written_to_later_is_noticed() -> None:
+    root = Writing("nowhere", "data")
+    run = Run(noisy(), root)
+    for _ in range(3):
+        run.step(first(5))
+    root.where = "buffer"
+    with pytest.raises(DefenseError, match="changed the buffer 'buffer'"):
+        run.step(first(5))
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_sparse_buffers_and_float8_weights_are_looked_at_as_far_as_torch_can(written: bool) -> None:
+    class Small(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("graph", torch.eye(4).to_sparse())
+            self.register_buffer("scale", torch.ones(4).to(torch.float8_e4m3fn))
+            small = torch.ones(3, 4).to(torch.float8_e4m3fn).t()
+            self.small = nn.Parameter(small, requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if written:
+                self.small.data.copy_(torch.full((4, 3), 2.0))
+            return super().forward(x)
+
+    run = Run(noisy(), Small())
+    if not written:
+        run.step(first(3))
+        assert run.defense.releases == 1
+        return
+    with pytest.raises(DefenseError, match="wrote to the parameter 'small'"):
+        run.step(first(3))
+
+
+def test_a_frozen_embedding_that_shortens_the_rows_it_looks_up_is_refused() -> None:
+    root = Words()
+    root.words = nn.Embedding(97, 8, max_norm=0.5).requires_grad_(False)
+    run = Run(noisy(), root)
+    run.loss = lambda b: mean_of_sample_means(run.root(b[0]), b[0], causal=True)  # type: ignore[method-assign]
+    with pytest.raises(DefenseError, match=r"'words.weight'.*without max_norm"):
+        run.step([IDS])
+
+
+# ---- refusals that say what to do ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normed", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_weight_that_is_computed_is_refused_at_setup(normed: Any) -> None:
+    root = Net()
+    root.above = normed(root.above)
+    with pytest.raises(DefenseError, match=r"'above' \(Linear\) trains .*remove_weight_norm"):
+        Run(noisy(), root)
+    root.above.requires_grad_(False)
+    Run(noisy(), root)
+
+
+def test_a_layer_that_cannot_run_sample_by_sample_says_so() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            return x * self.scale * other
+
+    class Two(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = Scaled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return self.scaled(out, out)
+
+    run = Run(noisy(), Two())
+    with pytest.raises(DefenseError, match=r"a Scaled cannot be run again.*missing 1 required"):
+        run.step(first(5))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from data()
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: DataLoader(Stream(), batch_size=4), "an iterable dataset cannot be sampled"),
+        (
+            lambda: DataLoader(data(), batch_sampler=BatchSampler(range(N), 4, False)),
+            "Pass batch_size=... instead of batch_sampler",
+        ),
+    ],
+)
+def test_a_loader_is_refused_for_what_it_is(loader: Any, message: str) -> None:
+    with pytest.raises(DefenseError, match=message):
+        Run(noisy(), loader=loader())
+
+
+def test_smoothed_labels_are_taken_as_means_of_samples() -> None:
+    ragged = torch.where(torch.arange(6) < torch.tensor([2, 3, 4, 5, 6])[:, None], IDS, -100)
+    run = Run(noisy(), tiny_llama().train())
+
+    def loss(batch: Any) -> Tensor:
+        logits = run.root(input_ids=batch[0]).logits
+        return mean_of_sample_means(logits, batch[1], causal=True, label_smoothing=0.1)
+
+    run.loss = loss  # type: ignore[method-assign]
+    alone = []
+    for ids, labels in zip(IDS, ragged, strict=True):
+        logits = run.root(input_ids=ids[None]).logits[0, :-1]
+        alone.append(F.cross_entropy(logits, labels[1:], label_smoothing=0.1))
+    torch.testing.assert_close(loss([IDS, ragged]), torch.stack(alone).mean())
+    run.step([IDS, ragged])
+    assert run.defense.releases == 1

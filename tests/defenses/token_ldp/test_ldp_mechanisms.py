@@ -1,0 +1,263 @@
+"""Mechanisms of local DP against enumeration, quadrature and multi-freq-ldpy's clients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.optimize
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_fedleak.defenses.token_ldp.mechanisms import (
+    Randomizer,
+    argmax_keep,
+    bit_rates,
+    grr_keep,
+    the_rates,
+    the_threshold,
+    uniform_keep,
+)
+from lightning_fedleak.defenses.token_ldp.reference import reference_sample
+
+RULES = [
+    ("grr", "uniform"),
+    ("rappor", "uniform"),
+    ("rappor", "first"),
+    ("the", "argmax"),
+    ("the", "uniform"),
+    ("the", "first"),
+    ("dbitflip", "uniform"),
+    ("dbitflip", "first"),
+]
+ALIKE = 1e-4
+"""A true law is rejected once in 10,000 runs; all draws are seeded."""
+
+
+def by_enumeration(randomizer: Randomizer, p: float, q: float) -> Tensor:
+    """The law of the decoded bucket from all reported vectors, subset by subset."""
+    b, d = randomizer.buckets, randomizer.bits
+    law = torch.zeros(b, b, dtype=torch.float64)
+    subsets = list(itertools.combinations(range(b), d))
+    for x, subset in itertools.product(range(b), subsets):
+        for bits in itertools.product([0, 1], repeat=d):
+            probability = 1.0 / len(subsets)
+            for place, bit in zip(subset, bits, strict=True):
+                rate = p if place == x else q
+                probability *= rate if bit else 1 - rate
+            found = [place for place, bit in zip(subset, bits, strict=True) if bit]
+            if randomizer.decode == "first":
+                law[x, min(found, default=0)] += probability
+            else:
+                for place in found or range(b):
+                    law[x, place] += probability / len(found or range(b))
+    return law
+
+
+def draws(randomizer: Randomizer, x: int, epsilon: float, n: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    uniforms = torch.rand((n, randomizer.n_uniforms), generator=generator, dtype=torch.float64)
+    return randomizer.sample(torch.full((n,), x), epsilon, uniforms)
+
+
+def chi_square(drawn: Tensor, law: Tensor) -> float:
+    """p-value of the draws under the law; rare outcomes are pooled."""
+    n = len(drawn)
+    seen = torch.bincount(drawn, minlength=len(law)).double()
+    assert len(seen) == len(law)
+    assert not bool((seen[law == 0] > 0).any())
+    common = law * n >= 5
+    seen = torch.cat([seen[common], seen[~common].sum()[None]])
+    expected = torch.cat([law[common], law[~common].sum()[None]]) * n
+    kept = expected > 1e-9
+    return float(scipy.stats.chisquare(seen[kept], expected[kept], sum_check=False).pvalue)
+
+
+@given(
+    rule=st.sampled_from([r for r in RULES if r[0] != "grr" and r[1] != "argmax"]),
+    k=st.integers(2, 6),
+    epsilon=st.floats(0.05, 12),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_law_is_that_of_the_decoded_vector(rule: tuple, k: int, epsilon: float) -> None:
+    randomizer = Randomizer.of(rule[0], k, rule[1])
+    rates = the_rates(epsilon) if rule[0] == "the" else bit_rates(epsilon)
+    expected = by_enumeration(randomizer, *rates)
+    torch.testing.assert_close(randomizer.law(epsilon), expected, rtol=1e-10, atol=1e-13)
+
+
+@given(data=st.data(), k=st.integers(2, 9), epsilon=st.floats(0.05, 12))
+@settings(max_examples=60, deadline=None)
+def test_buckets_and_sampled_bits(data: st.DataObject, k: int, epsilon: float) -> None:
+    b = data.draw(st.integers(2, min(k, 6)))
+    randomizer = Randomizer.of("dbitflip", k, None, b, data.draw(st.integers(1, b)))
+    by_bucket = by_enumeration(randomizer, *bit_rates(epsilon))
+    bucket = [int(x / (k / b) + 1e-9) for x in range(k)]
+    expected = [
+        [float(by_bucket[bucket[x], bucket[y]]) / bucket.count(bucket[y]) for y in range(k)]
+        for x in range(k)
+    ]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(randomizer.law(epsilon), expected, rtol=1e-10, atol=1e-13)
+
+
+@given(rule=st.sampled_from(RULES), k=st.integers(2, 40), epsilon=st.floats(0.01, 20))
+@settings(max_examples=200, deadline=None)
+def test_epsilon_holds_exactly(rule: tuple, k: int, epsilon: float) -> None:
+    randomizer = Randomizer.of(rule[0], k, rule[1])
+    law = randomizer.law(epsilon)
+    torch.testing.assert_close(law.sum(1), torch.ones(k, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert float(law.min()) > 0
+    worst = float((law.amax(0) / law.amin(0)).max().log())
+    assert worst <= epsilon * (1 + 1e-6) + 1e-9
+    assert randomizer.decoded_epsilon(epsilon) == pytest.approx(worst, rel=1e-5, abs=1e-7)
+    if rule[0] == "grr":
+        assert worst == pytest.approx(epsilon, rel=1e-6)
+
+
+@given(data=st.data(), k=st.integers(2, 30), epsilon=st.floats(0.01, 20))
+@settings(max_examples=60, deadline=None)
+def test_epsilon_holds_with_buckets(data: st.DataObject, k: int, epsilon: float) -> None:
+    b = data.draw(st.integers(2, k))
+    randomizer = Randomizer.of("dbitflip", k, None, b, data.draw(st.integers(1, b)))
+    law = randomizer.law(epsilon)
+    worst = float((law.amax(0) / law.amin(0)).max().log())
+    assert worst <= epsilon * (1 + 1e-6) + 1e-9
+    assert randomizer.decoded_epsilon(epsilon) == pytest.approx(worst, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("k", [2, 3, 17, 1000, 50257])
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 5.0, 7.5, 10.0, 30.0])
+def test_the_largest_of_noised_numbers(k: int, epsilon: float) -> None:
+    laplace = scipy.stats.laplace(scale=2 / epsilon)
+
+    def density(t: float) -> float:
+        return float(laplace.pdf(t - 1) * np.exp((k - 1) * laplace.logcdf(t)))
+
+    breaks = [-np.inf, 0.0, 0.5, 1.0, *(1 + 2 / epsilon * np.arange(1, 40)), np.inf]
+    parts = [
+        scipy.integrate.quad(density, a, b, epsabs=1e-14, epsrel=1e-11, limit=200)[0]
+        for a, b in itertools.pairwise(breaks)
+    ]
+    assert argmax_keep(k, epsilon) == pytest.approx(sum(parts), rel=1e-8)
+
+
+def test_closed_forms() -> None:
+    assert grr_keep(50257, 10.0) == pytest.approx(math.exp(10) / (math.exp(10) + 50256), rel=1e-12)
+    assert grr_keep(50257, 2000.0) == 1.0
+    p, q = bit_rates(3.0)
+    assert (p / q) ** 2 == pytest.approx(math.exp(3.0), rel=1e-12)
+    assert p + q == 1.0
+    binomial = scipy.stats.binom(999, q)
+    n = np.arange(1000)
+    expected = p * float((binomial.pmf(n) / (1 + n)).sum()) + (1 - p) * binomial.pmf(0) / 1000
+    assert uniform_keep(1000, p, q) == pytest.approx(expected, rel=1e-10)
+    assert uniform_keep(10, 1.0, 0.0) == 1.0
+    assert math.isfinite(uniform_keep(50257, *bit_rates(1e-9)))
+    assert uniform_keep(50257, *bit_rates(1e-9)) == pytest.approx(1 / 50257, rel=1e-6)
+    assert argmax_keep(50257, 1e-9) == pytest.approx(1 / 50257, rel=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 2.0, 5.0, 10.0, 40.0])
+def test_the_threshold_is_that_of_the_aggregator(epsilon: float) -> None:
+    from multi_freq_ldpy.pure_frequency_oracles.HE import find_tresh
+
+    found = scipy.optimize.minimize_scalar(
+        find_tresh, bounds=[0.5, 1], method="bounded", args=(epsilon,), options={"xatol": 1e-9}
+    )
+    assert the_threshold(epsilon) == pytest.approx(found.x, abs=1e-5)
+    theta = the_threshold(epsilon)
+    laplace = scipy.stats.laplace(scale=2 / epsilon)
+    expected = (laplace.sf(theta - 1), laplace.sf(theta))
+    assert the_rates(epsilon) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("mechanism", "decode"), RULES)
+@pytest.mark.parametrize(("k", "x"), [(2, 1), (7, 0), (7, 4), (300, 120)])
+def test_draws_follow_the_law(mechanism: str, decode: str, k: int, x: int) -> None:
+    randomizer = Randomizer.of(mechanism, k, decode)
+    for epsilon in (0.7, 5.0):
+        drawn = draws(randomizer, x, epsilon, 60_000, seed=k + x)
+        assert chi_square(drawn, randomizer.law(epsilon)[x]) > ALIKE
+
+
+@pytest.mark.parametrize(("k", "b", "d"), [(11, 4, 4), (11, 4, 2), (12, 6, 1)])
+def test_draws_with_buckets_follow_the_law(k: int, b: int, d: int) -> None:
+    randomizer = Randomizer.of("dbitflip", k, None, b, d)
+    for x in range(0, k, 5):
+        drawn = draws(randomizer, x, 3.0, 40_000, seed=x)
+        assert chi_square(drawn, randomizer.law(3.0)[x]) > ALIKE
+
+
+@pytest.mark.parametrize(("mechanism", "decode"), RULES)
+def test_each_draw_has_its_own_epsilon(mechanism: str, decode: str) -> None:
+    randomizer = Randomizer.of(mechanism, 9, decode)
+    epsilon = torch.tensor([0.5, 8.0], dtype=torch.float64).repeat(40_000)
+    index = torch.tensor([3, 6]).repeat(40_000)
+    generator = torch.Generator().manual_seed(4)
+    uniforms = torch.rand((80_000, 2), generator=generator, dtype=torch.float64)
+    drawn = randomizer.sample(index, epsilon, uniforms)
+    assert chi_square(drawn[::2], randomizer.law(0.5)[3]) > ALIKE
+    assert chi_square(drawn[1::2], randomizer.law(8.0)[6]) > ALIKE
+    assert randomizer.sample(index[:0], epsilon[:0], uniforms[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize(("mechanism", "decode"), RULES)
+@pytest.mark.parametrize("k", [5, 40])
+def test_the_reference_path_has_the_same_law(mechanism: str, decode: str, k: int) -> None:
+    pytest.importorskip("multi_freq_ldpy")
+    randomizer = Randomizer.of(mechanism, k, decode)
+    for x, epsilon in ((1, 1.0), (k - 1, 5.0)):
+        drawn = reference_sample(randomizer, torch.full((6_000,), x), epsilon, seed=11 * k + x)
+        assert chi_square(drawn, randomizer.law(epsilon)[x]) > ALIKE
+        ours = draws(randomizer, x, epsilon, 6_000)
+        table = torch.stack([torch.bincount(d, minlength=k) for d in (drawn, ours)])
+        table = table[:, table.sum(0) >= 10]
+        assert scipy.stats.chi2_contingency(table.numpy()).pvalue > ALIKE
+
+
+@pytest.mark.parametrize(("k", "b", "d"), [(12, 4, 4), (10, 5, 2)])
+def test_the_reference_path_with_buckets(k: int, b: int, d: int) -> None:
+    pytest.importorskip("multi_freq_ldpy")
+    randomizer = Randomizer.of("dbitflip", k, None, b, d)
+    drawn = reference_sample(randomizer, torch.full((8_000,), 7), 3.0, seed=5)
+    assert chi_square(drawn, randomizer.law(3.0)[7]) > ALIKE
+
+
+def test_longitudinal_rappor_reports_once_with_the_same_law() -> None:
+    """``L_SUE_Client(2 eps, eps)``, what the published code of Vu et al. calls."""
+    longitudinal = pytest.importorskip("multi_freq_ldpy.long_freq_est.L_SUE").L_SUE_Client
+    randomizer = Randomizer.of("rappor", 8, "first")
+    epsilon = 2.0
+    drawn = [int(longitudinal(5, 8, 2 * epsilon, epsilon).argmax()) for _ in range(10_000)]
+    assert chi_square(torch.tensor(drawn), randomizer.law(epsilon)[5]) > 1e-9  # not seeded
+
+
+def test_dbitflip_with_all_bits_is_rappor() -> None:
+    for decode in ("uniform", "first"):
+        one, other = (Randomizer.of(m, 20, decode) for m in ("rappor", "dbitflip"))
+        assert torch.equal(one.law(4.0), other.law(4.0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mechanism": "laplace", "k": 5}, "mechanism='laplace' must be one of grr, rappor"),
+        ({"mechanism": "grr", "k": 1}, "has 1 values and needs at least 2"),
+        ({"mechanism": "grr", "k": 5, "decode": "first"}, "decode='first' must be one of uniform"),
+        ({"mechanism": "rappor", "k": 5, "decode": "argmax"}, "must be one of uniform, first"),
+        ({"mechanism": "rappor", "k": 5, "buckets": 3}, "belong to mechanism='dbitflip'"),
+        ({"mechanism": "dbitflip", "k": 5, "buckets": 6}, "buckets=6 must be from 2 to"),
+        ({"mechanism": "dbitflip", "k": 5, "bits": 6}, "bits=6 must be from 1 to buckets=5"),
+        ({"mechanism": "dbitflip", "k": 5, "bits": 2, "decode": "first"}, "needs all bits"),
+    ],
+)
+def test_settings_out_of_range(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Randomizer.of(**settings)

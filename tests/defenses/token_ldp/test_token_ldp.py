@@ -1,0 +1,622 @@
+"""TokenLDP: the law of what the model sees, what stays, what is refused, and a real fit."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.defenses import DefenseContext, DefenseError, TokenLDP
+from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
+from lightning_fedleak.defenses.token_ldp.words import special_of
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.models import (
+    VOCAB,
+    tiny_bert_classifier,
+    tiny_bert_mlm,
+    tiny_gpt2,
+    tiny_t5,
+)
+
+SPECIAL = {0, 1, 2}
+"""Pad, start and end of tiny_gpt2."""
+MASK_ID = 4
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> nn.Module:
+    return tiny_gpt2()
+
+
+def context(
+    root: nn.Module, client: int = 0, entropy: bytes = b"e" * 32, **fields: Any
+) -> DefenseContext:
+    defaults = {
+        "root": root,
+        "client": client,
+        "clients": 8,
+        "device": torch.device("cpu"),
+        "precision": "32-true",
+        "step": 0,
+        "entropy": entropy,
+    }
+    return DefenseContext(**{**defaults, **fields})
+
+
+def rows(n: int, length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (n, length), generator=generator)
+
+
+def defended(defense: TokenLDP, root: nn.Module, batch: Any, **fields: Any) -> Any:
+    where = context(root, **fields)
+    defense.before_setup(where)
+    return defense.on_batch(batch, where)
+
+
+def p_value(drawn: Tensor, law: Tensor) -> float:
+    seen = torch.bincount(drawn, minlength=len(law)).double()
+    common = law * len(drawn) >= 5
+    pooled = [torch.cat([v[common], v[~common].sum()[None]]) for v in (seen, law * len(drawn))]
+    kept = pooled[1] > 1e-9
+    return float(scipy.stats.chisquare(pooled[0][kept], pooled[1][kept], sum_check=False).pvalue)
+
+
+@pytest.mark.parametrize("memoize", [True, False])
+@pytest.mark.parametrize("per", ["token", "sequence"])
+@pytest.mark.parametrize("mechanism", ["grr", "rappor", "the", "dbitflip"])
+def test_every_token_follows_the_law(
+    gpt2: nn.Module, mechanism: str, per: str, memoize: bool
+) -> None:
+    length = 4
+    ids = rows(3000, length)
+    ids[:, 2] = 50  # the token that is looked at, in rows that differ elsewhere
+    epsilon = 6.0 if per == "token" else 6.0 * length
+    defense = TokenLDP(mechanism, epsilon, per, memoize=memoize)
+    drawn = defended(defense, gpt2, ids)
+    words = [i for i in range(VOCAB) if i not in SPECIAL]
+    law = Randomizer.of(mechanism, len(words)).law(6.0)
+    expected = torch.zeros(VOCAB, dtype=torch.float64)
+    expected[torch.tensor(words)] = law[words.index(50)]
+    assert p_value(drawn[:, 2], expected) > 1e-4
+    kept = float((drawn == ids)[:, [0, 1, 3]].double().mean())
+    sigma = math.sqrt(float(law[0, 0]) / (3 * len(ids)))
+    assert kept == pytest.approx(float(law[0, 0]), abs=5 * sigma)
+
+
+def test_short_rows_spend_more_on_each_token(gpt2: nn.Module) -> None:
+    ids = rows(4000, 6)
+    mask = torch.ones_like(ids)
+    mask[::2, 2:] = 0
+    ids[::2, 2:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    drawn = defended(TokenLDP("grr", 12.0), gpt2, batch)["input_ids"]
+    kept = (drawn == ids).double()
+    k = VOCAB - len(SPECIAL)
+    for start, n in ((0, 2), (1, 6)):
+        expected = Randomizer.of("grr", k).keep(12.0 / n)
+        sigma = math.sqrt(expected * (1 - expected) / (2000 * n))
+        assert float(kept[start::2, :n].mean()) == pytest.approx(expected, abs=5 * sigma)
+    assert torch.equal(drawn[::2, 2:], ids[::2, 2:])
+
+
+@given(epsilon=st.floats(0.1, 8), k=st.integers(2, 12), n=st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_a_row_has_the_epsilon_it_is_said_to_have(epsilon: float, k: int, n: int) -> None:
+    """Over all rows and outputs, tokens outside of the public set included."""
+    law = Randomizer.of("rappor", k).law(epsilon / n)
+    law = torch.cat([law, law.mean(0, keepdim=True)])  # outside: a uniform one goes in
+    per_token = (law.amax(0) / law.amin(0)).max().log()
+    assert n * float(per_token) <= epsilon * (1 + 1e-9)
+
+
+def test_tokens_outside_of_a_public_set(gpt2: nn.Module) -> None:
+    public = [10, 12, 14, 16]
+    ids = rows(4000, 3)
+    ids[:, 0], ids[:, 1], ids[:, 2] = 11, 14, 1
+    defense = TokenLDP("grr", 2.0, "token", domain=public, memoize=False)
+    drawn = defended(defense, gpt2, ids)
+    assert set(drawn[:, :2].unique().tolist()) == set(public)
+    assert (drawn[:, 2] == 1).all()
+    expected = torch.zeros(VOCAB, dtype=torch.float64)
+    expected[torch.tensor(public)] = 0.25
+    assert p_value(drawn[:, 0], expected) > 1e-4
+    expected[torch.tensor(public)] = Randomizer.of("grr", 4).law(2.0)[2]
+    assert p_value(drawn[:, 1], expected) > 1e-4
+
+
+def test_the_reference_path_has_the_same_law(gpt2: nn.Module) -> None:
+    pytest.importorskip("multi_freq_ldpy")
+    ids = rows(1500, 5)
+    ids[:, 0] = 30
+    for memoize in (True, False):
+        with pytest.warns(UserWarning, match="seed of 32 bits"):
+            defense = TokenLDP(
+                "grr", 20.0, implementation="multi-freq-ldpy", memoize=memoize, seed=3
+            )
+        drawn = defended(defense, gpt2, ids)
+        law = Randomizer.of("grr", VOCAB - 3).law(4.0)
+        expected = torch.cat([torch.zeros(3, dtype=torch.float64), law[30 - 3]])
+        assert p_value(drawn[:, 0], expected) > 1e-4
+        if memoize:
+            assert torch.equal(defense.on_batch(ids, context(gpt2)), drawn)
+
+
+def test_what_can_be_guessed_guarantees_nothing(gpt2: nn.Module) -> None:
+    found = [TokenLDP("grr", 4.0, seed=0)]
+    if importlib.util.find_spec("multi_freq_ldpy"):
+        with pytest.warns(UserWarning, match="seed of 32 bits"):
+            found.append(TokenLDP("grr", 4.0, implementation="multi-freq-ldpy"))
+    for defense in found:
+        defended(defense, gpt2, rows(2, 5))
+        assert defense.guarantee.startswith("none")
+        assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
+
+
+def test_special_tokens_stay_and_none_comes_in(gpt2: nn.Module) -> None:
+    ids = rows(300, 8)
+    ids[:, 0], ids[:, -1] = 1, 2
+    drawn = defended(TokenLDP("grr", 1.0), gpt2, ids)
+    assert torch.equal(drawn[:, 0], ids[:, 0])
+    assert torch.equal(drawn[:, -1], ids[:, -1])
+    assert int(drawn[:, 1:-1].min()) >= 3
+    assert float((drawn[:, 1:-1] == ids[:, 1:-1]).double().mean()) < 0.1
+    tokenizer = SimpleNamespace(
+        all_special_ids=[7, 8, 9], unk_token_id=9, pad_token_id=7, cls_token_id=8
+    )
+    drawn = defended(TokenLDP("grr", 30.0, special_ids=tokenizer), gpt2, ids)
+    assert int(drawn.min()) < 3
+    assert special_of(tokenizer, "causal", True, None).tolist() == [7, 8]
+    gpt_like = SimpleNamespace(all_special_ids=[9], unk_token_id=9, eos_token_id=9)
+    assert special_of(gpt_like, "causal", True, None).tolist() == [9]
+
+
+def test_what_nobody_reads_does_not_pass(gpt2: nn.Module) -> None:
+    ids, mask = rows(2, 6), torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, 5] = ids[0, 5]  # masked from attention, but the loss looks at it
+    defense = TokenLDP("grr", 1e-6, per="token")
+    new = defended(defense, gpt2, {"input_ids": ids, "attention_mask": mask, "labels": labels})
+    assert int(new["input_ids"][0, 4]) == 0
+    assert int(new["labels"][0, 4]) == -100
+    assert int(new["input_ids"][0, 5]) == int(new["labels"][0, 5]) != int(ids[0, 5])
+    assert new["attention_mask"] is mask
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "tensor"])
+def test_causal_labels_are_the_new_inputs(gpt2: nn.Module, kind: str) -> None:
+    ids = rows(20, 9)
+    labels = ids.clone()
+    labels[:, :3] = -100
+    batch = {"dict": {"input_ids": ids, "labels": labels}, "tuple": (ids, labels), "tensor": ids}
+    before = copy.deepcopy(batch[kind])
+    new = defended(TokenLDP("grr", 3.0), gpt2, batch[kind])
+    torch.testing.assert_close(batch[kind], before)
+    if kind == "tensor":
+        return
+    inputs, targets = new if kind == "tuple" else (new["input_ids"], new["labels"])
+    assert torch.equal(targets, inputs.masked_fill(labels == -100, -100))
+    assert inputs.dtype == ids.dtype
+    assert not torch.equal(inputs, ids)
+
+
+@given(
+    data=st.data(),
+    shape=st.tuples(st.integers(0, 4), st.integers(1, 9)),
+    mechanism=st.sampled_from(["grr", "rappor", "the", "dbitflip"]),
+    per=st.sampled_from(["token", "sequence"]),
+    memoize=st.booleans(),
+    dtype=st.sampled_from([torch.int64, torch.int32]),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_the_batch_holds(
+    data: st.DataObject, shape: tuple, mechanism: str, per: str, memoize: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    ids, mask, ignored = (torch.randint(high, shape, generator=generator) for high in (12, 2, 2))
+    ids = ids.to(dtype)
+    labels = ids.masked_fill(ignored == 1, -100)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    before = copy.deepcopy(batch)
+    defense = TokenLDP(
+        mechanism,
+        data.draw(st.floats(0.01, 50)),
+        per,
+        domain=range(3, 90),
+        special_ids=SPECIAL,
+        kind="causal",
+        memoize=memoize,
+    )
+    new = defended(defense, nn.Identity(), batch)
+    torch.testing.assert_close(batch, before, rtol=0, atol=0)
+    special = ids < 3
+    read = (mask == 1) | (labels != -100)
+    assert torch.equal(new["input_ids"][special], ids[special])
+    assert (new["input_ids"][~special & ~read] == 0).all()
+    drawn = new["input_ids"][~special & read]
+    assert ((drawn >= 3) & (drawn < 90)).all()
+    assert torch.equal(new["labels"], new["input_ids"].masked_fill(labels == -100, -100))
+    assert new["input_ids"].dtype == new["labels"].dtype == dtype
+
+
+def test_original_labels_are_warned_about(gpt2: nn.Module) -> None:
+    ids = rows(4, 6)
+    with pytest.warns(UserWarning, match="voids the guarantee"):
+        defense = TokenLDP("grr", 1.0, labels="original")
+    new = defended(defense, gpt2, {"input_ids": ids, "labels": ids})
+    assert new["labels"] is ids
+    assert defense.guarantee.startswith("none")
+    assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
+
+
+def test_masked_words_have_one_replacement() -> None:
+    ids = rows(400, 8, seed=2).clamp(min=5)
+    chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.4
+    how = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1))
+    inputs = torch.where(chosen & (how < 0.8), MASK_ID, ids)
+    inputs = torch.where(chosen & (how > 0.9), rows(400, 8, seed=3).clamp(min=5), inputs)
+    labels = ids.masked_fill(~chosen, -100)
+    batch = {"input_ids": inputs, "labels": labels}
+    model = tiny_bert_mlm()
+    new = defended(TokenLDP("grr", 4.0, "token", special_ids=[0, MASK_ID]), model, batch)
+    masked = inputs == MASK_ID
+    assert torch.equal(new["input_ids"] == MASK_ID, masked)
+    assert torch.equal(new["labels"] == -100, ~chosen)
+    both = chosen & ~masked
+    assert torch.equal(new["input_ids"][both], new["labels"][both])
+    # A position that masking has filled with a random word keeps the word as the others do.
+    expected = Randomizer.of("grr", VOCAB - 2).keep(4.0)
+    for place in (chosen & masked, chosen & (how > 0.9), chosen & (how > 0.8) & (how < 0.9)):
+        kept = float((new["labels"] == ids)[place].double().mean())
+        assert kept == pytest.approx(expected, abs=5 * math.sqrt(0.25 / int(place.sum())))
+    # Masked anew, the words of a row are the same, and so are their replacements.
+    defense = TokenLDP("grr", 4.0, "token", special_ids=[0, MASK_ID])
+    first = defended(defense, model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
+    second = defense.on_batch(batch, context(model))
+    assert torch.equal(second["labels"][chosen], first["input_ids"][chosen])
+    assert torch.equal(second["input_ids"][~chosen], first["input_ids"][~chosen])
+
+
+def test_both_texts_of_an_encoder_decoder() -> None:
+    source, target = rows(300, 5), rows(300, 4, seed=1)
+    target[:, -1] = -100
+    batch = {"input_ids": source, "labels": target}
+    defense = TokenLDP("grr", 8 * 3.0)
+    new = defended(defense, tiny_t5(), batch)
+    assert defense.longest == 8
+    expected = Randomizer.of("grr", VOCAB - len(defense._ready.special)).keep(3.0)
+    for key, text in (("input_ids", source), ("labels", target[:, :3])):
+        kept = float((new[key][:, : text.shape[1]] == text).double().mean())
+        assert kept == pytest.approx(expected, abs=5 * math.sqrt(0.25 / text.numel()))
+    assert (new["labels"][:, -1] == -100).all()
+    with pytest.raises(DefenseError, match="the fields decoder_input_ids"):
+        defense.on_batch({**batch, "decoder_input_ids": target}, context(tiny_t5()))
+
+
+def test_classes_are_not_covered_and_said_so() -> None:
+    ids, classes = rows(5, 6), torch.tensor([0, 1, 2, 0, 1])
+    model = tiny_bert_classifier()
+    with pytest.raises(DefenseError, match="special_ids must be given for a classifier"):
+        defended(TokenLDP("grr", 1.0), model, {"input_ids": ids, "labels": classes})
+    defense = TokenLDP("grr", 1.0, special_ids=[])
+    new = defended(defense, model, {"input_ids": ids, "labels": classes})
+    assert new["labels"] is classes
+    assert not torch.equal(new["input_ids"], ids)
+    assert "Not covered: labels of a classifier" in defense.guarantee
+
+
+def test_memoised_rows_keep_their_replacement(gpt2: nn.Module) -> None:
+    ids = rows(6, 8)
+    where = context(gpt2)
+    defense = TokenLDP("rappor", 40.0)
+    first = defended(defense, gpt2, ids)
+    order = torch.tensor([4, 0, 2])
+    padded = torch.cat([torch.zeros(3, 2, dtype=torch.int64), ids[order]], dim=1)
+    again = defense.on_batch(padded, where)
+    assert torch.equal(again[:, 2:], first[order])
+    assert torch.equal(again[:, :2], padded[:, :2])
+    changed = ids.clone()
+    changed[:, 7] = (changed[:, 7] - 3 + 1) % (VOCAB - 3) + 3
+    other = defense.on_batch(changed, where)
+    assert float((other == first).double().mean()) < 0.9
+    for fields in ({"client": 1}, {"entropy": b"f" * 32}):
+        assert not torch.equal(defense.on_batch(ids, context(gpt2, **fields)), first)
+    assert defense.releases_per_example == 1
+    assert defense.epsilon_spent == defense.epsilon_per_sequence == 40.0
+
+
+def test_equal_rows_are_told_apart_by_example_ids(gpt2: nn.Module) -> None:
+    ids = rows(1, 40).expand(2, 40)
+    assert torch.equal(*defended(TokenLDP("grr", 40.0), gpt2, ids))
+    defense = TokenLDP("grr", 40.0, example_ids="idx")
+    batch = {"input_ids": ids, "idx": torch.tensor([5, 6])}
+    new = defended(defense, gpt2, batch)
+    assert not torch.equal(*new["input_ids"])
+    swapped = {"input_ids": ids, "idx": torch.tensor([6, 5])}
+    again = defense.on_batch(swapped, context(gpt2))
+    assert torch.equal(again["input_ids"], new["input_ids"].flip(0))
+    with pytest.raises(DefenseError, match="must name a field with one integer for each of"):
+        defense.on_batch({"input_ids": ids, "idx": torch.tensor([5])}, context(gpt2))
+
+
+def test_without_memoisation_releases_are_counted(gpt2: nn.Module) -> None:
+    ids, where = rows(4, 10), context(gpt2)
+    defense = TokenLDP("grr", 3.0, "token", memoize=False)
+    defense.before_setup(where)
+    assert defense.epsilon_spent == 0.0
+    seen = [defense.on_batch(ids, where) for _ in range(3)]
+    seen.append(defense.on_batch(ids[:1], where))
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    assert defense.releases_per_example == 4
+    assert defense.longest == 10
+    assert defense.epsilon_per_sequence == 30.0
+    assert defense.epsilon_spent == 120.0
+    assert "epsilons add up" in defense.guarantee
+
+
+def test_a_resumed_fit_neither_replays_nor_forgets(gpt2: nn.Module) -> None:
+    ids = rows(4, 10)
+    for memoize in (True, False):
+        first = TokenLDP("grr", 30.0, memoize=memoize)
+        before = defended(first, gpt2, ids)
+        state = first.state_dict()
+        assert all(isinstance(v, int | float) for v in state.values())
+        second = TokenLDP("grr", 30.0, memoize=memoize)
+        second.load_state_dict(state)
+        after = defended(second, gpt2, ids, entropy=b"g" * 32)
+        assert not torch.equal(before, after)
+        assert second.releases_per_example == 2
+        assert second.batches == 2
+        # In one process, with or without a checkpoint.
+        first.teardown()
+        first.teardown()
+        first.load_state_dict(state)
+        defended(first, gpt2, ids, entropy=b"h" * 32)
+        assert first.releases_per_example == 2
+        assert first.epsilon_spent == 60.0
+
+
+def test_processes_of_one_client_draw_apart_unless_they_share_data(gpt2: nn.Module) -> None:
+    """Processes that split a tensor have one batch, and one number: they must replace it alike."""
+    ids = rows(4, 30)
+    fresh, memoised = [], []
+    for process in (0, 1, 1):
+        where = context(gpt2, clients=1, process=process, processes=3)
+        for memoize, drawn in ((False, fresh), (True, memoised)):
+            defense = TokenLDP("grr", 4.0, memoize=memoize)
+            defense.before_setup(where)
+            drawn.append(defense.on_batch(ids, where))
+    assert not torch.equal(fresh[0], fresh[1])
+    assert torch.equal(fresh[1], fresh[2])
+    assert torch.equal(memoised[0], memoised[1])
+
+
+def test_the_published_protocol_is_available_and_warned_about(gpt2: nn.Module) -> None:
+    ids = rows(6, 8)
+    ids[:, 0], ids[:, -2:] = 1, 0
+    mask = (ids != 0).long()
+    for mechanism in ("grr", "rappor", "the", "dbitflip"):
+        with pytest.warns(UserWarning, match="which words occur in the batch is visible"):
+            defense = TokenLDP.as_published(mechanism, 1.0)
+        new = defended(defense, gpt2, {"input_ids": ids, "attention_mask": mask})["input_ids"]
+        assert set(new.unique().tolist()) <= set(ids.unique().tolist())
+        assert not torch.equal(new[:, -2:], ids[:, -2:])
+        assert defense.guarantee.startswith("none")
+        assert defense.epsilon_per_sequence == math.inf
+        assert not defense.memoize
+    with pytest.warns(UserWarning, match="32 x 1 in any case"):
+        defense = TokenLDP.as_published("grr", 1.0)
+    one = torch.full((3, 3), 9)
+    assert torch.equal(defended(defense, gpt2, one), one)
+
+
+def shifted_adapter(batch: dict[str, Tensor]) -> TokenBatch:
+    text = torch.cat([batch["x"][:, :1], batch["y"]], dim=1)
+    return TokenBatch(text, text, None, "causal")
+
+
+def shifted_writer(batch: dict[str, Tensor], tokens: TokenBatch) -> dict[str, Tensor]:
+    return {"x": tokens.input_ids[:, :-1], "y": tokens.input_ids[:, 1:]}
+
+
+def test_labels_that_are_shifted_need_an_adapter(gpt2: nn.Module) -> None:
+    text = rows(4, 9)
+    with pytest.raises(DefenseError, match="shifted already need batch_adapter"):
+        defended(TokenLDP("grr", 1.0), gpt2, (text[:, :-1], text[:, 1:]))
+    defense = TokenLDP("grr", 1.0, batch_adapter=shifted_adapter, batch_writer=shifted_writer)
+    new = defended(defense, gpt2, {"x": text[:, :-1], "y": text[:, 1:]})
+    assert torch.equal(new["x"][:, 1:], new["y"][:, :-1])
+    assert not torch.equal(new["x"], text[:, :-1])
+    lazy = TokenLDP("grr", 1.0, batch_adapter=shifted_adapter, batch_writer=lambda batch, _: batch)
+    with pytest.raises(DefenseError, match="batch_writer gave a batch that batch_adapter reads"):
+        defended(lazy, gpt2, {"x": text[:, :-1], "y": text[:, 1:]})
+
+
+def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:
+    batch = {"input_ids": rows(2, 4), "text": ["a b", "c d"], "position_ids": rows(2, 4)}
+    with pytest.raises(DefenseError, match=r"the fields text, which .* public_fields=\['text'\]"):
+        defended(TokenLDP("grr", 1.0), gpt2, batch)
+    new = defended(TokenLDP("grr", 1.0, public_fields=["text"]), gpt2, batch)
+    assert new["text"] is batch["text"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"epsilon": 0.0}, "epsilon=0.0 must be a positive number"),
+        ({"epsilon": math.inf}, "epsilon=inf must be a positive number"),
+        ({"mechanism": "laplace"}, "mechanism='laplace' must be one of grr"),
+        ({"per": "word"}, "per='word' must be one of token, sequence"),
+        ({"labels": "none"}, "labels='none' must be one of replaced, original"),
+        ({"kind": "gpt"}, "kind='gpt' must be one of"),
+        ({"domain": "words"}, "domain='words' must be 'vocabulary', 'batch' or the ids"),
+        ({"domain": "ids of a public set"}, "must be 'vocabulary', 'batch' or the ids"),
+        ({"domain": [3, 3, 4]}, "each once"),
+        ({"domain": [-1, 4]}, "at least 0"),
+        ({"domain": []}, "a list of token ids"),
+        ({"domain": "batch", "memoize": True}, "memoize=True cannot hold with domain='batch'"),
+        ({"domain": "batch", "mechanism": "dbitflip", "buckets": 4}, "need a fixed domain"),
+        ({"decode": "first"}, "decode='first' must be one of uniform"),
+        ({"mechanism": "dbitflip", "buckets": 4, "bits": 5}, "bits=5 must be from 1"),
+        ({"implementation": "numpy"}, "implementation='numpy' must be one of"),
+        ({"batch_writer": shifted_writer}, "belong together"),
+    ],
+)
+def test_settings_out_of_range(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DefenseError, match=message):
+        TokenLDP(**{"mechanism": "grr", "epsilon": 1.0, **arguments})
+
+
+def test_models_that_do_not_fit_are_refused(gpt2: nn.Module) -> None:
+    where = context(gpt2)
+    for arguments, message in (
+        ({"domain": [5, VOCAB]}, f"the id {VOCAB}, but the model has {VOCAB} words"),
+        ({"domain": [1, 2, 5]}, "1 ids that are not special and needs at least 2"),
+        ({"mechanism": "dbitflip", "buckets": VOCAB}, "buckets=97 must be from 2 to"),
+    ):
+        with pytest.raises(DefenseError, match=message):
+            TokenLDP(**{"mechanism": "grr", "epsilon": 1.0, **arguments}).before_setup(where)
+    with pytest.raises(DefenseError, match="keep_special=False would randomise mask"):
+        TokenLDP("grr", 1.0, keep_special=False).before_setup(context(tiny_bert_mlm()))
+    with pytest.raises(DefenseError, match="special_ids must be given for a masked"):
+        TokenLDP("grr", 1.0).before_setup(context(tiny_bert_mlm()))
+    with pytest.raises(DefenseError, match="the model could not be read"):
+        TokenLDP("grr", 1.0).before_setup(context(nn.Linear(2, 2)))
+    given_all = TokenLDP("grr", 1.0, domain=range(50), special_ids=[0], kind="causal")
+    assert defended(given_all, nn.Linear(2, 2), rows(2, 4)).shape == (2, 4)
+    with pytest.raises(DefenseError, match="outside of the model's 97 words"):
+        defended(TokenLDP("grr", 1.0), gpt2, torch.tensor([[5, VOCAB]]))
+    with pytest.raises(DefenseError, match="the batch cannot be read"):
+        defended(TokenLDP("grr", 1.0), gpt2, {"ids": rows(2, 4)})
+
+
+def test_a_few_bits_of_a_few_buckets(gpt2: nn.Module) -> None:
+    ids = rows(4000, 3)
+    for settings_of in ({"bits": 16}, {"buckets": 10}, {"buckets": 10, "bits": 3}):
+        defense = TokenLDP("dbitflip", 6.0, "token", memoize=False, **settings_of)
+        kept = float((defended(defense, gpt2, ids) == ids).double().mean())
+        law = Randomizer.of("dbitflip", VOCAB - 3, None, **settings_of).law(6.0)
+        expected = float(law.diagonal().mean())
+        assert kept == pytest.approx(expected, abs=5 * math.sqrt(expected / ids.numel()))
+
+
+def test_no_words_no_draws(gpt2: nn.Module) -> None:
+    for memoize in (True, False):
+        for ids in (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64)):
+            assert torch.equal(defended(TokenLDP("grr", 1.0, memoize=memoize), gpt2, ids), ids)
+
+
+class Recording(CausalLMModule):
+    def __init__(self) -> None:
+        super().__init__(tiny_gpt2())
+        self.seen: list[dict[str, Tensor]] = []
+        self.validated: list[Tensor] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen.append({k: v.clone() for k, v in batch.items()})
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.validated.append(batch["input_ids"].clone())
+
+
+class Truth(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_end(self, _t: Any, _m: Any, _o: Any, batch: Any, _i: int) -> None:
+        self.seen.append(batch["input_ids"].clone())
+
+
+def ordered(loader: DataLoader[Any]) -> DataLoader[Any]:
+    return DataLoader(loader.dataset, batch_size=loader.batch_size)
+
+
+def fit(defense: TokenLDP | None, epochs: int = 2) -> tuple[Recording, Truth, Tensor]:
+    module, truth = Recording(), Truth()
+    trainer = pl.Trainer(
+        strategy=DefendedStrategy("auto", [] if defense is None else [defense]),
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[truth],
+    )
+    torch.manual_seed(5)
+    loader = ordered(random_token_loader(n=8, padded=True))
+    trainer.fit(module, loader, ordered(random_token_loader(n=4, seed=9)))
+    return module, truth, torch.rand(3)
+
+
+def test_in_a_fit_the_module_sees_other_words_and_callbacks_the_truth() -> None:
+    plain, truth, after = fit(None)
+    defense = TokenLDP("rappor", 60.0, seed=7)
+    module, same_truth, same_after = fit(defense)
+    assert torch.equal(torch.stack(truth.seen), torch.stack(same_truth.seen))
+    assert torch.equal(torch.stack(plain.validated), torch.stack(module.validated))
+    for batch, true in zip(module.seen, truth.seen, strict=True):
+        words = batch["attention_mask"] == 1
+        assert not torch.equal(batch["input_ids"][words], true[words])
+        assert torch.equal(batch["input_ids"][~words], true[~words])
+        assert torch.equal(batch["labels"], batch["input_ids"].masked_fill(~words, -100))
+    for first, second in zip(module.seen[:2], module.seen[2:], strict=True):
+        assert torch.equal(first["input_ids"], second["input_ids"])
+    assert defense.releases_per_example == 1
+    assert torch.equal(after, same_after)  # no global generator was drawn from
+
+    again, _, _ = fit(TokenLDP("rappor", 60.0, seed=7))
+    for one, other in zip(module.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    other, _, _ = fit(TokenLDP("rappor", 60.0, seed=8))
+    assert not torch.equal(module.seen[0]["input_ids"], other.seen[0]["input_ids"])
+
+
+def test_without_memoisation_every_epoch_of_a_fit_is_a_release() -> None:
+    defense = TokenLDP("grr", 12.0, memoize=False)
+    module, _, _ = fit(defense, epochs=3)
+    assert not torch.equal(module.seen[0]["input_ids"], module.seen[2]["input_ids"])
+    assert defense.releases_per_example == 3
+    assert defense.epsilon_spent == 36.0
+
+
+def test_a_checkpoint_carries_the_counts_and_no_secret(tmp_path: Any) -> None:
+    loader = ordered(random_token_loader(n=8))
+    options = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    first = TokenLDP("grr", 20.0, memoize=False)
+    trainer = pl.Trainer(strategy=DefendedStrategy("auto", [first]), max_epochs=2, **options)
+    before = Recording()
+    trainer.fit(before, loader)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["lightning_fedleak_defenses"]
+    assert state == {"token_ldp": {"batches": 4, "releases": 2, "longest": 12, "epsilon": 20.0}}
+    second = TokenLDP("grr", 20.0, memoize=False)
+    trainer = pl.Trainer(strategy=DefendedStrategy("auto", [second]), max_epochs=3, **options)
+    after = Recording()
+    trainer.fit(after, loader, ckpt_path=tmp_path / "a.ckpt")
+    assert len(after.seen) == 2
+    assert second.releases_per_example == 3
+    assert second.epsilon_spent == 60.0
+    for seen in before.seen:
+        assert not torch.equal(seen["input_ids"], after.seen[0]["input_ids"])

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning.module import CausalLMFineTuning
+from tests.helpers.folders import save_tiny_causal_lm
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_causal_lm(tmp_path_factory.mktemp("model")))
+
+
+def trained(module: CausalLMFineTuning) -> set[str]:
+    return {name for name, p in module.named_parameters() if p.requires_grad}
+
+
+def test_trains_everything_in_train_mode(folder: str) -> None:
+    module = CausalLMFineTuning(folder)
+    assert all(m.training for m in module.modules())
+    assert trained(module) == {name for name, _ in module.named_parameters()}
+    assert next(module.parameters()).dtype == torch.float32
+
+
+def test_loss_is_the_mean_next_token_cross_entropy(folder: str) -> None:
+    module = CausalLMFineTuning(folder).eval()
+    ids = torch.tensor([[5, 9, 3, 7], [8, 2, 0, 0]])
+    labels = ids.masked_fill(torch.tensor([[False] * 4, [False, False, True, True]]), -100)
+    mask = (labels != -100).long()
+    loss = module(input_ids=ids, attention_mask=mask, labels=labels)
+    logits = module.model(input_ids=ids, attention_mask=mask).logits.double().log_softmax(-1)
+    pairs = [(0, 0, 9), (0, 1, 3), (0, 2, 7), (1, 0, 2)]
+    expected = -sum(logits[r, c, t] for r, c, t in pairs) / len(pairs)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_lora_trains_adapters_only(folder: str) -> None:
+    names = trained(CausalLMFineTuning(folder, peft="lora"))
+    assert names
+    assert all("lora_" in name for name in names)
+
+
+def test_bitfit_trains_biases_only(folder: str) -> None:
+    module = CausalLMFineTuning(folder, peft="bitfit")
+    names = trained(module)
+    assert names == {name for name, _ in module.named_parameters() if name.endswith(".bias")}
+    assert names
+
+
+def test_bitfit_refuses_a_model_without_biases() -> None:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1,
+    )  # fmt: skip
+    with pytest.raises(SourceError, match="LlamaForCausalLM has none; use peft='lora'"):
+        CausalLMFineTuning(LlamaForCausalLM(config), peft="bitfit")
+
+
+def test_optimizer_holds_what_is_trained(folder: str) -> None:
+    module = CausalLMFineTuning(folder, peft="lora", lr=0.25, weight_decay=0.5)
+    optimizer = module.configure_optimizers()
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in module.parameters() if p.requires_grad}
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_a_missing_model_is_said_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no causal language model could be loaded from"):
+        CausalLMFineTuning(str(tmp_path))
+
+
+def test_lora_without_peft_says_what_to_install(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r"lightning-fedleak\[peft\]"):
+        CausalLMFineTuning(folder, peft="lora")
+
+
+def test_the_mean_of_sample_means_weighs_texts_alike(folder: str) -> None:
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 3, 3]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+        "labels": torch.tensor([[5, 6, 7, 8], [9, 10, -100, -100]]),
+    }
+    module = CausalLMFineTuning(folder, loss="sample_mean").eval()
+    rows = [{name: tensor[i : i + 1] for name, tensor in batch.items()} for i in (0, 1)]
+    each = [module.model(**row).loss for row in rows]
+    assert torch.allclose(module(**batch), (each[0] + each[1]) / 2)
+    plain = CausalLMFineTuning(module.model).eval()
+    assert torch.allclose(plain(**batch), (3 * each[0] + each[1]) / 4)
+    with pytest.raises(ValueError, match="'token_mean' or 'sample_mean', got 'mean'"):
+        CausalLMFineTuning(folder, loss="mean")  # type: ignore[arg-type]

@@ -1,0 +1,191 @@
+"""What a step of DP-SGD must give away, exactly, and a count of how often a claim was refuted.
+
+The sharpest test of an implementation of DP-SGD is a game that its own mathematics solves. One
+sample's gradient takes the whole clip norm C along a known direction and no other sample has any
+there. Then the release along it, over C, is N(0, sigma^2) without the sample and N(1, sigma^2) with
+it: each step is the Gaussian mechanism, and the best score is the release itself, *signed*. With
+Poisson sampling the sample is in the batch with chance q only: a mixture of both. Too small a
+noise, a clip that lets more through, or a sample that is drawn too often shows as too large an AUC;
+too much noise or too small a share of the clip norm as one that is too small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.special import bdtrc
+from torch import Tensor
+
+from lightning_fedleak.auditing.lower_bounds import epsilon_from_counts
+from lightning_fedleak.auditing.mechanisms import gaussian_auc
+
+SIMULATED, CUTS = 20_000, 200
+
+
+@dataclass(frozen=True)
+class Games:
+    """Independent add/remove games.
+
+    Attributes:
+        scores: (n,) float64, higher is more likely a member.
+        members: (n,) bool, whether the target was there.
+    """
+
+    scores: Tensor
+    members: Tensor
+
+
+@dataclass(frozen=True)
+class Refutations:
+    """How often a bound that may be wrong in a share ``allowed`` of audits exceeded the claim.
+
+    Attributes:
+        audits: how many were made, independent of each other.
+        refuted: of these, how many showed more than was claimed.
+        allowed: share in which a right claim may be refuted: one less the bounds' confidence.
+        p_value: chance of so many refutations or more, were the claim right.
+    """
+
+    audits: int
+    refuted: int
+    allowed: float
+    p_value: float
+
+
+def sampled_gaussian_auc(sigma: float, sample_rate: float = 1.0) -> float:
+    """AUC of the release itself as a score against one step: ``(1 - q) / 2 + q Phi(1/(s sqrt 2))``.
+
+    The score is the best there is: the likelihood ratio of the mixture rises with it.
+
+    Args:
+        sigma: noise multiplier.
+        sample_rate: q, chance of the target to be in the batch.
+
+    Raises:
+        ValueError: sigma is not positive, or the rate is outside (0, 1].
+    """
+    _rate(sample_rate)
+    return (1 - sample_rate) / 2 + sample_rate * gaussian_auc(sigma)
+
+
+def log_likelihood_ratios(releases: Tensor, sigma: float, sample_rate: float = 1.0) -> Tensor:
+    """The privacy loss of each release: ``log(1 - q + q exp((2 x - 1) / (2 sigma^2)))``.
+
+    Its sum over the steps of a run is the best score against the run (Neyman & Pearson).
+
+    Args:
+        releases: any shape, along the target's direction and over the clip norm.
+        sigma: noise multiplier.
+        sample_rate: q.
+
+    Returns:
+        Of the same shape, float64.
+
+    Raises:
+        ValueError: sigma is not positive, or the rate is outside (0, 1].
+    """
+    _rate(sample_rate)
+    if not sigma > 0:
+        raise ValueError(f"sigma must be positive, got {sigma!r}")
+    exponent = (2 * releases.double() - 1) / (2 * sigma**2)
+    if sample_rate == 1:
+        return exponent
+    out = torch.full_like(exponent, math.log1p(-sample_rate))
+    return torch.logaddexp(out, exponent + math.log(sample_rate))
+
+
+def best_threshold(
+    sigma: float,
+    sample_rate: float,
+    steps: int,
+    *,
+    games: int,
+    delta: float,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> float:
+    """The score above which an audit of so many games should call a run a member's.
+
+    The one that shows the largest epsilon if rates come out as they do in other runs, which are
+    simulated here: so it is settled before the games it judges, as
+    ``audit_scores(threshold=<number>)`` asks for.
+
+    Args:
+        sigma: noise multiplier.
+        sample_rate: q.
+        steps: releases of a run.
+        games: of the audit, half of them with the target.
+        delta: at which epsilon is asked for.
+        confidence: of the bound.
+        seed: of the simulation.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+    if games < 2:
+        raise ValueError(f"games must be at least 2, got {games}")
+    rng, half = np.random.default_rng(seed), games // 2
+    noise = sigma * rng.standard_normal((2, SIMULATED, steps))
+    noise[1] += rng.random((SIMULATED, steps)) < sample_rate
+    ratios = log_likelihood_ratios(torch.from_numpy(noise), sigma, sample_rate).sum(2)
+    others, held = (np.sort(side) for side in ratios.numpy())
+    cuts = np.quantile(np.concatenate((others, held)), np.linspace(0.005, 0.995, CUTS))
+    best, chosen = -1.0, float(cuts[CUTS // 2])
+    for cut in cuts.tolist():
+        fp, tp = (
+            round(half * (1 - np.searchsorted(side, cut, "right") / SIMULATED))
+            for side in (others, held)
+        )
+        shown = epsilon_from_counts(tp, half, fp, half, delta=delta, confidence=confidence)
+        if shown > best:
+            best, chosen = shown, cut
+    return chosen
+
+
+def play_add_remove(release: Callable[[bool], float], games: int, seed: int = 0) -> Games:
+    """Plays games: a fair coin adds the target or removes it, and the mechanism runs anew.
+
+    Args:
+        release: runs the mechanism with (True) or without (False) the target, with noise of its
+            own every time, and gives the score.
+        games: how many.
+        seed: of the coins.
+
+    Raises:
+        ValueError: fewer than one game.
+    """
+    if games < 1:
+        raise ValueError(f"games must be at least 1, got {games}")
+    coins = np.random.default_rng(seed).random(games) < 0.5
+    scores = [float(release(bool(coin))) for coin in coins]
+    return Games(torch.tensor(scores, dtype=torch.float64), torch.from_numpy(coins))
+
+
+def refutations(bounds: Sequence[float], epsilon: float, confidence: float = 0.95) -> Refutations:
+    """Counts the lower bounds above a claimed epsilon; a right claim allows few of them.
+
+    Args:
+        bounds: lower bounds on epsilon, of independent audits. NaN (unknown) is refused.
+        epsilon: the claim.
+        confidence: of each bound.
+
+    Raises:
+        ValueError: no bounds, one that is NaN, or a confidence outside (0, 1).
+    """
+    if not bounds or any(math.isnan(bound) for bound in bounds):
+        raise ValueError("bounds must hold at least one number, and no NaN: those are unknown")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+    refuted = sum(bound > epsilon for bound in bounds)
+    allowed = 1 - confidence
+    p_value = float(bdtrc(refuted - 1, len(bounds), allowed)) if refuted else 1.0
+    return Refutations(len(bounds), refuted, allowed, p_value)
+
+
+def _rate(value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"sample_rate must lie in (0, 1], got {value!r}")

@@ -1,0 +1,161 @@
+"""DP-SGD on a model in which a crafted neuron is really inserted: the game of ``dp_sgd``.
+
+Outside of Lightning, by the hooks that a strategy calls, in its order. The neuron fires on one
+token's hidden state alone, its bias is all that is trained, and the clip norm lies below its
+gradient: so the target takes the whole of it, and nothing else takes a share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.membership.fc_layers import CraftedFC, TwoIdentities
+from lightning_fedleak.attacks.membership.insertion import insert
+from lightning_fedleak.defenses import DPSGD, DefenseContext
+from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
+from lightning_fedleak.model_runs import hidden_states
+
+
+class PlantedNeuron:
+    """Releases of DP-SGD with and without the target, along the neuron's bias.
+
+    The target is the last example. Every release runs the model forward and backward on a batch
+    that DP-SGD's own sampler drew, and clips, noises and accounts it as in training.
+
+    Args:
+        model: a language model in train mode without dropout; crafted layers are inserted, the rest
+            is frozen.
+        ids: (N, L) token ids of the examples, without padding, N at least 2. The last token of the
+            last one is told from all others by its hidden state.
+        defense: makes a new DPSGD; called twice, for the run with the target and the one without.
+        sample_rate: chance of an example to be in a batch, a whole number of N-ths, as a loader
+            has it; 1: inclusion is given.
+        layer: of the hidden states that the neuron reads.
+        seed: of the entropy that the defences get as from a fit, for releases that can be repeated
+            although their epsilon is finite. None: the operating system's.
+
+    Attributes:
+        gradient: the neuron's gradient of the target's own loss, before clipping.
+        defenses: of the runs without and with the target.
+
+    Raises:
+        ValueError: too few examples, a rate that a batch size cannot give, the target is not alone
+            in its neuron, or its gradient is below the clip norm.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ids: Tensor,
+        defense: Callable[[], DPSGD],
+        *,
+        sample_rate: float = 1.0,
+        layer: int = 1,
+        seed: int | None = None,
+    ) -> None:
+        if len(ids) < 2:
+            raise ValueError(f"ids must hold at least 2 examples, got {len(ids)}")
+        drawn = sample_rate * len(ids)
+        if not 1 <= round(drawn) <= len(ids) or abs(drawn - round(drawn)) > 1e-9:
+            raise ValueError(
+                f"sample_rate={sample_rate!r} of {len(ids)} examples is a batch of {drawn:g}: a "
+                f"loader's rate is a whole number of examples, 1 to {len(ids)}, over {len(ids)}"
+            )
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        anatomy = find_anatomy(model)
+        hidden = hidden_states(anatomy, layer, ids).double()
+        target = hidden[-1, -1]
+        distances = (hidden.flatten(0, 1) - target).abs().sum(1)[:-1]
+        tau = float(distances.min()) / 2
+        first = TwoIdentities(target.float(), torch.tensor(0.0), 2 * len(target))
+        second = torch.full((1, 2 * len(target)), -1.0)
+        crafted = CraftedFC(first, second, torch.tensor([tau]), None)
+        self._inserted = insert(anatomy, layer, crafted, scale=1.0)
+        self._bias = crafted.bias
+        self._root = model
+        self._label = torch.tensor([int(ids[0, 0])])
+        self.gradient = float(torch.autograd.grad(self._loss(ids[-1:]), self._bias)[0])
+        others = float(torch.autograd.grad(self._loss(ids[:-1]), self._bias)[0])
+        if others or not tau:
+            raise ValueError("another token's hidden state is too near to the target's")
+        self.defenses = (defense(), defense())
+        clip = self.defenses[0].max_grad_norm
+        if abs(self.gradient) < clip:
+            raise ValueError(
+                f"the target's gradient {self.gradient:.3g} is below max_grad_norm={clip:g}: lower "
+                "the latter"
+            )
+        self._scale = math.copysign(clip, self.gradient)
+        self._data = (ids[:-1], ids)
+        batch = [max(1, round(sample_rate * len(data))) for data in self._data]
+        # Each run has entropy of its own: with one they would draw the same noise.
+        self._contexts = [
+            DefenseContext(
+                root=model,
+                client=0,
+                clients=1,
+                device=ids.device,
+                precision="32-true",
+                step=0,
+                entropy=_entropy(seed, world),
+            )
+            for world in range(2)
+        ]
+        self._samplers: list[PoissonBatchSampler] = []
+        for world, data in enumerate(self._data):
+            loader = DataLoader(TensorDataset(data), batch_size=batch[world])
+            self.defenses[world].before_setup(self._contexts[world])
+            sampled = self.defenses[world].on_dataloader(loader, self._contexts[world])
+            self.defenses[world].teardown()
+            assert isinstance(sampled.batch_sampler, PoissonBatchSampler)
+            self._samplers.append(sampled.batch_sampler)
+        self._hooked: int | None = None
+
+    def release(self, member: bool) -> float:
+        """One release along the target's direction, over the clip norm."""
+        world = int(member)
+        defense, sampler = self.defenses[world], self._samplers[world]
+        context = self._contexts[world]
+        if self._hooked != world:
+            self.close()
+            defense.before_setup(context)
+            self._hooked = world
+        drawn = sampler.draw(sampler.step)
+        sampler.step += 1
+        batch = self._data[world][drawn]
+        self._root.zero_grad()
+        loss = defense.on_training_step(lambda: self._loss(batch), {"input_ids": batch}, context)
+        loss.backward()
+        defense.before_release()
+        with torch.no_grad():
+            defense.on_gradients([self._bias], context)
+        assert self._bias.grad is not None
+        released = float(self._bias.grad)
+        expected = sampler.rate * len(sampler.shard)
+        return released * expected / self._scale
+
+    def close(self) -> None:
+        """Takes the hooks of the current run out; the next release puts them in again."""
+        if self._hooked is not None:
+            self.defenses[self._hooked].teardown()
+            self._hooked = None
+
+    def _loss(self, ids: Tensor) -> Tensor:
+        logits = self._root(input_ids=ids).logits[:, -1]
+        return F.cross_entropy(logits, self._label.expand(len(ids)))
+
+
+def _entropy(seed: int | None, world: int) -> bytes:
+    if seed is None:
+        return os.urandom(32)
+    return hashlib.sha256(f"planted neuron {seed} {world}".encode()).digest()

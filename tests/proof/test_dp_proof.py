@@ -1,0 +1,264 @@
+"""The guarantee of DP-SGD, proved by games: exact AUCs, and lower bounds against the accountant.
+
+``benchmarks/accounting.py --proof`` is the long form.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from scipy import integrate
+from torch import Tensor
+
+from lightning_fedleak.auditing import audit_scores, gaussian_epsilon
+from lightning_fedleak.defenses.accounting.accounting import Accountant, epsilon_of
+from lightning_fedleak.metrics.clustered import auc
+from tests.helpers.models import tiny_gpt2
+from tests.proof.dp_sgd import (
+    log_likelihood_ratios,
+    play_add_remove,
+    refutations,
+    sampled_gaussian_auc,
+)
+from tests.proof.planted import PlantedNeuron
+
+pytest.importorskip("opacus")
+
+CLIP = 0.7
+
+
+def releases(
+    members: Tensor, sigma: float, *, rate: float = 1.0, steps: int = 1, seed: int = 0
+) -> Tensor:
+    """(games, steps): the smallest DP-SGD there is, read along the target's own direction.
+
+    The target's gradient is 5 C along the first axis, the others lie in the remaining axes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    games, others, d = len(members), 3, 4
+    gradients = torch.randn(games * steps, others + 1, d, generator=generator, dtype=torch.float64)
+    gradients[:, :, 0] = 0
+    gradients[:, 0] = 0
+    gradients[:, 0, 0] = 5 * CLIP
+    drawn = torch.rand(games * steps, others + 1, generator=generator) < rate
+    drawn[:, 0] &= members.repeat_interleave(steps)
+    norms = gradients.norm(dim=2, keepdim=True)
+    clipped = gradients * (CLIP / norms.clamp(min=CLIP)) * drawn[:, :, None]
+    noise = torch.randn(games * steps, d, generator=generator, dtype=torch.float64)
+    update = clipped.sum(1) + sigma * CLIP * noise
+    return (update[:, 0] / CLIP).reshape(games, steps)
+
+
+def interval(scores: Tensor, members: Tensor, alpha: float = 1e-3) -> tuple[float, float]:
+    score, member = scores.double().numpy(), members.numpy()
+    code = np.arange(len(score))
+    rate = auc(score, member, code, alpha, 100, np.random.default_rng(0))
+    return rate.low, rate.high
+
+
+def coins(games: int, seed: int = 0) -> Tensor:
+    return torch.rand(games, generator=torch.Generator().manual_seed(seed)) < 0.5
+
+
+# ---- the law --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("rate", [1.0, 0.4])
+def test_the_auc_of_a_step_is_the_closed_form(sigma: float, rate: float) -> None:
+    members = coins(10_000)
+    low, high = interval(releases(members, sigma, rate=rate)[:, 0], members)
+    assert low <= sampled_gaussian_auc(sigma, rate) <= high
+    assert high - low < 0.04
+    if rate == 1:
+        expected = {0.5: 0.9214, 1.0: 0.7602, 2.0: 0.6382, 4.0: 0.5702}[sigma]
+        assert sampled_gaussian_auc(sigma) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
+def test_too_little_noise_or_too_wide_a_clip_shows(sigma: float) -> None:
+    members = coins(10_000)
+    low, high = interval(releases(members, 0.8 * sigma)[:, 0], members)
+    assert not low <= sampled_gaussian_auc(sigma) <= high
+    low, high = interval(releases(members, sigma, rate=0.5)[:, 0], members)
+    assert not low <= sampled_gaussian_auc(sigma, 0.4) <= high
+
+
+def test_the_noise_is_sigma_clip_to_one_percent() -> None:
+    noise = releases(torch.zeros(60_000, dtype=torch.bool), 1.7)
+    assert float(noise.std()) == pytest.approx(1.7, rel=0.01)
+
+
+@pytest.mark.parametrize(("sigma", "rate"), [(1.0, 1.0), (0.7, 0.2)])
+def test_the_likelihood_ratio_is_that_of_the_densities(sigma: float, rate: float) -> None:
+    x = torch.linspace(-4, 5, 37, dtype=torch.float64)
+    out, inside = (scipy.stats.norm(mean, sigma).pdf(x.numpy()) for mean in (0, 1))
+    exact = np.log(((1 - rate) * out + rate * inside) / out)
+    found = log_likelihood_ratios(x, sigma, rate)
+    np.testing.assert_allclose(found.numpy(), exact, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("sigma", "rate"), [(1.0, 1.0), (0.7, 0.2), (3.0, 0.05)])
+def test_the_auc_is_that_of_the_densities(sigma: float, rate: float) -> None:
+    norm = scipy.stats.norm
+
+    def integrand(x: float) -> float:
+        held = (1 - rate) * norm.sf(x, 0, sigma) + rate * norm.sf(x, 1, sigma)
+        return float(norm.pdf(x, 0, sigma) * held)
+
+    area, _ = integrate.quad(integrand, -12 * sigma, 12 * sigma)
+    assert sampled_gaussian_auc(sigma, rate) == pytest.approx(area, abs=1e-7)
+
+
+# ---- the accountant -------------------------------------------------------------------------
+
+AUDITS, GAMES = 120, 400
+
+
+def lower_bounds(sigma: float, claim: str, *, rate: float = 1.0, steps: int = 1) -> list[float]:
+    """Each of audits of its own games."""
+    found = []
+    members = coins(AUDITS * GAMES, seed=1)
+    drawn = releases(members, sigma, rate=rate, steps=steps)
+    scores = log_likelihood_ratios(drawn, sigma, rate).sum(1)
+    for own in torch.arange(AUDITS * GAMES).split(GAMES):
+        cut = 0.0 if claim == "gaussian" else "union"  # a cut settled beforehand is the sharpest
+        bound = audit_scores(scores[own], members[own], delta=1e-3, claim=claim, threshold=cut)
+        found.append(bound.epsilon)
+    return found
+
+
+def accounted(sigma: float, rate: float, steps: int) -> float:
+    accountant = Accountant("prv")
+    accountant.step(sigma, rate, count=steps)
+    return accountant.epsilon(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "claim", "rate", "steps"),
+    [
+        (1.0, "dp", 1.0, 1),
+        (2.0, "gaussian", 1.0, 1),
+        (2.0, "gaussian", 1.0, 4),
+        (0.8, "dp", 0.3, 5),
+    ],
+)
+def test_no_more_audits_than_allowed_refute_the_accountant(sigma, claim, rate, steps) -> None:
+    bounds = lower_bounds(sigma, claim, rate=rate, steps=steps)
+    epsilon = accounted(sigma, rate, steps)
+    count = refutations(bounds, epsilon)
+    assert count.audits == AUDITS
+    assert count.p_value > 0.01
+    assert np.median(bounds) > (0.15 if claim == "gaussian" else 0.1) * epsilon  # they have power
+
+
+def test_an_account_of_more_noise_than_there_was_is_refuted() -> None:
+    bounds = lower_bounds(1.0, "gaussian")
+    count = refutations(bounds, accounted(2.0, 1.0, 1))
+    assert count.refuted > AUDITS / 2
+    assert count.p_value < 1e-9
+    forgotten = lower_bounds(2.0, "gaussian", steps=9)
+    assert refutations(forgotten, accounted(2.0, 1.0, 3)).p_value < 1e-9
+
+
+def test_refutations_against_the_binomial_law() -> None:
+    count = refutations([1.0] * 12 + [3.0] * 8, 2.0)
+    assert (count.audits, count.refuted) == (20, 8)
+    exact = scipy.stats.binomtest(8, 20, 0.05, alternative="greater").pvalue
+    assert count.p_value == pytest.approx(exact)
+    assert refutations([1.0], 2.0).p_value == 1.0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: refutations([], 1.0),
+        lambda: refutations([math.nan], 1.0),
+        lambda: refutations([1.0], 1.0, confidence=1.0),
+        lambda: sampled_gaussian_auc(1.0, 0.0),
+        lambda: sampled_gaussian_auc(0.0),
+        lambda: log_likelihood_ratios(torch.zeros(1), 0.0),
+        lambda: log_likelihood_ratios(torch.zeros(1), 1.0, 1.5),
+        lambda: play_add_remove(float, 0),
+    ],
+)
+def test_refused(call) -> None:
+    with pytest.raises(ValueError, match="must"):
+        call()
+
+
+# ---- DPSGD itself, with a neuron that is really there ----------------------------------------
+
+
+def planted(sigma: float, **settings) -> PlantedNeuron:
+    from lightning_fedleak.defenses import DPSGD
+
+    ids = torch.randint(3, 97, (4, 6), generator=torch.Generator().manual_seed(0))
+
+    def defense() -> DPSGD:
+        return DPSGD(
+            settings.get("clip", 1e-3),
+            noise_multiplier=sigma,
+            target_delta=1e-5,
+            accountant="rdp",
+            loss="trusted",
+        )
+
+    rate = settings.get("sample_rate", 1.0)
+    # Seeded: with fresh noise these games would fail by chance, each in one of some thousand runs.
+    return PlantedNeuron(tiny_gpt2(dropout=0.0).train(), ids, defense, sample_rate=rate, seed=1)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0, 4.0])
+def test_a_planted_neuron_under_dpsgd_is_the_gaussian_mechanism(sigma: float) -> None:
+    neuron = planted(sigma)
+    assert abs(neuron.gradient) > 100 * 1e-3
+    games = play_add_remove(neuron.release, 150)
+    residues = (games.scores - games.members.double()) / sigma
+    assert scipy.stats.kstest(residues.numpy(), "norm").pvalue > 1e-4
+    chi2 = float(residues.square().sum())
+    assert 1e-4 < scipy.stats.chi2.cdf(chi2, 150) < 1 - 1e-4
+    low, high = interval(games.scores, games.members, 0.05)
+    assert low <= sampled_gaussian_auc(sigma) <= high
+    assert sum(d.accountant.steps for d in neuron.defenses) == 150
+    held, others = residues[games.members], residues[~games.members]
+    n = min(len(held), len(others))
+    assert scipy.stats.pearsonr(held[:n].numpy(), others[:n].numpy()).pvalue > 1e-4
+    bound = audit_scores(games.scores, games.members, delta=1e-5, claim="gaussian")
+    one = neuron.defenses[0].accountant.history[0][:2]
+    assert (
+        bound.epsilon
+        <= gaussian_epsilon(sigma=sigma, delta=1e-5)
+        <= epsilon_of([(*one, 1)], 1e-5, "prv")
+    )
+
+
+def test_the_games_are_the_same_in_every_run() -> None:
+    first, second = (play_add_remove(planted(2.0).release, 8) for _ in range(2))
+    assert torch.equal(first.scores, second.scores)
+    assert len(set(first.scores.tolist())) == 8
+
+
+def test_under_poisson_sampling_it_is_the_mixture() -> None:
+    neuron = planted(0.1, sample_rate=0.5)
+    games = play_add_remove(neuron.release, 200)
+    inside = games.scores[games.members] > 0.5
+    assert scipy.stats.binomtest(int(inside.sum()), len(inside), 0.5).pvalue > 1e-4
+    assert float(games.scores[~games.members].abs().max()) < 0.6
+    low, high = interval(games.scores, games.members, 0.05)
+    assert low <= sampled_gaussian_auc(0.1, 0.5) <= high
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.1, 1.25])
+def test_a_rate_that_no_batch_size_gives_is_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match="whole number of examples"):
+        planted(1.0, sample_rate=rate)
+
+
+def test_a_clip_above_the_targets_gradient_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        planted(1.0, clip=100.0)

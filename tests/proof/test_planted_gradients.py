@@ -1,0 +1,204 @@
+"""DPSGD itself under audit, whole runs of it; ``benchmarks/audit.py`` is the long form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from lightning_fedleak.auditing import audit_scores
+from lightning_fedleak.defenses import DPSGD, DefenseError, noise
+from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, NoiseGauge
+from tests.proof.dp_sgd import Refutations, best_threshold, refutations
+from tests.proof.planted_gradients import PlantedGradients
+
+pytest.importorskip("opacus")
+
+GAMES, DELTA = 400, 1e-3
+
+
+def planted(sigma: float, rate: float = 1.0, steps: int = 1, **settings: Any) -> PlantedGradients:
+    def defense() -> DPSGD:
+        return DPSGD(0.7, noise_multiplier=sigma, target_delta=DELTA, **settings)
+
+    return PlantedGradients(
+        defense, targets=GAMES, batch_size=round(rate * GAMES), steps=steps, seed=1
+    )
+
+
+def audited(
+    game: PlantedGradients, audits: int, sigma: float, rate: float = 1.0, **settings: Any
+) -> tuple[Refutations, float]:
+    """Refutations of the accounted epsilon, and the median bound over it."""
+    played = [game.games(number, sigma, rate) for number in range(audits)]
+    bounds = [audit_scores(own.scores, own.members, **settings).epsilon for own in played]
+    epsilon = epsilon_of(game.history, settings["delta"], "prv")
+    return refutations(bounds, epsilon), float(np.median(bounds)) / epsilon
+
+
+@pytest.mark.parametrize(("sigma", "poisson"), [(0.5, True), (1.0, False)])
+def test_no_more_audits_of_dpsgd_than_allowed_exceed_its_epsilon(sigma, poisson) -> None:
+    game = planted(sigma, poisson=poisson)
+    count, power = audited(game, 120, sigma, delta=DELTA, claim="gaussian", threshold=0.0)
+    assert game.history == ((sigma, 1.0, 1),)
+    assert count.audits == 120
+    assert count.p_value > 0.01
+    assert power > 0.4
+
+
+@pytest.mark.parametrize(("sigma", "rate", "steps"), [(0.5, 0.5, 1), (1.0, 0.5, 4)])
+def test_nor_under_poisson_sampling(sigma: float, rate: float, steps: int) -> None:
+    game = planted(sigma, rate, steps)
+    cut = best_threshold(sigma, rate, steps, games=GAMES, delta=0.1)
+    count, power = audited(game, 120, sigma, rate, delta=0.1, threshold=cut)
+    assert game.history == ((sigma, rate, steps),)
+    assert count.p_value > 0.01
+    assert power > 0.15
+
+
+def half_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = noise._fill
+
+    def half(block: torch.Tensor, generator: Any) -> None:
+        right(block, generator)
+        block.div_(2)
+
+    monkeypatch.setattr(noise, "_fill", half)
+
+
+def twice_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ClippedSum.__init__
+
+    def loose(self: ClippedSum, *given: Any, **named: Any) -> None:
+        right(self, *given, **named)
+        self.factors *= 2
+
+    monkeypatch.setattr(ClippedSum, "__init__", loose)
+
+
+def rate_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = DPSGD.on_dataloader
+
+    def often(self: DPSGD, dataloader: Any, context: Any) -> Any:
+        loader = right(self, dataloader, context)
+        loader.batch_sampler.rate *= 2
+        return loader
+
+    monkeypatch.setattr(DPSGD, "on_dataloader", often)
+
+
+@pytest.mark.parametrize("broken", [half_the_noise, twice_the_clip])
+def test_a_broken_step_is_refuted(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
+    count, power = audited(planted(1.0), 30, 1.0, delta=DELTA, claim="gaussian", threshold=0.0)
+    assert count.refuted > 20
+    assert count.p_value < 1e-9
+    assert power > 1
+
+
+@pytest.mark.parametrize("broken", [half_the_noise, twice_the_clip, rate_doubled])
+def test_a_broken_run_is_refuted_under_poisson_sampling(
+    broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
+    cut = best_threshold(1.0, 0.5, 4, games=GAMES, delta=0.1)
+    count, _ = audited(planted(1.0, 0.5, 4), 40, 1.0, 0.5, delta=0.1, threshold=cut)
+    assert count.refuted > 6
+    assert count.p_value < 1e-3
+
+
+def test_half_the_noise_is_seen_by_dpsgd_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    half_the_noise(monkeypatch)
+    with pytest.raises(DefenseError, match="noise measured"):
+        planted(1.0).games(0, 1.0, 1.0)
+
+
+def test_the_releases_are_the_sampled_gaussian_mechanism() -> None:
+    """Law, noise to 1%, rates; and games of one run that know nothing of each other."""
+    sigma, steps, runs = 0.1, 3, 60
+    game = planted(sigma, 0.25, steps)
+    members = torch.arange(GAMES) % 2 == 0
+    released = torch.stack([game.run(members, number) for number in range(runs)])
+    held, absent = released[..., members], released[..., ~members]
+    inside = held > 0.5
+    assert scipy.stats.binomtest(int(inside.sum()), inside.numel(), 0.25).pvalue > 1e-4
+    rest = torch.cat([(held - inside.double()), absent], 2) / sigma
+    assert float(rest.std()) == pytest.approx(1.0, rel=0.01)
+    assert scipy.stats.kstest(rest.flatten().numpy(), "norm").pvalue > 1e-4
+    alike = np.corrcoef(rest.flatten(0, 1).numpy())
+    np.fill_diagonal(alike, 0.0)
+    assert np.abs(alike).max() < 0.3
+    places = np.corrcoef(rest.flatten(0, 1).numpy().T)
+    np.fill_diagonal(places, 0.0)
+    rows = runs * steps
+    assert np.mean(places**2) == pytest.approx(1 / (rows - 1), rel=0.05)
+
+
+def test_a_run_repeats_by_its_number_and_epsilon_stays_finite() -> None:
+    first, second = planted(1.0, steps=2), planted(1.0, steps=2)
+    everyone, nobody = (torch.full((GAMES,), there) for there in (True, False))
+    assert torch.equal(first.run(everyone, 3), second.run(everyone, 3))
+    assert not torch.equal(first.run(everyone, 3), first.run(everyone, 4))
+    torch.testing.assert_close(
+        first.run(everyone, 5) - first.run(nobody, 5),
+        torch.ones(2, GAMES).double(),
+        atol=1e-5,
+        rtol=0,
+    )
+    assert first.history == ((1.0, 1.0, 2),)
+    one, other = first.games(6, 1.0, 1.0), second.games(6, 1.0, 1.0)
+    assert torch.equal(one.scores, other.scores)
+    assert torch.equal(one.members, other.members)
+    assert not torch.equal(first.games(7, 1.0, 1.0).members, one.members)
+    assert scipy.stats.binomtest(int(one.members.sum()), GAMES).pvalue > 1e-4
+
+
+def test_global_random_numbers_are_left_alone() -> None:
+    state = torch.get_rng_state()
+    planted(1.0).games(0, 1.0, 1.0)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_defence_that_accounts_differently_from_run_to_run_is_refused() -> None:
+    sigmas = iter([1.0, 1.0, 2.0])
+    game = PlantedGradients(lambda: DPSGD(0.7, noise_multiplier=next(sigmas)), targets=4)
+    members = torch.ones(4, dtype=torch.bool)
+    game.run(members, 0)
+    with pytest.raises(RuntimeError, match="accounted"):
+        game.run(members, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"targets": 1}, "targets"),
+        ({"targets": 8, "batch_size": 0}, "batch_size"),
+        ({"targets": 8, "batch_size": 9}, "batch_size"),
+        ({"steps": 0}, "steps"),
+    ],
+)
+def test_refused(settings: dict[str, int], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        PlantedGradients(lambda: DPSGD(1.0, noise_multiplier=1.0), **settings)
+
+
+def test_the_threshold_is_the_best_one() -> None:
+    """Of one Gaussian release the score is linear, so the cut can be found on the release."""
+    release = best_threshold(1.0, 1.0, 1, games=1000, delta=0.1) + 0.5
+
+    def shown(place: float) -> float:
+        held, others = (round(500 * scipy.stats.norm.sf(place - mean)) for mean in (1, 0))
+        scores = torch.zeros(1000)
+        scores[:held] = 1
+        scores[500 : 500 + others] = 1
+        return audit_scores(scores, torch.arange(1000) < 500, delta=0.1, threshold=0.5).epsilon
+
+    assert shown(release) > 0.97 * max(shown(place) for place in np.linspace(-2, 3, 201))
+    with pytest.raises(ValueError, match="games"):
+        best_threshold(1.0, 1.0, 1, games=1, delta=0.1)

@@ -1,0 +1,462 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import peft
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.anatomy.text_layers import text_blocks
+from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.taps.activations import ActivationTap, ChangedInPlace
+from tests.callbacks.runs import assert_same, fit
+from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.models import (
+    DIM,
+    VOCAB,
+    own_rng,
+    tiny_bert_mlm,
+    tiny_distilbert_mlm,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_roberta_mlm,
+    tiny_t5,
+)
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": lambda: tiny_gpt2(layers=3),
+    "llama": lambda: tiny_llama(layers=3),
+    "bert": lambda: tiny_bert_mlm(layers=3),
+    "distilbert": lambda: tiny_distilbert_mlm(layers=3),
+    "roberta": lambda: tiny_roberta_mlm(layers=3),
+    "t5": lambda: tiny_t5(layers=3),
+}
+
+
+def batch(seed: int = 1, b: int = 4, length: int = 7) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (b, length), generator=generator)
+    mask = (torch.arange(length) < torch.randint(3, length + 1, (b, 1), generator=generator)).long()
+    return {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, -100),
+    }
+
+
+def reference(model: nn.Module, layer: int, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Hidden states and the loss's gradient by autograd.grad, in a pass of their own, seed 5.
+
+    The block's forward is replaced by one that goes on with a leaf.
+    """
+    block = text_blocks(find_anatomy(model))[max(0, layer - 1)][1]
+    forward = block.forward
+    leaves: list[Tensor] = []
+
+    def leaf(states: Tensor) -> Tensor:
+        leaves.append(states.detach().requires_grad_())
+        return leaves[-1]
+
+    def cut(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if layer == 0:
+            return forward(leaf(hidden_states), *args, **kwargs)
+        out = forward(hidden_states, *args, **kwargs)
+        return (leaf(out[0]), *out[1:]) if isinstance(out, tuple) else leaf(out)
+
+    block.forward = cut
+    try:
+        with own_rng(5):
+            loss = model(**inputs).loss
+    finally:
+        block.forward = forward
+    return leaves[0].detach(), torch.autograd.grad(loss, leaves[0])[0]
+
+
+def step(model: nn.Module, *micro_batches: dict[str, Tensor], **autocast: Any) -> list[Tensor]:
+    """Gradients of the parameters after backward of each micro-batch, each with seed 5."""
+    model.zero_grad()
+    for inputs in micro_batches:
+        with own_rng(5), torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
+            model(**inputs).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def checkpointed(model: nn.Module, reentrant: bool, inside: bool = True) -> nn.Module:
+    """Checkpoints blocks as Hugging Face does, or around the call (then hooks are inside)."""
+    if not inside:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+    model.config.use_cache = False
+    for _, block in text_blocks(find_anatomy(model)):
+        call = block._call_impl
+
+        def through(hidden: Tensor, *args: Any, _call: Any = call, **kwargs: Any) -> Any:
+            if not (hidden.requires_grad and torch.is_grad_enabled()):
+                return _call(hidden, *args, **kwargs)
+            return checkpoint(lambda h: _call(h, *args, **kwargs), hidden, use_reentrant=reentrant)
+
+        block._compiled_call_impl = through
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_states_and_gradient_are_those_of_autograd(name: str) -> None:
+    model = MODELS[name]().train()
+    inputs = batch()
+    plain = step(model, inputs)
+    expected = {layer: reference(model, layer, inputs) for layer in range(4)}
+    tap = ActivationTap(find_anatomy(model), range(4))
+    assert same(step(model, inputs), plain)
+    assert tap.states(1) == ()
+    tap.arm()
+    assert same(step(model, inputs), plain)
+    for layer, (states, gradient) in expected.items():
+        assert torch.equal(tap.states(layer)[0], states)
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(tap.gradients(layer)[0], gradient, rtol=1e-5, atol=1e-9)
+        assert len(tap.states(layer)) == len(tap.gradients(layer)) == 1
+        assert not tap.states(layer)[0].requires_grad
+
+
+def test_nothing_is_copied() -> None:
+    model = tiny_gpt2().train()
+    tap = ActivationTap(find_anatomy(model), [1])
+    seen: list[Tensor] = []
+    model.transformer.h[0].register_forward_hook(lambda _, __, out: seen.append(out))
+    tap.arm()
+    step(model, batch())
+    assert tap.states(1)[0].data_ptr() == seen[0].data_ptr()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_one_record_a_micro_batch_under_checkpointing(reentrant: bool, inside: bool) -> None:
+    first, second = batch(1), batch(2, length=5)
+    model = checkpointed(tiny_gpt2(layers=3).train(), reentrant, inside)
+    plain = step(model, first, second)
+    fresh = tiny_gpt2(layers=3).train()
+    expected = {n: [reference(fresh, n, i) for i in (first, second)] for n in (0, 1, 2)}
+    tap = ActivationTap(find_anatomy(model), [0, 1, 2])
+    tap.arm()
+    assert same(step(model, first, second), plain)
+    for layer, micro_batches in expected.items():
+        assert [len(tap.states(layer)), len(tap.gradients(layer))] == [2, 2]
+        for k, (states, gradient) in enumerate(micro_batches):
+            torch.testing.assert_close(tap.states(layer)[k], states, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(tap.gradients(layer)[k], gradient, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_hooks_do_run_twice(reentrant: bool) -> None:
+    """What the test above is about: without care there would be two records."""
+    model = checkpointed(tiny_gpt2(layers=3).train(), reentrant)
+    calls: list[int] = []
+    model.transformer.h[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    step(model, batch())
+    assert len(calls) == 2
+
+
+def test_states_alone_and_gradients_alone() -> None:
+    model = tiny_gpt2().train()
+    one = ActivationTap(find_anatomy(model), [1], states=False)
+    other = ActivationTap(find_anatomy(model), [1], gradients=False)
+    one.arm()
+    other.arm()
+    step(model, batch())
+    assert [len(one.states(1)), len(one.gradients(1))] == [0, 1]
+    assert [len(other.states(1)), len(other.gradients(1))] == [1, 0]
+    model = checkpointed(tiny_gpt2(layers=3).train(), reentrant=True)
+    tap = ActivationTap(find_anatomy(model), [2], gradients=False)
+    tap.arm()
+    step(model, batch())
+    assert [len(tap.states(2)), len(tap.gradients(2))] == [1, 0]
+
+
+def test_forwards_without_gradient_leave_no_record() -> None:
+    model = tiny_gpt2().train()
+    tap = ActivationTap(find_anatomy(model), [1])
+    tap.arm()
+    with torch.no_grad():
+        model(**batch())
+    with torch.inference_mode():
+        model(**batch())
+    assert tap.states(1) == ()
+    step(model, batch())
+    assert len(tap.states(1)) == 1
+
+
+def test_a_look_ends_and_the_next_begins_empty() -> None:
+    model = tiny_gpt2().train()
+    tap = ActivationTap(find_anatomy(model), [1])
+    tap.arm()
+    loss = model(**batch()).loss
+    tap.arm()
+    loss.backward()
+    assert tap.states(1) == tap.gradients(1) == ()
+    step(model, batch())
+    tap.disarm()
+    assert tap.states(1) == tap.gradients(1) == ()
+    step(model, batch())
+    assert tap.states(1) == ()
+    tap.arm()
+    tap.close()
+    assert not tap.armed
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_what_was_overwritten_is_refused_and_a_copy_is_not() -> None:
+    model = tiny_gpt2().train()
+    expected, _ = reference(model, 1, batch())
+
+    def overwritten(block: nn.Module, args: tuple[Tensor, ...]) -> None:
+        with torch.no_grad():
+            args[0].mul_(2.0)
+
+    tap = ActivationTap(find_anatomy(model), [1])
+    copying = ActivationTap(find_anatomy(model), [1], clone=True)
+    model.transformer.h[1].register_forward_pre_hook(overwritten)
+    tap.arm()
+    copying.arm()
+    with own_rng(5):
+        model(**batch())
+    with pytest.raises(ChangedInPlace, match="give ActivationTap clone=True"):
+        tap.states(1)
+    assert torch.equal(copying.states(1)[0], expected)
+
+
+def test_bf16_mixed_and_the_loss_scale() -> None:
+    model = tiny_gpt2().train()
+    plain = step(model, batch(), bf16=True)
+    tap = ActivationTap(find_anatomy(model), [1])
+    tap.arm()
+    assert same(step(model, batch(), bf16=True), plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        states, gradient = reference(model, 1, batch())
+    assert torch.equal(tap.states(1)[0], states)
+    torch.testing.assert_close(tap.gradients(1)[0], gradient, rtol=1e-5, atol=1e-9)
+    half = tap.gradients(1, scale=2.0)[0]
+    assert torch.equal(half * 2, tap.gradients(1)[0])
+    assert half.data_ptr() != tap.gradients(1)[0].data_ptr()
+
+
+def lora(layers_to_transform: list[int] | None = None) -> nn.Module:
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=["c_attn"],
+        fan_in_fan_out=True,
+        lora_dropout=0.1,
+        init_lora_weights=False,
+        layers_to_transform=layers_to_transform,
+    )
+    with own_rng(1):
+        return peft.get_peft_model(tiny_gpt2(layers=3).train(), config)
+
+
+def test_under_lora_a_gradient_reaches_what_lies_above_a_trained_part() -> None:
+    model = lora([1])
+    tap = ActivationTap(find_anatomy(model), [0, 1, 2])
+    tap.arm()
+    step(model, batch())
+    assert [len(tap.states(n)) for n in range(3)] == [1, 1, 1]
+    assert [len(tap.gradients(n)) for n in range(3)] == [0, 0, 1]
+
+
+def test_reach_goes_on_down_and_changes_no_gradient_of_the_training() -> None:
+    model = lora([1])
+    plain = step(model, batch())
+    expected = [reference(model, n, batch()) for n in range(3)]
+    tap = ActivationTap(find_anatomy(model), [0, 1, 2], reach=True)
+    tap.arm()
+    assert same(step(model, batch()), plain)
+    for layer, (states, gradient) in enumerate(expected):
+        assert torch.equal(tap.states(layer)[0], states)
+        torch.testing.assert_close(tap.gradients(layer)[0], gradient, rtol=1e-5, atol=1e-9)
+
+
+class PlainBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.inner(hidden).tanh()
+
+
+class PlainModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(PlainBlock() for _ in range(2))
+        self.out = nn.Linear(DIM, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.out(hidden)
+
+
+class WithLoss(nn.Module):
+    """Calls a plain model as the helpers here expect it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        return SimpleNamespace(loss=self.model(input_ids=input_ids).square().mean())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_under_torch_compile(whole: bool) -> None:
+    with own_rng(0):
+        model = WithLoss(PlainModel()) if whole else tiny_gpt2(dropout=0.0).train()
+    expected = {n: reference(model, n, batch()) for n in (0, 1)}
+    tap = ActivationTap(find_anatomy(model), [0, 1])
+    if whole:
+        model.model = torch.compile(model.model, backend="aot_eager")
+    else:
+        for i, block in enumerate(model.transformer.h):
+            model.transformer.h[i] = torch.compile(block, backend="aot_eager")
+    unarmed = step(model, batch())
+    for _ in range(2):
+        tap.arm()
+        assert same(step(model, batch()), unarmed)
+        for layer, (states, gradient) in expected.items():
+            assert len(tap.states(layer)) == 1
+            torch.testing.assert_close(tap.states(layer)[0], states, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(tap.gradients(layer)[0], gradient, rtol=1e-4, atol=1e-8)
+        tap.disarm()
+    assert same(step(model, batch()), unarmed)
+    assert tap.states(1) == ()
+    torch._dynamo.reset()
+
+
+class Tapping(Callback):
+    """Taps every second optimizer step of a fit, and notes the shapes it saw."""
+
+    def __init__(self, reach: bool = False) -> None:
+        self.reach = reach
+        self.seen: list[tuple[int, list[tuple[int, ...]]]] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.tap = ActivationTap(find_anatomy(pl_module), [0, 1, 2], reach=self.reach)
+        self.tap.arm()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        snapshots = self.tap.snapshots(trainer.global_step, Stage.LOCAL, what="gradients")
+        if self.tap.armed:
+            shapes = [tuple(t.shape) for s in snapshots for t in s.tensors.values()]
+            self.seen.append((len(snapshots), shapes))
+        self.tap.disarm()
+        if trainer.global_step % 2:
+            self.tap.arm()
+
+
+FITS: dict[str, tuple[dict[str, Any], Callable[[], nn.Module]]] = {
+    "fp32 with dropout": ({}, lambda: tiny_gpt2().train()),
+    "accumulation": ({"accumulate_grad_batches": 2}, lambda: tiny_gpt2().train()),
+    "bf16-mixed": ({"precision": "bf16-mixed"}, lambda: tiny_gpt2().train()),
+    "non-reentrant": ({}, lambda: checkpointed(tiny_gpt2().train(), False, inside=False)),
+    "reentrant": ({}, lambda: checkpointed(tiny_gpt2().train(), True, inside=False)),
+    "LoRA, reach": ({}, lora),
+}
+
+
+@pytest.mark.parametrize("case", FITS)
+def test_training_is_bit_identical(case: str, tmp_path: Path) -> None:
+    settings, make = FITS[case]
+    plain = fit(
+        [], tmp_path / "plain", module=CausalLMModule(make(), optimizer="adamw"), **settings
+    )
+    tapping = Tapping(reach="reach" in case)
+    tapped = fit(
+        [tapping], tmp_path / "tapped", module=CausalLMModule(make(), optimizer="adamw"), **settings
+    )
+    assert_same(plain, tapped)
+    per_step = settings.get("accumulate_grad_batches", 1)
+    assert len(tapping.seen) >= 2
+    assert all(n == per_step for n, _ in tapping.seen)
+    assert {s for _, shapes in tapping.seen for s in shapes} == {(4, 12, DIM)}
+
+
+def test_snapshots_name_the_places() -> None:
+    model = tiny_gpt2().train()
+    tap = ActivationTap(find_anatomy(model), [0, 2])
+    tap.arm()
+    step(model, batch(1), batch(2, length=5))
+    first, second = tap.snapshots(7, Stage.LOCAL, client=3)
+    assert (first.step, first.stage, first.client) == (7, Stage.LOCAL, 3)
+    assert sorted(first.tensors) == ["transformer.h.0.input", "transformer.h.1"]
+    assert torch.equal(second.tensors["transformer.h.1"], tap.states(2)[1])
+    gradients = tap.snapshots(7, Stage.LOCAL, what="gradients", scale=4.0)
+    assert torch.equal(gradients[0].tensors["transformer.h.1"] * 4, tap.gradients(2)[0])
+
+
+def test_snapshots_hold_the_masks_and_positions_they_are_given() -> None:
+    model = tiny_gpt2().train()
+    tap = ActivationTap(find_anatomy(model), [2])
+    tap.arm()
+    step(model, batch(1), batch(2, length=5))
+    masks = [torch.ones(4, 12), None]
+    positions = [None, torch.arange(5).expand(4, 5)]
+    found = tap.snapshots(0, Stage.LOCAL, attention_masks=masks, position_ids=positions)
+    assert [s.attention_mask for s in found] == masks
+    assert [s.position_ids for s in found] == positions
+    with pytest.raises(ValueError, match="attention_masks holds 1 tensors for 2 micro-batches"):
+        tap.snapshots(0, Stage.LOCAL, attention_masks=[None])
+
+
+def test_snapshots_of_layers_that_do_not_pair_up_are_refused() -> None:
+    model = lora([1])
+    tap = ActivationTap(find_anatomy(model), [1, 2])
+    tap.arm()
+    step(model, batch())
+    with pytest.raises(RuntimeError, match="do not pair up"):
+        tap.snapshots(0, Stage.LOCAL, what="gradients")
+
+
+def test_a_layer_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="layer=3 is out of range: the model has 2 blocks"):
+        ActivationTap(find_anatomy(tiny_gpt2()), [1, 3])
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_first_hook_reads_what_later_ones_rewrite(layer: int) -> None:
+    model = tiny_gpt2(dropout=0.0).train()
+    block = model.transformer.h[0]
+
+    def shift(*args: Any) -> Any:
+        if layer == 0:
+            return (args[1][0] + 1, *args[1][1:])
+        out = args[2]
+        return (out[0] + 1, *out[1:]) if isinstance(out, tuple) else out + 1
+
+    if layer == 0:
+        block.register_forward_pre_hook(shift)
+    else:
+        block.register_forward_hook(shift)
+    anatomy = find_anatomy(model)
+    taps = [
+        ActivationTap(anatomy, [layer], gradients=False, first=first) for first in (True, False)
+    ]
+    for tap in taps:
+        tap.arm()
+    model(**batch()).loss.backward()
+    [before], [behind] = (tap.states(layer) for tap in taps)
+    assert torch.equal(behind, before + 1)
+    for tap in taps:
+        tap.close()
+    assert len(block._forward_hooks) + len(block._forward_pre_hooks) == 1

@@ -13,7 +13,7 @@ from statistics import NormalDist, median
 
 import numpy as np
 
-from lightning_fedleak.callbacks.evidence import Evidence, default_warmup
+from lightning_fedleak.callbacks.gate_evidence import Evidence, default_warmup
 
 RUNS, LOOKS, AT_MOST, AUC, ALPHA = 200, 400, 0.7, 0.6, 0.05
 

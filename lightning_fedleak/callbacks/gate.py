@@ -5,17 +5,106 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_fedleak.callbacks.evidence import Evidence, Verdict, range_of
-from lightning_fedleak.callbacks.gate_event import GateEvent, LeakageLimitExceeded
-from lightning_fedleak.callbacks.harden import defenses_to_harden, harden
+from lightning_fedleak.callbacks.gate_evidence import Evidence, Verdict, range_of
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
-from lightning_fedleak.defenses import Defense
+from lightning_fedleak.defenses import DPSGD, Defense
+from lightning_fedleak.strategies import DefendedStrategy
+
+_DPSGD_MEND = (
+    " DPSGD can be only with accountant='filter' (with target_epsilon and target_delta, and "
+    "most_notches above 0): other accountants do not cover noise that is chosen in the run."
+)
+
+
+class LeakageLimitExceeded(RuntimeError):
+    """A RiskGate with ``action="raise"`` found more leakage than it allows."""
+
+
+@dataclass(frozen=True)
+class GateEvent:
+    """What a gate found when it fired.
+
+    Attributes:
+        metric: the watched name.
+        step: optimizer step that was looked at.
+        value: what was measured; NaN where it is unknown.
+        low, high: 95% interval of the value where there is one, else NaN; with ``bound="value"``.
+        at_most: the threshold.
+        checkpoint: where the run was saved; None where it was not.
+        verdict: what all looks together show; None with ``bound="value"``.
+        hardened: what was turned up instead of stopping.
+        exhausted: the defences that are as strong as they get, so that there was nothing to turn
+            up; empty where the gate would not have.
+    """
+
+    metric: str
+    step: int
+    value: float
+    low: float
+    high: float
+    at_most: float
+    checkpoint: Path | None
+    verdict: Verdict | None = None
+    hardened: tuple[str, ...] = ()
+    exhausted: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """What happened, in the words that users see."""
+        if math.isnan(self.value):
+            found = (
+                f"{self.metric} is unknown (the attack gave no result; see monitor/failures and "
+                "the monitor's warning). A strict gate treats unknown as a breach"
+            )
+        else:
+            interval = "" if math.isnan(self.low) else f" (95% {self.low:.3f} to {self.high:.3f})"
+            # 0.3003 is not at most 0.3, and should not read like it.
+            digits = 3
+            if self.value != self.at_most:
+                digits = next((n for n in (3, 6, 9) if round(self.value, n) != self.at_most), 17)
+            found = f"{self.metric} = {self.value:.{digits}f}{interval}"
+        if self.verdict is not None:
+            found += " at this look"
+        saved, go_on, shown = "", "", ""
+        if self.verdict is not None and self.verdict.fires:
+            shown = f"\n  evidence: {self.verdict.explain(self.at_most)}"
+        if self.checkpoint is not None:
+            saved = f"\n  saved:    {self.checkpoint}"
+            go_on = " To go on from here: trainer.fit(..., ckpt_path='<the file saved>')."
+        start = (
+            f"at step {self.step}\n  measured: {found}\n  allowed:  at most {self.at_most:g}{shown}"
+        )
+        if self.hardened:
+            return f"{start}\n  hardened: {'; '.join(self.hardened)}"
+        mend = (
+            "add a defence, or a stronger one, with "
+            "Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
+        )
+        if self.exhausted:
+            start = f"{start}\n  defences: {', '.join(self.exhausted)}, turned up as far as it goes"
+            mend = "let the defences start stronger or be turned up further (most_notches)"
+        if math.isnan(self.value) and (self.verdict is None or not self.verdict.fires):
+            what_now = (
+                "what was shared was not measured, so nothing is known of it. leakage.jsonl holds "
+                "the reason. Mend that, or let unknown looks pass with patience= or strict=False"
+            )
+        else:
+            what_now = f"{self._finding()}. Use larger batches, {mend}, or raise at_most"
+        return f"{start}{saved}\n  what now: {what_now}.{go_on}"
+
+    def _finding(self) -> str:
+        if self.verdict is None or not self.verdict.fires:
+            return "the update of this step gives away more than you allow"
+        if self.verdict.above:
+            return "the updates of this run give away more than you allow"
+        return "the updates of this run may give away more than you allow"
+
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
@@ -31,7 +120,7 @@ class RiskGate(L.Callback):
     What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
     later on any noisy metric; the other two spend one probability of error, ``alpha``, on all
     looks of a run together, however many
-    (see :class:`~lightning_fedleak.callbacks.evidence.Evidence`):
+    (see :class:`~lightning_fedleak.callbacks.gate_evidence.Evidence`):
 
     - ``"value"``: the newest value in the logs is above ``at_most``. No probability is promised.
     - ``"lower"``: the looks so far *show* that the mean is above. A system that is really below at
@@ -398,3 +487,36 @@ def _check_bound(bound: str, alpha: float, warmup: int | None, patience: int, st
             "bound='upper' is fail-closed: it takes no patience (warmup is what it lets pass), and "
             "unknown values count as worst, so that strict=False cannot be meant"
         )
+
+
+def defenses_to_harden(trainer: L.Trainer) -> tuple[Defense, ...]:
+    """The defences of a run that can be made stronger while it goes on.
+
+    Raises:
+        ValueError: there is none.
+    """
+    strategy = trainer.strategy
+    given = strategy.defenses if isinstance(strategy, DefendedStrategy) else ()
+    found = tuple(defense for defense in given if defense.can_harden)
+    if not found:
+        names = ", ".join(d.name for d in given) or "no defence"
+        raise ValueError(
+            f"RiskGate(action='harden') has nothing to turn up: this run has {names}. Give the "
+            "Trainer strategy=DefendedStrategy('auto', defenses=[...]) with one that can be made "
+            "stronger: GradientNoise or ActivationNoise with sigma above 0, or "
+            "Freeze(..., when='hardened')." + _DPSGD_MEND * any(isinstance(d, DPSGD) for d in given)
+        )
+    return found
+
+
+def harden(defenses: tuple[Defense, ...]) -> list[str]:
+    """Turns every defence up by one notch.
+
+    Returns:
+        What changed; empty where all are as strong as they get.
+    """
+    changes = (defense.harden() for defense in defenses)
+    return [change for change in changes if change is not None]
+
+
+__all__ = ["GateEvent", "LeakageLimitExceeded", "RiskGate"]

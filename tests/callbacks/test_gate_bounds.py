@@ -12,7 +12,7 @@ import torch
 
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
-from lightning_fedleak.callbacks.evidence import Evidence, default_warmup
+from lightning_fedleak.callbacks.gate_evidence import Evidence, default_warmup
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.test_gate import F1, Scripted
 

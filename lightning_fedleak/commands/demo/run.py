@@ -23,7 +23,7 @@ from lightning_fedleak.anatomy import AnatomyError, find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.callbacks.gate_event import GateEvent
+from lightning_fedleak.callbacks.gate import GateEvent
 from lightning_fedleak.commands.demo.live import LiveTable
 from lightning_fedleak.commands.demo.summary import Reading, read_back, summary
 from lightning_fedleak.finetuning.assets import SourceError

@@ -176,3 +176,11 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch) -> N
     }
     assert f"{PACKAGE}.callbacks.monitor" not in imported(source, at_import_time=True)
     assert f"{PACKAGE}.finetuning" not in imported(source, at_import_time=True)
+
+
+def test_no_folder_is_a_drawer_of_loose_parts() -> None:
+    modules = {
+        str(folder.relative_to(ROOT)): [p for p in folder.glob("*.py") if p.name != "__init__.py"]
+        for folder in [ROOT, *(p for p in ROOT.rglob("*") if p.is_dir())]
+    }
+    assert {name: len(held) for name, held in modules.items() if len(held) > 16} == {}

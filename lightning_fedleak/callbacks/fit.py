@@ -40,7 +40,7 @@ class Fit:
         run: the fit; its strategy is set up.
         attacks: the monitor's.
         series: the channel of each series, in the order of the logs.
-        channels: all of them.
+        channels: those that have attacks.
         stages: where to measure.
         cadence: when to look.
         local_steps: attack the weight change of so many steps; None for single gradients.

@@ -347,7 +347,7 @@ class LeakageMonitor(L.Callback):
             run,
             self.attacks,
             self._series,
-            self._channels,
+            [channel for channel in self._channels if channel.attacks],
             stages=self.stages,
             cadence=self.cadence,
             local_steps=self.local_steps,
@@ -438,7 +438,7 @@ class LeakageMonitor(L.Callback):
         numbers = torch.tensor(list(values.values()), device=trainer.strategy.root_device)
         known.update(zip(values, numbers.unbind(), strict=True))
         assert self._report is not None
-        for channel in self._channels:
+        for channel in dict.fromkeys(self._series.values()):
             mine = {s: o for s, o in outcomes.items() if self._series[s] is channel}
             try:
                 channel.published(look, mine, self._report)

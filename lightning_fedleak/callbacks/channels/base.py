@@ -320,8 +320,14 @@ class Channel(ABC):
         """
 
     def open(self, run: Run) -> None:
-        """Begins a fit: puts taps in."""
+        """Begins a fit: puts taps in.
+
+        Raises:
+            ThreatModelError: the adversary of an attack lacks a capability.
+        """
         self.run = run
+        for attack in self.attacks:
+            require_capabilities(attack, run, self.sees)
 
     def plan(self, attack: Attack) -> Plan:
         """Checks an attack against the model and the run, as they are now.
@@ -329,10 +335,8 @@ class Channel(ABC):
         Default: one that reads gradients of the client's own parameters.
 
         Raises:
-            ThreatModelError: its adversary lacks a capability.
             ValueError: it cannot read this model.
         """
-        require_capabilities(attack, self.run, self.sees)
         return gradient_plan(attack, self.run)
 
     def follow(self, plans: Sequence[Plan]) -> None:

@@ -44,7 +44,7 @@ from lightning_fedleak.callbacks.channels.targets import (
     Targets,
     special_ids,
 )
-from lightning_fedleak.callbacks.checks import Plan, require_capabilities
+from lightning_fedleak.callbacks.checks import Plan
 from lightning_fedleak.callbacks.report import Report
 from lightning_fedleak.callbacks.results import (
     Found,
@@ -303,10 +303,8 @@ class MembershipChannel(Channel):
         """The layers that it reads are the server's own.
 
         Raises:
-            ThreatModelError: its adversary lacks a capability.
             ValueError: the model has no such layer.
         """
-        require_capabilities(attack, self.run, self.sees)
         attack.needs(self.run.anatomy)
         return Plan(attack, (), True, None)
 

@@ -27,7 +27,7 @@ from lightning_fedleak.callbacks.channels.base import (
     reason,
     worst_of,
 )
-from lightning_fedleak.callbacks.checks import Plan, require_capabilities
+from lightning_fedleak.callbacks.checks import Plan
 from lightning_fedleak.callbacks.report import HISTOGRAM_EVERY_LOOKS, Report, RevealFiles
 from lightning_fedleak.callbacks.results import (
     Found,
@@ -191,12 +191,10 @@ class TextsChannel(Channel):
         """An attack on hidden states always has something to read; others need gradients.
 
         Raises:
-            ThreatModelError: its adversary lacks a capability.
             ValueError: the model has no such layer, or no such gradients.
         """
         if not isinstance(attack, InversionAttack):
             return super().plan(attack)
-        require_capabilities(attack, self.run, self.sees)
         attack.needs(self.run.anatomy)
         return Plan(attack, (), True, None)
 

@@ -215,15 +215,16 @@ def audit_canaries(
     ::
 
         train = with_canaries(train, texts, record="secret/inclusion.json")
-        monitor = LeakageMonitor(attack, canaries=train.canaries, score_canaries="max")
+        games = Games(canaries=train.canaries, score_canaries="max")
+        monitor = LeakageMonitor(attack, games=games)
         ...                                     # one run; an attack scores every canary
         print(audit_canaries(train.canaries, monitor.canary_scores(), delta=1e-5))
 
     arXiv 2305.08846 holds for scores that follow from what the run released, and from the coins
     through that alone. So every canary needs a score, those that were left out as well, all made in
     one way: at the same steps, reduced over steps by the same rule (``scores.amax(0)``, say).
-    ``LeakageMonitor(canaries=..., score_canaries="max").canary_scores()`` gives such scores; it
-    says under which defences they are evidence. Scores of the steps at which a canary was in the
+    :meth:`LeakageMonitor.canary_scores` gives such scores; it says under which defences they are
+    evidence. Scores of the steps at which a canary was in the
     batch, against others' at other steps, show the coins by themselves; what the monitor logs as
     ``audit/`` are rates over such games, and not to be used here.
 

@@ -17,7 +17,8 @@ mechanism is played on the same targets).
 
 Work goes batch by batch: every text and every setting on one batch, then on the next. What is done
 is in ``--log``, so that a run may be stopped at any time (or by ``--minutes`` of CPU), printed, and
-gone on with. AUC with 95% intervals (bootstrap over batches), the mean over the texts.
+gone on with. AUC with 95% intervals (bootstrap over batches), the mean over the texts; below the
+table the means over mechanisms and layers.
 """
 
 from __future__ import annotations
@@ -269,6 +270,18 @@ def auc_of(texts: Collection[list[GameResult]]) -> tuple[float, float, float]:
     return value, max(0.0, value - down), min(1.0, value + up)
 
 
+def means(groups: dict[tuple, dict[str, list[GameResult]]]) -> dict[tuple, dict[float, float]]:
+    """By rule, game and attack the mean AUC at each epsilon, over mechanisms and layers."""
+    found: dict[tuple, dict[float, list[float]]] = {}
+    for (rule, protocol, _, epsilon, _, _, attack, _), texts in groups.items():
+        cells = found.setdefault((rule, protocol, attack), {}).setdefault(epsilon, [])
+        cells.append(auc_of(texts.values())[0])
+    return {
+        what: {epsilon: statistics.fmean(cells) for epsilon, cells in by_epsilon.items()}
+        for what, by_epsilon in found.items()
+    }
+
+
 def shown(auc: tuple[float, float, float]) -> str:
     return "{:.3f} ({:.2f} to {:.2f})".format(*auc).replace("0.", ".")
 
@@ -294,6 +307,9 @@ def table(args: argparse.Namespace) -> None:
         cells = [shown(auc_of(found[a])) if a in found else "" for a in attacks]
         about = (what, text, mechanism, f"{epsilon:g}", ", ".join(map(str, games)))
         print("| " + " | ".join([*about, *cells]) + " |")
+    print()
+    for what, found in sorted(means(groups).items()):
+        print(*what, ", ".join(f"{epsilon:g}: {auc:.2f}" for epsilon, auc in sorted(found.items())))
     lines = map(json.loads, args.log.read_text().splitlines()[1:])
     seconds = sum(line.get("cpu", 0.0) for line in lines)
     print(f"\n{date.today()}, {platform.machine()}, one thread, {seconds:.0f} s of CPU in all")

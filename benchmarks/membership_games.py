@@ -151,9 +151,9 @@ class Table:
         self, name: str, attacks: list[MembershipAttack], results: list[GameResult], sentences: int
     ) -> None:
         """The same games, decided by thresholds fitted on games with the server's own text."""
-        config = self.config(
-            games=self.args.public_games, seed=self.args.seed + 5_000_000, targets_per_batch=4
-        )
+        games = min(self.args.games, self.args.public_games)
+        seed = self.args.seed + 5_000_000
+        config = self.config(games=games, seed=seed, targets_per_batch=4)
         for attack in attacks:
             attack.prepare = lambda anatomy: None
         own = play(self.anatomy(), attacks, self.public_pool(name), config)

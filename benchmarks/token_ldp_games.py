@@ -11,9 +11,9 @@ epsilon for each token over the vocabulary, under ``sequence`` epsilon for the w
 Adversaries (``--attacks``): ``count`` at the embeddings; at each of ``--layers`` ``fc-full`` and
 ``fc`` with the ladder that is made for exact copies, ``fc-wide-full`` and ``fc-wide`` with rungs up
 to twice the target's own norm, ``attention`` as it plays against replaced batches, and
-``attention-narrow`` with the widths that are made for exact copies; at ``--trained-layers`` the
-trained baselines ``trained-full`` and ``trained`` (seconds for each target, which is why every
-mechanism is played on the same targets).
+``attention-narrow`` with the widths that are made for exact copies, ``attention-copies`` with that
+beta too; at ``--trained-layers`` the trained baselines ``trained-full`` and ``trained`` (seconds
+for each target, which is why every mechanism is played on the same targets).
 
 Work goes batch by batch: every text and every setting on one batch, then on the next. What is done
 is in ``--log``, so that a run may be stopped at any time (or by ``--minutes`` of CPU), printed, and
@@ -44,7 +44,7 @@ from token_count import TokenCount
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from lightning_fedleak.attacks.attention_membership import WIDTHS, AttentionMembership
+from lightning_fedleak.attacks.attention_membership import BETA, WIDTHS, AttentionMembership
 from lightning_fedleak.attacks.fc_membership import FCMembership
 from lightning_fedleak.attacks.membership import MembershipAttack
 from lightning_fedleak.attacks.public_text import PublicText
@@ -55,7 +55,7 @@ from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
 
 MECHANISMS = ("grr", "rappor", "the", "dbitflip")
 PLAYED = ("count", "fc-wide-full", "fc-wide", "fc-full", "attention", "trained-full")
-ATTACKS = (*PLAYED, "attention-narrow", "fc", "trained")
+ATTACKS = (*PLAYED, "attention-narrow", "attention-copies", "fc", "trained")
 WIDE = (1.0, *(float(step) for step in range(40, 2001, 20)))
 """Rungs of ``fc-wide`` in thousandths of the target's L1 norm (``tau`` of fp32 is one)."""
 
@@ -138,6 +138,9 @@ class Bench:
                 "attention": lambda k=k: AttentionMembership(k, public, **attention),
                 "attention-narrow": lambda k=k: AttentionMembership(
                     k, public, **attention, widths=WIDTHS
+                ),
+                "attention-copies": lambda k=k: AttentionMembership(
+                    k, public, **attention, widths=WIDTHS, beta=BETA
                 ),
             }
             makers |= {f"{name} {k}": made[name] for name in made if name in args.attacks}

@@ -11,7 +11,10 @@ or files as ``fedleak game`` does; the adversaries' public text is then ``--publ
 drawn from the sets' test halves, public text from their training halves.
 
 - ``table2``: Vu et al. 2024, Table 2, with both protocols: every adversary in the same games, at
-  each layer and on each text; the trained baseline with fewer games.
+  each layer and on each text; the trained baseline with fewer games. ``attention-paper``'s own
+  decision is calibrated to a false positive rate of .01; ``attention-paper, Youden`` is its scores
+  in the same games with the threshold at which hits less false alarms were most frequent in
+  ``--public-games`` that the server played on its public text.
 - ``layers``: Tables 4 and 11 without a defence: FC and attention at every layer, 0 included; with
   and without games in which the target's hidden state occurs twice; targets embedded alone and in
   another batch with other padding; several precisions.
@@ -88,18 +91,27 @@ class Table:
 
     def text(self, name: str) -> tuple[SentencePool, PublicText]:
         """Sentences to play on, and the server's own text."""
+        private, public = self._halves(name)
+        return self._pool(private), PublicText(self.ids(public))
+
+    def public_pool(self, name: str) -> SentencePool:
+        """The server's own text as sentences to play on."""
+        return self._pool(self._halves(name)[1])
+
+    def _halves(self, name: str) -> tuple[list[str], list[str]]:
         private, public = texts_of(name, self.args.public)
         order = torch.randperm(len(private), generator=torch.Generator().manual_seed(1)).tolist()
         private = [private[i] for i in order[: self.args.pool]]
         order = torch.randperm(len(public), generator=torch.Generator().manual_seed(2)).tolist()
         public = [public[i] for i in order[: self.args.public_texts]]
         known = set(public)
-        private = [t for t in private if t not in known]
+        return [t for t in private if t not in known], public
+
+    def _pool(self, texts: list[str]) -> SentencePool:
         least = 3 if self.anatomy_kind == "causal" else 2
-        pool = SentencePool.of(
-            private, self.tokenizer, self.args.tokens, at_least=least, start_token_id=self.args.bos
+        return SentencePool.of(
+            texts, self.tokenizer, self.args.tokens, at_least=least, start_token_id=self.args.bos
         )
-        return pool, PublicText(self.ids(public))
 
     @property
     def anatomy_kind(self) -> str:
@@ -131,12 +143,30 @@ class Table:
         # No two texts share their bits.
         config = replace(config, seed=config.seed + 10_000 * self.args.text.index(name))
         results = play(self.anatomy(precision), list(attacks), pool, config, planted=planted)
-        told = {"precision": precision, **told}
+        self.keep(results, name, len(pool), precision=precision, **told)
+        return results
+
+    def keep(self, results: list[GameResult], name: str, sentences: int, **told) -> None:
         for result in results:
-            self.add(result, text=name, sentences=len(pool), **told)
+            self.add(result, text=name, sentences=sentences, **told)
             key = (result.attack, result.layer, *told.items())
             self.together.setdefault(key, []).append(result)
-        return results
+
+    def decide_by_public(
+        self, name: str, attacks: list[MembershipAttack], results: list[GameResult], sentences: int
+    ) -> None:
+        """The same games, decided by thresholds fitted on games with the server's own text."""
+        games = min(self.args.games, self.args.public_games)
+        seed = self.args.seed + 5_000_000
+        config = self.config(games=games, seed=seed, targets_per_batch=4)
+        for attack in attacks:
+            attack.prepare = lambda anatomy: None
+        own = play(self.anatomy(), attacks, self.public_pool(name), config)
+        decided = [
+            replace(r, attack=f"{r.attack}, Youden", guesses=r.scores > youden(public))
+            for r, public in zip(results, own, strict=True)
+        ]
+        self.keep(decided, name, sentences, precision="fp32")
 
     def sum_up(self, over_layers: bool = False) -> None:
         """All texts together, for each attack and layer, and over the layers."""
@@ -178,6 +208,14 @@ class Table:
         print(f"\n{about['date']}, {about['machine']}, {about['cpu_seconds']:.0f} s of CPU")
         if self.args.json:
             self.args.json.write_text(json.dumps(about | {"results": self.found}, indent=1))
+
+
+def youden(games: GameResult) -> float:
+    """The score above which hits less false alarms are most frequent (Youden's J)."""
+    cuts = games.scores.unique()
+    above = (games.scores[:, None] > cuts).double()
+    gaps = above[games.bits].mean(0) - above[~games.bits].mean(0)
+    return float(cuts[gaps.argmax()])
 
 
 def cell(rate: dict) -> str:
@@ -276,8 +314,14 @@ def table2(table: Table) -> None:
             for attacks, games in groups:
                 attacks = [a for a in attacks if not args.only or a.name in args.only]
                 if games and attacks:
-                    config = table.config(protocol=protocol, games=games)
-                    table.play(name, pool, attacks, config)
+                    shared = args.targets if protocol == "game" else 1
+                    config = table.config(protocol=protocol, games=games, targets_per_batch=shared)
+                    results = table.play(name, pool, attacks, config)
+                    pairs = zip(attacks, results, strict=True)
+                    pairs = [(a, r) for a, r in pairs if a.name == "attention-paper"]
+                    if pairs and protocol == "game" and args.public_games:
+                        again, theirs = (list(column) for column in zip(*pairs, strict=True))
+                        table.decide_by_public(name, again, theirs, len(pool))
         table.sum_up(over_layers=True)
 
 
@@ -372,6 +416,8 @@ def main() -> None:
     one.add_argument("--only", nargs="+", help="names of the attacks that play")
     one.add_argument("--authors-games", type=int, default=10, help="worlds, two for each run")
     one.add_argument("--paper-games", type=int, default=64, help="of the published attention")
+    one.add_argument("--targets", type=int, default=1, help="games that share a batch")
+    one.add_argument("--public-games", type=int, default=64, help="by which Youden's cut is fitted")
     one.add_argument("--trained-games", type=int, default=4)
     one.set_defaults(run=table2)
     one = tables.add_parser("layers", parents=[shared])

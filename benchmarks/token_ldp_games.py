@@ -11,13 +11,14 @@ epsilon for each token over the vocabulary, under ``sequence`` epsilon for the w
 Adversaries (``--attacks``): ``count`` at the embeddings; at each of ``--layers`` ``fc-full`` and
 ``fc`` with the ladder that is made for exact copies, ``fc-wide-full`` and ``fc-wide`` with rungs up
 to twice the target's own norm, ``attention`` as it plays against replaced batches, and
-``attention-narrow`` with the widths that are made for exact copies; at ``--trained-layers`` the
-trained baselines ``trained-full`` and ``trained`` (seconds for each target, which is why every
-mechanism is played on the same targets).
+``attention-narrow`` with the widths that are made for exact copies, ``attention-copies`` with that
+beta too; at ``--trained-layers`` the trained baselines ``trained-full`` and ``trained`` (seconds
+for each target, which is why every mechanism is played on the same targets).
 
 Work goes batch by batch: every text and every setting on one batch, then on the next. What is done
 is in ``--log``, so that a run may be stopped at any time (or by ``--minutes`` of CPU), printed, and
-gone on with. AUC with 95% intervals (bootstrap over batches), the mean over the texts.
+gone on with. AUC with 95% intervals (bootstrap over batches), the mean over the texts; below the
+table the means over mechanisms and layers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.membership.attention import WIDTHS, AttentionMembership
+from lightning_fedleak.attacks.membership.attention import BETA, WIDTHS, AttentionMembership
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
@@ -61,7 +62,7 @@ SMOKE = (
 
 MECHANISMS = ("grr", "rappor", "the", "dbitflip")
 PLAYED = ("count", "fc-wide-full", "fc-wide", "fc-full", "attention", "trained-full")
-ATTACKS = (*PLAYED, "attention-narrow", "fc", "trained")
+ATTACKS = (*PLAYED, "attention-narrow", "attention-copies", "fc", "trained")
 WIDE = (1.0, *(float(step) for step in range(40, 2001, 20)))
 """Rungs of ``fc-wide`` in thousandths of the target's L1 norm (``tau`` of fp32 is one)."""
 
@@ -144,6 +145,9 @@ class Bench:
                 "attention": lambda k=k: AttentionMembership(k, public, **attention),
                 "attention-narrow": lambda k=k: AttentionMembership(
                     k, public, **attention, widths=WIDTHS
+                ),
+                "attention-copies": lambda k=k: AttentionMembership(
+                    k, public, **attention, widths=WIDTHS, beta=BETA
                 ),
             }
             makers |= {f"{name} {k}": made[name] for name in made if name in args.attacks}
@@ -276,6 +280,18 @@ def auc_of(texts: Collection[list[GameResult]]) -> tuple[float, float, float]:
     return value, max(0.0, value - down), min(1.0, value + up)
 
 
+def means(groups: dict[tuple, dict[str, list[GameResult]]]) -> dict[tuple, dict[float, float]]:
+    """By rule, game and attack the mean AUC at each epsilon, over mechanisms and layers."""
+    found: dict[tuple, dict[float, list[float]]] = {}
+    for (rule, protocol, _, epsilon, _, _, attack, _), texts in groups.items():
+        cells = found.setdefault((rule, protocol, attack), {}).setdefault(epsilon, [])
+        cells.append(auc_of(texts.values())[0])
+    return {
+        what: {epsilon: statistics.fmean(cells) for epsilon, cells in by_epsilon.items()}
+        for what, by_epsilon in found.items()
+    }
+
+
 def shown(auc: tuple[float, float, float]) -> str:
     return "{:.3f} ({:.2f} to {:.2f})".format(*auc).replace("0.", ".")
 
@@ -301,6 +317,9 @@ def table(args: argparse.Namespace) -> None:
         cells = [shown(auc_of(found[a])) if a in found else "" for a in attacks]
         about = (what, text, mechanism, f"{epsilon:g}", ", ".join(map(str, games)))
         print("| " + " | ".join([*about, *cells]) + " |")
+    print()
+    for what, found in sorted(means(groups).items()):
+        print(*what, ", ".join(f"{epsilon:g}: {auc:.2f}" for epsilon, auc in sorted(found.items())))
     lines = map(json.loads, args.log.read_text().splitlines()[1:])
     seconds = sum(line.get("cpu", 0.0) for line in lines)
     print(f"\n{date.today()}, {platform.machine()}, one thread, {seconds:.0f} s of CPU in all")

@@ -8,6 +8,7 @@ Simulated: normal scores, so many members and as many others, 400 looks; 200 run
 
 from __future__ import annotations
 
+import argparse
 import math
 from statistics import NormalDist, median
 
@@ -15,7 +16,8 @@ import numpy as np
 
 from lightning_fedleak.callbacks.gate_evidence import Evidence, default_warmup
 
-RUNS, LOOKS, AT_MOST, AUC, ALPHA = 200, 400, 0.7, 0.6, 0.05
+LOOKS, AT_MOST, AUC, ALPHA = 400, 0.7, 0.6, 0.05
+SMOKE = ("--runs 2",)
 
 
 def run(targets: int, warmup: int | None, auc: float, seed: int) -> tuple[bool, int]:
@@ -33,13 +35,16 @@ def run(targets: int, warmup: int | None, auc: float, seed: int) -> tuple[bool, 
 
 def main() -> None:
     """Prints one row for each number of targets."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=200)
+    runs = parser.parse_args().runs
     steady = default_warmup(AT_MOST, ALPHA, 0.5, (0.0, 1.0))
-    print(f"AUC at most {AT_MOST}; {RUNS} runs of {LOOKS} looks")
+    print(f"AUC at most {AT_MOST}; {runs} runs of {LOOKS} looks")
     print("targets  warm-up            safe runs (.6) go on   runs at the threshold go on")
     for targets in (4, 8, 16):
         for name, warmup in ((f"fixed, {steady}", steady), ("by scatter", None)):
-            safe = [run(targets, warmup, AUC, seed) for seed in range(RUNS)]
-            unsafe = [run(targets, warmup, AT_MOST, seed)[0] for seed in range(RUNS)]
+            safe = [run(targets, warmup, AUC, seed) for seed in range(runs)]
+            unsafe = [run(targets, warmup, AT_MOST, seed)[0] for seed in range(runs)]
             looks = median(length for _, length in safe)
             print(
                 f"{targets:>3} + {targets:<3} {name:<11} {looks:>5.0f}"

@@ -15,7 +15,7 @@ HEAD = "model.lm_head.weight"
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, by case."""
-    return two_processes("tests.callbacks.gate_ddp_worker", tmp_path_factory.mktemp("harden"))
+    return two_processes("tests.callbacks.harden_ddp_worker", tmp_path_factory.mktemp("harden"))
 
 
 def of(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

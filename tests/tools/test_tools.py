@@ -75,7 +75,7 @@ def test_settings_of_games_are_given_as_the_checkout_takes_them(monkeypatch):
         scale: float
 
     monkeypatch.setattr(fedleak, "LeakageMonitor", lambda attacks, **given: given, raising=False)
-    monkeypatch.delattr(fedleak, "Games", raising=False)
+    monkeypatch.delitem(vars(fedleak), "Games", raising=False)
     homes = {home: names for home, names in fedleak._HOMES.items() if home != "callbacks"}
     monkeypatch.setattr(fedleak, "_HOMES", homes)
     old = seeded_runs.monitor([], targets=3, scale=2.0, every_n_steps=1)
@@ -89,7 +89,7 @@ def test_the_way_of_one_look_and_of_one_dpsgd_step_grows_no_longer():
     look = files_entered.files_of_look()
     step = files_entered.files_of_dpsgd_step()
     assert look[0] == "callbacks/monitor.py"
-    assert "defenses/dpsgd.py" in step
+    assert "defenses/dpsgd/dpsgd.py" in step
     for files in (look, step):
         assert len(files) == len(set(files))
         assert all((files_entered.ROOT / name).is_file() for name in files)

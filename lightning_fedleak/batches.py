@@ -148,6 +148,7 @@ class TokenBatch:
                 asked, keeps = asked[:, 1:], keeps[:, 1:]
             if bool(asked.any()) and not bool((asked & keeps).any()):
                 return True
+        assert self.attention_mask is not None
         hidden = _kept(self.input_ids, self.attention_mask == 0)
         return not bool((kept != kept[0]).any()) and bool((hidden != hidden[:1]).any())
 

@@ -269,8 +269,8 @@ def _row_space(gradient: Tensor, tolerance: float | None) -> Array:
     _, singular, right = torch.linalg.svd(triangle)
     threshold = (8 * precision if tolerance is None else tolerance) * float(singular[0])
     rank = int((singular > threshold).sum())
-    rows = (matrix @ right[:rank].T) / singular[:rank]
-    return rows.numpy()
+    rows: np.ndarray[Any, Any] = ((matrix @ right[:rank].T) / singular[:rank]).numpy()
+    return rows
 
 
 def _large_volume_basis(rows: Array) -> tuple[NDArray[np.int64], Array]:

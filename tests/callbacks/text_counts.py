@@ -23,7 +23,7 @@ from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.callbacks.channels import Channel
 from lightning_fedleak.callbacks.channels.base import Look, worst_of
 from lightning_fedleak.callbacks.report import Report
-from lightning_fedleak.callbacks.results import Found, Outcome, Result, Series, Unknown
+from lightning_fedleak.callbacks.results import Outcome, Series
 from lightning_fedleak.metrics import Counts, Rate, proportion
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel
@@ -70,20 +70,11 @@ class CountsChannel(Channel):
         self.seen: dict[Series, Counts] = {}
         self.shown: list[tuple[int, str]] = []
 
-    def results(self, look: Look) -> dict[Series, Result]:
-        found: dict[Series, Result] = {}
+    def score(self, look: Look, series: Series, said: Any) -> list[float]:
+        assert isinstance(said, CountGuess)
         texts = sum(len(batch.input_ids) for batch in look.batches)
-        for plan in self.plans:
-            for series in self.series_at(plan.attack, self.settings.stages):
-                result = self.result_of(look, plan, series, empty=texts == 0)
-                if result is None:
-                    said = look.said[series]
-                    result = Unknown("the attack counted nothing")
-                    if isinstance(said, CountGuess):
-                        result = Found([float(said.texts == texts), float(said.texts - texts)])
-                        look.kept[series] = said
-                found[series] = result
-        return found
+        look.kept[series] = said
+        return [float(said.texts == texts), float(said.texts - texts)]
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         right = sum(int(row[0]) for row in rows.values())

@@ -234,8 +234,8 @@ class Channel(ABC):
     Lives as long as its monitor. :meth:`open` begins a fit and :meth:`close` ends it; a look is
     :meth:`arm`, then :meth:`batch_ends` for each micro-batch but the last, :meth:`at_moment` and
     :meth:`before_defense` on the gradient's way out, :meth:`batch_ends` for the last,
-    :meth:`results`, :meth:`disarm` and :meth:`published`. What a method may leave out has a
-    default.
+    :meth:`results`, :meth:`disarm` and :meth:`published`. What a family must say for itself is how
+    a guess is scored (:meth:`score`) and how clients are put together (:meth:`pooled`).
 
     Args:
         attacks: of this family; may be none.
@@ -377,9 +377,44 @@ class Channel(ABC):
     ) -> None:
         """A defence is about to act on the gradients."""
 
-    @abstractmethod
     def results(self, look: Look) -> dict[Series, Result]:
         """This process's result of each series; every process calls it at every look."""
+        empty = self.holds_nothing(look)
+        return {
+            series: self._result(look, plan, series, empty=empty)
+            for plan in self.plans
+            for series in self.series_of(plan)
+        }
+
+    def _result(self, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result:
+        if look.truth_error is not None:
+            return Unknown(f"the batch could not be read: {look.truth_error}")
+        if empty or not look.stepped or not plan.exposed:
+            return NothingShared()
+        said = look.said.get(series, Unknown("the attack was not run"))
+        if isinstance(said, Unknown | Waiting):
+            return said
+        try:
+            return Found(self.score(look, series, said))
+        except Exception as error:
+            return Unknown(reason(error))
+
+    def holds_nothing(self, look: Look) -> bool:
+        """Whether the look's batches hold nothing that could leak; called once in a look."""
+        return not any(batch.input_ids.numel() for batch in look.batches)
+
+    @abstractmethod
+    def score(self, look: Look, series: Series, said: Any) -> Sequence[float]:
+        """What an attack's guess is worth against the truth, as :attr:`width` packed numbers.
+
+        Args:
+            look: with the batches; what is to be shown of the guess goes into ``look.kept``.
+            series: whose.
+            said: what :meth:`at_moment` left in ``look.said``.
+
+        Raises:
+            Exception: there is no score; the result is unknown.
+        """
 
     def disarm(self, look: Look) -> None:  # noqa: B027
         """Ends a look: lets go of what was held, whatever became of it."""
@@ -417,6 +452,10 @@ class Channel(ABC):
 
     # ---- what channels have in common -------------------------------------------------------
 
+    def series_of(self, plan: Plan) -> list[Series]:
+        """The series that an attack gives results of in this fit."""
+        return self.series_at(plan.attack, self.settings.stages)
+
     def series_at(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """The series of an attack at those of the stages where there is one."""
         found = (self.series(attack, stage) for stage in stages)
@@ -440,22 +479,6 @@ class Channel(ABC):
                 moment.look.said[first] = guess(plan, view)
             for series in others:
                 moment.look.said.setdefault(series, moment.look.said[first])
-
-    def result_of(self, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result | None:
-        """Why a series has no result in this look, or None: what was said is to be scored.
-
-        Args:
-            look: the look.
-            plan: of the attack.
-            series: whose result.
-            empty: the batches hold nothing that could leak.
-        """
-        if look.truth_error is not None:
-            return Unknown(f"the batch could not be read: {look.truth_error}")
-        if empty or not look.stepped or not plan.exposed:
-            return NothingShared()
-        said = look.said.get(series, Unknown("the attack was not run"))
-        return said if isinstance(said, Unknown | Waiting) else None
 
 
 def channels_of(attacks: Sequence[Attack], settings: Settings) -> list[Channel]:

@@ -47,9 +47,7 @@ from lightning_fedleak.callbacks.channels.targets import (
 from lightning_fedleak.callbacks.checks import Plan
 from lightning_fedleak.callbacks.report import Report
 from lightning_fedleak.callbacks.results import (
-    Found,
     Outcome,
-    Result,
     Series,
     Unknown,
     Waiting,
@@ -580,26 +578,16 @@ class MembershipChannel(Channel):
             return Unknown(reason(error))
         return Played(scores, members, decisions)
 
-    def results(self, look: Look) -> dict[Series, Result]:
-        """The games of each series, packed."""
-        found: dict[Series, Result] = {}
-        for stage in self.settings.stages:
-            for plan in self.plans:
-                for series in self.series_at(plan.attack, (stage,)):
-                    found[series] = self._result(look, plan, series)
-        for plan in self.plans if self._audits else ():
-            series = self._audits[plan.attack.name]
-            found[series] = self._result(look, plan, series)
-        return found
+    def series_of(self, plan: Plan) -> list[Series]:
+        """Those at the stages, and that of the user's canaries."""
+        audits = [self._audits[plan.attack.name]] if self._audits else []
+        return super().series_of(plan) + audits
 
-    def _result(self, look: Look, plan: Plan, series: Series) -> Result:
-        empty = not any(batch.input_ids.numel() for batch in look.batches)
-        if (none := self.result_of(look, plan, series, empty=empty)) is not None:
-            return none
-        said = look.said[series]
+    def score(self, look: Look, series: Series, said: object) -> list[float]:
+        """The games of one look, packed."""
         if not isinstance(said, Played):
-            return Unknown("the attack guessed something else")
-        return Found(said.pack(self.width))
+            raise UnusableObservation("the attack guessed something else")
+        return said.pack(self.width)
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
         """The scores of the user's canaries count."""

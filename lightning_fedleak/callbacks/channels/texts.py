@@ -30,9 +30,7 @@ from lightning_fedleak.callbacks.channels.base import (
 from lightning_fedleak.callbacks.checks import Plan
 from lightning_fedleak.callbacks.report import HISTOGRAM_EVERY_LOOKS, Report, RevealFiles
 from lightning_fedleak.callbacks.results import (
-    Found,
     Outcome,
-    Result,
     Series,
     Unknown,
 )
@@ -342,31 +340,15 @@ class TextsChannel(Channel):
             position_ids=_stacked(ids) if ids else None,
         )
 
-    def results(self, look: Look) -> dict[Series, Result]:
-        """Scores the texts of each series."""
-        found: dict[Series, Result] = {}
-        for stage in self.settings.stages:
-            for plan in self.plans:
-                for series in self.series_at(plan.attack, (stage,)):
-                    found[series] = self._result(look, plan, series)
-        return found
-
-    def _result(self, look: Look, plan: Plan, series: Series) -> Result:
-        empty = not any(batch.input_ids.numel() for batch in look.batches)
-        if (none := self.result_of(look, plan, series, empty=empty)) is not None:
-            return none
-        said = look.said[series]
-        try:
-            if isinstance(said, TextGuess):
-                assert isinstance(plan.attack, TextAttack)
-                said = self._matched(said, plan.attack.age(look.step), look)
-            if not isinstance(said, Inverted):
-                return Unknown("the attack guessed something else")
-            packed = said.pack(self.settings.texts)
-            look.kept[series] = said
-        except Exception as error:
-            return Unknown(reason(error))
-        return Found(packed)
+    def score(self, look: Look, series: Series, said: object) -> list[float]:
+        """Right tokens of each text."""
+        if isinstance(said, TextGuess):
+            [attack] = (a for a in self.attacks if a.name == series.attack)
+            said = self._matched(said, attack.age(look.step), look)
+        if not isinstance(said, Inverted):
+            raise UnusableObservation("the attack guessed something else")
+        look.kept[series] = said
+        return said.pack(self.settings.texts)
 
     def _matched(self, guess: TextGuess, age: float, look: Look) -> Inverted:
         """Texts guessed from gradients beside those of the batch that they are most like."""

@@ -27,11 +27,8 @@ from lightning_fedleak.callbacks.channels.base import (
 from lightning_fedleak.callbacks.checks import Plan
 from lightning_fedleak.callbacks.report import HISTOGRAM_EVERY_LOOKS, Report, RevealFiles
 from lightning_fedleak.callbacks.results import (
-    Found,
     Outcome,
-    Result,
     Series,
-    Unknown,
 )
 from lightning_fedleak.callbacks.tensorboard import add_score_histograms
 from lightning_fedleak.metrics import WordRecovery
@@ -96,6 +93,7 @@ class WordsChannel(Channel):
     def __init__(self, attacks: Sequence[Attack], settings: Settings) -> None:
         super().__init__(attacks, settings)
         self._own_part: HeadOwnPart | None = None
+        self._truth: WordTruth | None = None
         self._own_series: dict[str, Series] = {}
         if settings.head_own_part:
             self._own_series = {
@@ -159,23 +157,19 @@ class WordsChannel(Channel):
                 if series not in look.said:
                     look.said[series] = guess(plan, view)
 
-    def results(self, look: Look) -> dict[Series, Result]:
-        """Counts each guess against the words of the look's batches."""
-        if not self.attacks:
-            return {}
-        truth = self._truth(look)
-        found: dict[Series, Result] = {}
-        for stage in self.settings.stages:
-            for plan in self.plans:
-                for series in self.series_at(plan.attack, (stage,)):
-                    found[series] = self._result(look, plan, series, truth)
-        for plan in self.plans if self._own_part is not None else ():
-            if plan.roles == (HEAD_WEIGHT,):
-                series = self._own_series[plan.attack.name]
-                found[series] = self._result(look, plan, series, truth)
+    def series_of(self, plan: Plan) -> list[Series]:
+        """Those at the stages, and that of the head's own part."""
+        found = super().series_of(plan)
+        if self._own_part is not None and plan.roles == (HEAD_WEIGHT,):
+            found.append(self._own_series[plan.attack.name])
         return found
 
-    def _truth(self, look: Look) -> WordTruth | None:
+    def holds_nothing(self, look: Look) -> bool:
+        """Whether the loss was computed on no token."""
+        self._truth = self._truth_of(look)
+        return self._truth is None or self._truth.n_targets == 0
+
+    def _truth_of(self, look: Look) -> WordTruth | None:
         """The true words, of all processes together where they are one client."""
         strategy, size = self.run.trainer.strategy, self.run.anatomy.vocab_size
         together = self.run.client == "world" and self.run.trainer.world_size > 1
@@ -197,22 +191,16 @@ class WordsChannel(Channel):
         tokens = strategy.reduce(tokens, reduce_op="sum")
         return None if look.truth_error else WordTruth.of_mask(mask > 0, int(tokens))
 
-    def _result(self, look: Look, plan: Plan, series: Series, truth: WordTruth | None) -> Result:
-        empty = truth is None or truth.n_targets == 0
-        if (none := self.result_of(look, plan, series, empty=empty)) is not None:
-            return none
-        assert truth is not None
-        said = look.said[series]
-        try:
-            if not isinstance(said, WordGuess):
-                raise TypeError(f"no score is known for a {type(said).__name__}")
-            types = truth.types(said.surface)
-            metric = self._metric()
-            metric.update(said, types)
-            look.kept[series] = (said, types)
-        except Exception as error:
-            return Unknown(reason(error))
-        return Found(metric.pack())
+    def score(self, look: Look, series: Series, said: object) -> list[float]:
+        """Counts a guess against the words of the look's batches."""
+        if not isinstance(said, WordGuess):
+            raise TypeError(f"no score is known for a {type(said).__name__}")
+        assert self._truth is not None
+        types = self._truth.types(said.surface)
+        metric = self._metric()
+        metric.update(said, types)
+        look.kept[series] = (said, types)
+        return metric.pack()
 
     def _metric(self) -> WordRecovery:
         return WordRecovery(self.run.anatomy.vocab_size, sync_on_compute=False)

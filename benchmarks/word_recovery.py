@@ -3,11 +3,13 @@
     python benchmarks/word_recovery.py --model DIR --private imdb --public wikitext2 \
         --shapes 8x25,16x50,32x100 --batches 20 --json word_recovery.json
 
-``--private`` and ``--public`` take a name (imdb, agnews, wikitext2, tinystories; from the folder
-that FEDLEAK_ASSETS names) or a file with one text per line (.txt, .jsonl with "text", .gz of
-either). Every shape is sentences x tokens. Private sentences are run through the model once and
-batches are put together from them (the exact gradient: sentences do not see each other);
-``--local-steps K`` trains K steps of plain SGD on K batches instead, and attacks the weight change.
+``--private`` and ``--public`` take a name (imdb, agnews, wikitext2, tinystories, yelp, multi30k;
+from the folder that FEDLEAK_ASSETS names) or a file with one text per line (.txt, .jsonl with
+"text", .gz of either). Every shape is sentences x tokens: texts of at least so many tokens, cut
+there; ``--whole`` takes texts as they come, short ones too. Private sentences are run through the
+model once and batches are put together from them (the exact gradient: sentences do not see each
+other); ``--local-steps K`` trains K steps of plain SGD on K batches instead, and attacks the weight
+change.
 
 ``--surface tied`` attacks the matrix as shared, for a tied model the sum of head and embedding
 parts; ``--surface head`` the head's own part, which no server sees of a tied model.
@@ -46,7 +48,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_fedleak.anatomy import HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
+from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
 from lightning_fedleak.attacks.words.public_gradients import gradient_parts, head_of
 from lightning_fedleak.model_runs import micro_batches, token_logits, undisturbed
@@ -72,6 +74,8 @@ NAMED = {
     "agnews": "ag_news/test.csv.gz",
     "wikitext2": "wikitext2/train.raw.txt.gz",
     "tinystories": "tinystories/train_2MiB.txt.gz",
+    "yelp": "yelp_sentences/sentiment.test.1.gz",
+    "multi30k": "multi30k/test_2016_flickr.en.gz",
 }
 REGRESSION_SHAPES = tuple((b, n) for b in (1, 2, 4, 8, 16, 32) for n in (25, 50, 100))
 
@@ -144,12 +148,20 @@ def smoothed_gradient(anatomy, batch, smoothing: float) -> torch.Tensor:
 
 
 def composed_batches(
-    anatomy, text: PublicText, shape, count: int, seed: int, pool: int, noise: float = 0.0
+    anatomy,
+    text: PublicText,
+    shape,
+    count: int,
+    seed: int,
+    pool: int,
+    noise: float = 0.0,
+    whole: bool = False,
 ):
     """(gradient, types) of ``count`` batches from a pool of sentences, distinct within a batch."""
     size, length = shape
     generator = torch.Generator().manual_seed(seed)
-    pooled = long_enough(text, length, max(pool, size))
+    most = max(pool, size)
+    pooled = PublicText(text.sentences[:most]) if whole else long_enough(text, length, most)
     if len(pooled) < size:
         raise SystemExit(f"{shape}: only {len(pooled)} texts to make batches of {size} from")
     parts = gradient_parts(anatomy, pooled.rows(range(len(pooled)), length, generator))
@@ -229,6 +241,7 @@ def runners(names, anatomy, public: PublicText, args):
             public,
             readout=name.split("-")[1],
             calibration_tokens=args.calibration_tokens,
+            lengths=args.lengths,
             seed=args.seed,
         )
         attack.prepare(anatomy)
@@ -270,6 +283,10 @@ def main() -> None:
     parser.add_argument("--attacks", default=",".join(ATTACKS))
     parser.add_argument("--surface", choices=("tied", "head"), default="tied")
     parser.add_argument("--calibration-tokens", type=int, default=12_000)
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=LENGTHS, help="of the calibrating texts"
+    )
+    parser.add_argument("--whole", action="store_true", help="texts as they come, see above")
     parser.add_argument("--regression-batches", type=int, default=5, help="for each of 18 shapes")
     parser.add_argument("--pool", type=int, default=250, help="private sentences for each shape")
     parser.add_argument("--blind-tokens", type=int, default=200_000, help="public tokens counted")
@@ -287,6 +304,8 @@ def main() -> None:
     if any(args.noise) and (args.local_steps or args.label_smoothing):
         parser.error("--noise goes with neither --local-steps nor --label-smoothing")
     names = args.attacks.split(",")
+    if args.whole and (args.local_steps or args.label_smoothing):
+        parser.error("--whole goes with neither --local-steps nor --label-smoothing")
     if unknown := set(names) - set(ATTACKS):
         parser.error(f"unknown attacks {sorted(unknown)}; choose from {ATTACKS}")
 
@@ -317,7 +336,7 @@ def main() -> None:
             )
         else:
             batches = composed_batches(
-                anatomy, private, shape, args.batches, args.seed, args.pool, noise
+                anatomy, private, shape, args.batches, args.seed, args.pool, noise, args.whole
             )
         scores = {name: [] for name in names}
         for gradient, truth, options in batches:

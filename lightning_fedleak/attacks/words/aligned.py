@@ -36,7 +36,7 @@ from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel
 
-LENGTHS = (25, 50, 100)
+LENGTHS = (8, 12, 16, 25, 50, 100)
 _SIGN_TOKENS = 2048
 _ONE_SIDED = 0.95
 _RULED_OUT = -30.0
@@ -81,7 +81,9 @@ class AlignedFlatChat(Attack):
             SmolLM2-135M 2,000 reached an F1 of .97, 6,000 .978, 12,000 .982). The time is about
             that of a forward and backward over them and as much again for the fit; it is reported
             in ``calibration_seconds``.
-        lengths: tokens in the calibrating texts, cut to these lengths in equal numbers.
+        lengths: tokens in the calibrating texts, cut to these lengths in equal numbers. How long a
+            client's texts are is in no gradient; what is rehearsed has batches of like lengths and
+            mixed ones.
         refresh_every: steps after which :meth:`refresh` aligns anew with a model that has moved;
             the classifier itself is kept.
         seed: of everything random in the calibration.

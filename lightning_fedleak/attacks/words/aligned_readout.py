@@ -272,8 +272,10 @@ def _rehearsals(
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(features, used, importance) of the plausible rows of each batch."""
     found = []
+    by_length = torch.bincount(parts.sentence, minlength=parts.n_sentences).argsort().cpu()
     for size in batch_sizes(parts.n_sentences):
-        chosen = torch.randperm(parts.n_sentences, generator=generator)[:size]
+        among = _like_lengths(by_length, size, generator)
+        chosen = among[torch.randperm(len(among), generator=generator)[:size]]
         batch = parts.of(chosen.to(parts.labels.device))
         if len(batch.labels) == 0:
             continue
@@ -299,6 +301,19 @@ def _rehearsals(
             )
         )
     return found
+
+
+def _like_lengths(by_length: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Sentences a rehearsed batch is drawn from: all, or half the time a third, of like length.
+
+    No gradient tells how long a client's texts are, and those of one client are often alike.
+    """
+    draw = torch.rand(2, generator=generator)
+    third = len(by_length) // 3
+    if size > third or draw[0] < 0.5:
+        return by_length
+    first = int(draw[1] * (len(by_length) - third + 1))
+    return by_length[first : first + third]
 
 
 def _noise_like(gradient: Tensor, token: Tensor, generator: torch.Generator) -> Tensor:

@@ -54,6 +54,7 @@ class ClippedSum:
         clipping: in which form to keep them.
         context: where.
         half: gradients came in half precision.
+        weights: (B,) that make each sample's gradient that of its own mean; None where it is.
 
     Attributes:
         samples: B.
@@ -72,19 +73,21 @@ class ClippedSum:
         context: DefenseContext,
         *,
         half: bool = False,
+        weights: Tensor | None = None,
     ) -> None:
         self.samples = samples
+        self._weights = samples if weights is None else samples * weights.to(context.device)
         self.parts = {p: chosen(parts[p], p.shape, clipping) for p in parameters if p in parts}
         squares = [squared_norms(own).double() for own in self.parts.values()]
         device = context.device
         total = torch.stack([s.to(device) for s in squares]).sum(0) if squares else None
         self.norms = (
-            torch.zeros(samples, device=device) if total is None else total.sqrt() * samples
+            torch.zeros(samples, device=device) if total is None else total.sqrt() * self._weights
         )
         self._whole = torch.isfinite(self.norms)
         self._broken = not bool(self._whole.all())
         self.norms = self.norms.masked_fill(~self._whole, math.inf)
-        self.factors = samples * (clip / self.norms.clamp(min=clip))
+        self.factors = self._weights * (clip / self.norms.clamp(min=clip))
         self._clip, self._half = clip, half
 
     def sum_of(self, parameter: nn.Parameter) -> Tensor:
@@ -111,7 +114,7 @@ class ClippedSum:
             raise DefenseError(
                 f"DPSGD: a canary of {len(samples)} samples in a batch of {self.samples}"
             )
-        samples = samples * self.samples
+        samples = samples * torch.as_tensor(self._weights).to(samples).reshape(-1, 1, 1)
         own = self.norms.to(samples)[:, None] if len(samples) else samples.new_zeros(0, 1)
         joint = torch.hypot(samples.norm(dim=2), own)
         factors = (self._clip / joint.clamp(min=self._clip)) / divisor

@@ -70,12 +70,12 @@ class DPSGD(Defense):
 
     Refused at setup is what would break the guarantee (:mod:`~.dpsgd_checks`). Refused in a step
     are a batch without a loss, a loss that is not a mean of per-sample means or a network that
-    mixes samples, through the graph (:mod:`~.loss_checks`), gradients that the layers do not
+    mixes samples, through the graph (:mod:`~.loss_graph`), gradients that the layers do not
     explain, noise that is not what was accounted, a second release of one batch, buffers that
     ``training_step`` writes to, and weights that do not move.
 
     These looks find mistakes; they follow gradients, and prove nothing. Samples that meet without a
-    gradient are not seen and void the guarantee (:mod:`~.loss_checks` says which do), as do batches
+    gradient are not seen and void the guarantee (:mod:`~.loss_graph` says which do), as do batches
     rewritten in hooks, and plain attributes that keep something of earlier batches.
 
     What a module sends or logs itself is not covered, neither are validation metrics, leakage logs

@@ -5,8 +5,11 @@ else is in the batch. Three looks at the autograd graph, before backward. They f
 nothing else: they find mistakes, and prove nothing about a loss that was built to pass them.
 
 - *form*, in every step: from the loss down to the outputs of layers, the reduction is a
-  mean over equally many terms of every sample. A token mean over samples with different numbers of
-  labels is not.
+  mean over equally many terms of every sample. A token mean is not, where samples have different
+  numbers of labels: where nothing else enters the loss, :attr:`FormCheck.weights` makes each
+  sample's gradient that of its own mean; else it is refused whatever the labels are. An operation
+  above the mean that is not known is let through where it changes no number of terms, and then the
+  next look is taken in that step.
 - *loss*, whenever layers are used in a new way or the loss has a new :attr:`~FormCheck.form`, and
   now and then: each operation from the mean down to the layers
   works on one sample's numbers at a time, as in all losses above. Where that cannot be seen, the
@@ -67,6 +70,20 @@ _ELEMENTWISE = {
 }
 _ROWWISE = {"AbsBackward0", "PowBackward0", "SliceBackward0", "UnsafeViewBackward0"}
 _SELECTIONS = {"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "TakeBackward0"}
+_STEPS = (
+    "Abs",
+    "Clamp",
+    "Hard",
+    "Heaviside",
+    "LeakyRelu",
+    "Max",
+    "Min",
+    "NanToNum",
+    "Prelu",
+    "Relu",
+)
+_STEPS += ("Rrelu", "Sign", "Softshrink", "Threshold", "Where")
+"""Beginnings of operations whose slope hangs on the batch, which no second derivative shows."""
 _REENTRANT = "CheckpointFunctionBackward"
 _MEAN = 1
 _ALONG = ("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1")
@@ -85,12 +102,16 @@ class FormCheck:
 
     Attributes:
         separate: whether it is seen from the last loss's operations that samples stay apart.
+        weights: (B,) by which each sample's gradient is to be multiplied to be that of its own
+            mean; None where it is.
         form: the last loss's operations down to the layers: which stands on which, along which
             dimensions.
     """
 
     def __init__(self) -> None:
         self.separate = False
+        self.weights: Tensor | None = None
+        self._means: list[Tensor | None] = []
         self.form: frozenset[tuple[str, str]] = frozenset()
         self._constants: dict[str, float] = {}
 
@@ -116,7 +137,8 @@ class FormCheck:
         outputs = {call.edge.node: call for call in calls}
         top: dict[int, Call] = {}
         seen: set[tuple[Node, bool]] = set()
-        self.separate = True
+        self.separate, self.weights = True, None
+        self._means.clear()
         form: set[tuple[str, str]] = set()
         stack: list[tuple[Node, bool, str, str]] = [(first, False, "", "")]
         while stack:
@@ -146,6 +168,7 @@ class FormCheck:
                 if below is not None:
                     stack.append((below, reduced, f"{path}/{name}.{index}", own))
         self.form = frozenset(form)
+        self.weights = _weights(self._means, samples)
         return list(top.values())
 
     def _passes(self, node: Any, name: str, reduced: bool, samples: int, path: str) -> bool:
@@ -162,9 +185,10 @@ class FormCheck:
                 )
             return True
         if name in _LIKELIHOODS:
-            _check_likelihood(node, samples)
+            self._means.append(_label_counts(node, samples))
             return True
         if name in _ELEMENTWISE:
+            self._means.append(None)
             _check_mean(node._saved_reduction == _MEAN, node._saved_self.shape, samples, name)
             return True
         if name == "MeanBackward0":
@@ -173,9 +197,13 @@ class FormCheck:
                 if any(below is not None and _scalar(below) for below, _ in node.next_functions):
                     return False
                 _check_mean(True, shape, samples, name)
+                self._means.append(None)
                 return True
             return bool(samples == 1 and len(shape))
         if name in _SHAPES | _SUMS | _SCALES:
+            return False
+        if _keeps_numbers(node, name):
+            self.separate = False
             return False
         raise _unknown(f"{name} stands between the loss and its mean over samples")
 
@@ -378,7 +406,8 @@ def _spread(gradient: Tensor, chosen: int, samples: int) -> bool:
     return bool((rows.isfinite() & (rows != 0)).any())
 
 
-def _check_likelihood(node: Any, samples: int) -> None:
+def _label_counts(node: Any, samples: int) -> Tensor:
+    """(B, labels a sample may have) bool: those that count, of a mean cross-entropy."""
     if node._saved_reduction != _MEAN:
         raise _unknown("its cross-entropy is a sum over the batch")
     if node._saved_weight is not None:
@@ -388,13 +417,48 @@ def _check_likelihood(node: Any, samples: int) -> None:
         raise _unknown(f"{target.numel()} labels cannot be shared by {samples} samples equally")
     ignored = node._saved_ignore_index
     ignored = ignored - 2**64 if ignored >= 2**63 else ignored
-    counts = (target != ignored).reshape(samples, -1).sum(1)
-    if bool((counts != counts[0]).any()):
-        raise _unknown(
-            "it is a mean over all labels of the batch, and the samples have different numbers of "
-            f"them (from {int(counts.min())} to {int(counts.max())}): each sample's gradient "
-            "depends on how many the others have"
-        )
+    counted: Tensor = (target != ignored).reshape(samples, -1)
+    return counted
+
+
+def _weights(means: Sequence[Tensor | None], samples: int) -> Tensor | None:
+    """What makes each sample's gradient that of its own mean.
+
+    Of a mean over the N labels of a batch sample i has ``n_i / N`` in place of ``1 / B``. Where
+    that mean is all that enters the loss, its gradient is off by a factor and nothing else.
+
+    Args:
+        means: of each mean that enters the loss, which labels count; None where it is no
+            cross-entropy.
+        samples: B.
+    """
+    if len(means) == 1 and means[0] is not None:
+        counts = means[0].sum(1).double()
+        return (counts.sum() / (samples * counts)).masked_fill(counts == 0, 1.0)
+    for counted in means:
+        if counted is None:
+            continue
+        counts = counted.sum(1)
+        if counted.shape[1] > 1 or bool((counts != counts[0]).any()):
+            raise _unknown(
+                "a mean over all labels of the batch is joined with another term: each sample's "
+                "gradient depends on how many labels the others have"
+            )
+    return None
+
+
+def _keeps_numbers(node: Any, name: str) -> bool:
+    """Whether an operation that is not known makes as many numbers of one tensor as that has.
+
+    What factor it puts to them, if any, its second derivative shows, unless it is made of steps.
+    """
+    built_in = name.endswith(("Backward0", "Backward1")) and not name.startswith(_STEPS)
+    inputs = [below for below, _ in node.next_functions]
+    if not built_in or len(inputs) != 1 or inputs[0] is None:
+        return False
+    [(below, index)] = node.next_functions
+    made, taken = node._input_metadata[0].shape, below._input_metadata[index].shape
+    return math.prod(made) == math.prod(taken)
 
 
 def _check_mean(is_mean: bool, shape: Sequence[int], samples: int, name: str) -> None:

@@ -18,8 +18,8 @@ def mean_of_sample_means(
 
     The mean over all tokens of a batch, which Hugging Face models return, is another number where
     samples differ in their number of labels: there each sample's gradient is scaled by how many
-    labels the *others* have, and no clip bounds what one sample changes. A sample without any
-    label counts as a loss of zero.
+    labels the *others* have. DPSGD undoes that where such a mean is all of the loss. A sample
+    without any label counts as a loss of zero.
 
     Args:
         logits: (B, T, V) or, of a classifier, (B, V).

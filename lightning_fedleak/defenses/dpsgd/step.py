@@ -352,10 +352,12 @@ class LossCheck:
 
     Attributes:
         unchecked: something in the step since the last release was new.
+        weights: see :class:`FormCheck`.
     """
 
     def __init__(self, trusted: bool) -> None:
         self.unchecked = False
+        self.weights: Tensor | None = None
         self._trusted = trusted
         self._form = FormCheck()
         self._top: list[Call] = []
@@ -379,9 +381,11 @@ class LossCheck:
         """
         if self._trusted:
             self._top, self._separate = outputs_of(loss, recorder.calls), True
+            self.weights = None
         else:
             self._top = self._form(loss, recorder.calls, recorder.samples)
             self._separate = self._form.separate
+            self.weights = self._form.weights
 
     def look(
         self, loss: Tensor, recorder: Recorder, releases: int, team: Team, *, counts: bool = True
@@ -573,6 +577,7 @@ class WatchedStep:
                 self._clipping,
                 context,
                 half=recorder.half,
+                weights=self.check.weights if recorder.samples else None,
             )
         return self._clipped
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,24 @@ def built_in(labels: Tensor) -> Loss:
     return lambda model: model(input_ids=IDS, labels=labels).loss
 
 
+def joined(labels: Tensor) -> Loss:
+    def loss(model: nn.Module) -> Tensor:
+        out = model(input_ids=IDS, labels=labels)
+        return out.loss + out.logits.square().mean()
+
+    return loss
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, loss: Tensor) -> Tensor:
+        return loss / 2
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
 def squared(net: nn.Module) -> Tensor:
     return F.mse_loss(net(X), torch.zeros(B, 3))
 
@@ -106,6 +125,9 @@ def adapted() -> nn.Module:
 
 GOOD: list[tuple[str, Callable[[], nn.Module], Loss, list[str]]] = [
     ("HF causal, equal counts", tiny_gpt2, built_in(IDS), ["lm_head"]),
+    ("HF causal, ragged", tiny_gpt2, built_in(RAGGED), ["lm_head"]),
+    ("HF masked, ragged", tiny_bert_mlm, built_in(RAGGED), ["cls.predictions.decoder"]),
+    ("a mean, expanded", Net, lambda n: squared(n).expand(1, 1).permute(1, 0).sum(), ["above"]),
     ("HF llama", tiny_llama, built_in(IDS), ["lm_head"]),
     ("HF masked, equal counts", tiny_bert_mlm, built_in(IDS), ["cls.predictions.decoder"]),
     ("HF classifier", tiny_bert_classifier, built_in(torch.tensor([0, 1, 2, 1])), ["classifier"]),
@@ -209,8 +231,13 @@ def weighted(net: nn.Module) -> Tensor:
 
 
 BAD: list[tuple[str, Callable[[], nn.Module], Loss, str]] = [
-    ("HF causal, ragged", tiny_gpt2, built_in(RAGGED), "from 2 to 5"),
-    ("HF masked, ragged", tiny_bert_mlm, built_in(RAGGED), "mean over all labels of the batch"),
+    ("token mean and a term", tiny_gpt2, joined(RAGGED), "joined with another term"),
+    ("equal counts and a term", tiny_gpt2, joined(IDS), "joined with another term"),
+    ("a mean, squared", Net, lambda n: squared(n).pow(2), "for the others"),
+    ("a mean in exp", Net, lambda n: squared(n).exp(), "for the others"),
+    ("a mean, cut off", Net, lambda n: squared(n).clamp(max=9.0), "ClampBackward1 stands between"),
+    ("a mean, if finite", Net, lambda n: squared(n).nan_to_num(), "NanToNumBackward0 stands"),
+    ("a mean by hand", Net, lambda n: Halved.apply(squared(n)), "HalvedBackward stands between"),
     ("masked by hand", Net, masked_by_hand, "tensor that may depend on the batch"),
     ("rescaled by hand", Net, rescaled_by_hand, "tensor that may depend on the batch"),
     ("chosen tokens", tiny_gpt2, selected, "IndexBackward0 chooses terms"),

@@ -186,7 +186,7 @@ def whole_model(root: nn.Module) -> Iterator[None]:
     whole: dict[int, nn.Parameter] = {}
     for _, _, parameter in sharded:
         if id(parameter) not in whole:
-            gathered = parameter.full_tensor()  # type: ignore[operator]
+            gathered = parameter.full_tensor()
             whole[id(parameter)] = nn.Parameter(
                 gathered.detach(), requires_grad=parameter.requires_grad
             )

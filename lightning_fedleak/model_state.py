@@ -62,7 +62,8 @@ def process_kept() -> Iterator[None]:
     Put back are torch's generators (CPU and, where CUDA is in use, every device), numpy's and
     ``random``'s global states, the grad mode, autocast and the default dtype.
     """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count()) if in_use else ()
     drawn, chance = np.random.get_state(), random.getstate()
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     casts = [
@@ -342,11 +343,11 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies a tensor's values before the first operator that writes to its storage."""
 
     def __init__(self, watched: Iterable[_Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._at: dict[int, list[_Tensor]] = {}
         for kept in watched:
             key = _storage(kept.alias)

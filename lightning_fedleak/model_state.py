@@ -62,7 +62,8 @@ def process_kept() -> Iterator[None]:
     Put back are torch's generators (CPU and, where CUDA is in use, every device), numpy's and
     ``random``'s global states, the grad mode, autocast and the default dtype.
     """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count()) if in_use else ()
     drawn, chance = np.random.get_state(), random.getstate()
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     casts = [

@@ -19,8 +19,9 @@ from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, P
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.embedding_descent import StateReadout
 from lightning_fedleak.games.inserted import loss_upstream
-from lightning_fedleak.model_runs import hidden_states
-from tests.helpers.models import own_rng
+from lightning_fedleak.model_runs import hidden_states, undisturbed
+from lightning_fedleak.model_state import LARGE, ModelWritten, model_kept
+from tests.helpers.models import own_rng, tiny_gpt2
 
 VOCAB, DIM = 24, 8
 
@@ -314,3 +315,69 @@ def test_no_run_leaves_a_trace(seed: int) -> None:
         changed = [(a, b) for a, b in zip(before, after, strict=False) if a != b]
         assert not changed, changed[0]
         assert len(held) == len(found)
+
+
+def test_a_failed_run_leaves_no_trace() -> None:
+    anatomy = text_model(KINDS.index("lists"))
+    before, held = picture(anatomy.root)
+
+    def fail() -> None:
+        with undisturbed(anatomy) as model:
+            model(input_ids=torch.arange(4)[None])
+            raise KeyError("an attack crashed")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert picture(anatomy.root)[0] == before
+    assert held
+
+
+def test_a_graph_of_before_has_its_backward() -> None:
+    anatomy = text_model(KINDS.index("average"))
+    writes = anatomy.root["model"].layers[0][1]
+    leaf = torch.ones(DIM, requires_grad=True)
+    loss = (leaf * writes.mean).sum()
+    mean = writes.mean.clone()
+    with undisturbed(anatomy) as model, torch.no_grad():
+        model(input_ids=torch.arange(4)[None])
+        assert not torch.equal(writes.mean, mean)
+    loss.backward()
+    assert torch.equal(leaf.grad, mean)
+
+
+def test_what_forward_writes_to_the_process_is_put_back() -> None:
+    anatomy = find_anatomy(tiny_gpt2())
+    with undisturbed(anatomy):
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        torch.set_autocast_enabled("cpu", True)
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_write_that_nobody_watched_is_an_error() -> None:
+    model = nn.Linear(3, 3)  # all of it torch's own, so that nothing watches
+    with pytest.raises(ModelWritten, match=r"Linear\.weight"), model_kept(model), torch.no_grad():
+        model.weight.add_(1)
+
+
+def test_large_tensors_are_copied_only_when_written() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("large", torch.zeros(LARGE // 4 + 1))
+
+    model = Keeps()
+    with model_kept(model):
+        model.large[3] = 1.0
+    assert not model.large.any()
+
+
+def test_under_inference_mode_and_nested() -> None:
+    anatomy = text_model(KINDS.index("average"))
+    before, held = picture(anatomy.root)
+    with torch.inference_mode(), undisturbed(anatomy), undisturbed(anatomy) as model:
+        model(input_ids=torch.arange(4)[None])
+    assert picture(anatomy.root)[0] == before
+    assert held

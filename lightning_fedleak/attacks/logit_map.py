@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ class LogitMap:
             rounding = max(rounding, torch.finfo(torch.get_autocast_dtype(kind)).eps)
         if not len(logits):
             return PLAIN
-        rows = torch.unique(torch.linspace(0, len(logits) - 1, min(_ROWS, len(logits))).long())
+        rows = torch.linspace(0, len(logits) - 1, min(_ROWS, len(logits))).long()
         rows = rows.to(logits.device)
         x, y = product(states[rows]).detach().double(), logits.detach()[rows].double()
         finite = (x.isfinite() & y.isfinite()).all(1)
@@ -121,7 +122,7 @@ PLAIN = LogitMap()
 def _softcaps(model: nn.Module) -> list[float]:
     """Values in the model's configuration that its logits may be capped at."""
     config = getattr(without_peft(model), "config", None)
-    holders = [config]
+    holders: list[Any] = [config]
     if config is not None and hasattr(config, "get_text_config"):
         holders.append(config.get_text_config())
     found = [

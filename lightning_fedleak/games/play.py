@@ -28,7 +28,7 @@ from lightning_fedleak.games.states import (
     reads_ahead,
     tells_positions_apart,
 )
-from lightning_fedleak.model_runs import context_length, hidden_states
+from lightning_fedleak.model_runs import context_length, hidden_states, undisturbed
 
 _BESIDE = 5
 """Sentences that the server embeds beside its targets where it pads."""
@@ -269,10 +269,11 @@ class _Table:
         ids, mask = (t.to(device) for t in padded(deal.targets, self.pool.pad_id))
         query = Query(ids, mask, positions)
         if self.config.recompute == "alone":
-            alone = {
-                k: [hidden_states(self.anatomy, k, t[None])[0] for t in deal.targets]
-                for k in self.layers
-            }
+            with undisturbed(self.anatomy):
+                alone = {
+                    k: [hidden_states(self.anatomy, k, t[None])[0] for t in deal.targets]
+                    for k in self.layers
+                }
             return query, {
                 k: nn.utils.rnn.pad_sequence(rows, batch_first=True) for k, rows in alone.items()
             }

@@ -152,8 +152,7 @@ def head_gradient(
         parts = torch.split(torch.arange(len(labels), device=labels.device), step)
         product = torch.cat([(hidden[i] * weight[labels[i]]).sum(1) for i in parts])
         product = product if bias is None else product + bias[labels]
-        steep = torch.as_tensor(logit_map.steepness(logit_map(product, labels)))
-        pushed = hidden * steep.reshape(-1, 1)
+        pushed = hidden * logit_map.steepness(logit_map(product, labels)[:, None])
     if rows is None:
         return out.index_add_(0, labels, pushed, alpha=-logit_map.scale)
     place = torch.full((len(weight),), -1, dtype=torch.int64, device=hidden.device)

@@ -274,8 +274,8 @@ def _rehearsals(
     found = []
     by_length = torch.bincount(parts.sentence, minlength=parts.n_sentences).argsort().cpu()
     for size in batch_sizes(parts.n_sentences):
-        among = _like_lengths(by_length, size, generator)
-        chosen = among[torch.randperm(len(among), generator=generator)[:size]]
+        like = _like_lengths(by_length, size, generator)
+        chosen = like[torch.randperm(len(like), generator=generator)[:size]]
         batch = parts.of(chosen.to(parts.labels.device))
         if len(batch.labels) == 0:
             continue

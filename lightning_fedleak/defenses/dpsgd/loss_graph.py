@@ -458,7 +458,7 @@ def _keeps_numbers(node: Any, name: str) -> bool:
         return False
     [(below, index)] = node.next_functions
     made, taken = node._input_metadata[0].shape, below._input_metadata[index].shape
-    return math.prod(made) == math.prod(taken)
+    return bool(math.prod(made) == math.prod(taken))
 
 
 def _check_mean(is_mean: bool, shape: Sequence[int], samples: int, name: str) -> None:

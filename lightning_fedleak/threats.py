@@ -1,8 +1,8 @@
 """What an adversary sees, knows and may do; checked before an attack runs.
 
-An attack declares a :class:`ThreatModel`: the capabilities its adversary cannot do without. A
-:class:`Setting` lists the capabilities that hold in the user's run. :func:`require` compares the
-two at setup, so that no attack is run whose result would be meaningless.
+An attack declares a :class:`ThreatModel`: the capabilities its adversary cannot do without.
+:func:`require` compares them at setup with those that hold in the user's run, so that no attack is
+run whose result would be meaningless.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ class Capability(Enum):
     SEES_HEAD_GRADIENT = "sees the gradient of the output head's weight"
     SEES_HEAD_BIAS_GRADIENT = "sees the gradient of the output head's bias"
     SEES_EMBEDDING_GRADIENT = "sees the gradient of the input embeddings"
-    SEES_WEIGHT_UPDATE = "sees the weight change of one or more local steps (FedAvg)"
     SEES_ACTIVATIONS = "sees the activations at the split layer"
-    SEES_ACTIVATION_GRADIENT = "sees the gradient of the activations at the split layer"
     KNOWS_MODEL = "knows the model's current weights"
     KNOWS_BOTTOM_MODEL = "knows the weights below the split layer"
     KNOWS_PUBLIC_TEXT = "has public text to calibrate on"

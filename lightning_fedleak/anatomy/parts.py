@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from lightning_fedleak.anatomy.wrappers import leaf, matrix_shape, path_of
+from lightning_fedleak.anatomy.wrappers import leaf
 
 HEAD_WEIGHT = "head.weight"
 HEAD_BIAS = "head.bias"
@@ -142,54 +142,9 @@ class Anatomy:
             parameter = next(self.model.parameters())
         return parameter.device
 
-    def describe(self) -> str:
-        """What was found, in a few lines for people."""
-        path = path_of(self.root, self.model)
-        lines = [
-            f"{type(self.model).__name__} ({self.kind}"
-            + (f", PEFT: {self.peft}" if self.peft else "")
-            + f") at '{path}' in {type(self.root).__name__}",
-            f"  input embeddings: {self._line(self.embedding, EMBEDDING_WEIGHT)}",
-        ]
-        if self.head is None:
-            lines.append("  output head: none")
-        else:
-            rows = "classes" if self.kind == "classifier" else "words"
-            bias = self.parameter(HEAD_BIAS)
-            lines.append(
-                f"  output head: {self._line(self.head, HEAD_WEIGHT)}, rows are {rows}, "
-                + ("tied to input embeddings, " if self.tied else "")
-                + ("no bias" if bias is None else f"bias {_state(bias)}")
-            )
-        if self.blocks:
-            lines.append(
-                f"  blocks: {len(self.blocks)} x {type(leaf(self.blocks[0])).__name__}, "
-                f"'{self.block_names[0]}' to '{self.block_names[-1]}'"
-            )
-        else:
-            lines.append("  blocks: none found in a list (name one with blocks=)")
-        parameters = list(self.root.parameters())
-        trained = [p for p in parameters if p.requires_grad]
-        lines.append(
-            f"  trained: {len(trained)} of {len(parameters)} parameters, "
-            f"{sum(p.numel() for p in trained):,} of "
-            f"{sum(p.numel() for p in parameters):,} numbers"
-        )
-        return "\n".join(lines)
-
-    def _line(self, module: nn.Module, role: str) -> str:
-        parameter, shape = self.parameter(role), matrix_shape(module)
-        size = "?" if shape is None else f"{shape[0]:,} x {shape[1]:,}"
-        state = "no parameter" if parameter is None else _state(parameter)
-        return f"'{self.parameter_name(role)}' ({size}), {state}"
-
     def __repr__(self) -> str:
         return (
             f"Anatomy({type(self.model).__name__}, kind={self.kind!r}, "
             f"embedding={self.embedding_name!r}, head={self.head_name!r}, "
             f"blocks={len(self.blocks)}, tied={self.tied}, peft={self.peft!r})"
         )
-
-
-def _state(parameter: nn.Parameter) -> str:
-    return "trained" if parameter.requires_grad else "frozen"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from weakref import ref
 
 import torch
@@ -20,7 +20,6 @@ from lightning_fedleak.anatomy.text_layers import (
     with_states_in,
     with_states_out,
 )
-from lightning_fedleak.snapshots import ActivationSnapshot, Stage
 
 
 class ChangedInPlace(RuntimeError):
@@ -189,68 +188,12 @@ class ActivationTap:
         )
         return tuple(g if scale == 1.0 else g / scale for g in gradients)
 
-    def snapshots(
-        self,
-        step: int,
-        stage: Stage,
-        *,
-        what: Literal["states", "gradients"] = "states",
-        client: int = 0,
-        scale: float = 1.0,
-        attention_masks: Sequence[Tensor | None] | None = None,
-        position_ids: Sequence[Tensor | None] | None = None,
-    ) -> tuple[ActivationSnapshot, ...]:
-        """One for each micro-batch since :meth:`arm`, by the names of the layers' places.
-
-        Args:
-            step: optimizer step that the micro-batches are of.
-            stage: which stage the tensors are at; the caller knows.
-            what: hidden states, or the gradient of the loss in them.
-            client: rank of the client.
-            scale: as in :meth:`gradients`.
-            attention_masks: (B, L) of each micro-batch, which the tap does not see; without them
-                padding counts as text.
-            position_ids: (B, L) of each micro-batch, where they are not the model's own.
-
-        Raises:
-            ChangedInPlace: a tensor was overwritten.
-            ValueError: another number of masks or positions than of micro-batches.
-            RuntimeError: the layers were not passed equally often.
-        """
-        found = {
-            place.name: self.states(n) if what == "states" else self.gradients(n, scale=scale)
-            for n, place in self._places.items()
-        }
-        counts = {name: len(tensors) for name, tensors in found.items()}
-        if len(set(counts.values())) > 1:
-            raise RuntimeError(
-                f"{what} of the layers do not pair up to micro-batches, their numbers are {counts}:"
-                " tap those layers one by one"
-            )
-        batches = list(zip(*found.values(), strict=True))
-        masks = _one_each("attention_masks", attention_masks, len(batches))
-        positions = _one_each("position_ids", position_ids, len(batches))
-        return tuple(
-            ActivationSnapshot(
-                step, stage, dict(zip(found, tensors, strict=True)), client, mask, position
-            )
-            for tensors, mask, position in zip(batches, masks, positions, strict=True)
-        )
-
     def close(self) -> None:
         """Removes every hook and lets go of what they kept."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.disarm()
-
-
-def _one_each(name: str, given: Sequence[Tensor | None] | None, n: int) -> Sequence[Tensor | None]:
-    if given is None:
-        return [None] * n
-    if len(given) != n:
-        raise ValueError(f"{name} holds {len(given)} tensors for {n} micro-batches")
-    return given
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -131,7 +131,9 @@ def test_what_was_measured_is_resumed_and_not_measured_twice(tmp_path, monkeypat
     def built(seed=0):
         if kind == "fc":
             return FCMembership(2)
-        return TrainedMembership.fast(1, public(seed), steps=5, public_rows=32)
+        return TrainedMembership(
+            1, public(seed), steps=5, public_rows=32, hidden_units=64, batch=64
+        )
 
     settings = {"n": 8, "precision": "bf16-mixed"}
     first = LeakageMonitor(built(), every_n_steps=1)

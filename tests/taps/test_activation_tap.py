@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.anatomy.text_layers import text_blocks
-from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.taps.activations import ActivationTap, ChangedInPlace
 from tests.callbacks.runs import assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule
@@ -356,10 +355,10 @@ class Tapping(Callback):
         self.tap.arm()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
-        snapshots = self.tap.snapshots(trainer.global_step, Stage.LOCAL, what="gradients")
+        gradients = [self.tap.gradients(layer) for layer in (0, 1, 2)]
         if self.tap.armed:
-            shapes = [tuple(t.shape) for s in snapshots for t in s.tensors.values()]
-            self.seen.append((len(snapshots), shapes))
+            [batches] = {len(found) for found in gradients}
+            self.seen.append((batches, [tuple(g.shape) for found in gradients for g in found]))
         self.tap.disarm()
         if trainer.global_step % 2:
             self.tap.arm()
@@ -390,42 +389,6 @@ def test_training_is_bit_identical(case: str, tmp_path: Path) -> None:
     assert len(tapping.seen) >= 2
     assert all(n == per_step for n, _ in tapping.seen)
     assert {s for _, shapes in tapping.seen for s in shapes} == {(4, 12, DIM)}
-
-
-def test_snapshots_name_the_places() -> None:
-    model = tiny_gpt2().train()
-    tap = ActivationTap(find_anatomy(model), [0, 2])
-    tap.arm()
-    step(model, batch(1), batch(2, length=5))
-    first, second = tap.snapshots(7, Stage.LOCAL, client=3)
-    assert (first.step, first.stage, first.client) == (7, Stage.LOCAL, 3)
-    assert sorted(first.tensors) == ["transformer.h.0.input", "transformer.h.1"]
-    assert torch.equal(second.tensors["transformer.h.1"], tap.states(2)[1])
-    gradients = tap.snapshots(7, Stage.LOCAL, what="gradients", scale=4.0)
-    assert torch.equal(gradients[0].tensors["transformer.h.1"] * 4, tap.gradients(2)[0])
-
-
-def test_snapshots_hold_the_masks_and_positions_they_are_given() -> None:
-    model = tiny_gpt2().train()
-    tap = ActivationTap(find_anatomy(model), [2])
-    tap.arm()
-    step(model, batch(1), batch(2, length=5))
-    masks = [torch.ones(4, 12), None]
-    positions = [None, torch.arange(5).expand(4, 5)]
-    found = tap.snapshots(0, Stage.LOCAL, attention_masks=masks, position_ids=positions)
-    assert [s.attention_mask for s in found] == masks
-    assert [s.position_ids for s in found] == positions
-    with pytest.raises(ValueError, match="attention_masks holds 1 tensors for 2 micro-batches"):
-        tap.snapshots(0, Stage.LOCAL, attention_masks=[None])
-
-
-def test_snapshots_of_layers_that_do_not_pair_up_are_refused() -> None:
-    model = lora([1])
-    tap = ActivationTap(find_anatomy(model), [1, 2])
-    tap.arm()
-    step(model, batch())
-    with pytest.raises(RuntimeError, match="do not pair up"):
-        tap.snapshots(0, Stage.LOCAL, what="gradients")
 
 
 def test_a_layer_that_is_not_there_is_refused() -> None:

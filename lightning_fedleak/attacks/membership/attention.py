@@ -348,11 +348,6 @@ class AttentionMembership(MembershipAttack):
             self._prepared_at = step
             self.prepare(anatomy)
 
-    @property
-    def public_rate(self) -> float:
-        """False positive rate in public batches at the gamma chosen; NaN where not calibrated."""
-        return math.nan if self._calibration is None else self._calibration.rate
-
     # ---- A_attack ---------------------------------------------------------------------------
 
     @property

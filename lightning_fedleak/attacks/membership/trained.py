@@ -348,12 +348,6 @@ class TrainedMembership(MembershipAttack):
         self._embedded_at = 0
         self._neurons: OrderedDict[bytes, Neuron] = OrderedDict()
 
-    @classmethod
-    def fast(cls, layer: int, public_text: Any, **settings: Any) -> TrainedMembership:
-        """For live use: 64 hidden units, 60 steps, 256 public samples, 64 in a step."""
-        small = {"hidden_units": 64, "steps": 60, "public_rows": 256, "batch": 64, "margin": 1.0}
-        return cls(layer, public_text, **{**small, **settings})
-
     def prepare(self, anatomy: Anatomy) -> None:
         """A_init: the hidden states of the public text.
 

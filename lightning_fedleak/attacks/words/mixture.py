@@ -57,13 +57,6 @@ class Mixture:
         """Variance of the wide component over that of the narrow one, at least 1."""
         return float(self.variances[1] / self.variances[0])
 
-    def log_density(self, values: Tensor) -> Tensor:
-        """Log density of each value in nats: (n,) in, (n,) float64 on the CPU out."""
-        x = values.detach().cpu().double()[..., None]
-        distance = (x - self.means) ** 2 / self.variances
-        each = self.weights.log() - 0.5 * (_LOG_2PI + self.variances.log() + distance)
-        return torch.logsumexp(each, dim=-1)
-
 
 def tail_start(values: Tensor, tail: float = 0.01) -> Mixture:
     """A start for the fit that uses no randomness: the tails against the centre.

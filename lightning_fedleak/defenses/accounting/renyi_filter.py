@@ -135,23 +135,6 @@ class RenyiFilter:
             )
         self._ledger.record(noise_multiplier, sample_rate, count)
 
-    def steps_left(self, noise_multiplier: float, sample_rate: float) -> int:
-        """How many more releases of this kind fit.
-
-        Raises:
-            DefenseError: a value out of range.
-        """
-        if not self.allows(noise_multiplier, sample_rate):
-            return 0
-        low, high = 1, 2
-        while self.allows(noise_multiplier, sample_rate, high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self.allows(noise_multiplier, sample_rate, middle)
-            low, high = (middle, high) if fits else (low, middle)
-        return low
-
     def state_dict(self) -> dict[str, Tensor | float]:
         """For the checkpoint: ``releases``, (K, 3) float64; the budget and (K,) ``orders``."""
         orders = torch.tensor(self.orders, dtype=torch.float64)

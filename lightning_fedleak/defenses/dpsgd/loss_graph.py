@@ -71,18 +71,9 @@ _ELEMENTWISE = {
 _ROWWISE = {"AbsBackward0", "PowBackward0", "SliceBackward0", "UnsafeViewBackward0"}
 _SELECTIONS = {"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "TakeBackward0"}
 _STEPS = (
-    "Abs",
-    "Clamp",
-    "Hard",
-    "Heaviside",
-    "LeakyRelu",
-    "Max",
-    "Min",
-    "NanToNum",
-    "Prelu",
-    "Relu",
+    *("Abs", "Clamp", "Hard", "LeakyRelu", "Max", "Min", "NanToNum", "Prelu", "Relu", "Rrelu"),
+    *("Sign", "Softshrink", "Threshold", "Where"),
 )
-_STEPS += ("Rrelu", "Sign", "Softshrink", "Threshold", "Where")
 """Beginnings of operations whose slope hangs on the batch, which no second derivative shows."""
 _REENTRANT = "CheckpointFunctionBackward"
 _MEAN = 1

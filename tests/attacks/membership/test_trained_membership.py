@@ -262,12 +262,6 @@ def test_what_is_not_finite_is_refused(attack, anatomy):
         attack.guess(gradient.sum(0))
 
 
-def test_fast_is_small_and_open_to_change(public):
-    attack = TrainedMembership.fast(2, public, steps=7, granularity="full")
-    assert (attack.hidden_units, attack.steps, attack.granularity) == (64, 7, "full")
-    assert attack.config()["steps"] == 7
-
-
 @pytest.mark.parametrize(
     ("build", "words"),
     [

@@ -99,7 +99,6 @@ def test_log_likelihood_is_the_mean_log_density(name: str) -> None:
     ]
     by_hand = math.fsum(math.log(t) for t in terms) / len(terms)
     assert fitted.log_likelihood == pytest.approx(by_hand, rel=1e-9)
-    assert float(fitted.log_density(x).mean()) == pytest.approx(by_hand, rel=1e-9)
 
 
 @settings(max_examples=25, deadline=None)
@@ -127,7 +126,9 @@ def test_finds_the_components_it_was_drawn_from(
         torch.tensor([offset * unit] * 2, dtype=torch.float64),
         torch.tensor([unit**2, ratio * unit**2], dtype=torch.float64),
     )
-    assert fitted.log_likelihood >= float(truth.log_density(x).mean())
+    parts = torch.distributions.Normal(truth.means, truth.variances.sqrt())
+    each = truth.weights.log() + parts.log_prob(x.double()[:, None])
+    assert fitted.log_likelihood >= float(each.logsumexp(1).mean())
 
 
 def test_scale_order_and_dtype_do_not_matter() -> None:

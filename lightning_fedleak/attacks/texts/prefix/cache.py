@@ -254,21 +254,6 @@ class Prefixes:
         """Hidden states (B, n, d) of ``candidates`` (B, n), each as the next token on its own."""
         return self.follow(candidates[:, :0], candidates)
 
-    def attempt_embeddings(self, embeddings: Tensor) -> Tensor:
-        """As :meth:`attempt`, of word embeddings (B, n, e), with gradient if they carry it.
-
-        Raises:
-            RuntimeError: this model's keys and values cannot be kept.
-        """
-        if not self.cached:
-            raise RuntimeError("word embeddings can be tried with a cache only")
-        self._new = None
-        rows, n = embeddings.shape[:2]
-        places = self.known.clamp(max=self.layout.columns.shape[1] - 1)[:, None].expand(rows, n)
-        return self._run(
-            embeddings, places, torch.eye(n, dtype=torch.bool, device=embeddings.device)
-        )
-
     def of_rows(self, rows: Tensor) -> Prefixes:
         """A copy of the texts ``rows``, which may repeat (beams)."""
         out = Prefixes(self.bottom, self.layout[rows], cached=self.cached)
@@ -277,7 +262,7 @@ class Prefixes:
         return out
 
     def _run(self, new: Tensor, places: Tensor, sees: Tensor) -> Tensor:
-        """One forward of ``new`` tokens or embeddings that see the known part and each other."""
+        """One forward of ``new`` tokens that see the known part and each other."""
         slots = self._slots
         slots.used = int(self.known.max())
         rows, n = new.shape[:2]

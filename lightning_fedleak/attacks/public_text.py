@@ -13,6 +13,9 @@ from lightning_fedleak.anatomy import Anatomy, Kind
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model_runs import logits_in, undisturbed
 
+Sampled = Literal["sampled"]
+"""Text that a causal model writes itself."""
+
 
 class PublicText:
     """Text the adversary owns, as token ids.
@@ -188,8 +191,30 @@ class PublicText:
         return cls(_sampled(anatomy, n, length, seed, start_token_id))
 
     @classmethod
+    def taken(cls, given: Given | None, tokenizer: Any = None) -> PublicText | Sampled | None:
+        """The ``public_text`` of an attack, as every attack takes it; None stays None.
+
+        Args:
+            given: a public text, texts, token ids, or ``"sampled"``.
+            tokenizer: for texts.
+
+        Raises:
+            ValueError: one string of text, or texts without a tokenizer.
+        """
+        if given is None or isinstance(given, PublicText):
+            return given
+        if isinstance(given, str):
+            if given == "sampled":
+                return "sampled"
+            raise ValueError(
+                "public_text must be a PublicText, a sequence of texts (with tokenizer=) or of "
+                "token ids, or 'sampled', not one string"
+            )
+        return cls(given, tokenizer)
+
+    @classmethod
     def given_or_sampled(
-        cls, given: PublicText | Literal["sampled"], anatomy: Anatomy, seed: int = 0
+        cls, given: PublicText | Sampled, anatomy: Anatomy, seed: int = 0
     ) -> PublicText:
         """``given`` itself; for ``"sampled"``, 256 texts of up to 64 tokens by the model.
 
@@ -204,6 +229,10 @@ class PublicText:
         if given != "sampled":
             raise ValueError(f"public_text must be a PublicText or 'sampled', got {given!r}")
         return cls.sampled_from(anatomy, n=256, length=64, seed=seed)
+
+
+Given = PublicText | Sampled | Sequence[str] | Sequence[Sequence[int]]
+"""What attacks take for ``public_text``; texts with a tokenizer."""
 
 
 def _token_ids(

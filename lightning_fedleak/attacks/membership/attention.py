@@ -47,7 +47,7 @@ from lightning_fedleak.attacks.membership.base import (
     last_real,
 )
 from lightning_fedleak.attacks.membership.whitening import RIDGE
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.threats import Capability, ThreatModel
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
@@ -218,11 +218,7 @@ class AttentionMembership(MembershipAttack):
     def __init__(
         self,
         layer: int,
-        public_text: PublicText
-        | Literal["sampled"]
-        | Sequence[str]
-        | Sequence[Sequence[int]]
-        | None = None,
+        public_text: Given | None = None,
         *,
         tokenizer: Any = None,
         beta: float | Literal["authors", "auto"] = "auto",
@@ -273,7 +269,7 @@ class AttentionMembership(MembershipAttack):
             seed=seed,
         )
         self.reader = RungReader(false_positive_rate, upstream_sign)
-        self.public_text = _public_text(public_text, tokenizer)
+        self.public_text = PublicText.taken(public_text, tokenizer)
         self._text_digest = _digest(self.public_text)
         self.select = select
         self.calibration_tokens = calibration_tokens
@@ -511,8 +507,8 @@ class AttentionMembership(MembershipAttack):
 
     def _fingerprint(self) -> Tensor:
         """(32,) bytes that a calibration of other settings or public text does not share."""
-        settings = repr(sorted(self.config().items()))
-        return torch.tensor(list(hashlib.sha256(settings.encode()).digest()), dtype=torch.uint8)
+        digest = hashlib.sha256(self.fingerprint().encode()).digest()
+        return torch.tensor(list(digest), dtype=torch.uint8)
 
     def _known(self) -> Calibration:
         if self._calibration is None:
@@ -551,19 +547,6 @@ class AttentionMembership(MembershipAttack):
 
     def _unprepared(self) -> str:
         return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
-
-
-def _public_text(given: Any, tokenizer: Any) -> PublicText | Literal["sampled"] | None:
-    if given is None or isinstance(given, PublicText):
-        return given
-    if not isinstance(given, str):
-        return PublicText(given, tokenizer)
-    if given == "sampled":
-        return "sampled"
-    raise ValueError(
-        "public_text must be a PublicText, a sequence of texts, or 'sampled'; got one string of "
-        "text"
-    )
 
 
 def _digest(text: PublicText | str | None) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from lightning_fedleak.attacks.membership.fc_layers import (
     check_targets,
     inputs_of,
 )
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.model_runs import context_length, hidden_states
 from lightning_fedleak.threats import Capability, ThreatModel
 
@@ -293,7 +293,7 @@ class TrainedMembership(MembershipAttack):
     def __init__(
         self,
         layer: int,
-        public_text: PublicText | Literal["sampled"] | Sequence[str] | Sequence[Sequence[int]],
+        public_text: Given,
         granularity: Granularity = "token",
         *,
         tokenizer: Any = None,
@@ -328,10 +328,11 @@ class TrainedMembership(MembershipAttack):
             raise ValueError(f"margin must be 0 or positive, got {margin}")
         if threshold not in ("midpoint", "trained"):
             raise ValueError(f"threshold must be 'midpoint' or 'trained', got {threshold!r}")
-        if public_text != "sampled" and not isinstance(public_text, PublicText):
-            public_text = PublicText(public_text, tokenizer)
-        self.public_text = public_text
-        self._text_digest = public_text if isinstance(public_text, str) else public_text.digest
+        text = PublicText.taken(public_text, tokenizer)
+        if text is None:
+            raise ValueError("TrainedMembership needs public_text: texts like the clients'")
+        self.public_text = text
+        self._text_digest = text if isinstance(text, str) else text.digest
         self.hidden_units = hidden_units
         self.steps = steps
         self.learning_rate = learning_rate

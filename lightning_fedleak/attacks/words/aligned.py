@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Query, Surfaces, WordGuess
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.attacks.words.aligned_direction import turned, turned_on_long_rows
 from lightning_fedleak.attacks.words.aligned_readout import Rehearsed, best_count, rehearse
 from lightning_fedleak.attacks.words.aligned_rows import (
@@ -103,7 +103,7 @@ class AlignedFlatChat(Attack):
 
     def __init__(
         self,
-        public_text: PublicText | Literal["sampled"] | Sequence[str] | Sequence[Sequence[int]],
+        public_text: Given,
         *,
         tokenizer: Any = None,
         readout: Literal["sign", "learned"] = "learned",
@@ -126,18 +126,12 @@ class AlignedFlatChat(Attack):
                 raise ValueError(f"{argument} must be at least 1, got {value}")
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
-        self.public_text: PublicText | Literal["sampled"]
-        if isinstance(public_text, PublicText):
-            self.public_text = public_text
-        elif not isinstance(public_text, str):
-            self.public_text = PublicText(public_text, tokenizer)
-        elif public_text == "sampled":
-            self.public_text = "sampled"
-        else:
+        text = PublicText.taken(public_text, tokenizer)
+        if text is None:
             raise ValueError(
-                "public_text must be a PublicText, a sequence of texts, or 'sampled'; got one "
-                "string of text"
+                "AlignedFlatChat needs public_text: texts like the clients', or 'sampled'"
             )
+        self.public_text = text
         self.tokenizer = tokenizer
         self.readout = readout
         self.n_directions = n_directions

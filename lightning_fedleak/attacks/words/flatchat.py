@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.snapshots import Observation, whole_tensor
@@ -284,7 +284,8 @@ class FlatChat(Attack):
     Args:
         public_text: what the regression is fitted on, in ``prepare``. Needed for
             ``n_types="predicted"`` unless a fitted state is loaded. ``"sampled"``: text that a
-            causal model writes itself.
+            causal model writes itself. Strings and token ids are taken too.
+        tokenizer: for strings.
         n_types: ``"predicted"``, or a number the adversary assumes, or a function of the mixture.
         oracle_n_types: the *true* number of types, or a function that returns it for the batch
             under attack. No adversary has it: for the paper's oracle columns only.
@@ -309,8 +310,9 @@ class FlatChat(Attack):
 
     def __init__(
         self,
-        public_text: PublicText | Literal["sampled"] | None = None,
+        public_text: Given | None = None,
         *,
+        tokenizer: Any = None,
         n_types: Literal["predicted"] | float | Callable[[Mixture], float] = "predicted",
         oracle_n_types: int | Callable[[], int] | None = None,
         scorer: Scorer = "gmm",
@@ -330,14 +332,9 @@ class FlatChat(Attack):
             raise ValueError(f"n_types must be 'predicted', a number or callable, got {n_types!r}")
         if oracle_n_types is not None and n_types != "predicted":
             raise ValueError("give n_types or oracle_n_types, not both")
-        if isinstance(public_text, str) and public_text != "sampled":
-            raise ValueError(
-                "public_text must be a PublicText (PublicText(list_of_texts, tokenizer)) or "
-                "'sampled', not a string of text"
-            )
         if degree < 1 or batches_per_shape < 1 or not shapes:
             raise ValueError("degree and batches_per_shape must be at least 1, shapes not empty")
-        self.public_text = public_text
+        self.public_text = PublicText.taken(public_text, tokenizer)
         self.n_types = n_types
         self.oracle_n_types = oracle_n_types
         self.scorer: Scorer = scorer

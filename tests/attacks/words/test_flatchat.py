@@ -275,7 +275,7 @@ def test_a_given_number_needs_no_public_text() -> None:
         ({"scorer": "norm"}, "scorer"),
         ({"degree": 0}, "degree"),
         ({"shapes": ()}, "shapes"),
-        ({"public_text": "a text"}, "not a string"),
+        ({"public_text": "a text"}, "not one string"),
     ],
 )
 def test_arguments_are_checked(arguments: dict, message: str) -> None:

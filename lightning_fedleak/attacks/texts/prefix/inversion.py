@@ -10,14 +10,14 @@ averaged out.
 from __future__ import annotations
 
 from itertools import cycle
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, InversionAttack, TextGuess
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens, predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
@@ -50,6 +50,7 @@ def typical_states(
     Args:
         bottom: a causal model's bottom.
         contexts: (c, L) token ids.
+        tokenizer: for strings.
         types: tokens that are run through the whole bottom; None for all. Half are the lowest ids,
             the commonest under byte-pair encoding, half drawn.
         seed: of the draw.
@@ -111,7 +112,7 @@ class PrefixInversion(InversionAttack):
     Args:
         layer: the split.
         public_text: text that the adversary owns, for the table of typical states; ``"sampled"``
-            has the model write it, None takes random tokens.
+            has the model write it, None takes random tokens. Strings and token ids are taken too.
         budget_seconds: wall time for one observation. Where it ends a text, the tokens that were
             not reached are those that the table ranks first, with confidence 0; a text that was
             not begun is left open. Renewing the table is not part of it.
@@ -140,9 +141,10 @@ class PrefixInversion(InversionAttack):
     def __init__(
         self,
         layer: int,
-        public_text: PublicText | Literal["sampled"] | None = "sampled",
+        public_text: Given | None = "sampled",
         budget_seconds: float | None = None,
         *,
+        tokenizer: Any = None,
         types: int | None = 4096,
         contexts: int = 1,
         language_model: bool = True,
@@ -156,10 +158,6 @@ class PrefixInversion(InversionAttack):
         name: str | None = None,
     ) -> None:
         super().__init__(layer, budget_seconds, name)
-        if isinstance(public_text, str) and public_text != "sampled":
-            raise ValueError(
-                f"public_text must be a PublicText, 'sampled' or None, got {public_text!r}"
-            )
         for setting, value, least in (
             ("types", types, 2),
             ("contexts", contexts, 1),
@@ -170,7 +168,7 @@ class PrefixInversion(InversionAttack):
         ):
             if value is not None and value < least:
                 raise ValueError(f"{setting} must be at least {least}, got {value}")
-        self.public_text = public_text
+        self.public_text = PublicText.taken(public_text, tokenizer)
         self.types = types
         self.contexts = contexts
         self.language_model = language_model

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
+from torch import Tensor
 
 from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, Freeze
 from lightning_fedleak.strategies import StepError
@@ -109,6 +110,13 @@ class LBFGS(CausalLM):
         return torch.optim.LBFGS(self.parameters())
 
 
+class SummedLM(CausalLMModule):
+    """Trains on a sum over the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.model(**batch).logits.sum()
+
+
 class Manual(CausalLM):
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +163,7 @@ class Loose(CausalLM):
         (Loose, {}, DefenseError, "'scale' hang directly on the LightningModule"),
         (lambda: CausalLM(tiny_gpt2().eval()), {}, DefenseError, r"Call `model.train\(\)`"),
         (lambda: CausalLM(tiny_gpt2().requires_grad_(False)), {}, DefenseError, "frozen"),
-        (lambda: CausalLMModule(tiny_gpt2().train()), {}, DefenseError, "mean_of_sample_means"),
+        (lambda: SummedLM(tiny_gpt2().train()), {}, DefenseError, "mean_of_sample_means"),
     ],
 )
 def test_refused_with_the_mend(build: Any, settings: Any, error: Any, message: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_fedleak.attacks.words.aligned_direction import turned
 from lightning_fedleak.attacks.words.aligned_rows import (
@@ -88,22 +89,21 @@ class Readout:
             for i, o in itertools.pairwise(sizes)
         ]
         biases = [torch.zeros(o, device=device, requires_grad=True) for o in sizes[1:]]
-        optimizer = torch.optim.AdamW([*weights, *biases], lr=1.0, weight_decay=weight_decay)
+        trained = [*weights, *biases]
+        optimizer = torch.optim.AdamW(trained, lr=peak_rate, weight_decay=weight_decay)
         steps = passes * -(-n // batch_size)
-        done = 0
+        schedule = LambdaLR(optimizer, lambda done: _one_cycle(done / steps))
         with torch.enable_grad():
             for _ in range(passes):
                 order = torch.randperm(n, generator=generator).to(device)
                 for rows in torch.split(order, batch_size):
-                    for group in optimizer.param_groups:
-                        group["lr"] = peak_rate * _one_cycle(done / steps)
                     losses = F.binary_cross_entropy_with_logits(
                         _network(x[rows], weights, biases), used[rows].float(), reduction="none"
                     )
                     optimizer.zero_grad()
                     (losses * importance[rows]).mean().backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
-                    done += 1
+                    schedule.step()
         return cls(
             mean, deviation, tuple(w.detach() for w in weights), tuple(b.detach() for b in biases)
         )

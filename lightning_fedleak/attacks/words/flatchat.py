@@ -223,10 +223,12 @@ class TypeCountRegressor:
                 f"different positive weights; got {len(set(positive_weights))}. Use more batch "
                 "shapes or a lower degree."
             )
-        x = torch.tensor(positive_weights, dtype=torch.float64)
-        y = torch.tensor(n_types, dtype=torch.float64)
-        powers = torch.stack([x**k for k in range(degree + 1)], dim=1)
-        return cls(torch.linalg.lstsq(powers, y[:, None]).solution[:, 0])
+        from sklearn.linear_model import LinearRegression
+        from sklearn.preprocessing import PolynomialFeatures
+
+        powers = PolynomialFeatures(degree).fit_transform([[weight] for weight in positive_weights])
+        found = LinearRegression(fit_intercept=False).fit(powers, n_types)
+        return cls(torch.tensor(found.coef_, dtype=torch.float64))
 
     def __call__(self, mixture: Mixture) -> float:
         """The number of types that the mixture stands for; may be below 1 or above V."""

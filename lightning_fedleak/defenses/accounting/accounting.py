@@ -206,8 +206,7 @@ class Accountant:
     """Counts releases and says what they have cost.
 
     :meth:`step` comes before the release. The noise must not have been chosen in sight of earlier
-    releases: for that there is
-        :class:`~lightning_fedleak.defenses.accounting.renyi_filter.RenyiFilter`.
+    releases: for that there is :class:`~lightning_fedleak.defenses.RenyiFilter`.
     Hence a second noise multiplier or sample rate is refused unless ``planned``.
 
     Args:

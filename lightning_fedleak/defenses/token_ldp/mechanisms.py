@@ -41,6 +41,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 Mechanism = Literal["grr", "rappor", "the", "dbitflip"]
@@ -70,15 +71,8 @@ def the_threshold(epsilon: float) -> float:
         # Eq. for Var* of THE, with numerator and denominator multiplied by e^(-eps theta).
         return (2 * half - half**2) / (half + math.exp(epsilon * (theta - 1) / 2) - 2) ** 2
 
-    low, high = 0.5, 1.0
-    ratio = (math.sqrt(5) - 1) / 2
-    while high - low > 1e-10:
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        if variance(left) <= variance(right):
-            high = right
-        else:
-            low = left
-    return (low + high) / 2
+    found = minimize_scalar(variance, bounds=(0.5, 1.0), method="bounded", options={"xatol": 1e-10})
+    return float(found.x)
 
 
 def the_rates(epsilon: float) -> tuple[float, float]:

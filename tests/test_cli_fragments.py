@@ -164,3 +164,25 @@ def test_defences_add_up(fitted) -> None:
     for name in ("flatchat", "aligned_flatchat"):
         assert float(trainer.callback_metrics[f"leakage/{name}/exposed"]) == 0
         assert float(trainer.callback_metrics[f"leakage/{name}/f1"]) == 0
+
+
+def test_how_games_are_played_can_be_said_in_a_config(fitted, tmp_path: Path) -> None:
+    games = tmp_path / "games.yaml"
+    games.write_text(
+        "trainer:\n"
+        "  callbacks+:\n"
+        "    - class_path: lightning_fedleak.callbacks.LeakageMonitor\n"
+        "      init_args:\n"
+        "        every_n_steps: 1\n"
+        "        attacks:\n"
+        "          - class_path: lightning_fedleak.attacks.FCMembership\n"
+        "            init_args:\n"
+        "              layer: 1\n"
+        "        games:\n"
+        "          targets: 3\n"
+        "          window: 5\n"
+    )
+    trainer = fitted(more=("--config", str(games)))
+    [monitor] = [c for c in trainer.callbacks if isinstance(c, LeakageMonitor)]
+    assert (monitor.games.targets, monitor.games.window) == (3, 5)
+    assert monitor.latest["leakage/fc_membership/auc"] >= 0

@@ -6,8 +6,9 @@ nothing else: they find mistakes, and prove nothing about a loss that was built 
 
 - *form*, in every step: from the loss down to the outputs of layers, the reduction is a
   mean over equally many terms of every sample. A token mean is not, where samples have different
-  numbers of labels: where nothing else enters the loss, :attr:`FormCheck.weights` makes each
-  sample's gradient that of its own mean; else it is refused whatever the labels are. An operation
+  numbers of labels: where nothing else enters the loss and a sample's labels stand together,
+  :attr:`FormCheck.weights` makes each sample's gradient that of its own mean; joined with another
+  term it is refused whatever the labels are. An operation
   above the mean that is not known is let through where it changes no number of terms, and then the
   next look is taken in that step.
 - *loss*, whenever layers are used in a new way or the loss has a new :attr:`~FormCheck.form`, and
@@ -159,7 +160,7 @@ class FormCheck:
                 if below is not None:
                     stack.append((below, reduced, f"{path}/{name}.{index}", own))
         self.form = frozenset(form)
-        self.weights = _weights(self._means, samples)
+        self.weights = _weights(self._means, samples, ordered=self.separate)
         return list(top.values())
 
     def _passes(self, node: Any, name: str, reduced: bool, samples: int, path: str) -> bool:
@@ -412,7 +413,7 @@ def _label_counts(node: Any, samples: int) -> Tensor:
     return counted
 
 
-def _weights(means: Sequence[Tensor | None], samples: int) -> Tensor | None:
+def _weights(means: Sequence[Tensor | None], samples: int, *, ordered: bool) -> Tensor | None:
     """What makes each sample's gradient that of its own mean.
 
     Of a mean over the N labels of a batch sample i has ``n_i / N`` in place of ``1 / B``. Where
@@ -422,18 +423,24 @@ def _weights(means: Sequence[Tensor | None], samples: int) -> Tensor | None:
         means: of each mean that enters the loss, which labels count; None where it is no
             cross-entropy.
         samples: B.
+        ordered: it is seen that a sample's labels stand together, in the samples' order.
     """
-    if len(means) == 1 and means[0] is not None:
-        counts = means[0].sum(1).double()
-        return (counts.sum() / (samples * counts)).masked_fill(counts == 0, 1.0)
+    alone = len(means) == 1
     for counted in means:
         if counted is None:
             continue
-        counts = counted.sum(1)
-        if counted.shape[1] > 1 or bool((counts != counts[0]).any()):
+        counts = counted.sum(1).double()
+        if alone and ordered:
+            return (counts.sum() / (samples * counts)).masked_fill(counts == 0, 1.0)
+        if (counted.shape[1] > 1 and not alone) or bool((counts != counts[0]).any()):
+            joined = (
+                "whose labels stand in an order that cannot be seen"
+                if alone
+                else ("joined with another term")
+            )
             raise _unknown(
-                "a mean over all labels of the batch is joined with another term: each sample's "
-                "gradient depends on how many labels the others have"
+                f"it is a mean over all labels of the batch, {joined}: each sample's gradient "
+                "depends on how many labels the others have"
             )
     return None
 

@@ -102,6 +102,14 @@ def joined(labels: Tensor) -> Loss:
     return loss
 
 
+def time_first(labels: Tensor) -> Loss:
+    def loss(model: nn.Module) -> Tensor:
+        logits = model(input_ids=IDS).logits.transpose(0, 1).reshape(-1, 97)
+        return F.cross_entropy(logits, labels.T.reshape(-1))
+
+    return loss
+
+
 class Halved(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, loss: Tensor) -> Tensor:
@@ -233,6 +241,7 @@ def weighted(net: nn.Module) -> Tensor:
 BAD: list[tuple[str, Callable[[], nn.Module], Loss, str]] = [
     ("token mean and a term", tiny_gpt2, joined(RAGGED), "joined with another term"),
     ("equal counts and a term", tiny_gpt2, joined(IDS), "joined with another term"),
+    ("time first, ragged", tiny_gpt2, time_first(RAGGED), "order that cannot be seen"),
     ("a mean, squared", Net, lambda n: squared(n).pow(2), "for the others"),
     ("a mean in exp", Net, lambda n: squared(n).exp(), "for the others"),
     ("a mean, cut off", Net, lambda n: squared(n).clamp(max=9.0), "ClampBackward1 stands between"),

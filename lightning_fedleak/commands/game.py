@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,6 +22,7 @@ from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.commands.options import GameOptions
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
@@ -33,7 +33,6 @@ from lightning_fedleak.model_runs import context_length
 
 UserError = (SourceError, AnatomyError, GameError)
 
-ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 PLANTED = " ".join(["This is the sentence that is looked for."] * 11)
 """What the authors' protocol plants: one short sentence again and again, as in their code."""
@@ -49,47 +48,8 @@ _SHOWN = {
 
 
 @dataclass(frozen=True)
-class GameCommand:
-    """The command and its settings; the arguments of ``fedleak game``.
-
-    Attributes:
-        model: a folder or a name on the hub; None for the embedded one. Causal, masked, or an
-            encoder without a head.
-        text: corpus as :func:`read_texts` takes it; None for the embedded messages.
-        public: text that the server owns, for attacks that calibrate: as ``text``, ``"sampled"``
-            for text by the model itself, or None for a share of ``text`` that is kept out of the
-            game.
-        attack: names out of ``ATTACKS``.
-        layer: where they read; None for the middle layer.
-        batch, games, position, protocol, relation, gradients, targets_per_batch, seed: as in
-            :class:`~lightning_fedleak.games.GameConfig`.
-        forwards: as there; None is ``"pooled"`` in closed form.
-        tokens: ids of a sentence, at most.
-        pool: texts that games are drawn from, at most: a random choice of ``text``.
-        precision: of model and hidden states.
-        bos: token id put before every text.
-        json: file that the results are written to.
-    """
-
-    model: str | None = None
-    text: str | None = None
-    public: str | None = None
-    attack: Sequence[str] = ("fc", "fc-full", "attention")
-    layer: Sequence[int] | None = None
-    batch: int = 40
-    tokens: int = 32
-    pool: int = 1000
-    games: int = 240
-    position: Literal["random", "last"] | int = "random"
-    protocol: Literal["game", "authors"] = "game"
-    relation: Literal["replace_one", "add_remove"] = "replace_one"
-    gradients: Literal["closed_form", "autograd"] = "closed_form"
-    forwards: Literal["fresh", "pooled"] | None = None
-    targets_per_batch: int = 1
-    precision: str = "fp32"
-    bos: int | None = None
-    seed: int = 0
-    json: Path | None = None
+class GameCommand(GameOptions):
+    """The command ``fedleak game``; its settings are its options."""
 
     def run(self, console: Console | None = None) -> int:
         """Plays and prints.

@@ -26,6 +26,7 @@ from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.callbacks.gate import GateEvent
 from lightning_fedleak.commands.demo.live import LiveTable
 from lightning_fedleak.commands.demo.summary import Reading, read_back, summary
+from lightning_fedleak.commands.options import DemoOptions
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.finetuning.data import TextDataModule
 from lightning_fedleak.finetuning.module import CausalLMFineTuning
@@ -55,34 +56,8 @@ class _Finished:
 
 
 @dataclass(frozen=True)
-class Demo:
-    """The demo and its settings; the arguments of ``fedleak demo``.
-
-    Attributes:
-        model: causal language model, a folder or a name on the hub; None for the embedded one.
-        text: private text as :func:`read_texts` takes it; None for the embedded messages.
-        steps: optimizer steps of the first run.
-        batch_size: texts a batch.
-        length: tokens a text, at most.
-        every_n_steps: optimizer steps between two looks.
-        at_most: F1 at which the gate stops the second run.
-        lr: learning rate of AdamW.
-        out: folder of the logs; each call makes one in it.
-        seed: of split, order, dropout and public text.
-        reveal: also write recovered words to a local file of mode 0600.
-    """
-
-    model: str | None = None
-    text: str | None = None
-    steps: int = 100
-    batch_size: int = 8
-    length: int = 64
-    every_n_steps: int = 5
-    at_most: float = 0.5
-    lr: float = 1e-4
-    out: Path = Path("fedleak_runs")
-    seed: int = 0
-    reveal: bool = False
+class Demo(DemoOptions):
+    """The command ``fedleak demo``; its settings are its options."""
 
     def run(self, console: Console | None = None) -> int:
         """Runs both parts and prints what they mean.

@@ -12,8 +12,9 @@ from lightning_fedleak.attacks.texts.base import InversionAttack
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
+from lightning_fedleak.commands.options import INVERT_ATTACKS
 
-ADVERSARIES = ("prefix", "sweeps", "descent", "paper", "relaxation")
+ADVERSARIES = INVERT_ATTACKS
 """In the order in which they are tried: ``prefix`` is :class:`PrefixInversion`; ``descent``
 :class:`EmbeddingDescent` as it comes, ``sweeps`` with verified changes, ``paper`` with the paper's
 choices (Eq. 3 and 4 from 'hello') but for its stop at a cosine of .98: it goes on until settled;

@@ -31,6 +31,7 @@ from lightning_fedleak.commands.invert import (
     run_cells,
 )
 from lightning_fedleak.commands.invert.plots import Axis, draw, worth_drawing
+from lightning_fedleak.commands.options import InvertOptions
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
@@ -45,45 +46,8 @@ PUBLIC_TEXTS, PUBLIC_TOKENS = 64, 64
 
 
 @dataclass(frozen=True)
-class InvertCommand:
-    """The command and its settings; the arguments of ``fedleak invert``.
-
-    Attributes:
-        model: a folder or a name on the hub; None for the embedded one. Causal, masked, or an
-            encoder without a head.
-        text: the client's, as :func:`read_texts` takes it; None for the embedded messages.
-        public: text that the server owns and ``prefix`` ranks with, as ``text``; None has the model
-            write it.
-        layer: splits; None for those at a third and two thirds of the blocks.
-        noise: standard deviations.
-        relative: of ``noise``: in standard deviations of each dimension, else absolute.
-        lengths: tokens of a text.
-        texts: attacked in each cell.
-        attack: names out of ``ADVERSARIES``; None for ``prefix`` on causal models and ``sweeps`` on
-            encoders.
-        steps: most gradient steps of a descent.
-        budget_seconds: wall time of one attack on the texts of one cell; infinity for no bound.
-        precision: of model and hidden states.
-        bos: token id put before every text.
-        seed: of the choice of texts, and of the noise.
-        out: folder of results and plots.
-    """
-
-    model: str | None = None
-    text: str | None = None
-    public: str | None = None
-    layer: Sequence[int] | None = None
-    noise: Sequence[float] = (0.0, 0.3, 1.0, 3.0)
-    relative: bool = True
-    lengths: Sequence[int] = (32,)
-    texts: int = 4
-    attack: Sequence[str] | None = None
-    steps: int = 1000
-    budget_seconds: float = 60.0
-    precision: str = "fp32"
-    bos: int | None = None
-    seed: int = 0
-    out: Path = Path("fedleak_runs/inversion")
+class InvertCommand(InvertOptions):
+    """The command ``fedleak invert``; its settings are its options."""
 
     def run(self, console: Console | None = None) -> int:
         """Attacks, prints and writes.

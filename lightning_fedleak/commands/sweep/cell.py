@@ -32,12 +32,12 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.callbacks.channels.base import family_of
+from lightning_fedleak.commands.options import SWEEP_ATTACKS
 from lightning_fedleak.commands.sweep.specs import DefenseSpec
 from lightning_fedleak.finetuning.data import TextDataModule
 from lightning_fedleak.finetuning.module import CausalLMFineTuning
 from lightning_fedleak.strategies import DefendedStrategy
 
-ATTACKS = ("flatchat", "aligned_flatchat", "fc", "attention", "prefix", "descent")
 _PUBLIC_TEXTS = 256
 _CHATTY = ("lightning.pytorch", "lightning.fabric", "transformers")
 
@@ -50,7 +50,7 @@ class Setting:
         model: causal language model, a folder or a name on the hub; None for the embedded one.
         text: private text as :func:`~lightning_fedleak.finetuning.texts.read_texts` takes it; None
             for the embedded messages.
-        attacks: names out of ``ATTACKS``; all look at the same steps of the same run.
+        attacks: names out of ``SWEEP_ATTACKS``; all look at the same steps of the same run.
         layer: where ``fc``, ``attention``, ``prefix`` and ``descent`` read; None for the middle.
         steps: optimizer steps.
         batch_size: texts a batch.
@@ -241,7 +241,9 @@ def make_attacks(setting: Setting, anatomy: Anatomy) -> list[Attack]:
         elif name == "descent":
             made.append(EmbeddingDescent(layer, budget_seconds=budget, name=name))
         else:
-            raise ValueError(f"there is no attack '{name}'; these exist: {', '.join(ATTACKS)}")
+            raise ValueError(
+                f"there is no attack '{name}'; these exist: {', '.join(SWEEP_ATTACKS)}"
+            )
     return made
 
 
@@ -338,7 +340,6 @@ def quiet() -> Iterator[list[str]]:
 
 
 __all__ = [
-    "ATTACKS",
     "Cell",
     "CellResult",
     "Leakage",

@@ -6,13 +6,12 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.anatomy import AnatomyError, find_anatomy
+from lightning_fedleak.commands.options import SweepOptions
 from lightning_fedleak.commands.sweep.cell import (
     Cell,
     CellResult,
@@ -31,39 +30,10 @@ from lightning_fedleak.finetuning.module import CausalLMFineTuning
 
 UserError = (SourceError, AnatomyError, SpecError)
 
-DEFENSES = (
-    "none",
-    "freeze:part=head+embeddings",
-    "gradient_noise:clip=1,sigma=1e-4/1e-3/1e-2",
-)
-
 
 @dataclass(frozen=True)
-class SweepCommand:
-    """The command and its settings; the arguments of ``fedleak sweep``.
-
-    Attributes:
-        defense: as :func:`~lightning_fedleak.commands.sweep.specs.parse_defenses` takes them.
-        out: folder of the results; a sweep that is started again in it goes on.
-        attack: names out of :data:`~lightning_fedleak.commands.sweep.cell.ATTACKS`.
-        model, text, layer, steps, batch_size, length, every_n_steps, lr, peft, budget_seconds,
-            seed: as in :class:`~lightning_fedleak.commands.sweep.cell.Setting`.
-    """
-
-    defense: Sequence[str] = DEFENSES
-    out: Path = Path("fedleak_runs/sweep")
-    attack: Sequence[str] = Setting.attacks
-    model: str | None = None
-    text: str | None = None
-    layer: int | None = None
-    steps: int = Setting.steps
-    batch_size: int = Setting.batch_size
-    length: int = Setting.length
-    every_n_steps: int = Setting.every_n_steps
-    lr: float = Setting.lr
-    peft: Literal["lora", "bitfit"] | None = None
-    budget_seconds: float = Setting.budget_seconds
-    seed: int = 0
+class SweepCommand(SweepOptions):
+    """The command ``fedleak sweep``; its settings are its options."""
 
     def run(self, console: Console | None = None) -> int:
         """Runs what is not done yet, and prints and writes everything that is.
@@ -252,4 +222,4 @@ def _cell(found: Leakage | None) -> str:
     return f"{found.value:.3f}{interval}" + (" *" if found.unknown else "")
 
 
-__all__ = ["DEFENSES", "SweepCommand", "UserError", "explanation", "table"]
+__all__ = ["SweepCommand", "UserError", "explanation", "table"]

@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 
 from lightning_fedleak.cli import main
+from lightning_fedleak.commands.options import DEFENSES, SWEEP_ATTACKS
 from lightning_fedleak.commands.sweep.cell import (
-    ATTACKS,
     Cell,
     CellResult,
     Setting,
     _leakage,
     run_cell,
 )
-from lightning_fedleak.commands.sweep.command import DEFENSES, SweepCommand, explanation
+from lightning_fedleak.commands.sweep.command import SweepCommand, explanation
 from lightning_fedleak.commands.sweep.specs import parse_defenses
 from lightning_fedleak.finetuning.assets import SourceError
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
@@ -87,8 +87,8 @@ def test_the_command_line_and_the_class_agree(
     monkeypatch.setattr(SweepCommand, "run", lambda self: seen.append(self) or 0)
     assert main(["sweep"]) == 0
     assert seen[0] == SweepCommand(defense=list(DEFENSES), attack=list(Setting.attacks))
-    assert main(["sweep", "--attack", *ATTACKS]) == 0
-    assert tuple(seen[1].attack) == ATTACKS
+    assert main(["sweep", "--attack", *SWEEP_ATTACKS]) == 0
+    assert tuple(seen[1].attack) == SWEEP_ATTACKS
 
 
 @pytest.mark.parametrize(

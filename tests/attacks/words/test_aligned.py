@@ -17,7 +17,7 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
-from lightning_fedleak.attacks.words.aligned_readout import Readout, best_count
+from lightning_fedleak.attacks.words.aligned_readout import Readout, _like_lengths, best_count
 from lightning_fedleak.attacks.words.aligned_rows import (
     cluster_centres,
     rounding_error,
@@ -524,3 +524,27 @@ def test_a_real_model_on_text_unlike_the_public_text(assets):
     flat = FlatChat(oracle_n_types=len(truth)).run(view)
     assert rates(attack.run(view).types, truth)[2] > 0.95
     assert rates(flat.types, truth)[2] < 0.9
+
+
+# ---- short texts --------------------------------------------------------------------------------
+
+
+def test_texts_of_eight_tokens_and_more_are_calibrated_on():
+    text = PublicText(torch.randint(3, models.VOCAB, (300, 120), generator=generator()))
+    anatomy = find_anatomy(models.tiny_gpt2())
+    batches = AlignedFlatChat(text)._batches(anatomy, 12_000)
+    assert {b.input_ids.shape[1] for b in batches} == {8, 12, 16, 25, 50, 64}  # its context is 64
+    assert len({len(b.input_ids) for b in batches}) == 1
+
+
+def test_rehearsed_batches_are_of_like_lengths_half_the_time():
+    by_length = torch.arange(60)  # sentence i is the i-th shortest
+    draw = generator(1)
+    alike = 0
+    for _ in range(400):
+        some = _like_lengths(by_length, 10, draw)
+        assert len(some) in (20, 60)
+        assert torch.equal(some, torch.arange(int(some[0]), int(some[0]) + len(some)))
+        alike += len(some) == 20
+    assert 120 < alike < 280  # of 400 fair coins: further off once in 10^15
+    assert all(len(_like_lengths(by_length, 21, draw)) == 60 for _ in range(20))

@@ -92,9 +92,13 @@ class Fit:
         check_optimizers(run.trainer.optimizers, attacks)
         for channel in self._channels:
             channel.open(run)
-        if local_steps is None:
-            self._install()
-        self.follow()
+        try:
+            if local_steps is None:
+                self._install()
+            self.follow()
+        except Exception:
+            self.close()
+            raise
 
     def _install(self) -> None:
         trainer = self._run.trainer

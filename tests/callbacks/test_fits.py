@@ -126,6 +126,15 @@ def test_a_resumed_run_follows_its_new_cadence(tmp_path):
     assert [step for step, *_ in probe.seen] == [8, 9, 12, 15]
 
 
+def test_an_attack_that_is_refused_leaves_no_hook_on_the_optimizer(tmp_path):
+    module = CausalLMModule(tiny_gpt2().train())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.configure_optimizers = lambda: optimizer
+    with pytest.raises(ValueError, match="is neither a role"):
+        fit([LeakageMonitor(Probe(role=""))], tmp_path, module=module)
+    assert not hasattr(optimizer.step, "_fedleak_before_step")
+
+
 def test_a_resumed_run_keeps_its_cadence(tmp_path):
     saver = ModelCheckpoint(tmp_path, save_last=True)
     fit([LeakageMonitor(Probe(), every_n_steps=5), saver], tmp_path, enable_checkpointing=True)

@@ -48,7 +48,6 @@ class Fit:
 
     Attributes:
         look: the one at work; None between looks.
-        processor_seconds: of the looks so far, of all threads.
         prepared: names of the attacks that are calibrated.
 
     Raises:
@@ -83,7 +82,7 @@ class Fit:
         self._tried = self._midway = self._hurried = False
         self._begins_at = int(run.trainer.global_step)
         self.look: Look | None = None
-        self.processor_seconds = 0.0
+        self._processor_seconds = 0.0
         self.prepared: set[str] = set()
 
         self._plans: list[Plan] = []
@@ -148,6 +147,11 @@ class Fit:
     def exposed(self) -> list[Plan]:
         """The attacks that have something to read."""
         return [p for p in self._plans if p.exposed]
+
+    @property
+    def processor_seconds(self) -> float:
+        """Processor time of the looks so far, the one at work included, of all threads."""
+        return self._processor_seconds + (self.look.processor_seconds if self.look else 0.0)
 
     def calibrate(self, restored: Mapping[str, Any]) -> None:
         """Prepares every attack that has something to read, and tries what can be tried.
@@ -401,7 +405,7 @@ class Fit:
             self._show_update(look, self._local_steps, self._update_tap)
         outcomes = self._finish(look)
         self.look = None
-        self.processor_seconds += look.processor_seconds
+        self._processor_seconds += look.processor_seconds
         self._clock.interrupted()
         self._tap.disarm()
         for channel in self._channels:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -223,12 +224,10 @@ class TypeCountRegressor:
                 f"different positive weights; got {len(set(positive_weights))}. Use more batch "
                 "shapes or a lower degree."
             )
-        from sklearn.linear_model import LinearRegression
-        from sklearn.preprocessing import PolynomialFeatures
-
-        powers = PolynomialFeatures(degree).fit_transform([[weight] for weight in positive_weights])
-        found = LinearRegression(fit_intercept=False).fit(powers, n_types)
-        return cls(torch.tensor(found.coef_, dtype=torch.float64))
+        found = np.polynomial.Polynomial.fit(positive_weights, n_types, degree).convert().coef
+        coefficients = torch.zeros(degree + 1, dtype=torch.float64)
+        coefficients[: len(found)] = torch.from_numpy(found)  # which lacks zeros at its end
+        return cls(coefficients)
 
     def __call__(self, mixture: Mixture) -> float:
         """The number of types that the mixture stands for; may be below 1 or above V."""

@@ -158,6 +158,26 @@ def test_the_number_of_types_is_kept_within_the_vocabulary(n_types: float, named
     assert guess.n_types == n_types
 
 
+@pytest.mark.parametrize("degree", [2, 3])
+def test_the_regression_is_exact_where_all_weights_are_small(degree: int) -> None:
+    rng = np.random.default_rng(0)
+    weights = rng.uniform(0.001, 0.02, 40)
+    counts = np.round(20_000 * weights + rng.normal(0, 5, 40))
+    scales = weights.max() ** np.arange(degree + 1)
+    powers = np.vander(weights, degree + 1, increasing=True) / scales
+    exact = powers @ np.linalg.lstsq(powers, counts, rcond=None)[0]
+    found = TypeCountRegressor.fit(weights.tolist(), counts.tolist(), degree)
+    for weight, expected in zip(weights, exact, strict=True):
+        weights_of_both = torch.tensor([1 - weight, weight], dtype=torch.float64)
+        mixture = Mixture(weights_of_both, torch.zeros(2), torch.ones(2))
+        assert found(mixture) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_regression_has_all_its_coefficients_where_some_are_zero() -> None:
+    found = TypeCountRegressor.fit([0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.0, 0.0], 3)
+    assert found.coefficients.tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("degree", [1, 2, 3])
 def test_the_regression_is_least_squares(degree: int) -> None:
     x = (randn(20, seed=7).abs() * 0.1).tolist()

@@ -252,8 +252,7 @@ class TrainedMembership(MembershipAttack):
     3 of 10 at 0 and in 1 of 7 half way.
 
     Each target is trained for: on one core .6 to 1 s for a token of MiniLM-L6, 2.5 s for a
-    sentence of 32 tokens. A server that asks for many targets in a live step takes :meth:`fast`
-    (.02 s and .14 s, and firing more often without cause).
+    sentence of 32 tokens.
 
     Told that a defence acts on gradients (:meth:`meet`, as the monitor does), the server crafts
     the decision's rung alone, since rungs share the norm under clipping.

@@ -19,7 +19,6 @@ GROUND = {
     "snapshots",
     "model_state",
     "model_runs",
-    "validate",
     "taps",
 }
 # Of the command, what needs no command line.
@@ -31,18 +30,17 @@ STUDIES = {
 ALLOWED = {
     "anatomy": set(),
     "threats": set(),
-    "batches": {"anatomy", "validate"},
-    "snapshots": {"anatomy", "threats", "batches", "validate"},
+    "batches": {"anatomy"},
+    "snapshots": {"anatomy", "threats", "batches"},
     "model_state": set(),
-    "model_runs": {"anatomy", "threats", "batches", "model_state", "validate"},
-    "validate": set(),
+    "model_runs": {"anatomy", "threats", "batches", "model_state"},
     "taps": GROUND,
     "attacks": GROUND,
     "metrics": GROUND | {"attacks"},
     "games": GROUND | {"attacks", "metrics"},
     **{name: GROUND | {"attacks", "metrics"} for name in STUDIES},
     "defenses": GROUND,
-    "strategies": {"defenses", "snapshots", "anatomy", "validate"},
+    "strategies": {"defenses", "snapshots", "anatomy"},
     "split": GROUND | {"attacks"},
 }
 WITHOUT_LIGHTNING = (

@@ -1,0 +1,220 @@
+"""What every token would look like in a known input: the atoms that rows of a gradient are made of.
+
+Without positions an atom is the input itself. With absolute positions an input is, up to its
+length, ``gain * centred(word + position) + bias`` where a layer norm reads the sum of the
+embeddings: once the span of the positions and of the bias is projected out, the word is left, so
+that V atoms do in place of V x P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.anatomy.text_layers import Place
+from lightning_fedleak.anatomy.wrappers import walk
+from lightning_fedleak.attacks.row_space.linear_maps import (
+    KnownInput,
+    input_rows,
+    text_for,
+    vocabulary,
+)
+from lightning_fedleak.model_runs import context_length, cut_at, needed_hooks_only, undisturbed
+
+_ADDITIVE = 1e-4
+
+
+class NotAdditive(ValueError):
+    """An input that hangs on positions is no scaled sum of word and position."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dictionary:
+    """The atoms of a known input.
+
+    Attributes:
+        rows: (V, d) the input of each token, at the first position.
+        constants: (k, d) float64, what every input may hold besides its word: bias, token types.
+        positions: (P, d) float64, what the first P positions add; None where they add nothing.
+    """
+
+    rows: Tensor
+    constants: Tensor
+    positions: Tensor | None
+
+    def seen_positions(self, rows: Sequence[Tensor]) -> int:
+        """How many of the first positions gradients surely hold, at least one; 0 without positions.
+
+        A position that texts have takes more of the rows' energy than a direction does by chance.
+        The count is where the sum of the logarithms of these ratios, less that of 2, is highest.
+
+        Args:
+            rows: each (n_i, d), gradients of maps that read this input, none all zero.
+        """
+        if self.positions is None:
+            return 0
+        known = orthonormal(self.constants)
+        g = torch.cat([r.double() / r.double().norm() for r in rows])
+        g = g - (g @ known.T) @ known
+        most = min(len(self.positions), (self.rows.shape[1] - len(known)) // 2)
+        places = self.positions[:most] - (self.positions[:most] @ known.T) @ known
+        gain = (g @ torch.linalg.qr(places.T).Q).square().sum(0)
+        left = g.square().sum() - gain.cumsum(0) + gain
+        dims = g.shape[1] - len(known) - torch.arange(most, device=g.device)
+        ratio = (gain * dims / left.clamp_min(1e-300)).clamp_min(1e-12)
+        return int((ratio / 2).log().cumsum(0).argmax()) + 1
+
+    def atoms(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Rows to look for, (V + q, d), and what is beside them, (k, d) float64 orthonormal.
+
+        Args:
+            positions: of the first positions that texts surely have, which are projected out. The
+                next ones are among the atoms, behind the tokens.
+        """
+        if self.positions is None:
+            return self.rows, orthonormal(self.constants)
+        beside = orthonormal(torch.cat([self.constants, self.positions[:positions]]))
+        further = self.positions[positions : 2 * positions + 16]
+        return torch.cat([self.rows, further.to(self.rows.dtype)]), beside
+
+
+def orthonormal(rows: Tensor, tolerance: float = 1e-9) -> Tensor:
+    """(k, d) orthonormal basis of the span of (n, d) rows, k <= n."""
+    if len(rows) == 0:
+        return rows
+    _, s, basis = torch.linalg.svd(rows, full_matrices=False)
+    return basis[s > tolerance * s[0]] if float(s[0]) > 0 else rows[:0]
+
+
+def dictionary_of(
+    anatomy: Anatomy, known: KnownInput, *, autocast: torch.dtype | None = None
+) -> Dictionary:
+    """Runs the model on every token; leaves no trace.
+
+    Args:
+        anatomy: the model.
+        known: the input.
+        autocast: dtype that the client's forward is cast to.
+
+    Raises:
+        NotAdditive: positions are no summand that one norm at most has read.
+    """
+    device = anatomy.device
+    rows = input_rows(
+        anatomy, known, torch.arange(vocabulary(anatomy), device=device)[:, None], autocast=autocast
+    )[:, 0]
+    constants = [
+        p.detach().double()
+        for m in known.maps
+        if m.regularised and (p := anatomy.parameter(m.name)) is not None
+    ]
+    constants.append(rows.new_zeros(0, known.width, dtype=torch.float64))
+    if not known.positional:
+        return Dictionary(rows, torch.cat(constants), None)
+    positions, more = _positions(anatomy, known)
+    return Dictionary(rows, torch.cat([*constants, more]), positions)
+
+
+def _positions(anatomy: Anatomy, known: KnownInput) -> tuple[Tensor, Tensor]:
+    """Directions (P, d) of the positions, each with the mean word, and others (k, d): float64."""
+    rows = vocabulary(anatomy)
+    length = context_length(anatomy) or 512
+    device = anatomy.device
+    words = torch.arange(4, device=device) * max(1, rows // 7) + min(5, rows - 1)
+    probe = torch.stack([words % rows, words.flip(0) % rows])
+    norm = _norm_before(anatomy, known, probe)
+    every = torch.arange(rows, device=device)[:, None]
+    repeated = words[:1].expand(1, length)
+    if norm is None:
+        sums, first, along = (
+            input_rows(anatomy, known, ids).double() for ids in (probe, every, repeated)
+        )
+        linear, more = _Linear(), first.new_zeros(0, known.width)
+    else:
+        place = Place("", norm, "input")
+        sums, first, along = (_states(anatomy, place, ids) for ids in (probe, every, repeated))
+        linear = _Linear.of(norm, sums, input_rows(anatomy, known, probe).double())
+        bias = norm._parameters.get("bias")
+        more = first.new_zeros(0, known.width) if bias is None else bias.detach().double()[None]
+    other = (sums[0] - sums[1]).flip(0)
+    if float((sums[0] - sums[1] + other).abs().max()) > _ADDITIVE * float(sums.abs().max()):
+        raise NotAdditive("the input is no sum of a part of the word and a part of the position")
+    mean = first[:, 0].mean(0)
+    types = [
+        (m.weight.detach().double() - m.weight.detach().double()[:1])[1:]
+        for n, m in walk(anatomy.model)
+        if isinstance(m, nn.Embedding)
+        and n.endswith("token_type_embeddings")
+        and m.embedding_dim == known.width
+    ]
+    return linear(mean + along[0] - along[0, :1]), torch.cat([more, *(linear(t) for t in types)])
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """What a norm does to a vector but for its length and its bias: centring and gain."""
+
+    gain: Tensor | None = None
+    centred: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.centred:
+            x = x - x.mean(-1, keepdim=True)
+        return x if self.gain is None else x * self.gain
+
+    @classmethod
+    def of(cls, norm: nn.Module, given: Tensor, made: Tensor) -> _Linear:
+        """The one that explains what a norm made of its input.
+
+        Raises:
+            NotAdditive: neither a layer norm nor an RMS norm does.
+        """
+        weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
+        gain = None if weight is None else weight.detach().double()
+        shift = 0.0 if bias is None else bias.detach().double()
+        for centred in (True, False):
+            linear = cls(gain, centred)
+            x, y = linear(given), made - shift
+            scale = (x * y).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
+            if float((x * scale - y).abs().max()) <= _ADDITIVE * float(y.abs().max()):
+                return linear
+        raise NotAdditive(f"the norm before the input ({type(norm).__name__}) is of no known kind")
+
+
+def _states(anatomy: Anatomy, place: Place, ids: Tensor) -> Tensor:
+    """What passes at a place for short texts, (B, L, d) float64."""
+    run = cut_at(anatomy.model, place)
+    with undisturbed(anatomy), torch.no_grad(), needed_hooks_only(anatomy.root):
+        x: Tensor = run(**text_for(anatomy, ids))
+    return x.reshape(*ids.shape, -1).double()
+
+
+def _norm_before(anatomy: Anatomy, known: KnownInput, ids: Tensor) -> nn.Module | None:
+    """The norm whose output the input is; None where it is read without one."""
+    x = input_rows(anatomy, known, ids)
+    made: dict[nn.Module, list[Tensor]] = {}
+    handles = [
+        m.register_forward_hook(lambda m, _, out: made.setdefault(m, []).append(out))
+        for _, m in walk(anatomy.model)
+        if "norm" in type(m).__name__.lower()
+    ]
+    try:
+        with undisturbed(anatomy) as model, torch.no_grad():
+            model(**text_for(anatomy, ids))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next(
+        (
+            m
+            for m, outs in made.items()
+            if len(outs) == 1
+            and outs[0].numel() == x.numel()
+            and torch.equal(outs[0].view_as(x), x)
+        ),
+        None,
+    )

@@ -1,0 +1,264 @@
+"""The trainable linear maps of a model, and what they read.
+
+Found by running the model, so that norms, scaled embeddings, fused projections, parallel blocks and
+adapters need not be known by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
+from lightning_fedleak.anatomy.text_layers import Place, states_in
+from lightning_fedleak.anatomy.wrappers import walk
+from lightning_fedleak.model_runs import (
+    TOKENS_AT_ONCE,
+    cut_at,
+    needed_hooks_only,
+    takes,
+    undisturbed,
+    virtual_tokens,
+)
+from lightning_fedleak.snapshots import whole_tensor
+
+_TOLERANCE = 1e-5
+_LOW_RANK = ("lora_A", "lora_B")
+
+
+@dataclass(frozen=True, eq=False)
+class LinearMap:
+    """A matrix that multiplies an input.
+
+    Attributes:
+        name: of the parameter, in ``anatomy.root``.
+        reader: the module that is called with the input.
+        axis: the parameter's axis along the input: 1 of ``nn.Linear`` and of LoRA's factors, 0 of
+            GPT-2's ``Conv1D``.
+        factor: ``"A"`` or ``"B"`` of a low-rank adapter, which multiplies what A made of the input;
+            ``"whole"`` otherwise.
+        regularised: whether the loss has a term of the parameter itself, whose gradient is a
+            combination of the parameter's own rows (AdaLoRA's orthogonality).
+    """
+
+    name: str
+    reader: nn.Module
+    axis: int
+    factor: str
+    regularised: bool = False
+
+
+def linear_maps(anatomy: Anatomy) -> list[LinearMap]:
+    """The linear maps of the language model, trained or not, head and inactive adapters left out.
+
+    A map with a low-rank adapter gives its own matrix and both factors.
+    """
+    names = {id(p): n for n, p in anatomy.root.named_parameters(remove_duplicate=False)}
+    found: list[LinearMap] = []
+    for _, module in walk(anatomy.model):
+        found.extend(_own_map(module, module, "whole", names))
+        found.extend(_factors(module, names))
+    head = anatomy.head
+    of_head = set() if head is None else {id(m) for m in head.modules()}
+    return [m for m in found if id(m.reader) not in of_head]
+
+
+def _own_map(
+    module: nn.Module, reader: nn.Module, factor: str, names: dict[int, str]
+) -> Iterator[LinearMap]:
+    weight = module._parameters.get("weight")
+    fused = type(module).__name__ == "Conv1D"
+    if weight is None or weight.dim() != 2 or not (isinstance(module, nn.Linear) or fused):
+        return
+    if id(weight) in names:
+        yield LinearMap(names[id(weight)], reader, 0 if fused else 1, factor)
+
+
+def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
+    """Those of the active adapters of a PEFT layer; ``walk`` does not enter them."""
+    for kind in _LOW_RANK:
+        factors = module._modules.get(kind)
+        if factors is None:
+            continue
+        factor = kind[-1]
+        for adapter in getattr(module, "active_adapters", ()):
+            if isinstance(factors, nn.ParameterDict):
+                # AdaLoRA multiplies by its matrices itself; only A's input passes a module.
+                if factor == "A" and adapter in factors and id(factors[adapter]) in names:
+                    yield LinearMap(names[id(factors[adapter])], module, 1, "A", True)
+            elif isinstance(factors, nn.ModuleDict) and adapter in factors:
+                yield from _own_map(factors[adapter], factors[adapter], factor, names)
+
+
+@dataclass(frozen=True, eq=False)
+class KnownInput:
+    """An input that hangs on the token alone, or on the token and its position, and its readers.
+
+    Attributes:
+        maps: that read it, each called once in a forward.
+        width: d, numbers in the input of one token.
+        positional: whether it hangs on the position too.
+    """
+
+    maps: tuple[LinearMap, ...]
+    width: int
+    positional: bool
+
+    @property
+    def reader(self) -> nn.Module:
+        """A module that is called with it, and with nothing else."""
+        whole = (m for m in self.maps if m.factor == "whole")
+        return next(whole, self.maps[0]).reader
+
+    def trained(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
+        """Those of its maps that are trained now."""
+        return tuple(m for m in self.maps if anatomy.trainable(m.name))
+
+
+def known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[KnownInput]:
+    """The inputs that a token (and its position) determines, widest first.
+
+    Found by running the model on texts of four tokens, twice with other tokens around the same
+    ones: what the first attention has mixed is different then.
+
+    Args:
+        anatomy: the model.
+        maps: of :func:`linear_maps`.
+    """
+    tokens = _distinct(anatomy, 12)
+    ids, around = tokens[:8].view(2, 4), tokens[:8].view(2, 4).clone()
+    around[:, ::2] = tokens[8:].view(2, 2)
+    same = ids[:1, 1:2].expand(2, 4).contiguous()
+    readers = list({id(m.reader): m.reader for m in maps}.values())
+    first, second, third = (_inputs(anatomy, readers, text) for text in (ids, around, same))
+    groups: list[tuple[Tensor, list[LinearMap]]] = []
+    for linear in maps:
+        mine = [seen.get(id(linear.reader)) for seen in (first, second, third)]
+        if any(x is None for x in mine):
+            continue
+        a, b, _ = (x for x in mine if x is not None)
+        if not _equal(a[:, 1::2], b[:, 1::2]) or _equal(a[:, 1], a[:, 3]):
+            continue
+        for x, members in groups:
+            beside = _block_of(members[0].name) == _block_of(linear.name)
+            if beside and x.shape == a.shape and torch.equal(x, a):
+                members.append(linear)
+                break
+        else:
+            groups.append((a, [linear]))
+    found = []
+    for x, members in groups:
+        repeated = third[id(members[0].reader)]
+        positional = not _equal(repeated[:, 1], repeated[:, 3])
+        found.append(KnownInput(tuple(members), x.shape[-1], positional))
+    return sorted(found, key=lambda known: -known.width)
+
+
+def _distinct(anatomy: Anatomy, n: int) -> Tensor:
+    """(n,) token ids, of those far from the mean embedding: untrained tokens are all alike."""
+    weight = anatomy.parameter(EMBEDDING_WEIGHT)
+    rows = vocabulary(anatomy)
+    ids = torch.arange(0, rows, max(1, rows // 256))
+    if weight is not None and weight.is_floating_point():
+        some = whole_tensor(weight)[ids.to(weight.device)].float()
+        far = (some - some.mean(0)).norm(dim=1).argsort(descending=True)
+        ids = ids[far.cpu()]
+    return ids.repeat(-(-n // len(ids)))[:n]
+
+
+def _block_of(name: str) -> str:
+    """A parameter's name up to its first number: the block, an encoder's or a decoder's."""
+    parts = name.split(".")
+    ends = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: ends + 1])
+
+
+def vocabulary(anatomy: Anatomy) -> int:
+    """Token ids that the model reads."""
+    weight = anatomy.parameter(EMBEDDING_WEIGHT)
+    return anatomy.vocab_size if weight is None else int(weight.shape[0])
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    scale = float(one.abs().max())
+    return scale > 0 and float((one - other).abs().max()) <= _TOLERANCE * scale
+
+
+def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, Any]:
+    """A forward's arguments: the text, of an encoder-decoder for both of its sides."""
+    ids = ids.to(anatomy.device)
+    text: dict[str, Any] = {"input_ids": ids}
+    if anatomy.kind == "seq2seq" and takes(anatomy.model, "decoder_input_ids"):
+        text["decoder_input_ids"] = ids
+    if takes(anatomy.model, "use_cache"):
+        text["use_cache"] = False
+    return text
+
+
+def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict[int, Tensor]:
+    """What each reader that is called once is given for a text (B, L): (B, L, d) float, by id."""
+    seen: dict[int, list[Tensor]] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = states_in(args, kwargs)
+        given = states if isinstance(states, Tensor) else next(iter(kwargs.values()), None)
+        seen.setdefault(id(module), []).append(given if isinstance(given, Tensor) else ids)
+
+    with (
+        undisturbed(anatomy) as model,
+        torch.no_grad(),
+        needed_hooks_only(anatomy.root),
+        ExitStack() as stack,
+    ):
+        for module in readers:
+            handle = module.register_forward_pre_hook(keep, with_kwargs=True)
+            stack.callback(handle.remove)
+        model(**text_for(anatomy, ids))
+    found = {}
+    length = ids.shape[1] + virtual_tokens(anatomy)
+    for key, calls in seen.items():
+        # DoRA also multiplies a unit matrix, for a norm through which no gradient goes.
+        x, *more = [c for c in calls if not _is_unit(c)] or [ids]
+        if more or not x.is_floating_point() or x.numel() != len(ids) * length * x.shape[-1]:
+            continue
+        x = x.detach().reshape(len(ids), length, x.shape[-1])
+        found[key] = x[:, -ids.shape[1] :].float()
+    return found
+
+
+def _is_unit(x: Tensor) -> bool:
+    square = x.dim() == 2 and x.shape[0] == x.shape[1]
+    return square and bool(torch.equal(x, torch.eye(len(x), dtype=x.dtype, device=x.device)))
+
+
+def input_rows(
+    anatomy: Anatomy, known: KnownInput, ids: Tensor, *, autocast: torch.dtype | None = None
+) -> Tensor:
+    """What the maps of an input are given for texts of token ids.
+
+    Args:
+        anatomy: the model, run only as far as these maps.
+        known: the input.
+        ids: (B, L) texts.
+        autocast: dtype that the client's forward is cast to.
+
+    Returns:
+        (B, L, d) in the dtype that the client multiplies.
+    """
+    run = cut_at(anatomy.model, Place("", known.reader, "input"))
+    step = max(1, TOKENS_AT_ONCE // ids.shape[1])
+    parts = []
+    with undisturbed(anatomy), torch.no_grad(), needed_hooks_only(anatomy.root):
+        for start in range(0, len(ids), step):
+            part = ids[start : start + step]
+            with torch.autocast(anatomy.device.type, autocast, enabled=autocast is not None):
+                x = run(**text_for(anatomy, part))
+            if autocast is not None:
+                x = x.to(autocast)
+            parts.append(x.reshape(len(part), -1, known.width)[:, -part.shape[1] :])
+    return torch.cat(parts)

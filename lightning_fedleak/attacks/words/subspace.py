@@ -1,0 +1,358 @@
+"""Word types from the row space of the first projections' gradients: LoRA, or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Query,
+    RunFacts,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+)
+from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.row_space.dictionary import Dictionary, NotAdditive, dictionary_of
+from lightning_fedleak.attacks.row_space.linear_maps import (
+    KnownInput,
+    LinearMap,
+    input_rows,
+    known_inputs,
+    linear_maps,
+    vocabulary,
+)
+from lightning_fedleak.attacks.row_space.pursuit import Atoms, Found, SharedRows, explain
+from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+
+_TYPES_EXPECTED = 256.0
+_PROBED = 32
+
+
+@dataclass(frozen=True)
+class SubspaceGuess(WordGuess):
+    """Words, and whether the adversary can tell that none is missing.
+
+    Attributes:
+        certified: the types explain all that was shared, see
+            :class:`~lightning_fedleak.attacks.row_space.pursuit.Found`.
+    """
+
+    certified: bool = False
+
+
+class SubspaceWords(Attack):
+    """The tokens whose inputs span the gradients of the first block's projections.
+
+    Every row of the gradient of a linear map is a combination of the inputs that the map was given.
+    The first block's queries, keys and values (whole, or a LoRA's A on them) read an input that the
+    token alone determines, or the token and its position. So an honest but curious server, who
+    knows the weights, asks which tokens' inputs the rows are made of. At full rank that is the span
+    test of DAGER (Petrov et al. 2024, section 4.1); the few rows of a LoRA need a pursuit
+    (:mod:`~lightning_fedleak.attacks.row_space.pursuit`). Nothing is learned and nothing but the
+    model has to be known: the number of types comes out too.
+
+    Which maps those are is found by running the model, so that parallel blocks, fused projections,
+    factorised embeddings, encoders and encoder-decoders are read as well. Where texts share
+    positions, block 1 tells types and not pairs of type and position.
+
+    It reads single gradients and updates of plain SGD. What it says of the first step of a LoRA,
+    where B is zero, is *unknown*: A has no gradient then, and the r directions of B's tell next to
+    nothing apart. The last token of a causal text has no part in these gradients.
+
+    Args:
+        public_text: text like the clients', or ``"sampled"``, for how frequent tokens are. Helps
+            where noise hides the rarer directions; without it all tokens are alike.
+        tokenizer: for strings.
+        seed: of sampled text.
+        name: as in the logs.
+    """
+
+    threat_model = ThreatModel.of(
+        "an honest but curious server that reads one update of the first block's projections, or "
+        "of adapters on them",
+        Capability.KNOWS_MODEL,
+    )
+    default_name = "subspace_words"
+
+    def __init__(
+        self,
+        public_text: Given | None = None,
+        *,
+        tokenizer: Any = None,
+        seed: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        self.public_text = PublicText.taken(public_text, tokenizer)
+        self.seed = seed
+        self._facts = RunFacts()
+        self._inputs: tuple[Anatomy, tuple[KnownInput, ...]] | None = None
+        self._readable: list[_Readable] = []
+
+    def meet(self, facts: RunFacts) -> None:
+        """Learns the precision, and what made an update."""
+        self._facts = facts
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """The maps that read a known input: those that are trained, or else the widest's.
+
+        Raises:
+            ThreatModelError: no map of the model does.
+        """
+        inputs = self._known(anatomy)
+        trained = [m.name for known in inputs for m in known.trained(anatomy)]
+        if trained:
+            return Surfaces(gradients=tuple(trained))
+        return Surfaces(gradients=tuple(m.name for m in inputs[0].maps))
+
+    def _known(self, anatomy: Anatomy) -> tuple[KnownInput, ...]:
+        if self._inputs is None or self._inputs[0] is not anatomy:
+            found = known_inputs(anatomy, linear_maps(anatomy))
+            self._inputs = (anatomy, tuple(sorted(found, key=_preferred(anatomy))))
+        inputs = self._inputs[1]
+        if not inputs:
+            raise ThreatModelError(
+                f"attack '{self.name}' reads linear maps whose input a token determines, and this "
+                "model has none (are its first projections something else than nn.Linear?): "
+                "remove the attack"
+            )
+        return inputs
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        """Runs the model on every token, up to the maps that it reads.
+
+        Raises:
+            ValueError: the input of a map hangs on positions in a way that is not known.
+        """
+        odds = self._log_odds(anatomy)
+        self._readable = []
+        refused: list[str] = []
+        for known in self._known(anatomy):
+            maps = known.trained(anatomy)
+            if not maps:
+                continue
+            try:
+                dictionary = dictionary_of(anatomy, known, autocast=self._facts.autocast)
+            except NotAdditive as error:
+                refused.append(f"{maps[0].name}: {error}")
+                continue
+            self._readable.append(_Readable(known, maps, dictionary, odds))
+        if refused and not self._readable:
+            raise ValueError(f"attack '{self.name}' cannot read {'; '.join(refused)}: remove it")
+
+    def _log_odds(self, anatomy: Anatomy) -> Tensor:
+        """(V,) of a token being in a batch of some hundred types."""
+        size = vocabulary(anatomy)
+        if self.public_text is None:
+            counts = torch.ones(size)
+        else:
+            text = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+            ids = torch.cat(list(text.sentences))
+            counts = torch.bincount(ids, minlength=size)[:size].float()
+            counts += counts.sum().clamp_min(1) / size / 10
+        expected = counts / counts.sum() * _TYPES_EXPECTED
+        return expected.log().clamp(-12.0, 2.0).to(anatomy.device)
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Follows embeddings and norms that have moved."""
+        trains_words = anatomy.trainable(EMBEDDING_WEIGHT)
+        names = {m.name for readable in self._readable for m in readable.maps}
+        if trains_words or names != set(self.needs(anatomy).gradients):
+            self.prepare(anatomy)
+            return
+        if any(not readable.current(anatomy, self._facts.autocast) for readable in self._readable):
+            self.prepare(anatomy)
+
+    @torch.no_grad()
+    def run(self, view: Observation, query: Query | None = None) -> SubspaceGuess:
+        """Names the types whose inputs span what was shared.
+
+        Returns:
+            ``types`` the surest first, ``n_types`` as many as they are or, where noise leaves it
+            open, as are expected; ``surface`` is ``"input"``.
+
+        Raises:
+            UnusableObservation: non-finite, all zero, more types than directions tell apart, or an
+                update that is no sum of gradients.
+            RuntimeError: ``prepare`` was not called.
+        """
+        if not self._readable:
+            raise RuntimeError(f"attack '{self.name}' has no dictionary: call prepare(anatomy)")
+        snapshot = view.gradients[-1]
+        if isinstance(snapshot, UpdateSnapshot):
+            self._check_update()
+        found: dict[bool, Found] = {}
+        reasons: list[str] = []
+        for readable in self._readable:
+            side = readable.decoder
+            if side in found and found[side].certified:
+                continue
+            if readable.of_b and side in found:
+                continue
+            try:
+                said = readable.read(view, snapshot.noise_std, self._facts)
+            except UnusableObservation as error:
+                reasons.append(str(error))
+                continue
+            if side not in found or said.certified:
+                found[side] = said
+        if not found:
+            raise UnusableObservation("; ".join(dict.fromkeys(reasons)))
+        parts = list(found.values())
+        return SubspaceGuess(
+            types=parts[0].types if len(parts) == 1 else _joined(parts),
+            scores=torch.stack([p.scores for p in parts]).amax(0),
+            n_types=sum(p.expected for p in parts),
+            surface="input",
+            certified=all(p.certified for p in parts),
+        )
+
+    def _check_update(self) -> None:
+        """Refuses updates whose rows are no combinations of inputs."""
+        optimizer, settings = self._facts.optimizer, self._facts.optimizer_settings
+        if optimizer is not None and optimizer != "SGD":
+            raise UnusableObservation(
+                f"an update of {optimizer} is divided entry by entry, so that its rows are no "
+                "combinations of inputs any more; measure the gradients of single steps (leave "
+                "local_steps out) to see what the client's data would give away"
+            )
+        for setting in ("momentum", "weight_decay"):
+            if settings.get(setting):
+                raise UnusableObservation(
+                    f"an update of SGD with {setting}={settings[setting]} holds more than this "
+                    "round's gradients; measure single steps (leave local_steps out)"
+                )
+
+    def config(self) -> dict[str, object]:
+        """Settings that name this attack in reports."""
+        text = self.public_text
+        return {
+            "public_text": text.digest if isinstance(text, PublicText) else text,
+            "seed": self.seed,
+        }
+
+
+def _joined(parts: Sequence[Found]) -> Tensor:
+    """Types of several sides, each once."""
+    both = torch.cat([p.types for p in parts])
+    return torch.tensor(list(dict.fromkeys(both.tolist())), device=both.device)
+
+
+def _preferred(anatomy: Anatomy) -> Any:
+    """Order in which inputs are read: B's last, as wide as the model first, then the narrower."""
+
+    def key(known: KnownInput) -> tuple[bool, bool, int]:
+        of_b = all(m.factor == "B" for m in known.maps)
+        return of_b, known.width != anatomy.hidden_size, known.width
+
+    return key
+
+
+class _Readable:
+    """A known input whose maps are trained, with what every token looks like there."""
+
+    def __init__(
+        self,
+        known: KnownInput,
+        maps: Sequence[LinearMap],
+        dictionary: Dictionary,
+        log_odds: Tensor,
+    ) -> None:
+        self.known = known
+        self.maps = tuple(maps)
+        self.dictionary = dictionary
+        self.decoder = ".decoder." in f".{maps[0].name}"
+        self.of_b = all(m.factor == "B" for m in maps)
+        self._log_odds = log_odds
+        self._atoms: tuple[int, Atoms] | None = None
+        if dictionary.positions is None:
+            self._atoms = (0, Atoms(*dictionary.atoms(0)))
+
+    def current(self, anatomy: Anatomy, autocast: torch.dtype | None) -> bool:
+        """Whether some tokens look as they did."""
+        step = max(1, len(self.dictionary.rows) // _PROBED)
+        ids = torch.arange(0, len(self.dictionary.rows), step, device=anatomy.device)
+        now = input_rows(anatomy, self.known, ids[:, None], autocast=autocast)[:, 0]
+        return bool(torch.equal(now, self.dictionary.rows[ids]))
+
+    def read(self, view: Observation, noise_std: float, facts: RunFacts) -> Found:
+        """Explains what these maps shared.
+
+        Raises:
+            UnusableObservation: as :meth:`SubspaceWords.run`.
+        """
+        gradients = []
+        for linear in self.maps:
+            g = whole_tensor(view.gradient(linear.name))
+            g = g if linear.axis == 1 else g.T
+            if not bool(g.isfinite().all()):
+                raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
+            if bool(g.any()):
+                gradients.append(g)
+        if not gradients:
+            if any(m.factor == "A" for m in self.maps):
+                raise UnusableObservation(
+                    "the gradient of LoRA's A is zero, as it is while B is (in the first step)"
+                )
+            raise UnusableObservation("the gradients of the first projections are all zero")
+        rounding = _rounding([*(g.dtype for g in gradients), self.dictionary.rows.dtype], facts)
+        seen = self.dictionary.seen_positions(gradients)
+        found = self._explained(gradients, seen, rounding, noise_std)
+        if seen and not found.certified and not noise_std:
+            further = self._explained(gradients, seen * 8 // 5 + 8, rounding, noise_std)
+            found = further if further.certified else found
+        tokens = len(self.dictionary.rows)
+        words = found.types < tokens
+        return Found(
+            found.types[words],
+            found.scores[:tokens],
+            max(0.0, found.expected - int((~words).sum())),
+            found.residual,
+            found.certified,
+        )
+
+    def _explained(
+        self, gradients: Sequence[Tensor], positions: int, rounding: float, noise_std: float
+    ) -> Found:
+        if self._atoms is None or self._atoms[0] != positions:
+            self._atoms = (positions, Atoms(*self.dictionary.atoms(positions)))
+        atoms = self._atoms[1]
+        shared = SharedRows.of(
+            gradients, atoms.beside, rounding=rounding, noise=[noise_std] * len(gradients)
+        )
+        room = atoms.width - len(atoms.beside)
+        if len(shared.kept) >= room - 1:
+            raise UnusableObservation(
+                f"what was shared fills all {room} directions of the input: more types (and "
+                "positions) than can be told apart"
+            )
+        if not len(shared.kept):
+            raise UnusableObservation("nothing that was shared stands out of the noise")
+        extra = atoms.screen.shape[0] - len(self._log_odds)
+        odds = torch.cat([self._log_odds, self._log_odds.new_zeros(extra)])
+        return explain(atoms, shared, odds)
+
+
+def _rounding(dtypes: Sequence[torch.dtype], facts: RunFacts) -> float:
+    """Relative error of an entry: of a gradient rounded once it is about a quarter of an epsilon.
+
+    Single precision's own sums make it a whole one.
+    """
+    known = [*dtypes, *([facts.autocast] if facts.autocast is not None else [])]
+    largest = max(torch.finfo(d).eps for d in known)
+    single = torch.finfo(torch.float32).eps
+    if largest <= single:
+        reduced = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
+        return 2.0**-11 if reduced else single
+    return largest / 4
+
+
+__all__ = ["SubspaceGuess", "SubspaceWords"]

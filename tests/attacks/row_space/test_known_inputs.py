@@ -1,0 +1,157 @@
+"""Which maps read an input that is known, and what every token looks like there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.row_space.dictionary import NotAdditive, dictionary_of
+from lightning_fedleak.attacks.row_space.linear_maps import (
+    input_rows,
+    known_inputs,
+    linear_maps,
+)
+from tests.attacks.row_space.models import FAMILIES, LENGTH, gpt2, llama, ready, t5, texts
+
+FIRST = {
+    "llama": {"q_proj", "k_proj", "v_proj"},
+    "gpt2": {"c_attn"},
+    "bert": {"query", "key", "value"},
+    "roberta": {"query", "key", "value"},
+    "opt": {"q_proj", "k_proj", "v_proj"},
+    "gemma": {"q_proj", "k_proj", "v_proj"},
+    "neox": {"query_key_value"},
+    "albert": {"embedding_hidden_mapping_in"},
+}
+
+
+def known_of(model: nn.Module):
+    anatomy = find_anatomy(model)
+    return anatomy, known_inputs(anatomy, linear_maps(anatomy))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_projections_are_found_in_every_family(family: str) -> None:
+    anatomy, found = known_of(ready(FAMILIES[family]()))
+    maps = next(k for k in found if k.width == anatomy.hidden_size or family == "albert").maps
+    assert {m.name.split(".")[-2] for m in maps} == FIRST[family]
+    assert all(".1." not in m.name for m in maps)
+    assert {m.axis for m in maps} == ({0} if family == "gpt2" else {1})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_input_is_its_word_once_what_is_beside_is_projected_out(family: str) -> None:
+    anatomy, found = known_of(ready(FAMILIES[family]()).double())
+    ids = texts(3, 9)
+    for known in found:
+        dictionary = dictionary_of(anatomy, known)
+        rows, beside = dictionary.atoms(9)
+        assert known.positional == (len(beside) > 0)
+        x = input_rows(anatomy, known, ids)
+        word = rows[ids]
+        x, word = (y - (y @ beside.T) @ beside for y in (x, word))
+        cosine = torch.cosine_similarity(x, word, dim=-1)
+        assert float(cosine.abs().min()) > 1 - 1e-9
+
+
+def test_encoder_and_decoder_are_told_apart() -> None:
+    _, found = known_of(t5().eval())
+    assert [len(k.maps) for k in found] == [3, 3]
+    assert {m.name.split(".")[0] for m in found[0].maps} == {found[0].maps[0].name.split(".")[0]}
+
+
+def test_adapters_are_found_by_their_factors() -> None:
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    _, found = known_of(model.eval())
+    wide, *narrow = found
+    assert sum(m.factor == "A" for m in wide.maps) == 2
+    assert all(m.factor == "B" and k.width == 4 for k in narrow for m in k.maps)
+
+
+def test_adalora_regularises_its_factors() -> None:
+    config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=["q_proj"])
+    anatomy, found = known_of(get_peft_model(llama(), config).eval())
+    (mine,) = (m for m in found[0].maps if m.factor == "A")
+    assert mine.regularised
+    rows = dictionary_of(anatomy, found[0]).constants
+    assert torch.equal(rows, anatomy.parameter(mine.name).detach().double())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1]),
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    ],
+    ids=["deeper", "ia3", "prompt"],
+)
+def test_what_reads_nothing_known_trains_nothing_that_is_read(config: object) -> None:
+    anatomy, found = known_of(get_peft_model(llama(), config).eval())
+    assert found
+    assert not any(k.trained(anatomy) for k in found)
+
+
+def test_virtual_tokens_are_left_out() -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = llama()
+    anatomy, found = known_of(get_peft_model(model, config).eval())
+    bare, without = known_of(model)
+    ids = texts(2, 5)
+    torch.testing.assert_close(
+        input_rows(anatomy, found[0], ids), input_rows(bare, without[0], ids)
+    )
+
+
+def test_a_map_that_is_called_again_is_not_read() -> None:
+    class Twice(nn.Module):
+        """One map for two layers: its gradient holds inputs that are not known."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 16)
+            self.inner = nn.Linear(16, 16)
+            self.head = nn.Linear(16, 50)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.inner(self.embedding(input_ids))
+            x = self.inner(x + x.cumsum(1))
+            return self.head(x)
+
+    _anatomy, found = known_of(Twice().eval())
+    assert found == []
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = ready(gpt2()).train()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    anatomy, found = known_of(model)
+    dictionary_of(anatomy, found[0])
+    assert model.training
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_positions_that_multiply_are_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 16)
+            self.scale = nn.Parameter(torch.rand(LENGTH, 16) + 0.5)
+            self.first = nn.Linear(16, 16)
+            self.head = nn.Linear(16, 50)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(input_ids) * self.scale[: input_ids.shape[1]]
+            return self.head(self.first(x).cumsum(1))
+
+    anatomy, found = known_of(Scaled().eval())
+    anatomy.model.config = transformers.PretrainedConfig(max_position_embeddings=LENGTH)
+    with pytest.raises(NotAdditive, match="no sum of a part of the word"):
+        dictionary_of(anatomy, found[0])

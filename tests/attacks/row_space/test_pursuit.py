@@ -1,0 +1,172 @@
+"""The pursuit against planted problems, and against the span test where the rank is full."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_fedleak.attacks.row_space.pursuit import Atoms, Found, SharedRows, explain, pruned
+
+SINGLE = torch.finfo(torch.float32).eps
+V, D = 400, 64
+NOTHING = torch.zeros(0, D, dtype=torch.float64)
+
+
+def dictionary(seed: int = 0, *, common: float = 3.0) -> Tensor:
+    """Inputs that share most of their direction, as those of a language model do."""
+    g = torch.Generator().manual_seed(seed)
+    spread = torch.exp(torch.linspace(0, -2, D))
+    return torch.randn(V, D, generator=g) * spread + common * torch.randn(1, D, generator=g)
+
+
+def planted(rows: Tensor, types: int, rank: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A gradient (rank, D) in single precision, and the types (types,) that it is made of."""
+    g = torch.Generator().manual_seed(seed)
+    truth = torch.randperm(len(rows), generator=g)[:types]
+    weights = torch.randn(rank, types, generator=g, dtype=torch.float64)
+    weights *= torch.exp(torch.randn(types, generator=g, dtype=torch.float64))
+    return (weights @ rows[truth].double()).float(), truth
+
+
+def solve(rows: Tensor, gradient: Tensor, noise: float = 0.0) -> Found:
+    shared = SharedRows.of([gradient], NOTHING, rounding=SINGLE, noise=[noise])
+    return explain(Atoms(rows, NOTHING), shared, torch.full((len(rows),), math.log(20 / V)))
+
+
+@given(st.integers(2, 24), st.integers(0, 1000))
+def test_below_full_rank_the_planted_types_are_found_and_certified(types: int, seed: int) -> None:
+    rows = dictionary(seed % 5)
+    gradient, truth = planted(rows, types, 8, seed)
+    found = solve(rows, gradient)
+    assert set(found.types.tolist()) == set(truth.tolist())
+    assert found.certified
+    assert found.expected == types
+    assert set(found.scores.topk(types).indices.tolist()) == set(truth.tolist())
+
+
+@given(st.integers(1, D - 6), st.integers(0, 1000))
+def test_at_full_rank_it_is_the_span_test(types: int, seed: int) -> None:
+    rows = dictionary(seed % 5)
+    gradient, truth = planted(rows, types, D + 10, seed)
+    found = solve(rows, gradient)
+    basis = torch.linalg.svd(gradient.double(), full_matrices=False)[2][:types]
+    unit = rows.double() / rows.double().norm(dim=1, keepdim=True)
+    distance = (unit - (unit @ basis.T) @ basis).norm(dim=1)
+    nearest = set(distance.argsort()[:types].tolist())
+    assert nearest == set(truth.tolist())
+    assert set(found.types.tolist()) == nearest
+    assert found.certified
+
+
+def test_low_rank_alone_puts_no_input_in_the_span() -> None:
+    """What the span test needs: r rows of more than r inputs hold none of them."""
+    rows = dictionary()
+    gradient, truth = planted(rows, 20, 8)
+    basis = torch.linalg.svd(gradient.double(), full_matrices=False)[2]
+    unit = rows.double() / rows.double().norm(dim=1, keepdim=True)
+    distance = (unit - (unit @ basis.T) @ basis).norm(dim=1)
+    assert float(distance[truth].min()) > 1e-3
+
+
+@pytest.mark.parametrize("rank", [4, 12, 40])
+def test_a_set_that_lacks_a_type_is_not_certified(rank: int) -> None:
+    """The token that is missing has no atom, as one that was never in the dictionary."""
+    wrong = 0
+    for seed in range(30):
+        rows = dictionary(seed % 5)
+        gradient, truth = planted(rows, 12, rank, seed)
+        lacking = rows.clone()
+        lacking[truth[0]] = 0
+        wrong += solve(lacking, gradient).certified
+    assert wrong == 0
+
+
+def test_more_types_than_can_be_told_apart_are_not_certified() -> None:
+    for seed in range(10):
+        rows = dictionary(seed % 5)
+        gradient, truth = planted(rows, 55, 4, seed)
+        found = solve(rows, gradient)
+        assert not found.certified
+        assert set(found.types.tolist()) != set(truth.tolist())
+
+
+def test_pruning_takes_out_what_was_planted_besides() -> None:
+    rows = dictionary()
+    gradient, truth = planted(rows, 12, 6)
+    shared = SharedRows.of([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
+    others = torch.tensor([t for t in range(V) if t not in set(truth.tolist())][:25])
+    kept = pruned(Atoms(rows, NOTHING), shared, torch.cat([others, truth]))
+    assert set(kept.tolist()) == set(truth.tolist())
+
+
+def test_equal_atoms_are_one_type() -> None:
+    rows = dictionary()
+    gradient, truth = planted(rows, 10, 6)
+    rows[truth[3]] = rows[(int(truth[3]) + 1) % V] = rows[truth[3]].clone()
+    found = solve(rows, gradient)
+    twins = {int(truth[3]), (int(truth[3]) + 1) % V}
+    assert found.certified
+    assert set(found.types.tolist()) - twins == set(truth.tolist()) - twins
+    assert len(set(found.types.tolist()) & twins) == 1
+
+
+def test_nearly_equal_atoms_are_told_apart_as_far_as_rounding_lets_them() -> None:
+    """Tokens that were never trained: 200 atoms within 1e-5 of each other."""
+    rows = dictionary()
+    g = torch.Generator().manual_seed(1)
+    rows[200:] = rows[200:201] + 1e-4 * torch.randn(200, D, generator=g)
+    weights = torch.randn(12, 10, generator=g, dtype=torch.float64)
+    truth = torch.tensor([*range(8), 250, 303])
+    found = solve(rows, (weights @ rows[truth].double()).float())
+    assert set(found.types.tolist()) == set(truth.tolist())
+
+
+@pytest.mark.parametrize("level", [1e-3, 1e-2, 1e-1])
+def test_noise_leaves_the_loudest_types_and_no_certificate(level: float) -> None:
+    right = named = 0
+    for seed in range(10):
+        rows = dictionary(seed % 5)
+        gradient, truth = planted(rows, 8, 12, seed)
+        std = level * float(gradient.square().mean().sqrt())
+        g = torch.Generator().manual_seed(seed)
+        noisy = gradient + std * torch.randn(gradient.shape, generator=g)
+        found = solve(rows, noisy, std)
+        assert not found.certified
+        right += len(set(found.types.tolist()) & set(truth.tolist()))
+        named += len(found.types)
+    assert right >= (60 if level < 0.05 else 20)
+    assert right / named > 0.6
+
+
+def test_noise_alone_names_next_to_nothing() -> None:
+    rows = dictionary()
+    for seed in range(10):
+        g = torch.Generator().manual_seed(seed)
+        shared = SharedRows.of(
+            [torch.randn(8, D, generator=g)], NOTHING, rounding=SINGLE, noise=[1.0]
+        )
+        found = explain(Atoms(rows, NOTHING), shared, torch.full((V,), math.log(20 / V)))
+        assert len(found.types) <= 2
+        assert not found.certified
+
+
+def test_scale_and_order_of_rows_do_not_matter() -> None:
+    rows = dictionary()
+    gradient, truth = planted(rows, 15, 8)
+    for changed in (gradient * 1e-12, gradient * 1e12, gradient.flip(0)):
+        assert set(solve(rows, changed).types.tolist()) == set(truth.tolist())
+
+
+def test_pairs_of_word_and_position_span_each_other() -> None:
+    """(w1, p1), (w2, p1), (w2, p2) span (w1, p2): block 1 tells types, never pairs."""
+    g = torch.Generator().manual_seed(0)
+    word, place = (torch.randn(2, D, generator=g, dtype=torch.float64) for _ in range(2))
+    shared = torch.stack([word[0] + place[0], word[1] + place[0], word[1] + place[1]])
+    basis = torch.linalg.qr(shared.T).Q
+    other = word[0] + place[1]
+    assert float((other - basis @ (basis.T @ other)).norm()) < 1e-12

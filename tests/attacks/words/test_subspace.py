@@ -1,0 +1,419 @@
+"""Words from the first projections' gradients, as models and PEFT really give them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.attacks.words.subspace import SubspaceWords
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.threats import ThreatModelError
+from tests.attacks.row_space.models import (
+    FAMILIES,
+    VOCABULARY,
+    backward,
+    bert,
+    gpt2,
+    llama,
+    move_b,
+    observed,
+    prepared,
+    ready,
+    seen,
+    t5,
+    texts,
+    with_lora,
+)
+
+PROJECTIONS = {
+    "llama": ["q_proj", "v_proj"],
+    "gpt2": ["c_attn"],
+    "bert": ["query", "value"],
+    "roberta": ["query", "value"],
+    "opt": ["q_proj", "v_proj"],
+    "gemma": ["q_proj", "v_proj"],
+    "neox": ["query_key_value"],
+}
+
+
+def is_causal(model: nn.Module) -> bool:
+    return "MaskedLM" not in type(getattr(model, "base_model", model)).__name__ and not any(
+        "MaskedLM" in type(m).__name__ for m in model.modules()
+    )
+
+
+def check_exact(model: nn.Module, ids: Tensor, *, certified: bool = True, **more: Tensor) -> None:
+    attack, anatomy = prepared(model)
+    backward(model, ids, **more)
+    guess = attack.run(observed(attack, anatomy))
+    truth = seen(ids, causal=is_causal(model))
+    assert set(guess.types.tolist()) == truth
+    assert guess.certified or not certified
+    assert guess.surface == "input"
+    assert guess.n_types == len(truth)
+    assert guess.scores.shape == (VOCABULARY,)
+    assert set(guess.scores.topk(len(truth)).indices.tolist()) == truth
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_models_of_every_family(family: str, rows: int) -> None:
+    check_exact(ready(FAMILIES[family]()), texts(rows, 16 // rows + 2))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", [llama, gpt2])
+def test_tied_and_untied_heads(family, tied: bool) -> None:
+    check_exact(ready(family(tie_word_embeddings=tied)), texts(8, 6))
+
+
+@pytest.mark.parametrize("family", PROJECTIONS)
+def test_lora_of_every_family(family: str) -> None:
+    model = with_lora(ready(FAMILIES[family]()), 6, PROJECTIONS[family])
+    check_exact(model, texts(4, 6))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"use_dora": True}, {"use_rslora": True}, {"init_lora_weights": "pissa"}],
+    ids=["dora", "rslora", "pissa"],
+)
+def test_variants_of_lora(more: dict[str, object]) -> None:
+    check_exact(with_lora(ready(llama()), 6, ["q_proj", "v_proj"], **more), texts(4, 7))
+
+
+def test_adalora_with_its_regularisation() -> None:
+    config = AdaLoraConfig(
+        init_r=8, target_r=4, total_step=10, target_modules=["q_proj", "v_proj"], lora_alpha=16
+    )
+    model = get_peft_model(ready(llama()), config)
+    move_b(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_E" in name:
+                parameter += 0.5
+    check_exact(model.eval(), texts(3, 6))
+
+
+def test_lora_on_all_linear_maps_reads_as_its_first_projections_do() -> None:
+    model = with_lora(ready(llama()), 6, "all-linear")
+    names = {n.split(".")[-4] for n in SubspaceWords().needs(find_anatomy(model)).gradients}
+    assert names == {"q_proj", "k_proj", "v_proj"}
+    check_exact(model, texts(4, 7))
+
+
+def test_the_first_step_of_lora_is_unknown_and_never_nothing() -> None:
+    model = get_peft_model(
+        ready(llama()), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    ).eval()
+    attack, anatomy = prepared(model)
+    backward(model, texts(4, 6))
+    assert all(
+        not anatomy.parameter(r).grad.any()
+        for r in attack.needs(anatomy).gradients
+        if "lora_A" in r
+    )
+    with pytest.raises(UnusableObservation, match="LoRA's A is zero"):
+        attack.run(observed(attack, anatomy))
+
+
+def test_a_few_types_show_in_b_alone() -> None:
+    """LoRA-FA trains B only; r directions tell fewer than r types apart."""
+    model = get_peft_model(ready(llama()), LoraConfig(r=24, target_modules=["v_proj"])).eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    check_exact(model, texts(1, 9))
+    attack, anatomy = prepared(model)
+    backward(model, texts(8, 9))
+    with pytest.raises(UnusableObservation, match="more types"):
+        attack.run(observed(attack, anatomy))
+
+
+def test_texts_that_share_their_first_token() -> None:
+    ids = texts(4, 6)
+    ids[:, 0] = 7
+    check_exact(ready(llama()), ids)
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("family", [llama, gpt2])
+def test_padding_on_either_side(family, left: bool) -> None:
+    ids, mask = texts(4, 8), torch.ones(4, 8, dtype=torch.long)
+    for row in range(4):
+        place = slice(0, row) if left else slice(8 - row, 8)
+        mask[row, place] = 0
+        ids[row, place] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    model = ready(family())
+    attack, anatomy = prepared(model)
+    backward(model, ids, attention_mask=mask, labels=labels)
+    guess = attack.run(observed(attack, anatomy))
+    ends = ids.clone()
+    for row in range(4):
+        ends[row, int(mask[row].nonzero().max())] = 0
+    assert set(guess.types.tolist()) - {0} == set(ends[mask == 1].tolist()) - {0}
+
+
+def test_prompts_without_labels_are_read() -> None:
+    ids = texts(3, 10)
+    labels = ids.clone()
+    labels[:, :6] = -100
+    check_exact(ready(llama()), ids, labels=labels)
+
+
+def test_a_classifier_gives_its_words_away() -> None:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        max_position_embeddings=24,
+    )
+    model = ready(transformers.BertForSequenceClassification(config))
+    attack, anatomy = prepared(model)
+    ids = texts(2, 9)
+    model.zero_grad()
+    model(input_ids=ids, labels=torch.tensor([0, 1])).loss.backward()
+    guess = attack.run(observed(attack, anatomy))
+    assert set(guess.types.tolist()) == set(ids.flatten().tolist())
+    assert guess.certified
+
+
+def test_an_encoder_decoder_gives_both_sides_away() -> None:
+    model = ready(t5())
+    attack, anatomy = prepared(model)
+    ids, labels = texts(2, 8), texts(2, 7)
+    backward(model, ids, labels=labels)
+    guess = attack.run(observed(attack, anatomy))
+    read = set(ids.flatten().tolist()) | set(labels[:, :-1].flatten().tolist())
+    assert set(guess.types.tolist()) - {0} == read
+    assert guess.certified
+
+
+def test_half_precision_gradients_are_ranked_and_not_certified() -> None:
+    model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
+    attack, anatomy = prepared(model)
+    ids = texts(2, 7)
+    backward(model, ids)
+    truth = seen(ids, causal=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        guess = attack.run(observed(attack, anatomy, lambda g, dtype=dtype: g.to(dtype)))
+        assert len(set(guess.types.tolist()) & truth) >= 0.8 * len(truth)
+        assert not guess.certified
+
+
+def test_a_client_under_autocast_is_followed() -> None:
+    model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
+    anatomy = find_anatomy(model)
+    attack = SubspaceWords()
+    attack.meet(RunFacts(autocast=torch.bfloat16))
+    attack.prepare(anatomy)
+    ids = texts(2, 7)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    guess = attack.run(observed(attack, anatomy))
+    truth = seen(ids, causal=True)
+    assert len(set(guess.types.tolist()) & truth) >= 0.8 * len(truth)
+    assert not guess.certified
+
+
+def test_dropout_in_training_takes_the_certificate_away() -> None:
+    model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"], lora_dropout=0.2)
+    attack, anatomy = prepared(model)
+    model.train()
+    for _ in range(20):
+        backward(model, texts(2, 7))
+        with contextlib.suppress(UnusableObservation):
+            assert not attack.run(observed(attack, anatomy)).certified
+
+
+def test_known_noise_takes_the_certificate_away() -> None:
+    model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
+    attack, anatomy = prepared(model)
+    ids = texts(2, 7)
+    backward(model, ids)
+    clean = observed(attack, anatomy).gradients[0]
+    std = 1e-3 * float(torch.cat([g.flatten() for g in clean.tensors.values()]).std())
+    noisy = {r: g + std * torch.randn_like(g) for r, g in clean.tensors.items()}
+    guess = attack.run(Observation((GradientSnapshot(0, Stage.SHARED, noisy, noise_std=std),)))
+    assert not guess.certified
+    assert len(set(guess.types.tolist()) & seen(ids, causal=True)) >= 6
+
+
+@pytest.mark.parametrize("spoilt", ["nan", "zero"])
+def test_what_cannot_be_read_is_refused(spoilt: str) -> None:
+    model = ready(llama())
+    attack, anatomy = prepared(model)
+    backward(model, texts(2, 6))
+    change = (lambda g: g * torch.nan) if spoilt == "nan" else torch.zeros_like
+    with pytest.raises(UnusableObservation, match="NaN" if spoilt == "nan" else "zero"):
+        attack.run(observed(attack, anatomy, change))
+
+
+def test_more_types_than_dimensions_are_refused() -> None:
+    model = ready(llama())
+    attack, anatomy = prepared(model)
+    backward(model, texts(12, 14))
+    with pytest.raises(UnusableObservation, match="more types"):
+        attack.run(observed(attack, anatomy))
+
+
+def update(attack: SubspaceWords, anatomy, steps: int) -> Observation:
+    view = observed(attack, anatomy).gradients[0]
+    return Observation(
+        (UpdateSnapshot(0, Stage.SHARED, view.tensors, local_steps=steps, learning_rate=0.1),)
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "word"),
+    [
+        (RunFacts(optimizer="AdamW", local_steps=1), "AdamW"),
+        (
+            RunFacts(optimizer="SGD", optimizer_settings={"momentum": 0.9}, local_steps=1),
+            "momentum",
+        ),
+    ],
+)
+def test_an_update_that_is_no_sum_of_gradients_is_unknown(facts: RunFacts, word: str) -> None:
+    model = ready(llama())
+    attack, anatomy = prepared(model)
+    backward(model, texts(2, 6))
+    attack.meet(facts)
+    with pytest.raises(UnusableObservation, match=word):
+        attack.run(update(attack, anatomy, 1))
+
+
+def test_rounds_of_sgd_on_lora_add_up() -> None:
+    """The embeddings are frozen: the words of all local steps lie in the update."""
+    model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
+    attack, anatomy = prepared(model)
+    attack.meet(RunFacts(optimizer="SGD", local_steps=2))
+    roles = attack.needs(anatomy).gradients
+    before = {r: anatomy.parameter(r).detach().clone() for r in roles}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    truth: set[int] = set()
+    for _ in range(2):
+        ids = texts(2, 7)
+        backward(model, ids)
+        optimizer.step()
+        truth |= seen(ids, causal=True)
+    tensors = {r: (before[r] - anatomy.parameter(r).detach()) / 0.5 for r in roles}
+    view = UpdateSnapshot(0, Stage.SHARED, tensors, local_steps=2, learning_rate=0.5)
+    guess = attack.run(Observation((view,)))
+    assert len(set(guess.types.tolist()) & truth) >= 0.9 * len(truth)
+    assert not guess.certified
+
+
+def test_a_model_that_moves_is_followed() -> None:
+    model = ready(gpt2())
+    attack, anatomy = prepared(model)
+    ids = texts(2, 7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    backward(model, ids)
+    attack.refresh(anatomy, 5)
+    guess = attack.run(observed(attack, anatomy))
+    assert set(guess.types.tolist()) == seen(ids, causal=True)
+
+
+def test_a_norm_alone_that_moves_is_followed() -> None:
+    model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
+    attack, anatomy = prepared(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "input_layernorm" in name:
+                parameter += 0.3 * torch.randn_like(parameter)
+    ids = texts(2, 7)
+    backward(model, ids)
+    attack.refresh(anatomy, 5)
+    guess = attack.run(observed(attack, anatomy))
+    assert set(guess.types.tolist()) == seen(ids, causal=True)
+
+
+def test_nothing_trained_that_it_reads_is_not_exposed() -> None:
+    model = get_peft_model(
+        ready(llama()), IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    )
+    anatomy = find_anatomy(model)
+    roles = SubspaceWords().needs(anatomy).gradients
+    assert roles
+    assert not any(anatomy.trainable(r) for r in roles)
+
+
+def test_a_model_without_such_maps_is_refused() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 16)
+            self.inner = nn.GRU(16, 16, batch_first=True)
+            self.head = nn.Linear(16, 50)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.head(self.inner(self.embedding(input_ids))[0])
+
+    with pytest.raises(ThreatModelError, match="remove the attack"):
+        SubspaceWords().needs(find_anatomy(Recurrent()))
+
+
+def test_public_text_makes_frequent_tokens_likelier() -> None:
+    model = with_lora(ready(llama()), 4, ["q_proj", "v_proj"])
+    anatomy = find_anatomy(model)
+    attack = SubspaceWords([[7, 8, 7, 9] * 20])
+    attack.prepare(anatomy)
+    odds = attack._readable[0]._log_odds
+    assert float(odds[7]) >= float(odds[9]) > float(odds[100])
+    assert attack.config()["public_text"] != SubspaceWords().config()["public_text"]
+
+
+def test_equations_of_the_specification() -> None:
+    """dW = D^T X; dA = s B^T dW and dB = s dW A^T, in float64; dA is zero where B is."""
+    plain = ready(llama()).double()
+    ids = texts(2, 6)
+    inputs: list[Tensor] = []
+    v = plain.model.layers[0].self_attn.v_proj
+    handle = v.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    outputs: list[Tensor] = []
+    behind = v.register_full_backward_hook(lambda m, gi, go: outputs.append(go[0].detach()))
+    backward(plain, ids)
+    handle.remove()
+    behind.remove()
+    whole = v.weight.grad.clone()
+    x, d = inputs[0].flatten(0, 1), outputs[0].flatten(0, 1)
+    torch.testing.assert_close(whole, d.T @ x, rtol=1e-10, atol=1e-14)
+    adapted = get_peft_model(copy.deepcopy(plain), LoraConfig(r=4, target_modules=["v_proj"]))
+    adapted = adapted.double().eval()
+    backward(adapted, ids)
+    layer = adapted.base_model.model.model.layers[0].self_attn.v_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    scale = layer.scaling["default"]
+    assert not a.grad.any()
+    torch.testing.assert_close(b.grad, scale * whole @ a.T, rtol=1e-10, atol=1e-14)
+    with torch.no_grad():
+        b += 1e-9 * torch.randn_like(b)
+    backward(adapted, ids)
+    torch.testing.assert_close(a.grad, scale * b.T @ whole, rtol=1e-5, atol=1e-16)
+
+
+def test_the_mask_of_a_masked_model_is_a_type_too() -> None:
+    model = with_lora(ready(bert()), 6, ["query", "value"])
+    attack, anatomy = prepared(model)
+    ids = texts(2, 8)
+    labels = torch.full_like(ids, -100)
+    labels[:, 2] = ids[:, 2]
+    ids[:, 2] = 4
+    backward(model, ids, labels=labels)
+    guess = attack.run(observed(attack, anatomy))
+    assert set(guess.types.tolist()) == set(ids.flatten().tolist())

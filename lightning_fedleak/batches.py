@@ -104,6 +104,25 @@ class TokenBatch:
         decoded = self.labels[:, :-1]
         return torch.cat([read, decoded[decoded != IGNORE_INDEX].long().to(read.device)])
 
+    def context_ids(self) -> Tensor:
+        """Those of :meth:`read_ids` that a label hangs on, (n,) int64, repeats included.
+
+        A causal text's last token predicts nothing, and nothing predicts from it: no layer's
+        gradient hangs on it, so that it is given away as a label only. Nor has a text without a
+        label a part in any gradient. On CUDA this waits for the device.
+        """
+        mask, labels = self.attention_mask, self.labels
+        ids = self.input_ids
+        kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+        asked = kept if labels is None else labels != IGNORE_INDEX
+        if self.kind == "causal":
+            return ids[kept & _before_last(asked)].long()
+        some = asked.flatten(1).any(1) if asked.dim() > 1 else asked
+        read = ids[kept & some.to(ids.device)[:, None]].long()
+        if self.kind != "seq2seq" or labels is None:
+            return read
+        return torch.cat([read, labels[asked & _before_last(asked)].long().to(read.device)])
+
     def check_values(self, readable: int | None, n_labels: int) -> None:
         """Refuses ids that the model does not know, and a mask that hides what is trained on.
 
@@ -325,6 +344,12 @@ def _kept(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
     ids = ids[:, start:]
     kept = ids.reshape(-1) if mask is None else ids[mask[:, start:] != 0]
     return kept.to(torch.int64, copy=True)
+
+
+def _before_last(asked: Tensor) -> Tensor:
+    """(B, L) the positions before the last one of each row that is set."""
+    after = asked.flip(1).cumsum(1).flip(1) > 0
+    return torch.cat([after[:, 1:], torch.zeros_like(after[:, :1])], dim=1)
 
 
 def _any_outside(ids: Tensor, n: int) -> bool:

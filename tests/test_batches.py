@@ -520,3 +520,49 @@ def test_batches_whose_values_contradict_each_other_are_refused(name: str) -> No
     with pytest.raises(BatchError, match=f"{word}.*batch_adapter") as refused:
         batch.check_values(readable=13, n_labels=13)
     assert "0000" not in str(refused.value)
+
+
+def _hangs_on(model: torch.nn.Module, batch: TokenBatch, **inputs: torch.Tensor) -> list[int]:
+    """Ids whose embedding has a gradient, position by position: what a label hangs on."""
+    embedded = model.get_input_embeddings()(batch.input_ids).detach().requires_grad_()
+    model(inputs_embeds=embedded, **inputs).loss.backward()
+    moved = embedded.grad.abs().sum(-1) > 0
+    return sorted(batch.input_ids[moved].tolist())
+
+
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_context_ids_are_those_whose_embedding_has_a_gradient(kind: str) -> None:
+    from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    model = (
+        LlamaForCausalLM(LlamaConfig(**sizes))
+        if kind == "causal"
+        else BertForMaskedLM(BertConfig(**sizes, hidden_dropout_prob=0.0))
+    ).eval()
+    ids = torch.randint(5, 50, (4, 7))
+    labels = torch.where(torch.rand(4, 7) < 0.4, ids, -100)
+    labels[2] = -100
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    labels[0, 5:] = -100
+    batch = TokenBatch(ids, labels, mask, kind)
+    expected = _hangs_on(model, batch, attention_mask=mask, labels=labels)
+    assert sorted(batch.context_ids().tolist()) == expected
+
+
+def test_context_ids_of_other_kinds() -> None:
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    labels = torch.tensor([[11, 12, 13, -100], [-100] * 4])
+    both = TokenBatch(ids, labels, None, "seq2seq")
+    assert sorted(both.context_ids().tolist()) == [5, 6, 7, 11, 12]
+    classes = TokenBatch(ids, torch.tensor([1, -100]), None, "classifier")
+    assert classes.context_ids().tolist() == [5, 6, 7]
+    bare = TokenBatch(ids, None, torch.tensor([[1, 1, 0], [1, 1, 1]]), "causal")
+    assert bare.context_ids().tolist() == [5, 8, 9]

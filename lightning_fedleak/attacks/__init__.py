@@ -32,7 +32,7 @@ from lightning_fedleak.attacks.words.flatchat import (
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.attacks.words.reveal_labels import RevealLabels, RevealLabelsGuess
-from lightning_fedleak.attacks.words.subspace import SubspaceGuess, SubspaceWords
+from lightning_fedleak.attacks.words.subspace import SubspaceWords
 
 __all__ = [
     "AlignedFlatChat",
@@ -56,7 +56,6 @@ __all__ = [
     "RevealLabels",
     "RevealLabelsGuess",
     "RunFacts",
-    "SubspaceGuess",
     "SubspaceWords",
     "Surfaces",
     "TextAttack",

@@ -43,12 +43,17 @@ class WordGuess(Guess):
         scores: (V,) higher is more likely used, or None where the attack only decides.
         n_types: the attack's own estimate of the number of types, or None where it makes none.
         surface: ``"output"`` for words predicted (labels), ``"input"`` for words read.
+        certified: whether the adversary can tell by itself that no type is missing; None where the
+            attack makes no certificate.
+        capacity: how many types the attack could have told apart; None where it cannot say.
     """
 
     types: Tensor
     scores: Tensor | None = None
     n_types: float | None = None
     surface: str = "output"
+    certified: bool | None = None
+    capacity: float | None = None
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -301,6 +303,8 @@ class Fit:
 
     def _on_strategy_stage(self, stage: Stage, optimizer: Optimizer) -> None:
         """A DefendedStrategy shows ``p.grad`` at a stage."""
+        if self.look is not None and stage is Stage.LOCAL:
+            self.look.noise_std = 0.0
         if not self._keeps_local:
             self._ask((stage,), optimizer)
         elif stage is Stage.AGGREGATE:
@@ -309,6 +313,11 @@ class Fit:
     def _before_defense(
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:
+        if self.look is not None:
+            try:
+                self.look.noise_std = math.hypot(self.look.noise_std, defense.noise_std(context))
+            except Exception:
+                self.look.noise_std = math.nan
         for channel in self._channels:
             channel.before_defense(defense, parameters, context)
 
@@ -330,17 +339,28 @@ class Fit:
                 tuple(s for s in stages if s in self._stages),
                 optimizer,
                 scale,
-                lambda: self._tap.view(
-                    look.step,
-                    next(s for s in stages if s in self._stages),
-                    kept=kept,
-                    client=self._run.number,
-                    scale=scale if kept else 1.0,
+                lambda: replace(
+                    self._tap.view(
+                        look.step,
+                        next(s for s in stages if s in self._stages),
+                        kept=kept,
+                        client=self._run.number,
+                        scale=scale if kept else 1.0,
+                    ),
+                    noise_std=self._noise_std(look, stages),
                 ),
             )
         )
         if Stage.AGGREGATE in stages:
             look.stepped.add(id(optimizer))
+
+    def _noise_std(self, look: Look, stages: Sequence[Stage]) -> float:
+        """Of the noise on what is at these stages: the clients' is independent, and averaged."""
+        if Stage.LOCAL in stages:
+            return 0.0
+        own = self._run.client == "world" or Stage.SHARED in stages
+        clients = 1 if own else self._run.trainer.world_size
+        return look.noise_std / math.sqrt(clients)
 
     def _show(self, moment: Moment) -> None:
         with moment.look.clock(self._run.device):

@@ -310,6 +310,14 @@ class Defense(ABC):
         """
         return canary
 
+    def noise_std(self, context: DefenseContext) -> float:
+        """Standard deviation of what ``on_gradients`` adds to each number of this client's update.
+
+        Those who attack a defended run are told it, as a server that prescribes the defence knows
+        it. 0, the default, says that no noise is added.
+        """
+        return 0.0
+
     @property
     def privacy(self) -> Privacy | None:
         """What the releases so far have cost; None where nothing is accounted."""

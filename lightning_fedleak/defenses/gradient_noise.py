@@ -225,6 +225,10 @@ class GradientNoise(Defense):
             canary = canary.noised(noise * self.standard_deviation, self.standard_deviation)
         return canary
 
+    def noise_std(self, context: DefenseContext) -> float:
+        """As it is turned up now."""
+        return self.standard_deviation
+
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """The releases so far, what they cost, and how often the noise was turned up."""
         notches = {"notches": self.notches} if self.notches else {}

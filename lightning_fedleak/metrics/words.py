@@ -20,7 +20,8 @@ from lightning_fedleak.metrics.rates import (
     word_counts,
 )
 
-_COUNTS = ("tp", "fp", "fn", "n_estimates")
+_COUNTS = ("tp", "fp", "fn", "n_estimates", "n_certificates", "n_certified", "n_capacities")
+_SUMS = ("error_sum", "capacity_sum")
 
 
 class WordRecovery(Metric):
@@ -29,7 +30,8 @@ class WordRecovery(Metric):
     Counts are summed over updates and processes, and rates and intervals computed from the sums
     (pooled, see :func:`~lightning_fedleak.metrics.rates.precision_recall_f1`).
     ``type_count_error`` is the mean over those batches for which the attack estimates the number
-    of types.
+    of types, ``certified`` the share of batches of which the attack says that no type is missing,
+    and ``capacity`` the mean of how many types it could tell apart over how many there were.
 
     Args:
         vocab_size: token ids are below it.
@@ -37,21 +39,25 @@ class WordRecovery(Metric):
         kwargs: passed to :class:`torchmetrics.Metric`.
 
     ``compute()`` gives ``precision``, ``recall``, ``f1``, each also with ``_low`` and ``_high``,
-    and ``type_count_error``: scalars on the CPU, NaN where unknown.
+    ``type_count_error``, ``certified`` and ``capacity``: scalars on the CPU, NaN where unknown.
     """
 
     is_differentiable = False
     higher_is_better = None
     full_state_update = False
 
-    WIDTH = 5
+    WIDTH = len(_COUNTS) + len(_SUMS)
     """Numbers that :meth:`pack` gives."""
 
     tp: Tensor
     fp: Tensor
     fn: Tensor
-    error_sum: Tensor
     n_estimates: Tensor
+    n_certificates: Tensor
+    n_certified: Tensor
+    n_capacities: Tensor
+    error_sum: Tensor
+    capacity_sum: Tensor
 
     def __init__(self, vocab_size: int, *, confidence: float = 0.95, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -59,7 +65,8 @@ class WordRecovery(Metric):
         self.confidence = confidence
         for count in _COUNTS:
             self.add_state(count, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("error_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        for name in _SUMS:
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, guess: WordGuess, truth_types: Tensor) -> None:
         """Adds one batch.
@@ -76,28 +83,39 @@ class WordRecovery(Metric):
         if error == error:
             self.error_sum += error
             self.n_estimates += 1
+        if guess.certified is not None:
+            self.n_certificates += 1
+            self.n_certified += int(guess.certified)
+        types = int(counts.tp + counts.fn)
+        if guess.capacity is not None and types:
+            self.n_capacities += 1
+            self.capacity_sum += guess.capacity / types
 
     def pack(self) -> list[float]:
-        """All that was added so far, as plain numbers: the counts, and the sum of errors."""
-        return [*(float(getattr(self, count)) for count in _COUNTS), float(self.error_sum)]
+        """All that was added so far, as plain numbers: the counts and the sums."""
+        return [float(getattr(self, name)) for name in (*_COUNTS, *_SUMS)]
 
     def add_packed(self, numbers: Sequence[float]) -> None:
         """Adds what another instance gave with :meth:`pack`."""
-        for count, number in zip(_COUNTS, numbers, strict=False):
-            setattr(self, count, getattr(self, count) + int(number))
-        self.error_sum += numbers[-1]
+        for name, number in zip((*_COUNTS, *_SUMS), numbers, strict=True):
+            more = number if name in _SUMS else int(number)
+            setattr(self, name, getattr(self, name) + more)
 
     def rates(self) -> dict[str, Rate]:
         """Precision, recall and F1 of the pooled counts, on this process."""
         counts = Counts(int(self.tp), int(self.fp), int(self.fn))
         return precision_recall_f1(counts, self.confidence)
 
-    def mean_type_count_error(self) -> float:
-        """Of the batches with an estimate, on this process; NaN where there was none."""
-        n = int(self.n_estimates)
-        return float(self.error_sum) / n if n else math.nan
+    def means(self) -> dict[str, float]:
+        """Of the batches that have one, on this process; NaN where there was none."""
+        each = {
+            "type_count_error": (self.error_sum, self.n_estimates),
+            "certified": (self.n_certified, self.n_certificates),
+            "capacity": (self.capacity_sum, self.n_capacities),
+        }
+        return {name: float(total) / int(n) if n else math.nan for name, (total, n) in each.items()}
 
     def compute(self) -> dict[str, Tensor]:
         """The rates of the pooled counts."""
-        values = flat(self.rates()) | {"type_count_error": self.mean_type_count_error()}
+        values = flat(self.rates()) | self.means()
         return {name: torch.tensor(value) for name, value in values.items()}

@@ -40,6 +40,7 @@ class LinearMap:
         reader: the module that is called with the input.
         axis: the parameter's axis along the input: 1 of ``nn.Linear`` and of LoRA's factors, 0 of
             GPT-2's ``Conv1D``.
+        rows: numbers in its output.
         factor: ``"A"`` or ``"B"`` of a low-rank adapter, which multiplies what A made of the input;
             ``"whole"`` otherwise.
         regularised: whether the loss has a term of the parameter itself, whose gradient is a
@@ -49,6 +50,7 @@ class LinearMap:
     name: str
     reader: nn.Module
     axis: int
+    rows: int
     factor: str
     regularised: bool = False
 
@@ -76,7 +78,8 @@ def _own_map(
     if weight is None or weight.dim() != 2 or not (isinstance(module, nn.Linear) or fused):
         return
     if id(weight) in names:
-        yield LinearMap(names[id(weight)], reader, 0 if fused else 1, factor)
+        axis = 0 if fused else 1
+        yield LinearMap(names[id(weight)], reader, axis, weight.shape[1 - axis], factor)
 
 
 def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
@@ -89,8 +92,9 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
         for adapter in getattr(module, "active_adapters", ()):
             if isinstance(factors, nn.ParameterDict):
                 # AdaLoRA multiplies by its matrices itself; only A's input passes a module.
-                if factor == "A" and adapter in factors and id(factors[adapter]) in names:
-                    yield LinearMap(names[id(factors[adapter])], module, 1, "A", True)
+                if factor == "A" and adapter in factors:
+                    matrix = factors[adapter]
+                    yield LinearMap(names[id(matrix)], module, 1, len(matrix), "A", True)
             elif isinstance(factors, nn.ModuleDict) and adapter in factors:
                 yield from _own_map(factors[adapter], factors[adapter], factor, names)
 

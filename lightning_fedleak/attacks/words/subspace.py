@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lightning_fedleak.attacks.base import (
     WordGuess,
 )
 from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.row_space.capacity import Capacity, measured
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, NotAdditive, dictionary_of
 from lightning_fedleak.attacks.row_space.linear_maps import (
     KnownInput,
@@ -29,23 +30,13 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     vocabulary,
 )
 from lightning_fedleak.attacks.row_space.pursuit import Atoms, Found, SharedRows, explain
+from lightning_fedleak.attacks.words.aligned_rows import rounding_error
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 _TYPES_EXPECTED = 256.0
 _PROBED = 32
-
-
-@dataclass(frozen=True)
-class SubspaceGuess(WordGuess):
-    """Words, and whether the adversary can tell that none is missing.
-
-    Attributes:
-        certified: the types explain all that was shared, see
-            :class:`~lightning_fedleak.attacks.row_space.pursuit.Found`.
-    """
-
-    certified: bool = False
+_LENGTH = 32
 
 
 class SubspaceWords(Attack):
@@ -71,7 +62,9 @@ class SubspaceWords(Attack):
         public_text: text like the clients', or ``"sampled"``, for how frequent tokens are. Helps
             where noise hides the rarer directions; without it all tokens are alike.
         tokenizer: for strings.
-        seed: of sampled text.
+        capacity_seconds: that :meth:`prepare` may take to measure how many types can be told apart,
+            on planted sets; 0 leaves it out.
+        seed: of sampled text, and of planted sets.
         name: as in the logs.
     """
 
@@ -87,12 +80,18 @@ class SubspaceWords(Attack):
         public_text: Given | None = None,
         *,
         tokenizer: Any = None,
+        capacity_seconds: float = 10.0,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
         self.public_text = PublicText.taken(public_text, tokenizer)
+        if capacity_seconds < 0:
+            raise ValueError(f"capacity_seconds must not be negative, got {capacity_seconds}")
+        self.capacity_seconds = capacity_seconds
         self.seed = seed
+        self._capacity: float | None = None
+        self._stored: dict[str, float] = {}
         self._facts = RunFacts()
         self._inputs: tuple[Anatomy, tuple[KnownInput, ...]] | None = None
         self._readable: list[_Readable] = []
@@ -145,6 +144,9 @@ class SubspaceWords(Attack):
                 refused.append(f"{maps[0].name}: {error}")
                 continue
             self._readable.append(_Readable(known, maps, dictionary, odds))
+        if self._readable and self._capacity is None and self.capacity_seconds:
+            first = self._readable[0]
+            self._capacity = float(first.capacity(self.capacity_seconds, self.seed).types)
         if refused and not self._readable:
             raise ValueError(f"attack '{self.name}' cannot read {'; '.join(refused)}: remove it")
 
@@ -163,6 +165,13 @@ class SubspaceWords(Attack):
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Follows embeddings and norms that have moved."""
+        if self._facts.local_steps is not None:
+            self._stored = {
+                m.name: rounding_error(whole_tensor(p))
+                for readable in self._readable
+                for m in readable.maps
+                if (p := anatomy.parameter(m.name)) is not None
+            }
         trains_words = anatomy.trainable(EMBEDDING_WEIGHT)
         names = {m.name for readable in self._readable for m in readable.maps}
         if trains_words or names != set(self.needs(anatomy).gradients):
@@ -172,7 +181,7 @@ class SubspaceWords(Attack):
             self.prepare(anatomy)
 
     @torch.no_grad()
-    def run(self, view: Observation, query: Query | None = None) -> SubspaceGuess:
+    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
         """Names the types whose inputs span what was shared.
 
         Returns:
@@ -187,8 +196,13 @@ class SubspaceWords(Attack):
         if not self._readable:
             raise RuntimeError(f"attack '{self.name}' has no dictionary: call prepare(anatomy)")
         snapshot = view.gradients[-1]
+        if math.isnan(snapshot.noise_std):
+            raise UnusableObservation("a defence does not say how much noise it adds")
+        noise = dict.fromkeys(snapshot.tensors, snapshot.noise_std)
         if isinstance(snapshot, UpdateSnapshot):
             self._check_update()
+            scale = snapshot.local_steps**0.5 / snapshot.learning_rate
+            noise |= {name: stored * scale for name, stored in self._stored.items()}
         found: dict[bool, Found] = {}
         reasons: list[str] = []
         for readable in self._readable:
@@ -198,7 +212,7 @@ class SubspaceWords(Attack):
             if readable.of_b and side in found:
                 continue
             try:
-                said = readable.read(view, snapshot.noise_std, self._facts)
+                said = readable.read(view, noise, self._facts)
             except UnusableObservation as error:
                 reasons.append(str(error))
                 continue
@@ -207,12 +221,13 @@ class SubspaceWords(Attack):
         if not found:
             raise UnusableObservation("; ".join(dict.fromkeys(reasons)))
         parts = list(found.values())
-        return SubspaceGuess(
+        return WordGuess(
             types=parts[0].types if len(parts) == 1 else _joined(parts),
             scores=torch.stack([p.scores for p in parts]).amax(0),
             n_types=sum(p.expected for p in parts),
             surface="input",
             certified=all(p.certified for p in parts),
+            capacity=self._capacity,
         )
 
     def _check_update(self) -> None:
@@ -283,13 +298,24 @@ class _Readable:
         now = input_rows(anatomy, self.known, ids[:, None], autocast=autocast)[:, 0]
         return bool(torch.equal(now, self.dictionary.rows[ids]))
 
-    def read(self, view: Observation, noise_std: float, facts: RunFacts) -> Found:
+    def capacity(self, seconds: float, seed: int) -> Capacity:
+        """How many types its rows can tell apart, positions (of texts of 32 tokens) known."""
+        atoms = self._atoms[1] if self._atoms else Atoms(*self.dictionary.atoms(_LENGTH))
+        factors = [m for m in self.maps if self.of_b or m.factor != "B"]
+        return measured(atoms, sum(m.rows for m in factors), seconds=seconds, seed=seed)
+
+    def read(self, view: Observation, noise: Mapping[str, float], facts: RunFacts) -> Found:
         """Explains what these maps shared.
+
+        Args:
+            view: what was shared.
+            noise: standard deviation of what was added to each entry, by parameter.
+            facts: of the run.
 
         Raises:
             UnusableObservation: as :meth:`SubspaceWords.run`.
         """
-        gradients = []
+        gradients, levels = [], []
         for linear in self.maps:
             g = whole_tensor(view.gradient(linear.name))
             g = g if linear.axis == 1 else g.T
@@ -297,6 +323,7 @@ class _Readable:
                 raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
             if bool(g.any()):
                 gradients.append(g)
+                levels.append(noise.get(linear.name, 0.0))
         if not gradients:
             if any(m.factor == "A" for m in self.maps):
                 raise UnusableObservation(
@@ -305,9 +332,9 @@ class _Readable:
             raise UnusableObservation("the gradients of the first projections are all zero")
         rounding = _rounding([*(g.dtype for g in gradients), self.dictionary.rows.dtype], facts)
         seen = self.dictionary.seen_positions(gradients)
-        found = self._explained(gradients, seen, rounding, noise_std)
-        if seen and not found.certified and not noise_std:
-            further = self._explained(gradients, seen * 8 // 5 + 8, rounding, noise_std)
+        found = self._explained(gradients, seen, rounding, levels)
+        if seen and not found.certified and not any(levels):
+            further = self._explained(gradients, seen * 8 // 5 + 8, rounding, levels)
             found = further if further.certified else found
         tokens = len(self.dictionary.rows)
         words = found.types < tokens
@@ -320,14 +347,16 @@ class _Readable:
         )
 
     def _explained(
-        self, gradients: Sequence[Tensor], positions: int, rounding: float, noise_std: float
+        self,
+        gradients: Sequence[Tensor],
+        positions: int,
+        rounding: float,
+        noise: Sequence[float],
     ) -> Found:
         if self._atoms is None or self._atoms[0] != positions:
             self._atoms = (positions, Atoms(*self.dictionary.atoms(positions)))
         atoms = self._atoms[1]
-        shared = SharedRows.of(
-            gradients, atoms.beside, rounding=rounding, noise=[noise_std] * len(gradients)
-        )
+        shared = SharedRows.of(gradients, atoms.beside, rounding=rounding, noise=noise)
         room = atoms.width - len(atoms.beside)
         if len(shared.kept) >= room - 1:
             raise UnusableObservation(
@@ -355,4 +384,4 @@ def _rounding(dtypes: Sequence[torch.dtype], facts: RunFacts) -> float:
     return largest / 4
 
 
-__all__ = ["SubspaceGuess", "SubspaceWords"]
+__all__ = ["SubspaceWords"]

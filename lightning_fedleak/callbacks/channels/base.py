@@ -154,6 +154,8 @@ class Look:
         processor_seconds: processor time spent so far, of all threads.
         step_seconds: time that the step itself took so far; 0 until it is known.
         learning_rates: of what the attacks read, at each local step.
+        noise_std: of what defences have added to each number of this client's update so far; NaN
+            where one of them did not say.
         kept: what channels keep until the look is published, by keys of their own.
     """
 
@@ -168,6 +170,7 @@ class Look:
     started: float = field(default_factory=lambda: time.perf_counter())
     step_seconds: float = 0.0
     learning_rates: list[set[float]] = field(default_factory=list)
+    noise_std: float = 0.0
     kept: dict[object, Any] = field(default_factory=dict)
 
     def elapsed(self) -> float:

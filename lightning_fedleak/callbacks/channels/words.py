@@ -42,7 +42,7 @@ class WordTruth:
 
     Attributes:
         output_types: sorted distinct ids that the loss was computed on.
-        input_types: sorted distinct ids that were read.
+        input_types: sorted distinct ids that were read and that a label hangs on.
         n_targets: tokens the loss was computed on.
     """
 
@@ -54,7 +54,7 @@ class WordTruth:
     def of(cls, batches: Sequence[TokenBatch]) -> WordTruth:
         """Joins the micro-batches of one step. Synchronises with the device."""
         targets = [b.target_ids() for b in batches]
-        reads = [b.read_ids() for b in batches]
+        reads = [b.context_ids() for b in batches]
         return cls(
             torch.unique(torch.cat(targets)) if targets else torch.empty(0, dtype=torch.long),
             torch.unique(torch.cat(reads)) if reads else torch.empty(0, dtype=torch.long),
@@ -87,7 +87,7 @@ class WordsChannel(Channel):
     headline = "f1"
     charts = MappingProxyType({"precision and recall": ("precision", "recall")})
     width = WordRecovery.WIDTH
-    extras = ("type_count_error",)
+    extras = ("type_count_error", "certified", "capacity")
     reads_updates: ClassVar[bool] = True
 
     def __init__(self, attacks: Sequence[Attack], settings: Settings) -> None:
@@ -228,7 +228,7 @@ class WordsChannel(Channel):
             pooled.rates(),
             int(pooled.tp + pooled.fn),
             worst=worst_of(each),
-            extra={"type_count_error": pooled.mean_type_count_error()},
+            extra=pooled.means(),
         )
 
 

@@ -429,7 +429,7 @@ class DPSGD(Defense):
         self._check_clip(step)
         clipped = step.clipped(parameters, context)
         released = clipped.with_canary(canary.samples, sampling.expected)
-        std = self._client_noise(context) * self.max_grad_norm / sampling.expected
+        std = self.noise_std(context)
         if std:
             number, step.canaries = step.canaries, step.canaries + 1
             key = self._key(context, self.releases, number, "canary")
@@ -437,6 +437,11 @@ class DPSGD(Defense):
             noise = standard_normal(key, like.shape[1:], like.device, like.dtype)
             released = released.noised(noise * std, std)
         return released
+
+    def noise_std(self, context: DefenseContext) -> float:
+        """Of the mean over the expected batch."""
+        _, sampling = self._in_fit()
+        return self._client_noise(context) * self.max_grad_norm / sampling.expected
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Releases, what they were accounted as, and the noise: as settled, and how turned up."""

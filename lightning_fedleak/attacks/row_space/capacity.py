@@ -1,0 +1,95 @@
+"""How many types the rows of an update can tell apart: predicted, and measured on planted sets."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from lightning_fedleak.attacks.row_space.pursuit import Atoms, SharedRows, explain
+
+_EXACT = 0.99
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How many types can be told apart.
+
+    Attributes:
+        types: the largest number of planted types of which all but one in a hundred were found.
+        failed: the smallest at which they were not; None where none was seen to fail.
+        predicted: by :func:`predicted`.
+    """
+
+    types: int
+    failed: int | None
+    predicted: float
+
+
+def predicted(width: int, tokens: int, rank: int) -> float:
+    """Types that ``rank`` rows tell apart: ``width / (1 + ln(tokens) / (3 rank))``.
+
+    A fit, no theorem: of planted sets of equally likely types (``benchmarks/capacity.py``). Never
+    a promise that more types than that are safe.
+
+    Args:
+        width: dimensions of the input, less what is no word.
+        tokens: in the vocabulary.
+        rank: rows that are shared, at most ``width``.
+    """
+    return width / (1 + math.log(max(2, tokens)) / (3 * max(1, rank)))
+
+
+def measured(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) -> Capacity:
+    """Plants sets of types and looks for them, between the largest found and the smallest missed.
+
+    Args:
+        atoms: of all tokens.
+        rank: rows that are shared.
+        seconds: after which no other set is planted; one is in any case.
+        seed: of the sets.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    usable = atoms.usable.nonzero()[:, 0].cpu()
+    room = atoms.width - len(atoms.beside)
+    guess = predicted(room, len(usable), rank)
+    low, high = 0, min(room, len(usable))
+    types = max(1, min(int(guess), high - 1))
+    until = time.monotonic() + seconds
+    failed = None
+    while low < types < high:
+        if _found(atoms, rank, usable, types, generator):
+            low = types
+        else:
+            high = failed = types
+        if time.monotonic() > until or high - low <= max(1, room // 16):
+            break
+        wider = min(types + max(1, room // 8), high - 1) if failed is None else (low + high) // 2
+        narrower = max(1, types - max(1, room // 8)) if low == 0 else (low + high) // 2
+        types = wider if low == types else narrower
+    return Capacity(low, failed, guess)
+
+
+def _found(
+    atoms: Atoms, rank: int, usable: torch.Tensor, types: int, generator: torch.Generator
+) -> bool:
+    """Whether a planted set of types is found in rows of single precision."""
+    truth = usable[torch.randperm(len(usable), generator=generator)[:types]]
+    device = atoms.screen.device
+    rows = min(rank, 2 * atoms.width)
+    weights = torch.randn(rows, types, generator=generator, dtype=torch.float64)
+    weights *= torch.randn(types, generator=generator, dtype=torch.float64).exp()
+    gradient = (weights.to(device) @ atoms.rows(truth.to(device))).float()
+    single = torch.finfo(torch.float32).eps
+    shared = SharedRows.of([gradient], atoms.beside, rounding=single, noise=[0.0])
+    if len(shared.kept) >= atoms.width - len(atoms.beside) - 1:
+        return False
+    odds = atoms.screen.new_full((len(atoms.screen),), math.log(types / len(usable)))
+    found = set(explain(atoms, shared, odds).types.tolist())
+    both = len(found & set(truth.tolist()))
+    return 2 * both / (len(found) + types) >= _EXACT
+
+
+__all__ = ["Capacity", "measured", "predicted"]

@@ -1,0 +1,167 @@
+"""Words read off LoRA and whole models while they are trained."""
+
+from __future__ import annotations
+
+import csv
+import math
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+from torch import nn
+
+from lightning_fedleak import DPSGD, DefendedStrategy, GradientNoise
+from lightning_fedleak.attacks import SubspaceWords
+from lightning_fedleak.callbacks import LeakageMonitor
+from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
+from tests.callbacks.runs import assert_same, fit
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+
+NAME = "leakage/subspace_words"
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+
+
+def module(
+    family=llama, optimizer: str = "adamw", lora: dict[str, object] | None = None
+) -> CausalLMModule:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model: nn.Module = family()
+        if lora is not None:
+            model = get_peft_model(model, LoraConfig(**lora))
+        return CausalLMModule(model.train(), optimizer=optimizer)
+
+
+def loader():
+    return random_token_loader(n=8, batch_size=2, length=10, vocab=VOCABULARY)
+
+
+def watched(
+    root: Path, made: CausalLMModule, **settings: object
+) -> tuple[L.Trainer, LeakageMonitor]:
+    options = {k: settings.pop(k) for k in ("stages", "local_steps") if k in settings}
+    monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0.1)], every_n_steps=1, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = fit([monitor], root, module=made, loader=loader(), **settings)
+    return trainer, monitor
+
+
+CASES = {
+    "whole": (dict, None),
+    "lora": (dict, LORA),
+    "lora with dropout": (dict, {**LORA, "lora_dropout": 0.1}),
+    "bf16-mixed": (lambda: {"precision": "bf16-mixed"}, LORA),
+    "accumulation": (lambda: {"accumulate_grad_batches": 2}, LORA),
+    "noise": (
+        lambda: {"strategy": DefendedStrategy("auto", [GradientNoise(None, 1e-4, seed=3)])},
+        LORA,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_bit_identical(case: str, tmp_path: Path) -> None:
+    settings, lora = CASES[case]
+    plain = fit([], tmp_path / "plain", module=module(lora=lora), loader=loader(), **settings())
+    seen, monitor = watched(tmp_path / "seen", module(lora=lora), **settings())
+    assert_same(plain, seen)
+    assert monitor.looks == seen.global_step
+
+
+def test_the_first_look_is_unknown_and_the_next_ones_are_exact(tmp_path: Path) -> None:
+    trainer, monitor = watched(tmp_path, module(lora=LORA))
+    with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("monitor/failures")]
+    assert [row["monitor/failures"] for row in rows] == ["1.0"] * 4
+    assert [row[f"{NAME}/f1"] or "unknown" for row in rows] == ["unknown", "1.0", "1.0", "1.0"]
+    assert monitor.latest[f"{NAME}/certified"] == 1
+    assert monitor.latest[f"{NAME}/capacity"] > 1
+    assert monitor.latest[f"{NAME}/exposed"] == 1
+
+
+@pytest.mark.parametrize("family", [llama, gpt2, bert])
+def test_whole_models_are_read_at_every_look(family, tmp_path: Path) -> None:
+    made = module(family)
+    for part in made.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    _, monitor = watched(tmp_path, made)
+    assert monitor.failures == 0
+    assert monitor.latest[f"{NAME}/f1"] == 1
+    assert monitor.latest[f"{NAME}/certified"] == 1
+
+
+def test_accumulated_batches_are_read_together(tmp_path: Path) -> None:
+    _, monitor = watched(tmp_path, module(lora=LORA), accumulate_grad_batches=2)
+    assert monitor.latest[f"{NAME}/f1"] > 0.9
+
+
+def test_what_is_not_shared_is_said_not_to_be_exposed(tmp_path: Path) -> None:
+    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    made = CausalLMModule(get_peft_model(llama(), config), optimizer="adamw")
+    _, monitor = watched(tmp_path, made)
+    assert monitor.latest[f"{NAME}/exposed"] == 0
+    assert monitor.failures == 0
+
+
+def test_rounds_of_sgd_are_read_and_rounds_of_adamw_are_unknown(tmp_path: Path) -> None:
+    _, monitor = watched(
+        tmp_path / "sgd", module(optimizer="sgd", lora=LORA), local_steps=2, stages=("shared",)
+    )
+    assert monitor.latest[f"{NAME}/f1"] > 0.8
+    _, monitor = watched(tmp_path / "adamw", module(lora=LORA), local_steps=1, stages=("shared",))
+    assert monitor.failures == monitor.looks > 0
+    assert math.isnan(monitor.latest[f"{NAME}/f1"])
+
+
+def test_dpsgd_leaves_no_certificate(tmp_path: Path) -> None:
+    strategy = DefendedStrategy("auto", [DPSGD(1.0, noise_multiplier=0.5)])
+    _, monitor = watched(tmp_path, module(lora=LORA), strategy=strategy)
+    f1 = monitor.latest[f"{NAME}/f1"]
+    assert math.isnan(f1) or f1 < 0.3
+    assert monitor.latest.get(f"{NAME}/certified", 0.0) == 0
+
+
+class Levels(SubspaceWords):
+    """Keeps the noise that it was told of."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity_seconds=0)
+        self.levels: list[float] = []
+
+    def run(self, view, query=None):
+        self.levels.append(view.gradients[-1].noise_std)
+        return super().run(view, query)
+
+
+class Mute(GradientNoise):
+    name = "mute"
+
+    def noise_std(self, context):
+        raise RuntimeError("private")
+
+
+class Other(GradientNoise):
+    name = "other"
+
+
+def test_attacks_are_told_the_noise_of_the_defences(tmp_path: Path) -> None:
+    attack = Levels()
+    monitor = LeakageMonitor([attack], every_n_steps=1, stages=("local", "shared", "aggregate"))
+    strategy = DefendedStrategy(
+        "auto",
+        [GradientNoise(None, 3e-3), type("Other", (GradientNoise,), {"name": "b"})(1.0, 4e-3)],
+    )
+    fit([monitor], tmp_path, module=module(lora=LORA), loader=loader(), strategy=strategy)
+    assert attack.levels == pytest.approx([0.0, 5e-3, 5e-3] * 4)
+
+
+def test_a_defence_that_does_not_say_leaves_the_words_unknown(tmp_path: Path) -> None:
+    monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0)], every_n_steps=1)
+    strategy = DefendedStrategy("auto", [Mute(None, 1e-3)])
+    fit([monitor], tmp_path, module=module(lora=LORA), loader=loader(), strategy=strategy)
+    assert monitor.failures == monitor.looks == 4

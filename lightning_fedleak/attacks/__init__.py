@@ -10,8 +10,13 @@ from lightning_fedleak.attacks.base import (
     WordGuess,
 )
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
-from lightning_fedleak.attacks.membership.base import MembershipAttack, MembershipGuess
+from lightning_fedleak.attacks.membership.base import (
+    MembershipAttack,
+    MembershipGuess,
+    PassiveMembership,
+)
 from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack, TextGuess
@@ -50,12 +55,14 @@ __all__ = [
     "MembershipAttack",
     "MembershipGuess",
     "Mixture",
+    "PassiveMembership",
     "PrefixInversion",
     "PublicText",
     "Query",
     "RevealLabels",
     "RevealLabelsGuess",
     "RunFacts",
+    "SubspaceMembership",
     "SubspaceWords",
     "Surfaces",
     "TextAttack",

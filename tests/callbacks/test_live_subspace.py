@@ -13,9 +13,10 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 
-from lightning_fedleak import DPSGD, DefendedStrategy, GradientNoise
-from lightning_fedleak.attacks import SubspaceWords
+from lightning_fedleak import DPSGD, DefendedStrategy, GradientNoise, with_canaries
+from lightning_fedleak.attacks import SubspaceMembership, SubspaceWords
 from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.callbacks.channels import Games
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
 from tests.callbacks.runs import assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
@@ -165,3 +166,54 @@ def test_a_defence_that_does_not_say_leaves_the_words_unknown(tmp_path: Path) ->
     strategy = DefendedStrategy("auto", [Mute(None, 1e-3)])
     fit([monitor], tmp_path, module=module(lora=LORA), loader=loader(), strategy=strategy)
     assert monitor.failures == monitor.looks == 4
+
+
+def asking(**settings: object) -> LeakageMonitor:
+    public = [[5 + (7 * i + 3 * j) % 290 for j in range(10)] for i in range(12)]
+    attacks = [SubspaceMembership(public, blocks=4), SubspaceWords(capacity_seconds=0)]
+    return LeakageMonitor(attacks, every_n_steps=1, games=Games(targets=2), **settings)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_asking_about_texts_does_not_disturb(case: str, tmp_path: Path) -> None:
+    settings, lora = CASES[case]
+    plain = fit([], tmp_path / "plain", module=module(lora=lora), loader=loader(), **settings())
+    seen = fit([asking()], tmp_path / "s", module=module(lora=lora), loader=loader(), **settings())
+    assert_same(plain, seen)
+
+
+def test_membership_is_known_from_the_second_look_on(tmp_path: Path) -> None:
+    monitor = asking(stages=("local", "shared"))
+    fit([monitor], tmp_path, module=module(lora=LORA), loader=loader())
+    assert monitor.latest["leakage/subspace_membership/auc"] == 1
+    assert monitor.latest["leakage_local/subspace_membership/auc"] == 1
+    assert monitor.latest["leakage/subspace_membership/accuracy"] > 0.5
+
+
+def test_canaries_are_asked_for_too(tmp_path: Path) -> None:
+    rows = loader().dataset.columns["input_ids"]
+    ids = [row.tolist() for row in rows]
+    items = [{"input_ids": i, "labels": i} for i in ids]
+    train = with_canaries(items[:4], items[4:], seed=2)
+    assert 0 < int(train.canaries.included.sum()) < 4
+    monitor = LeakageMonitor(
+        [SubspaceMembership(ids)], every_n_steps=1, games=Games(2, canaries=train.canaries)
+    )
+    made = module(optimizer="sgd")
+    batches = torch.utils.data.DataLoader(train, batch_size=2, collate_fn=_stacked)
+    trainer = fit([monitor], tmp_path, module=made, loader=batches)
+    with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
+        seen = [row.get("audit/subspace_membership/accuracy") for row in csv.DictReader(file)]
+    assert any(seen)
+
+
+def _stacked(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    return {k: torch.tensor([row[k] for row in rows]) for k in rows[0]}
+
+
+def test_scores_of_all_canaries_are_refused() -> None:
+    items = [{"input_ids": [5, 6, 7 + i]} for i in range(3)]
+    canaries = with_canaries(items[:1], items[1:], seed=1).canaries
+    games = Games(canaries=canaries, score_canaries="max")
+    with pytest.raises(ValueError, match="of its own"):
+        LeakageMonitor([SubspaceMembership([[5, 6, 7]])], every_n_steps=1, games=games)

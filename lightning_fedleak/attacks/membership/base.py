@@ -45,6 +45,21 @@ class MembershipGuess(Guess):
     members: Tensor
 
 
+class PassiveMembership(Attack):
+    """An honest but curious server that asks whether a text is in the batch.
+
+    It adds nothing to the model: what it reads is what the client shares of its own parameters.
+    """
+
+    @abstractmethod
+    def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
+        """Says of each text of the query whether it was in the batch.
+
+        Raises:
+            UnusableObservation: the snapshot tells nothing.
+        """
+
+
 class MembershipAttack(Attack):
     """A server that crafts layers to ask whether a text is in the batch.
 

@@ -6,7 +6,7 @@ adapters need not be known by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -100,18 +100,16 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
 
 
 @dataclass(frozen=True, eq=False)
-class KnownInput:
-    """An input that hangs on the token alone, or on the token and its position, and its readers.
+class SharedInput:
+    """An input and the maps that read it.
 
     Attributes:
         maps: that read it, each called once in a forward.
         width: d, numbers in the input of one token.
-        positional: whether it hangs on the position too.
     """
 
     maps: tuple[LinearMap, ...]
     width: int
-    positional: bool
 
     @property
     def reader(self) -> nn.Module:
@@ -122,6 +120,44 @@ class KnownInput:
     def trained(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
         """Those of its maps that are trained now."""
         return tuple(m for m in self.maps if anatomy.trainable(m.name))
+
+
+@dataclass(frozen=True, eq=False)
+class KnownInput(SharedInput):
+    """An input that hangs on the token alone, or on the token and its position.
+
+    Attributes:
+        positional: whether it hangs on the position too.
+    """
+
+    positional: bool
+
+
+def shared_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[SharedInput]:
+    """The inputs that maps of one block share, in the order in which the model comes to them."""
+    ids = _distinct(anatomy, 8).view(2, 4)
+    seen = _inputs(anatomy, [m.reader for m in maps], ids)
+    groups = _grouped([m for m in maps if id(m.reader) in seen], seen)
+    order = {key: place for place, key in enumerate(seen)}
+    groups.sort(key=lambda group: min(order[id(m.reader)] for m in group[1]))
+    return [SharedInput(tuple(members), x.shape[-1]) for x, members in groups]
+
+
+def _grouped(
+    maps: Sequence[LinearMap], seen: Mapping[int, Tensor]
+) -> list[tuple[Tensor, list[LinearMap]]]:
+    """Maps of a block that were given the same."""
+    groups: list[tuple[Tensor, list[LinearMap]]] = []
+    for linear in maps:
+        a = seen[id(linear.reader)]
+        for x, members in groups:
+            beside = _block_of(members[0].name) == _block_of(linear.name)
+            if beside and x.shape == a.shape and torch.equal(x, a):
+                members.append(linear)
+                break
+        else:
+            groups.append((a, [linear]))
+    return groups
 
 
 def known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[KnownInput]:
@@ -140,23 +176,15 @@ def known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[KnownInput
     same = ids[:1, 1:2].expand(2, 4).contiguous()
     readers = list({id(m.reader): m.reader for m in maps}.values())
     first, second, third = (_inputs(anatomy, readers, text) for text in (ids, around, same))
-    groups: list[tuple[Tensor, list[LinearMap]]] = []
+    own = []
     for linear in maps:
-        mine = [seen.get(id(linear.reader)) for seen in (first, second, third)]
-        if any(x is None for x in mine):
+        a, b, c = (seen.get(id(linear.reader)) for seen in (first, second, third))
+        if a is None or b is None or c is None:
             continue
-        a, b, _ = (x for x in mine if x is not None)
-        if not _equal(a[:, 1::2], b[:, 1::2]) or _equal(a[:, 1], a[:, 3]):
-            continue
-        for x, members in groups:
-            beside = _block_of(members[0].name) == _block_of(linear.name)
-            if beside and x.shape == a.shape and torch.equal(x, a):
-                members.append(linear)
-                break
-        else:
-            groups.append((a, [linear]))
+        if _equal(a[:, 1::2], b[:, 1::2]) and not _equal(a[:, 1], a[:, 3]):
+            own.append(linear)
     found = []
-    for x, members in groups:
+    for x, members in _grouped(own, first):
         repeated = third[id(members[0].reader)]
         positional = not _equal(repeated[:, 1], repeated[:, 3])
         found.append(KnownInput(tuple(members), x.shape[-1], positional))
@@ -266,3 +294,44 @@ def input_rows(
                 x = x.to(autocast)
             parts.append(x.reshape(len(part), -1, known.width)[:, -part.shape[1] :])
     return torch.cat(parts)
+
+
+def states_at(
+    anatomy: Anatomy, inputs: Sequence[SharedInput], ids: Tensor, mask: Tensor | None = None
+) -> list[Tensor]:
+    """What several inputs are for texts, by one run as far as the last of them.
+
+    Args:
+        anatomy: the model.
+        inputs: in the order of :func:`shared_inputs`.
+        ids: (B, L) texts.
+        mask: (B, L), 0 where padded.
+
+    Returns:
+        (B, L, d) float32 for each input.
+    """
+    *before, last = inputs
+    seen: dict[int, Tensor] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[id(module)] = states_in(args, kwargs)
+
+    text = text_for(anatomy, ids)
+    if mask is not None:
+        text["attention_mask"] = mask.to(anatomy.device)
+    run = cut_at(anatomy.model, Place("", last.reader, "input"))
+    with (
+        undisturbed(anatomy),
+        torch.no_grad(),
+        needed_hooks_only(anatomy.root),
+        ExitStack() as stack,
+    ):
+        for known in before:
+            handle = known.reader.register_forward_pre_hook(keep, with_kwargs=True)
+            stack.callback(handle.remove)
+        seen[id(last.reader)] = run(**text)
+    length = ids.shape[1]
+    return [
+        seen[id(known.reader)].reshape(len(ids), -1, known.width)[:, -length:].float()
+        for known in inputs
+    ]

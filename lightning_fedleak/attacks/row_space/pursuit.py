@@ -26,6 +26,7 @@ from lightning_fedleak.attacks.row_space.dictionary import orthonormal
 _RIDGE = 0.1
 _AT_FLOOR = 4.0
 _CERTIFIED = 4.0
+_NEARLY = 100.0
 _EXCHANGES = 4
 _EQUAL = 1e-6
 _CERTAIN = 1e-4
@@ -179,23 +180,24 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> Found:
     path.run()
     chosen = torch.tensor(path.chosen, dtype=torch.int64, device=log_odds.device)
     evidence = torch.tensor(path.evidence, dtype=torch.float64, device=log_odds.device)
-    scores = path.scores.double()
-    kept, expected = chosen, float(len(chosen))
-    if not path.at_floor:
+    scores = path.scores.double().nan_to_num(nan=-1e9, posinf=0.0, neginf=-1e9)
+    kept, expected, solved = chosen, float(len(chosen)), path.at_floor
+    if shared.exact and (solved or _residual(atoms, shared, chosen) <= _NEARLY):
+        fewer = pruned(atoms, shared, chosen)
+        fewer = _exchanged(atoms, shared, fewer, path.nearly_explained())
+        if solved or _residual(atoms, shared, fewer) <= _CERTIFIED:
+            kept, expected, solved = fewer, float(len(fewer)), True
+    if not solved:
         used = evidence.sigmoid()
         places = torch.arange(1, len(used) + 1, device=used.device)
         expected = float(used.sum())
         if len(used):
             kept = chosen[: int((used.cumsum(0) / (places + expected)).argmax()) + 1]
-    elif shared.exact:
-        kept = pruned(atoms, shared, chosen)
-        kept = _exchanged(atoms, shared, kept, path.nearly_explained())
-        expected = float(len(kept))
     residual = _residual(atoms, shared, kept)
     share = (len(kept) + len(atoms.beside)) / atoms.width
     certified = (
         shared.exact
-        and path.at_floor
+        and solved
         and len(kept) > 0
         and residual <= _CERTIFIED
         and (len(kept) <= len(shared.kept) or share <= _LARGEST_SHARE)
@@ -354,8 +356,8 @@ class _Pursuit:
         k of m orthogonal directions hold a share of an unused atom that is Beta(k/2, (m-k)/2)
         distributed; m = k / chance, since atoms fill fewer directions than there are.
         """
-        a, b = k / 2, k / chance / 2 - k / 2
-        s = score.clamp(chance, 1 - 1e-9)
+        a, b = k / 2, max(k / chance / 2 - k / 2, 1e-3)
+        s = score.clamp(chance, 1 - 1e-6)
         constant = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
         return -(constant + (a - 1) * s.log() + (b - 1) * (-s).log1p())
 
@@ -364,7 +366,7 @@ class _Pursuit:
         share = (self.atoms.screen @ directions.T.float()).square().sum(1)
         score = (share / self.rest.clamp_min(1e-7)).clamp(0, 1)
         self.alive &= self.rest > 1e-9
-        chance = float(score[self.alive].mean().clamp(1e-6, 1 - 1e-6))
+        chance = float(score[self.alive].mean().clamp(1e-6, 0.999))
         self.scores = self._evidence(score, chance, len(directions)) + self.log_odds
         self.scores[~self.alive] = -math.inf
         self._raw = score.masked_fill(~self.alive, -1.0)

@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import Attack, Guess, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Guess,
+    Query,
+    RunFacts,
+    UnusableObservation,
+)
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks.checks import Plan, gradient_plan, require_capabilities
 from lightning_fedleak.callbacks.results import (
@@ -254,6 +260,7 @@ class Channel(ABC):
         width: numbers in a packed result.
         extras: names of its values that have no interval.
         parted: each process holds a part of the result, also where all are one client.
+        plays_games: its attacks are asked about texts, of the user's own too.
         reads_updates: its attacks can read the weight change of several steps.
         adversary: what its adversaries have by default, besides what they see.
         sees: what they see because the monitor shows it to them.
@@ -271,6 +278,7 @@ class Channel(ABC):
     width: int
     extras: ClassVar[tuple[str, ...]] = ()
     parted: ClassVar[bool] = False
+    plays_games: ClassVar[bool] = False
     reads_updates: ClassVar[bool] = False
     adversary: ClassVar[frozenset[Capability]] = HONEST_BUT_CURIOUS
     sees: ClassVar[frozenset[Capability]] = frozenset()
@@ -490,10 +498,18 @@ def channels_of(attacks: Sequence[Attack], settings: Settings) -> list[Channel]:
     Raises:
         ValueError: settings that do not fit.
     """
-    return [
+    channels = [
         kind([a for a in attacks if family_of(a) is kind], settings)
         for kind in Channel.known.values()
     ]
+    if settings.games.canaries is not None and not any(
+        channel.plays_games and channel.attacks for channel in channels
+    ):
+        raise ValueError(
+            "canaries= are texts that membership attacks are asked for, and none is listed: add "
+            "FCMembership(layer=6), say"
+        )
+    return channels
 
 
 def family_of(attack: Attack) -> type[Channel]:
@@ -501,7 +517,9 @@ def family_of(attack: Attack) -> type[Channel]:
     return next(Channel.known[c] for c in type(attack).__mro__ if c in Channel.known)
 
 
-def guess(plan: Plan, view: GradientSnapshot | Unknown) -> Guess | Unknown:
+def guess(
+    plan: Plan, view: GradientSnapshot | Unknown, query: Query | None = None
+) -> Guess | Unknown:
     """What an attack says of gradients, or why it says nothing."""
     if isinstance(view, Unknown):
         return view
@@ -510,7 +528,7 @@ def guess(plan: Plan, view: GradientSnapshot | Unknown) -> Guess | Unknown:
         return Unknown(f"no gradient of {', '.join(absent)} in this step")
     try:
         with torch.no_grad():
-            return plan.attack.run(Observation((view,)))
+            return plan.attack.run(Observation((view,)), query)
     except Exception as error:
         return Unknown(reason(error))
 

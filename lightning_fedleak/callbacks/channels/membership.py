@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import torch
@@ -24,7 +24,11 @@ from torch import Tensor, nn
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.base import Attack, UnusableObservation
-from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipAttack
+from lightning_fedleak.attacks.membership.base import (
+    CRAFTED,
+    MembershipAttack,
+    PassiveMembership,
+)
 from lightning_fedleak.attacks.membership.insertion import direction_of, upstream_of
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import TokenBatch
@@ -34,6 +38,7 @@ from lightning_fedleak.callbacks.channels.base import (
     Moment,
     Run,
     Settings,
+    guess,
     reason,
     worst_of,
 )
@@ -44,7 +49,7 @@ from lightning_fedleak.callbacks.channels.targets import (
     Targets,
     special_ids,
 )
-from lightning_fedleak.callbacks.checks import Plan
+from lightning_fedleak.callbacks.checks import Plan, gradient_plan
 from lightning_fedleak.callbacks.report import Report
 from lightning_fedleak.callbacks.results import (
     Outcome,
@@ -59,7 +64,7 @@ from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.taps.activations import ActivationTap
 from lightning_fedleak.taps.split import ModelIds
-from lightning_fedleak.threats import DISHONEST_SERVER
+from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS, Capability
 
 AUDIT = "audit"
 RESAMPLES = 200
@@ -194,7 +199,8 @@ class MembershipChannel(Channel):
     client's needs to be trained.
     """
 
-    reads = MembershipAttack
+    reads: ClassVar[Any] = MembershipAttack
+    plays_games = True
     family = "membership"
     metrics = RATES
     headline = "auc"
@@ -206,19 +212,14 @@ class MembershipChannel(Channel):
     )
     adversary = DISHONEST_SERVER
 
-    def __init__(self, attacks: Sequence[MembershipAttack], settings: Settings) -> None:
+    def __init__(self, attacks: Sequence[Any], settings: Settings) -> None:
         super().__init__(attacks, settings)
         self.games = games = settings.games
         self.width = 1 + 3 * 2 * games.targets
         for attack in attacks:
             _check_held_out(attack, games.held_out)
         self._audits: dict[str, Series] = {}
-        if games.canaries is not None:
-            if not attacks:
-                raise ValueError(
-                    "canaries= are texts that membership attacks are asked for, and none is "
-                    "listed: add FCMembership(layer=6), say"
-                )
+        if games.canaries is not None and attacks:
             if Stage.SHARED not in settings.stages:
                 raise ValueError(
                     "canaries= are measured on what leaves the client: add 'shared' to stages"
@@ -565,18 +566,11 @@ class MembershipChannel(Channel):
             client=self.run.number,
             noise_std=games.canary.noise_std,
         )
-        members = games.asked.members
         try:
-            guess = attack.run(Observation((snapshot,)), games.asked.query())
-            scores = guess.scores.detach().double().cpu()
-            if scores.shape != members.shape or bool(scores.isnan().any()):
-                raise UnusableObservation("the attack gave no score for some of its targets")
-            decisions = guess.members.detach().bool().cpu()
-            if decisions.shape != members.shape:
-                raise UnusableObservation("the attack decided about other targets than asked")
+            said = attack.run(Observation((snapshot,)), games.asked.query())
         except Exception as error:
             return Unknown(reason(error))
-        return Played(scores, members, decisions)
+        return _played(said, games.asked.members)
 
     def series_of(self, plan: Plan) -> list[Series]:
         """Those at the stages, and that of the user's canaries."""
@@ -640,7 +634,97 @@ class MembershipChannel(Channel):
             self.games.canaries.load_state_dict(committed)
 
 
-def _check_held_out(attack: MembershipAttack, held_out: PublicText | None) -> None:
+class PassiveMembershipChannel(MembershipChannel):
+    """The same games, asked by a server that adds nothing and reads what is shared anyway."""
+
+    reads = PassiveMembership
+    adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
+
+    def __init__(self, attacks: Sequence[Any], settings: Settings) -> None:
+        super().__init__(attacks, settings)
+        if self.canary_scores is not None:
+            raise ValueError(
+                f"score_canaries= scores canaries by layers of a dishonest server, and "
+                f"'{attacks[0].name}' adds none: give it a LeakageMonitor of its own"
+            )
+
+    def plan(self, attack: Attack) -> Plan:
+        """Gradients of the client's own parameters.
+
+        Raises:
+            ValueError: it cannot read this model.
+        """
+        return gradient_plan(attack, self.run)
+
+    def follow(self, plans: Sequence[Plan]) -> None:
+        """Works by these plans from now on; no layer is tapped."""
+        self.plans = tuple(plans)
+
+    def check(self) -> None:
+        """Nothing can be tried before there is a gradient."""
+
+    def before_defense(
+        self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
+    ) -> None:
+        """Nothing of its own goes through defences."""
+
+    @torch.no_grad()
+    def at_moment(self, moment: Moment) -> None:
+        """Asks every attack about texts, of what is shared now."""
+        look = moment.look
+        if not self.attacks or not moment.wanted or look.truth_error is not None:
+            return
+        batches = [*look.batches, *([] if look.batch is None else [look.batch])]
+        draws = {str(Stage.SHARED): self._sources.population}
+        if self._audits and Stage.SHARED in moment.wanted:
+            draws[AUDIT] = self._sources.canaries
+        for name, draw in draws.items():
+            if name not in self._tables:
+                self._tables[name] = _Table(_drawn(draw, look.step, batches))
+        for plan in self.plans:
+            mine = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
+            if not plan.exposed or not mine:
+                continue
+            said = self._asked(plan, self._tables[str(Stage.SHARED)].asked, moment)
+            for series in self.series_at(plan.attack, moment.wanted):
+                look.said.setdefault(series, said)
+            if AUDIT in self._tables and Stage.SHARED in moment.wanted:
+                said = self._asked(plan, self._tables[AUDIT].asked, moment)
+                look.said.setdefault(self._audits[plan.attack.name], said)
+
+    def _asked(
+        self, plan: Plan, asked: Targets | Waiting | Unknown, moment: Moment
+    ) -> Played | Unknown | Waiting:
+        if not isinstance(asked, Targets):
+            return asked
+        said = guess(plan, moment.gradients(), asked.query())
+        if isinstance(said, Unknown):
+            return said
+        return _played(said, asked.members)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the user's canaries are kept with the games of crafted layers."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+
+def _played(guess: Any, members: Tensor) -> Played | Unknown:
+    """A guess beside the secret bits; unknown where it is about other targets than asked."""
+    try:
+        scores = guess.scores.detach().double().cpu()
+        if scores.shape != members.shape or bool(scores.isnan().any()):
+            raise UnusableObservation("the attack gave no score for some of its targets")
+        decisions = guess.members.detach().bool().cpu()
+        if decisions.shape != members.shape:
+            raise UnusableObservation("the attack decided about other targets than asked")
+    except Exception as error:
+        return Unknown(reason(error))
+    return Played(scores, members, decisions)
+
+
+def _check_held_out(attack: Attack, held_out: PublicText | None) -> None:
     """Refuses non-members that a membership attack was calibrated on."""
     public = getattr(attack, "public_text", None)
     if held_out is None or not isinstance(public, PublicText):
@@ -691,4 +775,4 @@ def _reached(attack: MembershipAttack, asked: Targets, upstream: Sequence[Tensor
     return asked.reached(there != 0)
 
 
-__all__ = ["MembershipChannel", "Played"]
+__all__ = ["MembershipChannel", "PassiveMembershipChannel", "Played"]

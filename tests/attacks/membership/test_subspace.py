@@ -1,0 +1,110 @@
+"""Membership by what is shared anyway: members, other texts, other orders, one word replaced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.base import Query, UnusableObservation
+from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from tests.attacks.row_space.models import backward, bert, gpt2, llama, ready, texts, with_lora
+
+ROWS, LENGTH = 3, 8
+
+
+def asked(model: nn.Module, inside: Tensor, query: Tensor, noise: float = 0.0, **more: Tensor):
+    anatomy = find_anatomy(model)
+    attack = SubspaceMembership(texts(16, LENGTH), blocks=4)
+    attack.prepare(anatomy)
+    backward(model, inside, **more)
+    tensors = {r: anatomy.parameter(r).grad.clone() for r in attack.needs(anatomy).gradients}
+    for g in tensors.values():
+        g += noise * torch.randn_like(g)
+    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors, noise_std=noise),))
+    mask = more.get("attention_mask")
+    return attack.run(view, Query(query, None if mask is None else mask.repeat(2, 1)[: len(query)]))
+
+
+def variants(ids: Tensor) -> dict[str, Tensor]:
+    replaced = ids.clone()
+    replaced[:, 3] = texts(len(ids), 1)[:, 0]
+    return {"other": texts(*ids.shape), "order": ids.flip(1).roll(-1, 1), "replaced": replaced}
+
+
+@pytest.mark.parametrize("family", [llama, gpt2, bert])
+@pytest.mark.parametrize("kind", ["other", "order", "replaced"])
+def test_whole_gradients_tell_members_from_everything_else(family, kind: str) -> None:
+    model = ready(family())
+    inside = texts(ROWS, LENGTH)
+    other = variants(inside)[kind]
+    said = asked(model, inside, torch.cat([inside, other]))
+    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
+    assert said.members[:ROWS].all()
+
+
+@pytest.mark.parametrize("kind", ["other", "replaced"])
+def test_lora_tells_members_by_their_words(kind: str) -> None:
+    model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
+    inside = texts(ROWS, LENGTH)
+    said = asked(model, inside, torch.cat([inside, variants(inside)[kind]]))
+    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
+    assert not said.members[ROWS:].any()
+
+
+def test_a_query_may_be_padded() -> None:
+    model = ready(llama())
+    inside = texts(ROWS, LENGTH)
+    mask = torch.ones_like(inside)
+    mask[:, -2:] = 0
+    labels = inside.masked_fill(mask == 0, -100)
+    other = texts(ROWS, LENGTH)
+    query = torch.cat([inside, other])
+    said = asked(model, inside, query, attention_mask=mask, labels=labels)
+    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
+
+
+def test_scores_do_not_hang_on_the_other_candidates() -> None:
+    torch.manual_seed(3)
+    model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
+    anatomy = find_anatomy(model)
+    attack = SubspaceMembership(texts(16, LENGTH))
+    attack.prepare(anatomy)
+    inside = texts(ROWS, LENGTH)
+    backward(model, inside)
+    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
+    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    together = attack.run(view, Query(inside)).scores
+    alone = torch.cat([attack.run(view, Query(row[None])).scores for row in inside])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_noise_takes_the_difference_away() -> None:
+    model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
+    right = 0
+    for _ in range(12):
+        inside = texts(ROWS, LENGTH)
+        said = asked(model, inside, torch.cat([inside, texts(ROWS, LENGTH)]), noise=10.0)
+        right += int((said.scores[:ROWS, None] > said.scores[None, ROWS:]).sum())
+    assert 0.25 < right / (12 * ROWS * ROWS) < 0.75
+
+
+def test_what_it_cannot_read_is_refused() -> None:
+    model = ready(llama())
+    anatomy = find_anatomy(model)
+    attack = SubspaceMembership(texts(16, LENGTH))
+    attack.prepare(anatomy)
+    roles = attack.needs(anatomy).gradients
+    zeros = {r: torch.zeros_like(anatomy.parameter(r)) for r in roles}
+    query = Query(texts(2, LENGTH))
+    for spoilt, word in ((zeros, "zero"), ({r: z * torch.nan for r, z in zeros.items()}, "NaN")):
+        with pytest.raises(UnusableObservation, match=word):
+            attack.run(Observation((GradientSnapshot(0, Stage.SHARED, spoilt),)), query)
+
+
+@pytest.mark.parametrize("argument", ["blocks", "public_rows", "tokens", "refresh_every"])
+def test_numbers_below_one_are_refused(argument: str) -> None:
+    with pytest.raises(ValueError, match=argument):
+        SubspaceMembership(**{argument: 0})

@@ -94,6 +94,7 @@ class SubspaceWords(Attack):
         self._stored: dict[str, float] = {}
         self._facts = RunFacts()
         self._inputs: tuple[Anatomy, tuple[KnownInput, ...]] | None = None
+        self._roles: tuple[str, ...] = ()
         self._readable: list[_Readable] = []
 
     def meet(self, facts: RunFacts) -> None:
@@ -132,6 +133,7 @@ class SubspaceWords(Attack):
             ValueError: the input of a map hangs on positions in a way that is not known.
         """
         odds = self._log_odds(anatomy)
+        self._roles = self.needs(anatomy).gradients
         self._readable = []
         refused: list[str] = []
         for known in self._known(anatomy):
@@ -173,8 +175,7 @@ class SubspaceWords(Attack):
                 if (p := anatomy.parameter(m.name)) is not None
             }
         trains_words = anatomy.trainable(EMBEDDING_WEIGHT)
-        names = {m.name for readable in self._readable for m in readable.maps}
-        if trains_words or names != set(self.needs(anatomy).gradients):
+        if trains_words or self._roles != self.needs(anatomy).gradients:
             self.prepare(anatomy)
             return
         if any(not readable.current(anatomy, self._facts.autocast) for readable in self._readable):

@@ -1,28 +1,41 @@
-"""With LoRA the output head's gradient does not leave the client: `python examples/lora.py`.
+"""What a LoRA's shared gradients give away: `python examples/lora.py`.
 
-A word attack then logs 0 with ``exposed = 0``. That says that this surface is closed, not that
-the run is safe: the adapters' gradients still leave, and no attack here reads those.
+The output head is frozen then, and an attack on its gradient logs 0 with ``exposed = 0``. That says
+that this surface is closed, not that the run is safe: the adapters on the first block's projections
+leave the client, and their few rows name every token that was read (from the second step on, since
+before it LoRA's B is zero and A has no gradient). Dropout in front of the adapters hides much of
+that; it is no defence with a guarantee.
 """
 
 import lightning as L
+from torch import nn
 
-from lightning_fedleak.attacks import AlignedFlatChat
+from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
 
 
 def main() -> None:
-    """Fine-tunes 10 steps whole, then 10 steps with LoRA."""
-    for peft in (None, "lora"):
-        monitor = LeakageMonitor(
-            [AlignedFlatChat("sampled", calibration_tokens=4_000)], every_n_steps=5
-        )
+    """Fine-tunes 10 steps whole, then 10 steps with LoRA, with and without dropout."""
+    for peft, dropout in ((None, 0.0), ("lora", 0.05), ("lora", 0.0)):
+        attacks = [
+            AlignedFlatChat("sampled", calibration_tokens=4_000),
+            SubspaceWords(capacity_seconds=0),
+        ]
+        monitor = LeakageMonitor(attacks, every_n_steps=5)
+        module = CausalLMFineTuning(peft=peft)
+        for part in module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = dropout
         trainer = L.Trainer(
             max_steps=10, callbacks=[monitor], default_root_dir="fedleak_runs", logger=False
         )
-        trainer.fit(CausalLMFineTuning(peft=peft), datamodule=TextDataModule())
-        f1, exposed = (monitor.latest[f"leakage/aligned_flatchat/{m}"] for m in ("f1", "exposed"))
-        print(f"{peft or 'everything trained'}: F1 {f1:.3f}, exposed {exposed:.0f}")
+        trainer.fit(module, datamodule=TextDataModule(batch_size=4))
+        print(f"{peft or 'everything trained'}, dropout {dropout}")
+        for attack in attacks:
+            of = f"leakage/{attack.name}"
+            f1, exposed = monitor.latest[f"{of}/f1"], monitor.latest[f"{of}/exposed"]
+            print(f"  {attack.name}: F1 {f1:.3f}, exposed {exposed:.0f}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class LinearMap:
             ``"whole"`` otherwise.
         regularised: whether the loss has a term of the parameter itself, whose gradient is a
             combination of the parameter's own rows (AdaLoRA's orthogonality).
+        dropout: share of the input's numbers that training sets to zero right before it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class LinearMap:
     rows: int
     factor: str
     regularised: bool = False
+    dropout: float = 0.0
 
 
 def linear_maps(anatomy: Anatomy) -> list[LinearMap]:
@@ -94,9 +96,26 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
                 # AdaLoRA multiplies by its matrices itself; only A's input passes a module.
                 if factor == "A" and adapter in factors:
                     matrix = factors[adapter]
-                    yield LinearMap(names[id(matrix)], module, 1, len(matrix), "A", True)
+                    yield LinearMap(
+                        names[id(matrix)],
+                        module,
+                        1,
+                        len(matrix),
+                        "A",
+                        True,
+                        _dropout(module, adapter),
+                    )
             elif isinstance(factors, nn.ModuleDict) and adapter in factors:
-                yield from _own_map(factors[adapter], factors[adapter], factor, names)
+                inner = factors[adapter]
+                share = _dropout(module, adapter) if factor == "A" else 0.0
+                for linear in _own_map(inner, inner, factor, names):
+                    yield replace(linear, dropout=share)
+
+
+def _dropout(layer: nn.Module, adapter: str) -> float:
+    dropouts = layer._modules.get("lora_dropout")
+    held = isinstance(dropouts, nn.ModuleDict) and adapter in dropouts
+    return float(getattr(dropouts[adapter], "p", 0.0)) if held else 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ _EXCHANGES = 4
 _EQUAL = 1e-6
 _CERTAIN = 1e-4
 _ALIKE = 1e-2
-_LARGEST_SHARE = 0.8
+_LARGEST_SHARE = 0.9
 _REFRESH = 8
 _SCREENED = 4096
 _RESCORED = 32
@@ -269,11 +269,18 @@ def _exchanged(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) 
 
 
 class _Pursuit:
-    """One run of the pursuit: what is left of the rows, and the atoms chosen so far."""
+    """One run of the pursuit: what is left of the rows, and the atoms chosen so far.
+
+    Atoms are compared after whitening; when to end is seen before it, where noise is alike in all
+    directions.
+    """
 
     def __init__(self, atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> None:
         self.atoms = atoms
         self.left = shared.kept @ atoms.whitening
+        self._plain = shared.kept
+        self._rows = len(shared.whole) if shared.exact else len(shared.kept)
+        self._plain_basis = self.left.new_zeros(0, atoms.width)
         self.log_odds = log_odds.float()
         self.noise = float(atoms.whitening.square().sum()) / atoms.width
         self.exact = shared.exact
@@ -319,9 +326,8 @@ class _Pursuit:
             self.at_floor = True
             return True
         dims = max(1, self.room - len(self.chosen))
-        energy = float(self.left.square().mean()) * self.left.shape[1] / dims
         limit = _AT_FLOOR if self.exact else 1 + 3 * math.sqrt(2 / (len(self.left) * dims))
-        self.at_floor = energy <= limit * self.noise
+        self.at_floor = float(self._plain.square().sum()) <= limit * self._rows * dims
         return self.at_floor
 
     def _directions(self) -> Tensor:
@@ -377,6 +383,12 @@ class _Pursuit:
         q = q / q.norm()
         self.basis = torch.cat([self.basis, q[None]])
         self.left = self.left - (self.left @ q)[:, None] * q
+        x = self.atoms.rows(torch.tensor([token], device=q.device))[0]
+        for _ in range(2):
+            x = x - self._plain_basis.T @ (self._plain_basis @ x)
+        x = x / x.norm().clamp_min(1e-300)
+        self._plain_basis = torch.cat([self._plain_basis, x[None]])
+        self._plain = self._plain - (self._plain @ x)[:, None] * x
         self.chosen.append(token)
         self.evidence.append(evidence)
         self.alive[token] = False

@@ -56,7 +56,9 @@ class SubspaceWords(Attack):
 
     It reads single gradients and updates of plain SGD. What it says of the first step of a LoRA,
     where B is zero, is *unknown*: A has no gradient then, and the r directions of B's tell next to
-    nothing apart. The last token of a causal text has no part in these gradients.
+    nothing apart. The last token of a causal text has no part in these gradients. Dropout in front
+    of a LoRA is noise to it, as what a defence adds: the loudest tokens are named, and nothing is
+    certified.
 
     Args:
         public_text: text like the clients', or ``"sampled"``, for how frequent tokens are. Helps
@@ -324,7 +326,9 @@ class _Readable:
                 raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
             if bool(g.any()):
                 gradients.append(g)
-                levels.append(noise.get(linear.name, 0.0))
+                lost = linear.dropout / (1 - linear.dropout)
+                dropped = math.sqrt(lost * float(g.double().square().mean()))
+                levels.append(math.hypot(noise.get(linear.name, 0.0), dropped))
         if not gradients:
             if any(m.factor == "A" for m in self.maps):
                 raise UnusableObservation(

@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--targets", default="q_proj,v_proj")
     parser.add_argument("--shapes", default="8x64")
     parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--bos", type=int)
     parser.add_argument("--pool", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=1)
@@ -79,7 +80,9 @@ def main() -> None:
             optimizer = torch.optim.AdamW(trained, lr=2e-4)
             backward(model, public.batch(texts, length), options.device)
             optimizer.step()
-        attack = SubspaceMembership(public.batch(24, length).input_ids.tolist())
+        attack = SubspaceMembership(
+            public.batch(24, length).input_ids.tolist(), blocks=options.blocks
+        )
         roles = attack.needs(anatomy).gradients
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in roles)

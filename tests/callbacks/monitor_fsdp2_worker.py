@@ -23,7 +23,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
-from lightning_fedleak.attacks import AlignedFlatChat, BagOfWords, FlatChat, PrefixInversion
+from lightning_fedleak.attacks import (
+    AlignedFlatChat,
+    BagOfWords,
+    FlatChat,
+    PrefixInversion,
+    SubspaceWords,
+)
 from lightning_fedleak.attacks.base import Attack, Query
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
@@ -33,6 +39,7 @@ from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import Defense, GradientNoise
 from lightning_fedleak.snapshots import Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.attacks.row_space.models import llama, with_lora
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
@@ -349,6 +356,50 @@ def hardened(folder: Path) -> dict[str, Any]:
             ),
             "looks": monitor.looks,
         }
+    return out
+
+
+class ShardedLlama(CausalLMModule):
+    """Wide enough for its inputs to be told apart; with LoRA or whole."""
+
+    def __init__(self, lora: bool) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            model = llama()
+            if lora:
+                model = with_lora(model, 8, ["q_proj", "v_proj"])
+        super().__init__(model.train(), optimizer="adamw")
+
+    def configure_model(self) -> None:
+        if not isinstance(next(self.model.parameters()), DTensor):
+            mesh = self.device_mesh["data_parallel"]
+            for module in self.model.modules():
+                if type(module).__name__ == "LlamaDecoderLayer":
+                    fully_shard(module, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+
+@case("shared rows")
+def shared_rows(folder: Path) -> dict[str, Any]:
+    """Words and membership off the row spaces of sharded gradients."""
+    out: dict[str, Any] = {}
+    data = random_token_loader(8, length=8, vocab=300).dataset
+    for lora in (True, False):
+        loader = DataLoader(Subset(data, range(4 * RANK, 4 * RANK + 4)), batch_size=2)
+        words = SubspaceWords(capacity_seconds=0)
+        monitor = LeakageMonitor(words, every_n_steps=1, client="world")
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        fit(
+            [monitor],
+            folder / str(lora),
+            module=ShardedLlama(lora),
+            loader=loader,
+            strategy=strategy,
+            devices=2,
+            use_distributed_sampler=False,
+        )
+        found = {n: monitor.latest[f"leakage/subspace_words/{n}"] for n in ("f1", "certified")}
+        out["lora" if lora else "whole"] = {**found, "failures": monitor.failures}
     return out
 
 

@@ -52,6 +52,12 @@ def test_values_are_of_what_left_noise_and_all(ranks) -> None:
         assert found["found"]["local"] != found["found"]["shared"]
 
 
+def test_words_are_read_off_the_row_spaces_of_sharded_gradients(ranks) -> None:
+    exact = {"f1": 1.0, "certified": 1.0, "failures": 0}
+    for found in of(ranks, "shared rows"):
+        assert found == {"lora": exact, "whole": exact}
+
+
 def test_training_is_bit_identical(ranks) -> None:
     for found in of(ranks, "undisturbed"):
         assert found == {"same": True, "sharded": True, "steps": 3}

@@ -6,6 +6,7 @@ adapters need not be known by name.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -60,7 +61,8 @@ class LinearMap:
 def linear_maps(anatomy: Anatomy) -> list[LinearMap]:
     """The linear maps of the language model, trained or not, head and inactive adapters left out.
 
-    A map with a low-rank adapter gives its own matrix and both factors.
+    A map with a low-rank adapter gives its own matrix and both factors. A matrix that several maps
+    share is left out, since its gradient is the sum of theirs.
     """
     names = {id(p): n for n, p in anatomy.root.named_parameters(remove_duplicate=False)}
     found: list[LinearMap] = []
@@ -69,7 +71,8 @@ def linear_maps(anatomy: Anatomy) -> list[LinearMap]:
         found.extend(_factors(module, names))
     head = anatomy.head
     of_head = set() if head is None else {id(m) for m in head.modules()}
-    return [m for m in found if id(m.reader) not in of_head]
+    uses = Counter(m.name for m in found)
+    return [m for m in found if id(m.reader) not in of_head and uses[m.name] == 1]
 
 
 def _own_map(
@@ -114,8 +117,9 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
 
 def _dropout(layer: nn.Module, adapter: str) -> float:
     dropouts = layer._modules.get("lora_dropout")
-    held = isinstance(dropouts, nn.ModuleDict) and adapter in dropouts
-    return float(getattr(dropouts[adapter], "p", 0.0)) if held else 0.0
+    if not isinstance(dropouts, nn.ModuleDict) or adapter not in dropouts:
+        return 0.0
+    return float(getattr(dropouts[adapter], "p", 0.0))
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,6 +126,14 @@ def test_a_map_that_is_called_again_is_not_read() -> None:
     assert found == []
 
 
+def test_a_matrix_of_two_maps_is_not_read() -> None:
+    model = llama()
+    first = model.model.layers[0].self_attn
+    first.q_proj.weight = model.model.layers[1].self_attn.q_proj.weight
+    _, found = known_of(model.eval())
+    assert {m.name.split(".")[-2] for m in found[0].maps} == {"k_proj", "v_proj"}
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = ready(gpt2()).train()
     before = {n: p.clone() for n, p in model.named_parameters()}

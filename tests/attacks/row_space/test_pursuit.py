@@ -143,6 +143,17 @@ def test_noise_leaves_the_loudest_types_and_no_certificate(level: float) -> None
     assert right / named > 0.6
 
 
+@pytest.mark.parametrize("level", [1e-5, 1e-3, 1e-1])
+def test_noise_that_nobody_told_of_is_not_certified(level: float) -> None:
+    for seed in range(40):
+        rows = dictionary(seed % 5)
+        gradient, _ = planted(rows, 8 + seed % 12, 12, seed)
+        g = torch.Generator().manual_seed(seed)
+        noise = level * float(gradient.square().mean().sqrt())
+        noisy = gradient + noise * torch.randn(gradient.shape, generator=g)
+        assert not solve(rows, noisy).certified
+
+
 def test_noise_alone_names_next_to_nothing() -> None:
     rows = dictionary()
     for seed in range(10):

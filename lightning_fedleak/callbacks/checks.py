@@ -235,16 +235,43 @@ def warn_of_untested(plans: Sequence[Plan], anatomy: Anatomy) -> None:
     """Says once which attacks have nothing to read, and which surfaces no attack reads."""
     tested = {r for plan in plans if plan.exposed for r in plan.roles}
     trained = [n for n in anatomy.trainable_names() if n not in _names(anatomy, tested)]
-    shown = ", ".join(trained[:3]) + (f" and {len(trained) - 3} more" if trained[3:] else "")
+    which = f" ({listed(trained)})" if trained else ""
     for plan in plans:
         if not plan.exposed:
             rank_zero_warn(
                 f"LeakageMonitor: '{plan.attack.name}' reads the gradient of "
-                f"{', '.join(plan.roles)}, which is not shared in this run (not trained). It is "
+                f"{listed(plan.roles)}, which is not shared in this run (not trained). It is "
                 f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': "
-                f"the gradients of {len(trained)} other parameters ({shown or 'none'}) do leave "
-                "the client, and no attack of this monitor reads them."
+                f"the gradients of {len(trained)} other parameters{which} do leave the client, "
+                "and no attack of this monitor reads them. SubspaceWords() reads projections and "
+                "adapters of the first block, AlignedFlatChat() a trained head."
             )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Every name, those that differ in the number of their block alone in one: ``h.{0..5}.w``."""
+    groups: dict[str, list[int]] = {}
+    for name in names:
+        head, *rest = re.split(r"(?<=\.)(\d+)(?=\.)", name, maxsplit=1)
+        number = [int(rest[0])] if rest else []
+        groups.setdefault("{}".join([head, *rest[1:]]), []).extend(number)
+    return ", ".join(_with_numbers(name, numbers) for name, numbers in groups.items())
+
+
+def _with_numbers(name: str, numbers: Sequence[int]) -> str:
+    head, *rest = name.split("{}")
+    if not rest:
+        return head
+    if len(numbers) == 1:
+        return f"{head}{numbers[0]}{rest[0]}"
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [f"{r[0]}..{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs]
+    return f"{head}{{{', '.join(texts)}}}{rest[0]}"
 
 
 def _names(anatomy: Anatomy, roles: Collection[str]) -> set[str]:

@@ -18,6 +18,7 @@ from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGu
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.callbacks.cadence import EveryNSteps, MaxOverhead
+from lightning_fedleak.callbacks.checks import listed
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import ThreatModelError
@@ -374,11 +375,28 @@ def test_a_frozen_head_is_logged_as_not_exposed_and_said_once(tmp_path):
     monitor = LeakageMonitor(probe, every_n_steps=1)
     with pytest.warns(UserWarning, match="not 'safe'.*other parameters") as caught:
         fit([monitor], tmp_path, module=CausalLMModule(model))
-    assert sum("not 'safe'" in str(w.message) for w in caught) == 1
+    (said,) = [str(w.message) for w in caught if "not 'safe'" in str(w.message)]
+    parts = {n.split(".")[-2] for n, p in model.named_parameters() if p.requires_grad}
+    assert all(f".{part}." in said for part in parts)
+    assert "model.transformer.h.{0..1}.attn.c_attn.weight" in said
     assert monitor.latest["leakage/probe/exposed"] == 0
     assert monitor.latest["leakage/probe/f1"] == 0
     assert (probe.seen, probe.prepared, monitor.failures) == ([], 0, 0)
     assert lines(monitor)[0]["exposed"] is False
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a.weight"], "a.weight"),
+        (["h.3.w"], "h.3.w"),
+        (["h.0.w", "h.0.b", "h.1.w", "h.2.w", "h.5.w"], "h.{0..2, 5}.w, h.0.b"),
+        (["e.1.x.2.w", "e.0.x.2.w", "e.0.x.3.w"], "e.{0..1}.x.2.w, e.0.x.3.w"),
+        ([], ""),
+    ],
+)
+def test_every_name_is_listed_blocks_together(names, said):
+    assert listed(names) == said
 
 
 # ---- what is written ----------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--targets", default="q_proj,v_proj")
     parser.add_argument("--shapes", default="8x64")
     parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--bos", type=int)
     parser.add_argument("--pool", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=1)

@@ -78,7 +78,7 @@ class SubspaceMembership(PassiveMembership):
         public_text: Given = "sampled",
         *,
         tokenizer: Any = None,
-        blocks: int = 24,
+        blocks: int = 12,
         public_rows: int = 24,
         tokens: int = 64,
         refresh_every: int = 500,

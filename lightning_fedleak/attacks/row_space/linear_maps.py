@@ -6,6 +6,7 @@ adapters need not be known by name.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -46,7 +47,7 @@ class LinearMap:
             ``"whole"`` otherwise.
         regularised: whether the loss has a term of the parameter itself, whose gradient is a
             combination of the parameter's own rows (AdaLoRA's orthogonality).
-        dropout: share of the input's numbers that training sets to zero right before it.
+        dropouts: that its own input passes, right before it, in training.
     """
 
     name: str
@@ -55,7 +56,7 @@ class LinearMap:
     rows: int
     factor: str
     regularised: bool = False
-    dropout: float = 0.0
+    dropouts: tuple[nn.Module, ...] = ()
 
 
 def linear_maps(anatomy: Anatomy) -> list[LinearMap]:
@@ -106,20 +107,26 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
                         len(matrix),
                         "A",
                         True,
-                        _dropout(module, adapter),
+                        _dropouts(module, adapter),
                     )
             elif isinstance(factors, nn.ModuleDict) and adapter in factors:
                 inner = factors[adapter]
-                share = _dropout(module, adapter) if factor == "A" else 0.0
+                before = _dropouts(module, adapter) if factor == "A" else ()
                 for linear in _own_map(inner, inner, factor, names):
-                    yield replace(linear, dropout=share)
+                    yield replace(linear, dropouts=before)
 
 
-def _dropout(layer: nn.Module, adapter: str) -> float:
-    dropouts = layer._modules.get("lora_dropout")
-    if not isinstance(dropouts, nn.ModuleDict) or adapter not in dropouts:
-        return 0.0
-    return float(getattr(dropouts[adapter], "p", 0.0))
+def _dropouts(layer: nn.Module, adapter: str) -> tuple[nn.Module, ...]:
+    held = layer._modules.get("lora_dropout")
+    if not isinstance(held, nn.ModuleDict) or adapter not in held:
+        return ()
+    return (held[adapter],)
+
+
+def lost(dropouts: Sequence[nn.Module]) -> float:
+    """Variance that dropouts which are in training now add, in units of what passes them."""
+    shares = [float(getattr(m, "p", 0.0)) for m in dropouts if m.training]
+    return sum(p / (1 - p) if p < 1 else math.inf for p in shares)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,9 +158,11 @@ class KnownInput(SharedInput):
 
     Attributes:
         positional: whether it hangs on the position too.
+        dropouts: that the model comes to before it, such as that of the embeddings.
     """
 
     positional: bool
+    dropouts: tuple[nn.Module, ...] = ()
 
 
 def shared_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[SharedInput]:
@@ -210,8 +219,30 @@ def known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[KnownInput
     for x, members in _grouped(own, first):
         repeated = third[id(members[0].reader)]
         positional = not _equal(repeated[:, 1], repeated[:, 3])
-        found.append(KnownInput(tuple(members), x.shape[-1], positional))
+        before = _dropouts_before(anatomy, members[0].reader, ids)
+        found.append(KnownInput(tuple(members), x.shape[-1], positional, before))
     return sorted(found, key=lambda known: -known.width)
+
+
+def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[nn.Module, ...]:
+    """Dropouts that are called before a reader, those right before a LoRA left out."""
+    called: list[nn.Module] = []
+    found = [
+        m
+        for n, m in anatomy.model.named_modules()
+        if isinstance(m, nn.Dropout) and ".lora_dropout." not in f".{n}."
+    ]
+    with (
+        undisturbed(anatomy),
+        torch.no_grad(),
+        needed_hooks_only(anatomy.root),
+        ExitStack() as stack,
+    ):
+        for module in found:
+            handle = module.register_forward_pre_hook(lambda m, _: called.append(m))
+            stack.callback(handle.remove)
+        cut_at(anatomy.model, Place("", reader, "input"))(**text_for(anatomy, ids))
+    return tuple(dict.fromkeys(called))
 
 
 def _distinct(anatomy: Anatomy, n: int) -> Tensor:

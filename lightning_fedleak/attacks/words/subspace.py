@@ -27,6 +27,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     input_rows,
     known_inputs,
     linear_maps,
+    lost,
     vocabulary,
 )
 from lightning_fedleak.attacks.row_space.pursuit import Atoms, Found, SharedRows, explain
@@ -37,6 +38,7 @@ from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 _TYPES_EXPECTED = 256.0
 _PROBED = 32
 _LENGTH = 32
+_SAME = 5e-7
 
 
 class SubspaceWords(Attack):
@@ -56,9 +58,9 @@ class SubspaceWords(Attack):
 
     It reads single gradients and updates of plain SGD. What it says of the first step of a LoRA,
     where B is zero, is *unknown*: A has no gradient then, and the r directions of B's tell next to
-    nothing apart. The last token of a causal text has no part in these gradients. Dropout in front
-    of a LoRA is noise to it, as what a defence adds: the loudest tokens are named, and nothing is
-    certified.
+    nothing apart. The last token of a causal text has no part in these gradients. Dropout before
+    what is read is noise to it, as what a defence adds: the loudest tokens are named, and nothing
+    is certified.
 
     Args:
         public_text: text like the clients', or ``"sampled"``, for how frequent tokens are. Helps
@@ -224,12 +226,13 @@ class SubspaceWords(Attack):
         if not found:
             raise UnusableObservation("; ".join(dict.fromkeys(reasons)))
         parts = list(found.values())
+        sides = {readable.decoder for readable in self._readable}
         return WordGuess(
             types=parts[0].types if len(parts) == 1 else _joined(parts),
             scores=torch.stack([p.scores for p in parts]).amax(0),
             n_types=sum(p.expected for p in parts),
             surface="input",
-            certified=all(p.certified for p in parts),
+            certified=sides == found.keys() and all(p.certified for p in parts),
             capacity=self._capacity,
         )
 
@@ -299,7 +302,8 @@ class _Readable:
         step = max(1, len(self.dictionary.rows) // _PROBED)
         ids = torch.arange(0, len(self.dictionary.rows), step, device=anatomy.device)
         now = input_rows(anatomy, self.known, ids[:, None], autocast=autocast)[:, 0]
-        return bool(torch.equal(now, self.dictionary.rows[ids]))
+        moved = (now - self.dictionary.rows[ids]).abs().max()
+        return float(moved) <= _SAME * float(now.abs().max())
 
     def capacity(self, seconds: float, seed: int) -> Capacity:
         """How many types its rows can tell apart, positions (of texts of 32 tokens) known."""
@@ -326,8 +330,8 @@ class _Readable:
                 raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
             if bool(g.any()):
                 gradients.append(g)
-                lost = linear.dropout / (1 - linear.dropout)
-                dropped = math.sqrt(lost * float(g.double().square().mean()))
+                variance = lost((*self.known.dropouts, *linear.dropouts))
+                dropped = math.sqrt(variance * float(g.double().square().mean()))
                 levels.append(math.hypot(noise.get(linear.name, 0.0), dropped))
         if not gradients:
             if any(m.factor == "A" for m in self.maps):

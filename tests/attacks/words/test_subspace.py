@@ -238,6 +238,33 @@ def test_dropout_in_training_takes_the_certificate_away() -> None:
             assert not attack.run(observed(attack, anatomy)).certified
 
 
+@pytest.mark.parametrize("family", [gpt2, bert])
+def test_dropout_of_the_embeddings_is_known(family) -> None:
+    model = ready(family())
+    attack, anatomy = prepared(model)
+    (known,) = (r.known for r in attack._readable if r.known.width == 64)
+    names = {m: n for n, m in model.named_modules()}
+    assert all("embeddings" in names[m] or names[m].endswith(".drop") for m in known.dropouts)
+    assert known.dropouts
+    ids = texts(2, 7)
+    backward(model, ids)
+    assert attack.run(observed(attack, anatomy)).certified
+    model.train()
+    backward(model, ids)
+    assert not attack.run(observed(attack, anatomy)).certified
+
+
+def test_an_encoder_alone_is_no_certificate_of_both_sides() -> None:
+    model = ready(t5())
+    attack, anatomy = prepared(model)
+    backward(model, texts(2, 8), labels=texts(2, 7))
+    view = observed(attack, anatomy).gradients[0]
+    silent = {r: g * ("decoder" not in r) for r, g in view.tensors.items()}
+    guess = attack.run(Observation((GradientSnapshot(0, Stage.SHARED, silent),)))
+    assert len(guess.types) > 5
+    assert not guess.certified
+
+
 def test_known_noise_takes_the_certificate_away() -> None:
     model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
     attack, anatomy = prepared(model)

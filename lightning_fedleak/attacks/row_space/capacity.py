@@ -11,6 +11,8 @@ import torch
 from lightning_fedleak.attacks.row_space.pursuit import Atoms, SharedRows, explain
 
 _EXACT = 0.99
+_DIRECTIONS = 8
+_GRID = 200.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Capacity:
 
 
 def predicted(width: int, tokens: int, rank: int) -> float:
-    """Types that ``rank`` rows tell apart: ``width / (1 + ln(tokens) / (3 rank))``.
+    """Types that ``rank`` rows tell apart: ``width / (1 + ln(tokens) / (2.5 rank))``.
 
     A fit, no theorem: of planted sets of equally likely types (``benchmarks/capacity.py``). Never
     a promise that more types than that are safe.
@@ -39,11 +41,14 @@ def predicted(width: int, tokens: int, rank: int) -> float:
         tokens: in the vocabulary.
         rank: rows that are shared, at most ``width``.
     """
-    return width / (1 + math.log(max(2, tokens)) / (3 * max(1, rank)))
+    return width / (1 + math.log(max(2, tokens)) / (2.5 * max(1, rank)))
 
 
 def measured(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) -> Capacity:
     """Plants sets of types and looks for them, between the largest found and the smallest missed.
+
+    Tokens with (nearly) equal atoms, such as those that were never trained, are not planted: no
+    update tells them apart.
 
     Args:
         atoms: of all tokens.
@@ -52,7 +57,7 @@ def measured(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) -> Capac
         seed: of the sets.
     """
     generator = torch.Generator().manual_seed(seed)
-    usable = atoms.usable.nonzero()[:, 0].cpu()
+    usable = _distinct(atoms, generator)
     room = atoms.width - len(atoms.beside)
     guess = predicted(room, len(usable), rank)
     low, high = 0, min(room, len(usable))
@@ -70,6 +75,15 @@ def measured(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) -> Capac
         narrower = max(1, types - max(1, room // 8)) if low == 0 else (low + high) // 2
         types = wider if low == types else narrower
     return Capacity(low, failed, guess)
+
+
+def _distinct(atoms: Atoms, generator: torch.Generator) -> torch.Tensor:
+    """(n,) tokens whose atoms fall on no other's, seen in eight random directions."""
+    directions = torch.randn(atoms.width, _DIRECTIONS, generator=generator)
+    seen = (atoms.screen @ directions.to(atoms.screen.device) * _GRID).round()
+    _, group, size = torch.unique(seen, dim=0, return_inverse=True, return_counts=True)
+    alone: torch.Tensor = ((size[group] == 1) & atoms.usable).nonzero()[:, 0].cpu()
+    return alone
 
 
 def _found(

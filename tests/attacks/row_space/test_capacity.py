@@ -43,5 +43,13 @@ def test_the_formula_follows_what_was_measured(atoms: Atoms) -> None:
 
 
 def test_prediction_grows_to_the_width() -> None:
-    assert predicted(576, 49152, 8) == pytest.approx(397, abs=1)
+    assert predicted(576, 49152, 8) == pytest.approx(374, abs=1)
     assert 570 < predicted(576, 49152, 1000) < 576
+
+
+def test_equal_atoms_are_not_planted(atoms: Atoms) -> None:
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randn(V, D, generator=g)
+    rows[V // 2 :] = rows[V // 2] + 1e-6 * torch.randn(V - V // 2, D, generator=g)
+    capacity = measured(Atoms(rows, torch.zeros(0, D, dtype=torch.float64)), 8, seconds=60.0)
+    assert capacity.types > 15

@@ -44,7 +44,7 @@ def watched(
     root: Path, made: CausalLMModule, **settings: object
 ) -> tuple[L.Trainer, LeakageMonitor]:
     options = {k: settings.pop(k) for k in ("stages", "local_steps") if k in settings}
-    monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0.1)], every_n_steps=1, **options)
+    monitor = LeakageMonitor([SubspaceWords(capacity_seconds=1.0)], every_n_steps=1, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = fit([monitor], root, module=made, loader=loader(), **settings)

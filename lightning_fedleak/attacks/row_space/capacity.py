@@ -77,6 +77,11 @@ def measured(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) -> Capac
     return Capacity(low, failed, guess)
 
 
+def seconds_of_a_set(width: int, tokens: int, rank: int) -> float:
+    """Roughly what one planted set of the predicted size costs a core of 10 GFLOP/s."""
+    return predicted(width, tokens, rank) / 8 * (4 * width * tokens / 1e10)
+
+
 def _distinct(atoms: Atoms, generator: torch.Generator) -> torch.Tensor:
     """(n,) tokens whose atoms fall on no other's, seen in eight random directions."""
     directions = torch.randn(atoms.width, _DIRECTIONS, generator=generator)
@@ -106,4 +111,4 @@ def _found(
     return 2 * both / (len(found) + types) >= _EXACT
 
 
-__all__ = ["Capacity", "measured", "predicted"]
+__all__ = ["Capacity", "measured", "predicted", "seconds_of_a_set"]

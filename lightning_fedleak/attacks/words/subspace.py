@@ -19,7 +19,7 @@ from lightning_fedleak.attacks.base import (
     WordGuess,
 )
 from lightning_fedleak.attacks.public_text import Given, PublicText
-from lightning_fedleak.attacks.row_space.capacity import Capacity, measured
+from lightning_fedleak.attacks.row_space.capacity import measured, seconds_of_a_set
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, NotAdditive, dictionary_of
 from lightning_fedleak.attacks.row_space.linear_maps import (
     KnownInput,
@@ -67,7 +67,8 @@ class SubspaceWords(Attack):
             where noise hides the rarer directions; without it all tokens are alike.
         tokenizer: for strings.
         capacity_seconds: that :meth:`prepare` may take to measure how many types can be told apart,
-            on planted sets; 0 leaves it out.
+            on planted sets; 0 leaves it out. So does a large model on a CPU, where one set alone
+            would take longer.
         seed: of sampled text, and of planted sets.
         name: as in the logs.
     """
@@ -152,7 +153,7 @@ class SubspaceWords(Attack):
             self._readable.append(_Readable(known, maps, dictionary, odds))
         if self._readable and self._capacity is None and self.capacity_seconds:
             first = self._readable[0]
-            self._capacity = float(first.capacity(self.capacity_seconds, self.seed).types)
+            self._capacity = first.capacity(self.capacity_seconds, self.seed)
         if refused and not self._readable:
             raise ValueError(f"attack '{self.name}' cannot read {'; '.join(refused)}: remove it")
 
@@ -305,11 +306,17 @@ class _Readable:
         moved = (now - self.dictionary.rows[ids]).abs().max()
         return float(moved) <= _SAME * float(now.abs().max())
 
-    def capacity(self, seconds: float, seed: int) -> Capacity:
-        """How many types its rows can tell apart, positions (of texts of 32 tokens) known."""
+    def capacity(self, seconds: float, seed: int) -> float | None:
+        """How many types its rows can tell apart; None where one set alone would take longer.
+
+        Positions, where there are any, count as known: those of texts of 32 tokens.
+        """
         atoms = self._atoms[1] if self._atoms else Atoms(*self.dictionary.atoms(_LENGTH))
-        factors = [m for m in self.maps if self.of_b or m.factor != "B"]
-        return measured(atoms, sum(m.rows for m in factors), seconds=seconds, seed=seed)
+        rows = sum(m.rows for m in self.maps if self.of_b or m.factor != "B")
+        tokens, width = self.dictionary.rows.shape
+        if atoms.screen.device.type == "cpu" and seconds_of_a_set(width, tokens, rows) > seconds:
+            return None
+        return float(measured(atoms, rows, seconds=seconds, seed=seed).types)
 
     def read(self, view: Observation, noise: Mapping[str, float], facts: RunFacts) -> Found:
         """Explains what these maps shared.

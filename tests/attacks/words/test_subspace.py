@@ -395,6 +395,18 @@ def test_a_model_without_such_maps_is_refused() -> None:
         SubspaceWords().needs(find_anatomy(Recurrent()))
 
 
+@pytest.mark.parametrize(("seconds", "known"), [(10.0, True), (1e-9, False), (0.0, False)])
+def test_capacity_is_measured_where_there_is_time(seconds: float, known: bool) -> None:
+    model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
+    anatomy = find_anatomy(model)
+    attack = SubspaceWords(capacity_seconds=seconds)
+    attack.prepare(anatomy)
+    backward(model, texts(2, 6))
+    capacity = attack.run(observed(attack, anatomy)).capacity
+    assert (capacity is not None) == known
+    assert not known or 10 < capacity < 64
+
+
 def test_public_text_makes_frequent_tokens_likelier() -> None:
     model = with_lora(ready(llama()), 4, ["q_proj", "v_proj"])
     anatomy = find_anatomy(model)

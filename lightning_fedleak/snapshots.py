@@ -121,9 +121,25 @@ class UnusableObservation(RuntimeError):
     """The snapshot cannot be attacked (non-finite, all zero): the result is unknown, not safe."""
 
 
+class Inapplicable(UnusableObservation):
+    """A method that is not made for what was shared, whatever it holds: unknown, not safe.
+
+    ``leakage/worst/<family>`` is then that of the other attacks, where there are any.
+    """
+
+
+class NotYet(UnusableObservation):
+    """Nothing can be read so far, though it will be: there is no result yet.
+
+    The next step is looked at then; a fit that ends so is unknown, not safe.
+    """
+
+
 __all__ = [
     "ActivationSnapshot",
     "GradientSnapshot",
+    "Inapplicable",
+    "NotYet",
     "Observation",
     "Stage",
     "UnusableObservation",

@@ -42,6 +42,12 @@ def _own_random_numbers_of_a_file() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test calibrates is of no use to another."""
+    monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
 def _own_random_numbers() -> None:
     """Else what a test draws would depend on which tests its worker has run before."""
     _begin_anew()

@@ -109,6 +109,8 @@ class Attack(ABC):
 
     threat_model: ClassVar[ThreatModel]
     default_name: ClassVar[str]
+    restores_fully: ClassVar[bool] = True
+    """Whether :meth:`state_dict` holds all that :meth:`prepare` finds, so that it need not run."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.default_name
@@ -143,6 +145,14 @@ class Attack(ABC):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Takes back what ``state_dict`` gave."""
+
+    def calibrated_with(self) -> dict[str, object] | None:
+        """All that a calibration hangs on besides the model, as plain values.
+
+        What is known by these and the model's weights may be kept on disk for another fit.
+        Default: None, it is made anew in each.
+        """
+        return None
 
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports: plain numbers and strings."""

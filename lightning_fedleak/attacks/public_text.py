@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
@@ -12,9 +14,23 @@ from torch import Tensor, nn
 from lightning_fedleak.anatomy import Anatomy, Kind
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model_runs import logits_in, undisturbed
+from lightning_fedleak.progress import track
 
 Sampled = Literal["sampled"]
 """Text that a causal model writes itself."""
+
+
+_kept: ContextVar[dict[Hashable, PublicText] | None] = ContextVar("_kept", default=None)
+
+
+@contextmanager
+def sampled_once() -> Iterator[None]:
+    """Within, a model writes the same text once, whoever asks for it."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 class PublicText:
@@ -164,6 +180,11 @@ class PublicText:
         shortened = [s[i % 2 :] if len(s) > 2 else s for i, s in enumerate(self.sentences)]
         return PublicText(shortened, targets=self.targets)
 
+    @staticmethod
+    def name_of(given: PublicText | Sampled | None) -> str | None:
+        """What tells one public text from another: its digest, ``"sampled"``, or None."""
+        return given.digest if isinstance(given, PublicText) else given
+
     @classmethod
     def sampled_from(
         cls,
@@ -188,7 +209,12 @@ class PublicText:
         Raises:
             ValueError: the model is not a causal language model.
         """
-        return cls(_sampled(anatomy, n, length, seed, start_token_id))
+        kept, key = _kept.get(), (id(anatomy.model), n, length, seed, start_token_id)
+        if kept is None:
+            return cls(_sampled(anatomy, n, length, seed, start_token_id))
+        if key not in kept:
+            kept[key] = cls(_sampled(anatomy, n, length, seed, start_token_id))
+        return kept[key]
 
     @classmethod
     def taken(cls, given: Given | None, tokenizer: Any = None) -> PublicText | Sampled | None:
@@ -298,7 +324,7 @@ def _sampled(
     ids, cache = first, None
     with undisturbed(anatomy) as model, torch.no_grad():
         cached = bool(getattr(config, "use_cache", False))
-        for _ in range(length - 1):
+        for _ in track(range(length - 1), "the model writes public text"):
             if cache is not None:
                 out = model(input_ids=ids[:, -1:].to(device), past_key_values=cache, use_cache=True)
             elif cached:

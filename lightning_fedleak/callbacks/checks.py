@@ -54,6 +54,10 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
                 f"the name {attack.name!r} cannot be part of a log name: use letters, digits, "
                 "'_', '-' and '.'"
             )
+        if attack.name == "worst":
+            raise ValueError(
+                "an attack cannot be named 'worst': leakage/worst/... is the highest of all"
+            )
     names = [a.name for a in attacks]
     double = sorted({n for n in names if names.count(n) > 1})
     if double:
@@ -231,10 +235,15 @@ def warn_of_adaptive_updates(plans: Sequence[Plan]) -> None:
         )
 
 
+def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
+    """Names of the trained parameters whose gradient no attack reads."""
+    tested = _names(anatomy, {r for plan in plans if plan.exposed for r in plan.roles})
+    return tuple(n for n in anatomy.trainable_names() if n not in tested)
+
+
 def warn_of_untested(plans: Sequence[Plan], anatomy: Anatomy) -> None:
     """Says once which attacks have nothing to read, and which surfaces no attack reads."""
-    tested = {r for plan in plans if plan.exposed for r in plan.roles}
-    trained = [n for n in anatomy.trainable_names() if n not in _names(anatomy, tested)]
+    trained = unread_names(plans, anatomy)
     which = f" ({listed(trained)})" if trained else ""
     for plan in plans:
         if not plan.exposed:

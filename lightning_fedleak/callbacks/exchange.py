@@ -26,7 +26,7 @@ from lightning_fedleak.callbacks.results import (
 )
 from lightning_fedleak.metrics import Rate
 
-FOUND, FAILED, NOTHING, WAITING = 0.0, 1.0, 2.0, 3.0
+FOUND, FAILED, NOTHING, WAITING, INAPPLICABLE = 0.0, 1.0, 2.0, 3.0, 4.0
 
 
 class Exchange:
@@ -100,7 +100,7 @@ class Exchange:
 
     def _outcome(self, series: Series, shared: bool, table: Tensor, mine: Result) -> Outcome:
         channel = self._channels[series]
-        if self._one_client and not channel.parted and not bool((table[:, 0] == FAILED).any()):
+        if self._one_client and not channel.parted and not _failed(table):
             table = table[:1]
         outcome = not_shared(channel.metrics)
         if shared:
@@ -116,7 +116,8 @@ class Exchange:
             channel = self._channels[series]
             outcome = not_shared(()) if found is None else found[series]
             state = FOUND if outcome.exposed else NOTHING
-            state = FAILED if outcome.unknown is not None else state
+            if outcome.unknown is not None:
+                state = FAILED if outcome.applies else INAPPLICABLE
             state = WAITING if outcome.pending is not None else state
             now = outcome.now or {}
             numbers += [state, float(outcome.n), float(outcome.now is not None)]
@@ -142,10 +143,10 @@ class Exchange:
                 rates = {name: Rate(*four[:3]) for name, four in each.items()}
                 now = {name: four[3] for name, four in each.items()} if has_now else None
                 found[series] = Outcome(rates, int(n), extra=extra, now=now)
-            elif state == FAILED:
+            elif state in (FAILED, INAPPLICABLE):
                 other = "the attack failed on another client"
                 why = mine.why if isinstance(mine, Unknown) else other
-                found[series] = unknown(channel.metrics, why)
+                found[series] = unknown(channel.metrics, why, applies=state == FAILED)
             elif state == WAITING:
                 found[series] = _waits(mine)
             else:
@@ -166,9 +167,16 @@ def _row(result: Result, width: int) -> list[float]:
     """A client's result as so many numbers, for the exchange between processes."""
     if isinstance(result, Found):
         known = [FOUND, *result.numbers]
+    elif isinstance(result, Unknown):
+        known = [FAILED if result.applies else INAPPLICABLE]
     else:
-        known = [{Unknown: FAILED, NothingShared: NOTHING, Waiting: WAITING}[type(result)]]
+        known = [{NothingShared: NOTHING, Waiting: WAITING}[type(result)]]
     return known + [0.0] * (width - len(known))
+
+
+def _failed(rows: Tensor) -> list[int]:
+    """The clients whose attack gave nothing."""
+    return [i for i, state in enumerate(rows[:, 0].tolist()) if state in (FAILED, INAPPLICABLE)]
 
 
 def _combined(channel: Channel, series: Series, rows: Tensor, mine: Result) -> Outcome:
@@ -178,10 +186,11 @@ def _combined(channel: Channel, series: Series, rows: Tensor, mine: Result) -> O
     where every client waits that has anything at all.
     """
     found = {i: r[1:] for i, r in enumerate(rows.tolist()) if r[0] == FOUND}
-    failed = [i for i, r in enumerate(rows.tolist()) if r[0] == FAILED]
+    failed = _failed(rows)
     if failed:
         why = mine.why if isinstance(mine, Unknown) else f"the attack failed on client {failed[0]}"
-        return unknown(channel.metrics, why)
+        applies = bool(found) or bool((rows[:, 0] == FAILED).any())
+        return unknown(channel.metrics, why, applies=applies)
     if not found:
         return _waits(mine)
     try:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.public_text import sampled_once
 from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
+from lightning_fedleak.callbacks.auto import Row, in_short, look_seconds, reads_of
+from lightning_fedleak.callbacks.cache import CalibrationCache, hash_of_weights
 from lightning_fedleak.callbacks.cadence import Cadence, StepClock
 from lightning_fedleak.callbacks.channels.base import Channel, Look, Moment, Run, reason
 from lightning_fedleak.callbacks.checks import (
     Plan,
     check_optimizers,
+    unread_names,
     warn_of_adaptive_updates,
     warn_of_untested,
 )
@@ -30,9 +35,12 @@ from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.results import Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.model_runs import whole_model
+from lightning_fedleak.progress import bars, track
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.strategies import DefendedStrategy, before_real_step
 from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap
+
+_NOT_SHARED = "what it reads is not trained, and so not shared"
 
 
 class Fit:
@@ -47,10 +55,15 @@ class Fit:
         cadence: when to look.
         local_steps: attack the weight change of so many steps; None for single gradients.
         batch_adapter: the user's own, for batches of an unknown form.
+        choosing: leave out attacks that cannot read this model or run, in place of refusing it.
+        most_seconds: that a look of one of them may be estimated to take; others are left out too.
+        refused: why attacks are left out already, by their names.
+        cache: of calibrations; None makes all anew.
 
     Attributes:
         look: the one at work; None between looks.
         prepared: names of the attacks that are calibrated.
+        rows: with ``choosing``, what became of each attack.
 
     Raises:
         ValueError: an attack does not fit the model or the run.
@@ -67,6 +80,10 @@ class Fit:
         cadence: Cadence,
         local_steps: int | None,
         batch_adapter: BatchAdapter | None,
+        choosing: bool = False,
+        most_seconds: float = math.inf,
+        refused: Mapping[str, str] = MappingProxyType({}),
+        cache: CalibrationCache | None = None,
     ) -> None:
         self._run = run
         self._attacks = tuple(attacks)
@@ -86,6 +103,13 @@ class Fit:
         self.look: Look | None = None
         self._processor_seconds = 0.0
         self.prepared: set[str] = set()
+        self._choosing = choosing
+        self._most_seconds = most_seconds
+        self._refused = dict(refused)
+        self._ever_exposed: set[str] = set()
+        self.rows: list[Row] = []
+        self._cache = cache
+        self._weights: str | None = None
 
         self._plans: list[Plan] = []
         self._tap = GradientTap({})
@@ -94,12 +118,34 @@ class Fit:
         for channel in self._channels:
             channel.open(run)
         try:
+            self._admit()
             if local_steps is None:
                 self._install()
             self.follow()
         except Exception:
             self.close()
             raise
+
+    def _admit(self) -> None:
+        """Refuses attacks that cannot be played, or leaves them out."""
+        for channel in self._channels:
+            channel.leave_out(self._refused.keys())
+            for attack in channel.attacks:
+                with self._left_out(attack):
+                    channel.plan(attack)
+                    channel.admit(attack)
+            channel.leave_out(self._refused.keys())
+
+    @contextmanager
+    def _left_out(self, *attacks: Attack) -> Iterator[None]:
+        """Where attacks are chosen, a refusal leaves them out."""
+        try:
+            yield
+        except ValueError as error:
+            if not self._choosing:
+                raise
+            for attack in attacks:
+                self._refused.setdefault(attack.name, in_short(attack.name, str(error)))
 
     def _install(self) -> None:
         trainer = self._run.trainer
@@ -119,7 +165,10 @@ class Fit:
     def follow(self) -> None:
         """Follows what is trained: layers may be frozen and unfrozen while the fit goes on."""
         by_name = {a.name: c.plan(a) for c in self._channels for a in c.attacks}
-        plans = [by_name[attack.name] for attack in self._attacks]
+        self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
+        if self._choosing:  # of what was never shared nothing is logged
+            by_name = {n: plan for n, plan in by_name.items() if n in self._ever_exposed}
+        plans = [by_name[a.name] for a in self._attacks if a.name in by_name]
         if plans == self._plans:
             return
         self._plans = plans
@@ -136,8 +185,23 @@ class Fit:
             warn_of_adaptive_updates(self.exposed)
         warn_of_untested(plans, anatomy)
         for channel in self._channels:
-            channel.follow([by_name[attack.name] for attack in channel.attacks])
+            channel.follow([by_name[a.name] for a in channel.attacks if a.name in by_name])
         self._tell()
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Names of the trained parameters whose gradient no attack reads."""
+        return unread_names(self._plans, self._run.anatomy)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of the trained parameters."""
+        return self._run.anatomy.trainable_names()
+
+    @property
+    def playing(self) -> frozenset[str]:
+        """Names of the attacks that give results, exposed or not."""
+        return frozenset(plan.attack.name for plan in self._plans)
 
     def _tell(self) -> None:
         """Tells every attack about the run."""
@@ -165,20 +229,91 @@ class Fit:
         Raises:
             ValueError: an attack does not fit the model.
         """
-        with whole_model(self._run.anatomy.root):
-            for attack in (plan.attack for plan in self.exposed):
-                saved = restored.get(attack.name)
-                if saved is not None and saved["config"] == attack.fingerprint():
-                    attack.load_state_dict(saved["tensors"])
-                    self.prepared.add(attack.name)
-                    self._tell()
+        trainer = self._run.trainer
+        shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
+        with whole_model(self._run.anatomy.root), sampled_once(), bars(shown):
+            for plan in track(self.exposed, "LeakageMonitor calibrates its attacks"):
+                attack = plan.attack
                 started = time.perf_counter()
-                self._prepare(attack)
+                with self._left_out(attack):
+                    kept = self._calibrated(attack, restored.get(attack.name))
                 seconds = time.perf_counter() - started
                 if seconds > 1:
-                    rank_zero_info(f"LeakageMonitor: '{attack.name}' calibrated in {seconds:.1f} s")
+                    how = " (kept from an earlier fit)" if kept else ""
+                    rank_zero_info(
+                        f"LeakageMonitor: '{attack.name}' calibrated in {seconds:.1f} s{how}"
+                    )
+            costs = self._costs() if self._choosing else {}
         for channel in self._channels:
-            channel.check()
+            with self._left_out(*channel.attacks):
+                channel.check()
+        if self._choosing:
+            self._choose(costs)
+
+    def _costs(self) -> dict[str, float]:
+        """What a look of each attack takes, tried."""
+        texts = next((2 * c.settings.games.targets for c in self._channels), 0)
+        plans = [plan for plan in self.exposed if plan.attack.name in self.prepared]
+        try:
+            return look_seconds(self._run.anatomy, plans, texts)
+        except Exception as error:
+            rank_zero_warn(
+                f"LeakageMonitor: what a look costs could not be tried ({reason(error)}), so that "
+                "no attack is left out for it"
+            )
+            return {}
+
+    def _choose(self, costs: Mapping[str, float]) -> None:
+        """Leaves out what cannot be played or takes too long, as the first process finds it."""
+        for name, seconds in costs.items():
+            if seconds > self._most_seconds:
+                self._refused.setdefault(
+                    name,
+                    f"a look takes about {seconds:.2g} s, and look_seconds={self._most_seconds:g}",
+                )
+        self._refused, costs = self._run.trainer.strategy.broadcast((self._refused, dict(costs)))
+        for channel in self._channels:
+            channel.leave_out(self._refused.keys())
+        self.follow()
+        plans = {plan.attack.name: plan for plan in self._plans}
+        anatomy = self._run.anatomy
+        self.rows = [
+            Row(
+                attack.name,
+                reads_of(plans.get(attack.name), anatomy),
+                self._refused.get(attack.name, None if attack.name in plans else _NOT_SHARED),
+                attack.name in self._ever_exposed,
+                costs.get(attack.name),
+            )
+            for attack in self._attacks
+        ]
+
+    def _calibrated(self, attack: Attack, saved: Mapping[str, Any] | None) -> bool:
+        """Calibrates an attack, by what a checkpoint or the cache holds where they do.
+
+        Returns:
+            Whether the cache did.
+        """
+        if saved is not None and saved["config"] == attack.fingerprint():
+            attack.load_state_dict(saved["tensors"])
+            if attack.restores_fully:
+                self.prepared.add(attack.name)
+            self._tell()
+        if self._cache is None or attack.calibrated_with() is None or attack.name in self.prepared:
+            self._prepare(attack)
+            return False
+        if self._weights is None:
+            self._weights = hash_of_weights(self._run.anatomy.model)
+        kept = self._cache.load(attack, self._weights)
+        if kept:
+            self._tell()
+        if kept and attack.restores_fully:
+            self.prepared.add(attack.name)
+            return True
+        self._prepare(attack)
+        if not kept:
+            self._cache.save(attack, self._weights)
+        return kept
 
     def _prepare(self, attack: Attack) -> None:
         """Calibrates an attack, once in a fit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +12,10 @@ from typing import Any, Literal
 import lightning.pytorch as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_fedleak.callbacks.channels import Channel
 from lightning_fedleak.callbacks.gate_evidence import Evidence, Verdict, range_of
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
+from lightning_fedleak.callbacks.results import WORST
 from lightning_fedleak.defenses import DPSGD, Defense
 from lightning_fedleak.strategies import DefendedStrategy
 
@@ -42,6 +44,8 @@ class GateEvent:
         hardened: what was turned up instead of stopping.
         exhausted: the defences that are as strong as they get, so that there was nothing to turn
             up; empty where the gate would not have.
+        of: of the worst of a family, whose value it is; else empty.
+        why: why nothing is known, where the gate itself knows.
     """
 
     metric: str
@@ -54,14 +58,16 @@ class GateEvent:
     verdict: Verdict | None = None
     hardened: tuple[str, ...] = ()
     exhausted: tuple[str, ...] = ()
+    of: str = ""
+    why: str = ""
 
     def __str__(self) -> str:
         """What happened, in the words that users see."""
         if math.isnan(self.value):
-            found = (
-                f"{self.metric} is unknown (the attack gave no result; see monitor/failures and "
-                "the monitor's warning). A strict gate treats unknown as a breach"
+            why = self.why or (
+                "the attack gave no result; see monitor/failures and the monitor's warning"
             )
+            found = f"{self.metric} is unknown ({why}). A strict gate treats unknown as a breach"
         else:
             interval = "" if math.isnan(self.low) else f" (95% {self.low:.3f} to {self.high:.3f})"
             # 0.3003 is not at most 0.3, and should not read like it.
@@ -69,6 +75,8 @@ class GateEvent:
             if self.value != self.at_most:
                 digits = next((n for n in (3, 6, 9) if round(self.value, n) != self.at_most), 17)
             found = f"{self.metric} = {self.value:.{digits}f}{interval}"
+            if self.of:
+                found += f", of {self.of}"
         if self.verdict is not None:
             found += " at this look"
         saved, go_on, shown = "", "", ""
@@ -138,6 +146,17 @@ class RiskGate(L.Callback):
     keeps its promise about each client then, ``"lower"`` would not, and is refused with several
     clients.
 
+    **The worst of a family**, ``"leakage/worst/words"``, is watched like any other value. Where one
+    attack is unknown, what the others read at least counts as the value if it is a breach by
+    itself. ``"lower"`` and ``"upper"`` keep evidence on each attack of the family: the former
+    splits ``alpha`` among them; the latter lets a run go on only if every one is shown to be below,
+    which costs no more than one of them does. A run in which no attack of the family is played is
+    refused before it trains.
+
+    **A surface that is not shared** reads 0. That says nothing of what is shared instead: where no
+    attack of the same family reads any of it, a strict gate refuses the run before it trains, and
+    treats the value as unknown where that comes about on the way (a layer that is frozen).
+
     An *unknown* value counts, unless ``strict=False``, as a breach towards ``patience`` for
     ``"value"`` and ``"lower"`` (for ``"lower"`` it is no evidence, so that these stops come on top
     of ``alpha``), and as the largest possible value for ``"upper"``. A fit in which a strict gate
@@ -201,7 +220,13 @@ class RiskGate(L.Callback):
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(f"patience must be 0 or a positive integer, got {patience!r}")
         _check_bound(bound, alpha, warmup, patience, strict)
-        span = range_of(metric.rpartition("/")[-1].removesuffix("_low").removesuffix("_high"))
+        rate = _rate_of(metric)
+        span = range_of(rate.removesuffix("_low").removesuffix("_high"))
+        if _is_worst(metric) and span is not None and at_most < span[2]:
+            raise ValueError(
+                f"RiskGate watches '{metric}', a {rate}, of which {span[2]:g} is chance: "
+                f"at_most={at_most:g} would be exceeded by an attack that knows nothing"
+            )
         if bound == "value" and span is not None and at_most > span[1]:
             raise ValueError(
                 f"RiskGate watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
@@ -220,8 +245,9 @@ class RiskGate(L.Callback):
         self.verdict: Verdict | None = None
         self.notches = 0
         self._defenses: tuple[Defense, ...] = ()
+        self._watched: tuple[str, ...] = (metric,)
         self._breaches = 0
-        self._evidence: Evidence | None = None
+        self._evidence: dict[str, Evidence] | None = None
         self._monitor: LeakageMonitor | None = None
         self._begun = 0
         self._stopped = False
@@ -287,13 +313,29 @@ class RiskGate(L.Callback):
         self._defenses = defenses_to_harden(trainer) if self.action == "harden" else ()
         self.notches = 0
         self._monitor = logging[0]
+        self._watched = self._monitor.headlines_of(self.metric) or (self.metric,)
         self._check_looks(self._monitor, trainer.world_size)
         self._evidence, self.verdict = self._new_evidence(), None
         self._breaches = 0
         notches = [f"gate/{self.name}_notches"] if self.action == "harden" else []
         logs = [f"gate/{self.name}", *notches]
         self._known = self._stopped = False
-        self._monitor.subscribe(self._decide, logs, at_end=self._conclude)
+        self._monitor.subscribe(
+            self._decide, logs, at_start=self._check_read, at_end=self._conclude
+        )
+
+    def _check_read(self) -> None:
+        """Refuses to watch what says nothing of this run; one that hardens may come to that."""
+        assert self._monitor is not None
+        why = self._monitor.unread(self.metric)
+        if why is None or self.action == "harden" or not (self.strict or _is_worst(self.metric)):
+            return
+        raise ValueError(
+            f"RiskGate watches '{self.metric}': {why}. That is 'unknown', not 'safe': add an "
+            "attack that reads it (SubspaceWords() reads projections and adapters of the first "
+            "block, AlignedFlatChat() a trained head; LeakageMonitor() alone takes all that can), "
+            "or leave this gate out"
+        )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers where this fit starts."""
@@ -324,12 +366,18 @@ class RiskGate(L.Callback):
                 "until it is known."
             )
 
-    def _new_evidence(self) -> Evidence | None:
+    def _new_evidence(self) -> dict[str, Evidence] | None:
+        """On each value that is watched, with its share of the probability of error."""
         if self.bound == "value":
             return None
-        metric = self.metric.rpartition("/")[-1]
+        rate, alpha = _rate_of(self.metric), self._alpha_now
+        if self.bound == "lower":
+            alpha /= len(self._watched)
         try:
-            return Evidence(self.bound, self.at_most, self._alpha_now, self.warmup, metric)
+            return {
+                name: Evidence(self.bound, self.at_most, alpha, self.warmup, rate)
+                for name in self._watched
+            }
         except ValueError as refusal:
             raise ValueError(f"RiskGate watches '{self.metric}': {refusal}") from None
 
@@ -342,22 +390,18 @@ class RiskGate(L.Callback):
         assert monitor is not None
         if self._stopped:
             return
-        # One client alone is its own worst.
-        names = (self.metric, self.metric.removesuffix("_worst_client"))
-        values = monitor.latest if self._evidence is None else monitor.look_values
-        said = any(name in monitor.look_values for name in names)
-        value = values.get(names[0], values.get(names[1], math.nan))
         # The first process has what no other has, its clock's seconds and the worst client's value:
         # it decides, and the others get what it acts on.
-        fires = trainer.is_global_zero and said and self._judge(value)
-        found = trainer.strategy.broadcast((value, self.verdict) if fires else None)
+        seen = self._seen(monitor) if trainer.is_global_zero else None
+        acts = (seen, self.verdict) if seen is not None and self._judge(seen) else None
+        found = trainer.strategy.broadcast(acts)
         step = monitor.last_step
         for logger in trainer.loggers:
             logged = {f"gate/{self.name}": float(found is not None)} | self._progress()
             logger.log_metrics(logged, step=step)
         if found is not None:
-            value, self.verdict = found
-            self._fire(trainer, monitor, value)
+            seen, self.verdict = found
+            self._fire(trainer, monitor, seen)
         if self.action == "harden":
             notches = {f"gate/{self.name}_notches": float(self.notches)}
             for logger in trainer.loggers:
@@ -369,19 +413,45 @@ class RiskGate(L.Callback):
             return
         if not trainer.strategy.broadcast(self._known):
             assert self._monitor is not None
-            self._fire(trainer, self._monitor, math.nan)
+            self._fire(trainer, self._monitor, _Seen(self.metric, math.nan, {}))
 
-    def _judge(self, value: float) -> bool:
+    def _seen(self, monitor: LeakageMonitor) -> _Seen | None:
+        """What the newest look says; None where it says nothing yet."""
+        values = monitor.latest if self._evidence is None else monitor.look_values
+        why = monitor.unread(self.metric) if self.strict else None
+        if why is not None:
+            return _Seen(self.metric, math.nan, dict.fromkeys(self._watched, math.nan), why=why)
+        # One client alone is its own worst.
+        names = (self.metric, self.metric.removesuffix("_worst_client"))
+        known = [name for name in names if name in monitor.look_values]
+        if not known:
+            return None
+        value = next((values[name] for name in names if name in values), math.nan)
+        if not _is_worst(self.metric):
+            return _Seen(self.metric, value, {self.metric: value})
+        watched = {name: values[name] for name in self._watched if name in values}
+        name = self.metric
+        if math.isnan(value):
+            at_least = values.get(f"{self.metric}_at_least", math.nan)
+            if at_least > self.at_most:
+                name, value = f"{self.metric}_at_least", at_least
+        else:  # what is unknown then is of methods that do not apply
+            watched = {n: v for n, v in watched.items() if not math.isnan(v)}
+        return _Seen(name, value, watched, next((n for n, v in watched.items() if v == value), ""))
+
+    def _judge(self, seen: _Seen) -> bool:
         """Whether to act on one more look."""
-        unknown = math.isnan(value)
+        unknown = math.isnan(seen.value)
         self._known |= not unknown
-        breach = self.strict if unknown else value > self.at_most
+        breach = self.strict if unknown else seen.value > self.at_most
         shown = False
         if self._evidence is not None:
-            if not unknown or self.strict:
-                self._evidence.update(value)
-            self.verdict = self._evidence.verdict()
+            for name, value in seen.watched.items():
+                if not math.isnan(value) or self.strict:
+                    self._evidence[name].update(value)
+            self.verdict = self._verdict_of(self._evidence)
             shown = self.verdict.fires
+            unknown = any(math.isnan(value) for value in seen.watched.values())
             breach = unknown and self.strict and self.bound == "lower"
         if breach:
             self._breaches += 1
@@ -389,12 +459,22 @@ class RiskGate(L.Callback):
             self._breaches = 0
         return shown or (breach and self._breaches > self.patience)
 
+    def _verdict_of(self, evidence: Mapping[str, Evidence]) -> Verdict:
+        """Of the value that decides: one that fires, or else the nearest to it."""
+        asked = [e for e in evidence.values() if e.verdict().looks] or list(evidence.values())
+        nearest = max if self.bound == "lower" else min
+        decides = next((e for e in asked if e.verdict().fires), None)
+        return (decides or nearest(asked, key=lambda e: e.progress)).verdict()
+
     def _progress(self) -> dict[str, float]:
         if self._evidence is None:
             return {}
-        return {f"gate/{self.name}_evidence": self._evidence.progress}
+        asked = [e for e in self._evidence.values() if e.verdict().looks]
+        asked = asked or list(self._evidence.values())
+        nearest = max if self.bound == "lower" else min
+        return {f"gate/{self.name}_evidence": nearest(e.progress for e in asked)}
 
-    def _fire(self, trainer: L.Trainer, monitor: LeakageMonitor, value: float) -> None:
+    def _fire(self, trainer: L.Trainer, monitor: LeakageMonitor, seen: _Seen) -> None:
         checkpoint = None
         hardened = harden(self._defenses)
         stops = self.action == "stop" or (self.action == "harden" and not hardened)
@@ -409,9 +489,9 @@ class RiskGate(L.Callback):
                 monitor.latest.get(f"{self.metric}_{end}", math.nan) for end in ("low", "high")
             )
         event = GateEvent(
-            self.metric,
+            seen.name,
             monitor.last_step,
-            value,
+            seen.value,
             low,
             high,
             self.at_most,
@@ -419,6 +499,8 @@ class RiskGate(L.Callback):
             self.verdict,
             tuple(hardened),
             tuple(d.name for d in self._defenses) if stops else (),
+            seen.of,
+            seen.why,
         )
         first, self.fired = self.fired is None, self.fired or event
         if checkpoint is not None:
@@ -445,8 +527,15 @@ class RiskGate(L.Callback):
         if self.action == "harden":
             state["notches"] = self.notches
         if self._evidence is not None:
-            state["evidence"] = self._evidence.state_dict()
+            state["evidence"] = {n: e.state_dict() for n, e in self._evidence.items()}
         return state
+
+    @staticmethod
+    def _goes_on(evidence: Mapping[str, Evidence], saved: Mapping[str, Any]) -> bool:
+        """Takes evidence back, if all of it answers the same questions."""
+        return evidence.keys() == saved.keys() and all(
+            own.load_state_dict(saved[name]) for name, own in evidence.items()
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave, but no evidence on another question."""
@@ -461,11 +550,44 @@ class RiskGate(L.Callback):
         saved = state_dict.get("evidence")
         if saved is None and self._evidence is None:
             return
-        if saved is None or self._evidence is None or not self._evidence.load_state_dict(saved):
+        if saved is not None and "question" in saved:  # of a version that knew no worst
+            saved = {self.metric: saved}
+        if not saved or self._evidence is None or not self._goes_on(self._evidence, saved):
             rank_zero_warn(
                 f"RiskGate '{self.name}': the checkpoint's evidence is for another metric, "
                 "threshold or bound, and is not used; what this gate asks for starts anew"
             )
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one look says of what a gate watches.
+
+    Attributes:
+        name: of the value.
+        value: NaN where it is unknown.
+        watched: the values that evidence is kept on, by name.
+        of: of the worst of a family, whose value it is.
+        why: why nothing is known, where the gate itself knows.
+    """
+
+    name: str
+    value: float
+    watched: Mapping[str, float]
+    of: str = ""
+    why: str = ""
+
+
+def _is_worst(metric: str) -> bool:
+    return metric.startswith(f"{WORST}/")
+
+
+def _rate_of(metric: str) -> str:
+    """The rate that a logged name is of; of the worst of a family its headline."""
+    last = metric.rpartition("/")[-1]
+    if not _is_worst(metric):
+        return last
+    return next((c.headline for c in Channel.known.values() if c.family == last), last)
 
 
 def _callbacks(trainer: L.Trainer) -> list[L.Callback]:

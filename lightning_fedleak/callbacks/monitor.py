@@ -8,12 +8,17 @@ from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.attacks.auto import ASSUMED, candidates
 from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.public_text import Given
 from lightning_fedleak.batches import BatchAdapter
+from lightning_fedleak.callbacks import auto
+from lightning_fedleak.callbacks.cache import CalibrationCache
 from lightning_fedleak.callbacks.cadence import cadence_of
 from lightning_fedleak.callbacks.channels import Games
 from lightning_fedleak.callbacks.channels.base import (
@@ -38,7 +43,7 @@ from lightning_fedleak.callbacks.report import (
     privacy_tags,
     privacy_values,
 )
-from lightning_fedleak.callbacks.results import Outcome, Results, Series
+from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
 from lightning_fedleak.callbacks.tensorboard import add_layout
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.threats import Capability
@@ -52,6 +57,12 @@ _MOVED = {
     "score_canaries": "score_canaries",
 }
 """Arguments that are the games' now, and their names there."""
+
+
+_WRITTEN = (
+    "Calibrated on text that the model writes itself; public_text= takes texts like the clients', "
+    "which is what an adversary who knows the clients has."
+)
 
 
 class LeakageMonitor(L.Callback):
@@ -92,11 +103,21 @@ class LeakageMonitor(L.Callback):
     ``texts`` texts a look; under the attack's ``budget_seconds`` what is not found in time is
     wrong, texts that were not begun do not count, and ``finished`` is below 1.
 
+    **Attacks that choose themselves.** With ``attacks="auto"``, the default, every attack of an
+    adversary as ``assume`` says is played that can read what this model, training and strategy
+    share. What is played, what is not and why, and what is shared and read by none is printed
+    before the first step. Attacks that are not played are *not tested*: they log nothing. One that
+    begins to be shared later (a layer that is unfrozen) is played from then on.
+
+    **The worst.** ``leakage/worst/<family>`` is the highest headline of a family's attacks at a
+    look (F1 of words, AUC of membership, token accuracy of texts): unknown where one of them is
+    unknown, though it applies, and where something is trained of which none of them reads anything.
+
     Args:
-        attacks: the attacks, each with a name of its own.
+        attacks: the attacks, each with a name of its own; or ``"auto"``.
         every_n_steps: look at optimizer steps 0, n, 2n, ... Default 50.
         max_overhead: look so seldom that looks cost at most this share of the training time.
-            Either this or ``every_n_steps``.
+            Either this or ``every_n_steps``. Default with ``attacks="auto"``: 0.005.
         stages: where to measure: ``"shared"`` (what leaves the client; the default), ``"local"``
             (before the defences), ``"aggregate"`` (after the reduction over clients).
         batch_adapter: turns a batch of your own into a :class:`TokenBatch`; needed only where
@@ -115,14 +136,22 @@ class LeakageMonitor(L.Callback):
             :data:`~lightning_fedleak.threats.HONEST_BUT_CURIOUS` (it knows the model and has
             public text); where a :class:`MembershipAttack` is listed
             :data:`~lightning_fedleak.threats.DISHONEST_SERVER`, which also puts layers of its own
-            into the model and holds the texts it asks for.
-        tokenizer: decodes what ``reveal`` writes; without one it writes token ids.
+            into the model and holds the texts it asks for. With ``attacks="auto"`` the former
+            one, holding texts.
+        tokenizer: decodes what ``reveal`` writes; without one it writes token ids. Reads the texts
+            of ``public_text``.
         log_dir: where ``leakage.jsonl`` goes; default the logger's folder.
         anatomy: overrides for :func:`find_anatomy` (``model``, ``embedding``, ``head``, ...).
         games: how membership games are played: how many texts are asked for, which are not in the
             batch, over how many looks rates are pooled, canaries of the user's own; see
             :class:`~lightning_fedleak.callbacks.Games`.
         texts: of each client's batch that inversion attacks reconstruct at a look, at most.
+        public_text: for ``attacks="auto"``: text like the clients', which attacks are calibrated
+            on. Without it a causal model writes some itself.
+        look_seconds: with ``attacks="auto"``, attacks of which one look is estimated to take longer
+            are not played.
+        cache: keep calibrations in the user's cache folder (``FEDLEAK_CACHE``), by model, text and
+            settings, for the next fit.
 
     Raises:
         ValueError: contradictory or unknown arguments.
@@ -130,7 +159,7 @@ class LeakageMonitor(L.Callback):
 
     def __init__(
         self,
-        attacks: Sequence[Attack] | Attack,
+        attacks: Sequence[Attack] | Attack | Literal["auto"] = "auto",
         every_n_steps: int | None = None,
         max_overhead: float | None = None,
         stages: Sequence[str] = ("shared",),
@@ -146,11 +175,30 @@ class LeakageMonitor(L.Callback):
         anatomy: Mapping[str, Any] | None = None,
         games: Games | None = None,
         texts: int = 4,
+        public_text: Given | None = None,
+        look_seconds: float = 30.0,
+        cache: bool = True,
         **moved: Any,
     ) -> None:
         if moved:
             raise TypeError(_moved(moved))
-        self.attacks = [attacks] if isinstance(attacks, Attack) else list(attacks)
+        self.auto = attacks == "auto"
+        self._text_given = public_text not in (None, "sampled")
+        if self.auto:
+            assume = ASSUMED if assume is None else frozenset(assume)
+            attacks = candidates(assume, public_text, tokenizer, rounds=local_steps is not None)
+            if every_n_steps is None and max_overhead is None:
+                max_overhead = auto.MAX_OVERHEAD
+        elif public_text is not None:
+            raise ValueError(
+                "public_text= is what attacks='auto' calibrates on; give it to the attacks that "
+                "you list, AlignedFlatChat(public_text) say"
+            )
+        if not look_seconds > 0:
+            raise ValueError(f"look_seconds must be positive, got {look_seconds!r}")
+        self.look_seconds = look_seconds
+        self.cache = cache
+        self.attacks = _listed(attacks)
         check_attacks(self.attacks)
         self.cadence = cadence_of(every_n_steps, max_overhead)
         self.stages = known_stages(stages)
@@ -179,6 +227,8 @@ class LeakageMonitor(L.Callback):
         self._listeners: list[Callable[[L.Trainer], None]] = []
         self._at_end: list[Callable[[L.Trainer], None]] = []
         self._heard: list[str] = []
+        self._ready: list[Callable[[], None]] = []
+        self._not_set_up: dict[str, str] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -281,6 +331,7 @@ class LeakageMonitor(L.Callback):
         listener: Callable[[L.Trainer], None],
         logs: Sequence[str] = (),
         *,
+        at_start: Callable[[], None] | None = None,
         at_end: Callable[[L.Trainer], None] | None = None,
     ) -> None:
         """Calls ``listener(trainer)`` on every process after each look, until the fit ends.
@@ -288,12 +339,52 @@ class LeakageMonitor(L.Callback):
         Args:
             listener: is called.
             logs: names of what it logs then, for TensorBoard's page.
+            at_start: is called once it is known what is read, before the first step.
             at_end: is called when training ends, after what the monitor had left to say.
         """
         self._listeners.append(listener)
         self._heard += logs
+        if at_start is not None:
+            self._ready.append(at_start)
         if at_end is not None:
             self._at_end.append(at_end)
+
+    def headlines_of(self, name: str) -> tuple[str, ...]:
+        """The log names of which ``leakage/worst/<family>`` is the highest; none of other names."""
+        root, _, family = name.rpartition("/")
+        if root != WORST or name not in self._results.names():
+            return ()
+        return self._results.headlines(family)
+
+    def unread(self, name: str) -> str | None:
+        """Why a logged value says nothing of what is shared now; None where it says something.
+
+        Of an attack that is not played nothing is tested. One whose surface is not shared reads 0,
+        and where no attack of its family reads anything, that says nothing of what is shared
+        instead.
+
+        Args:
+            name: of the value in the logs.
+        """
+        assert self._fit is not None
+        root, _, metric = name.rpartition("/")
+        of = {series.log_name: series for series in self._series}
+        rows = {row.attack: row for row in self._fit.rows}
+        family = metric if root == WORST else None
+        if root in of:
+            attack, family = of[root].attack, self._series[of[root]].family
+            if attack not in self._fit.playing:
+                return f"'{attack}' is not played in this run: {rows[attack].why_not}"
+        if family is None:
+            return None
+        trained = self._fit.trained
+        mine = {a.name for c in self._channels if c.family == family for a in c.attacks}
+        if mine & {plan.attack.name for plan in self._fit.exposed} or not trained:
+            return None
+        return (
+            f"no attack on {family} of this monitor reads anything that is shared in this run, and "
+            f"{len(trained)} trained parameters are"
+        )
 
     # ---- set-up -----------------------------------------------------------------------------
 
@@ -303,6 +394,7 @@ class LeakageMonitor(L.Callback):
             return
         self._results.clear()
         for channel in self._channels:
+            channel.attacks = channel.given
             channel.clear()
         self._check_names(trainer)
         self.client = resolve_client(self._client_given, trainer.strategy)
@@ -311,14 +403,24 @@ class LeakageMonitor(L.Callback):
                 "local_steps describes one client that trains on its own; DDP averages at every "
                 "step. Use client='world', or run one process."
             )
+        self._not_set_up = {}
         for channel in self._channels:
-            channel.setup(trainer, self.client, lambda: self._find_anatomy(pl_module))
+            try:
+                channel.setup(trainer, self.client, lambda: self._find_anatomy(pl_module))
+            except ValueError as error:
+                if not self.auto:
+                    raise
+                self._not_set_up |= {attack.name: str(error) for attack in channel.attacks}
 
     def _check_names(self, trainer: L.Trainer) -> None:
         """Refuses two monitors of one run that log under the same names."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._results.reset_families()
         for other in callbacks:
             if isinstance(other, LeakageMonitor) and other is not self:
+                # The worst of what several monitors read would be none of theirs.
+                for channel in other._series.values():
+                    self._results.families.pop(channel.family, None)
                 both = {s.log_name for s in self._series} & {s.log_name for s in other._series}
                 if both:
                     raise ValueError(
@@ -352,14 +454,25 @@ class LeakageMonitor(L.Callback):
             cadence=self.cadence,
             local_steps=self.local_steps,
             batch_adapter=self.batch_adapter,
+            choosing=self.auto,
+            most_seconds=self.look_seconds,
+            refused=self._not_set_up,
+            cache=CalibrationCache() if self.cache else None,
         )
         self._prepared = self._fit.prepared
         restored, self._restored = self._restored, {}
         self._fit.calibrate(restored)
+        playing = self._fit.playing
+        self._results.playing = {s for s in self._series if s.attack in playing}
+        if self.auto:
+            text = None if self._text_given else _WRITTEN
+            rank_zero_info(auto.table(self._fit.rows, self._fit.unread, text, self.assume))
+            self._report.write_not_played(self._fit.rows)
         if trainer.is_global_zero:
-            add_layout(
-                trainer.loggers, self.utility, self._series, privacy_tags(trainer), self._heard
-            )
+            shown = {s: c for s, c in self._series.items() if s.attack in playing}
+            add_layout(trainer.loggers, self.utility, shown, privacy_tags(trainer), self._heard)
+        for begins in self._ready:
+            begins()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers how many looks came before this fit, and where it starts."""
@@ -432,7 +545,10 @@ class LeakageMonitor(L.Callback):
     ) -> None:
         known = trainer.callback_metrics
         beside = {f"utility/{n}": float(known[n]) for n in self.utility if n in known}
-        outcomes = self._results.add(look, outcomes, beside | privacy_values(trainer))
+        assert self._fit is not None
+        self._results.playing |= outcomes.keys()
+        beside |= privacy_values(trainer)
+        outcomes = self._results.add(look, outcomes, beside, shared=bool(self._fit.trained))
         values = self.latest
         # As LearningRateMonitor does: self.log would take a quarter of a millisecond for each name.
         numbers = torch.tensor(list(values.values()), device=trainer.strategy.root_device)
@@ -473,6 +589,7 @@ class LeakageMonitor(L.Callback):
         for channel in self._channels:
             channel.close()
         self._listeners.clear()
+        self._ready.clear()
         self._at_end.clear()
         self._heard.clear()
         self._reset()
@@ -501,6 +618,12 @@ class LeakageMonitor(L.Callback):
         self._restored = {
             name: saved for name, saved in state_dict["attacks"].items() if saved["tensors"]
         }
+
+
+def _listed(attacks: Sequence[Attack] | Attack | str) -> list[Attack]:
+    if isinstance(attacks, str):
+        raise ValueError(f"attacks must be 'auto' or a list of attacks, got {attacks!r}")
+    return [attacks] if isinstance(attacks, Attack) else list(attacks)
 
 
 def _series_of(

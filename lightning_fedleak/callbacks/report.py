@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.callbacks.results import Outcome, Series
 from lightning_fedleak.callbacks.tensorboard import add_hparams, tensorboards
 from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.metrics import Rate
+from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 
 if TYPE_CHECKING:
+    from lightning_fedleak.callbacks.auto import Row
     from lightning_fedleak.callbacks.channels.base import Look
 
 SCHEMA_VERSION = 1
@@ -161,6 +163,7 @@ class Report:
         self._local_steps = local_steps
         self.looks = 0
         self._warned: set[str] = set()
+        self._waiting: set[Series] = set()
         self.boards: list[TensorBoardLogger] = []
         if trainer.is_global_zero:
             self.boards = tensorboards(trainer.loggers)
@@ -177,6 +180,12 @@ class Report:
                     "leakage there is unknown, not 0; training goes on. (Said once for each "
                     "reason; monitor/failures counts them.)",
                     series.name + outcome.unknown,
+                )
+            elif outcome.pending is not None and series not in self._waiting:
+                self._waiting.add(series)
+                rank_zero_info(
+                    f"LeakageMonitor: '{series.name}' has no result at step {look.step} yet: "
+                    f"{outcome.pending}"
                 )
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
         for logger in self._trainer.loggers:
@@ -218,6 +227,29 @@ class Report:
                 extra=extra,
                 unknown=outcome.unknown,
             )
+
+    def write_not_played(self, rows: Sequence[Row]) -> None:
+        """Leaves a line for each attack that is not tested in this fit."""
+        configs = {a.name: a.config() for a in self._attacks}
+        for row in rows if self._trainer.is_global_zero else ():
+            if row.why_not is None:
+                continue
+            try:
+                self._jsonl.append(
+                    step=self._trainer.global_step,
+                    stage=str(Stage.SHARED),
+                    client="pooled" if self._pooled else 0,
+                    round_=None if self._local_steps is None else 0,
+                    attack=row.attack,
+                    config=configs[row.attack],
+                    n=0,
+                    exposed=row.exposed,
+                    rates={},
+                    extra={},
+                    unknown=f"not played: {row.why_not}",
+                )
+            except OSError as error:
+                self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
 
     def write_summary(self, latest: Mapping[str, float], headlines: Sequence[str]) -> None:
         """Leaves a row in TensorBoard's table of runs: settings, and the last headlines."""

@@ -19,6 +19,8 @@ PREFIX = {
     Stage.AGGREGATE: "leakage_aggregate",
 }
 MAX_WAITS = 20
+WORST = f"{PREFIX[Stage.SHARED]}/worst"
+"""Begins the names of the highest headlines, ``leakage/worst/<family>``."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,11 @@ class Unknown:
 
     Attributes:
         why: for the logs; holds no private text.
+        applies: whether the attack's method is made for what was shared.
     """
 
     why: str
+    applies: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ class Outcome:
         extra: numbers that have no interval; NaN where there is none.
         now: each rate's value at this look alone; None where ``rates`` is of this look alone.
         unknown: why there is no value; None where there is one.
+        applies: false where there is none since the method is not made for what was shared.
         pending: why there is no value *yet*; None otherwise.
         by_position: of reconstructed texts: (right, all) tokens by range of places in their text.
     """
@@ -119,6 +124,7 @@ class Outcome:
     extra: Mapping[str, float] = field(default_factory=dict)
     now: Mapping[str, float] | None = None
     unknown: str | None = None
+    applies: bool = True
     pending: str | None = None
     by_position: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -147,10 +153,10 @@ class Outcome:
         return values
 
 
-def unknown(metrics: Iterable[str], why: str) -> Outcome:
+def unknown(metrics: Iterable[str], why: str, *, applies: bool = True) -> Outcome:
     """An outcome without a value: not safe, unknown."""
     nothing = Rate(math.nan, math.nan, math.nan)
-    return Outcome(dict.fromkeys(metrics, nothing), 0, unknown=why)
+    return Outcome(dict.fromkeys(metrics, nothing), 0, unknown=why, applies=applies)
 
 
 def not_shared(metrics: Iterable[str]) -> Outcome:
@@ -173,6 +179,8 @@ class Results:
         channels: the channel of each series, in the order of the logs.
 
     Attributes:
+        playing: the series that have results in this fit.
+        families: those of which the worst is logged.
         latest: the newest value by log name; NaN is unknown. Empty before the first look.
         look_values: the values of the newest look alone, by log name.
         pending: log names that have no value at the newest look, and will have one later.
@@ -184,6 +192,8 @@ class Results:
 
     def __init__(self, channels: Mapping[Series, Channel]) -> None:
         self._channels = channels
+        self.playing = set(channels)
+        self.reset_families()
         self._waits: dict[Series, int] = {}
         self._asked: set[Series] = set()
         self._answered: set[Series] = set()
@@ -196,6 +206,22 @@ class Results:
         self.deferrals = 0
         self._looks_before = 0
 
+    def reset_families(self) -> None:
+        """The worst is logged of every family that has attacks."""
+        self.families = {
+            channel.family: channel.headline
+            for series, channel in self._channels.items()
+            if _counts_for_worst(series)
+        }
+
+    def headlines(self, family: str) -> tuple[str, ...]:
+        """The log names of which a family's worst is the highest."""
+        return tuple(
+            f"{series.log_name}/{channel.headline}"
+            for series, channel in self._channels.items()
+            if channel.family == family and _counts_for_worst(series)
+        )
+
     def names(self, series: Iterable[Series] | None = None) -> list[str]:
         """Log names of the values of some series; of all without an argument."""
         ends = ("", "_low", "_high", "_worst_client")
@@ -204,7 +230,8 @@ class Results:
             found.append(f"{one.log_name}/exposed")
             metrics = self._channels[one].metrics
             found += [f"{one.log_name}/{m}{end}" for m in metrics for end in ends]
-        return found
+        worst = [f"{WORST}/{family}" for family in self.families] if series is None else []
+        return found + worst
 
     def clear(self) -> None:
         """A new fit: earlier looks were at another run."""
@@ -251,10 +278,19 @@ class Results:
         return {}
 
     def _all_unknown(self, why: str) -> dict[Series, Outcome]:
-        return {s: unknown(channel.metrics, why) for s, channel in self._channels.items()}
+        return {
+            s: unknown(channel.metrics, why)
+            for s, channel in self._channels.items()
+            if s in self.playing
+        }
 
     def add(
-        self, look: Look, outcomes: Mapping[Series, Outcome], beside: Mapping[str, float]
+        self,
+        look: Look,
+        outcomes: Mapping[Series, Outcome],
+        beside: Mapping[str, float],
+        *,
+        shared: bool = True,
     ) -> dict[Series, Outcome]:
         """Takes a finished look.
 
@@ -262,6 +298,7 @@ class Results:
             look: the look.
             outcomes: by series.
             beside: other values of that step, by log name.
+            shared: something is trained, and so shared.
 
         Returns:
             The outcomes, *unknown* where one has been pending for too long.
@@ -273,6 +310,14 @@ class Results:
         for series, outcome in known.items():
             values |= outcome.values(series.log_name)
             now |= outcome.values_now(series.log_name)
+        for family, headline in self.families.items():
+            of = [
+                (series.log_name, outcome)
+                for series, outcome in known.items()
+                if self._channels[series].family == family and _counts_for_worst(series)
+            ]
+            values |= _worst(family, headline, of, shared, of_look=False)
+            now |= _worst(family, headline, of, shared, of_look=True)
         self.failures += sum(outcome.unknown is not None for outcome in known.values())
         values |= beside
         values["monitor/failures"] = float(self.failures)
@@ -327,8 +372,40 @@ class Results:
         self._waits = {s: waits[s.log_name] for s in self._channels if s.log_name in waits}
 
 
+def _counts_for_worst(series: Series) -> bool:
+    """Whether a series is of an attack on what is shared, and not of canaries or of a part."""
+    return series.prefix == PREFIX[Stage.SHARED] and series.name == series.attack
+
+
+def _worst(
+    family: str,
+    headline: str,
+    of: Sequence[tuple[str, Outcome]],
+    shared: bool,
+    *,
+    of_look: bool,
+) -> dict[str, float]:
+    """The highest headline of a family; nothing where one is waited for, or none is played."""
+    exposed = [(root, outcome) for root, outcome in of if outcome.exposed]
+    if not of or any(outcome.pending is not None for _, outcome in exposed):
+        return {}
+    name = f"{WORST}/{family}"
+    if not exposed:
+        return {name: math.nan if shared else 0.0}
+    known = []
+    for root, outcome in exposed:
+        values = outcome.values_now(root) if of_look else outcome.values(root)
+        if not math.isnan(value := values[f"{root}/{headline}"]):
+            known.append(value)
+    missing = any(o.unknown is not None and o.applies for _, o in exposed) or not known
+    if not missing:
+        return {name: max(known)}
+    return {name: math.nan} | ({f"{name}_at_least": max(known)} if known else {})
+
+
 __all__ = [
     "PREFIX",
+    "WORST",
     "Found",
     "NothingShared",
     "Outcome",

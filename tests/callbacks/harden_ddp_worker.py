@@ -148,7 +148,12 @@ def hardened(defense: str, client: str) -> Case:
             "saved": len(list(folder.rglob(f"gate-*step={monitor.last_step}.ckpt"))),
         }
         trainer, gate, monitor, seen, _ = watched(
-            folder, defense, client, gate={"at_most": 1.0}, max_epochs=2, ckpt_path=str(path)
+            folder,
+            defense,
+            client,
+            gate={"at_most": 1.0, "strict": False},
+            max_epochs=2,
+            ckpt_path=str(path),
         )
         names = [name for name, _ in trainer.lightning_module.named_parameters()]
         now = zip(names, stopped, weights(trainer), strict=True)

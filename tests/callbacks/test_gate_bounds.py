@@ -367,10 +367,12 @@ AUC = "leakage/fc_membership/auc"
 def look(gate, evidence_metric="auc", **monitor):
     """One look of a monitor that pools over looks, as the gate sees it."""
     gate._monitor = SimpleNamespace(
-        **({"latest": {}, "look_values": {}, "pending": frozenset(), "last_step": 0} | monitor)
+        **({"latest": {}, "look_values": {}, "pending": frozenset(), "last_step": 0} | monitor),
+        unread=lambda name: None,
     )
     if gate._evidence is None and gate.bound != "value":
-        gate._evidence = Evidence(gate.bound, gate.at_most, gate.alpha, None, evidence_metric)
+        evidence = Evidence(gate.bound, gate.at_most, gate.alpha, None, evidence_metric)
+        gate._evidence = {gate.metric: evidence}
     events = []
     gate.action = events.append
     strategy = SimpleNamespace(broadcast=lambda value: value)

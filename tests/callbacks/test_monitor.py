@@ -473,12 +473,12 @@ def test_every_look_appends_a_line_for_each_attack_and_stage(tmp_path):
 def test_recovered_words_appear_only_in_a_private_file(tmp_path):
     class Words:
         def decode(self, ids):
-            return f"word{ids[0]}"
+            return f"secret{ids[0]}"
 
     board = TensorBoardLogger(tmp_path)
     monitor = LeakageMonitor(Probe(), every_n_steps=2, reveal=True, tokenizer=Words())
     fit([monitor], tmp_path, logger=board)
-    holding = [p for p in tmp_path.rglob("*") if p.is_file() and b"word" in p.read_bytes()]
+    holding = [p for p in tmp_path.rglob("*") if p.is_file() and b"secret" in p.read_bytes()]
     (path,) = holding
     assert path.name == "revealed_words.rank0.txt"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

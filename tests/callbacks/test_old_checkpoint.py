@@ -96,8 +96,9 @@ def test_what_was_waited_for_and_counted_goes_on(saved, resumed):
     assert now[GAMES]["ledger"]["waits"] == {}  # the end of the fit is the answer
     scored = [state[GAMES]["canary_scores"]["looks"]["fc_membership"] for state in (was, now)]
     assert scored == [SAVED_AT, RESUMED_UNTIL]
-    looks = [state["RiskGate[low]"]["evidence"]["above"]["looks"] for state in (was, now)]
-    assert looks == [3, 6]
+    before, after = (state["RiskGate[low]"]["evidence"] for state in (was, now))
+    (after,) = after.values()  # by the value that it is on
+    assert (before["above"]["looks"], after["above"]["looks"]) == (3, 6)
     assert [state["RiskGate[flatchat/f1]"]["breaches"] for state in (was, now)] == [3, 6]
 
 

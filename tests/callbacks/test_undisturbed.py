@@ -28,7 +28,10 @@ def watchers(**settings):
     monitor = LeakageMonitor(
         [flatchat, Probe()], every_n_steps=1, stages=("local", "shared", "aggregate"), **settings
     )
-    return [RiskGate("leakage/flatchat/f1", at_most=1.0), monitor], monitor
+    gate = RiskGate(
+        "leakage/flatchat/f1", at_most=1.0, strict=False
+    )  # with LoRA the head is frozen
+    return [gate, monitor], monitor
 
 
 def games(**settings):

@@ -488,6 +488,10 @@ class AttentionMembership(MembershipAttack):
         self._calibration = Calibration.from_tensors(state)
         self._prepared_at, self._d = int(state["prepared_at"]), int(state["d"])
 
+    def calibrated_with(self) -> dict[str, object] | None:
+        """The settings, and the public text."""
+        return None if self.public_text is None else self.given()
+
     def config(self) -> dict[str, object]:
         """Settings for reports; of the public text the beginning of its SHA-256."""
         return {

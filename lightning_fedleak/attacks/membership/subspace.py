@@ -35,7 +35,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
 )
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.snapshots import Observation, whole_tensor
+from lightning_fedleak.snapshots import NotYet, Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 _RIDGE = 0.1
@@ -198,6 +198,10 @@ class SubspaceMembership(PassiveMembership):
         inputs = self._read(anatomy)
         shared = [self._rows(i, anatomy, view) for i in inputs]
         if all(rows is None for rows in shared):
+            if any(m.factor == "A" for i in inputs for m in _trained(i, anatomy)):
+                raise NotYet(
+                    "the gradient of LoRA's A is zero, as it is while B is (in the first step)"
+                )
             raise UnusableObservation("every gradient that is read is zero")
         words = self._bag(view)
         mask = query.attention_mask

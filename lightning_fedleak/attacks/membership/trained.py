@@ -403,6 +403,10 @@ class TrainedMembership(MembershipAttack):
         """The rungs, as parts of the way from the decision to the target's output."""
         return (0.0,) if self._defended else (*HARDER, 0.0, *(-x for x in EASIER))
 
+    def calibrated_with(self) -> dict[str, object]:
+        """The settings, and the public text."""
+        return self.config() | {"public_text": PublicText.name_of(self.public_text)}
+
     def state_dict(self) -> dict[str, Tensor]:
         """The public samples, and when they were embedded; every neuron follows from them."""
         if self._public is None:

@@ -33,6 +33,7 @@ from lightning_fedleak.attacks.words.public_gradients import (
     hidden_states_of,
 )
 from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.progress import track
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel
 
@@ -288,6 +289,15 @@ class AlignedFlatChat(Attack):
         else:
             self._rehearsed = Rehearsed.from_tensors(state)
 
+    def calibrated_with(self) -> dict[str, object]:
+        """The settings, and the public text."""
+        mask = getattr(self.tokenizer, "mask_token_id", None)
+        return self.config() | {
+            "lengths": self.lengths,
+            "public_text": PublicText.name_of(self.public_text),
+            "mask": mask,
+        }
+
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""
         return {
@@ -315,7 +325,9 @@ class AlignedFlatChat(Attack):
         return GradientParts.joined(
             [
                 gradient_parts(anatomy, batch, inputs=inputs)
-                for batch in self._batches(anatomy, self.calibration_tokens)
+                for batch in track(
+                    self._batches(anatomy, self.calibration_tokens), "gradients of public text"
+                )
             ]
         )
 

@@ -23,6 +23,7 @@ from lightning_fedleak.attacks.words.aligned_rows import (
     row_features,
 )
 from lightning_fedleak.attacks.words.public_gradients import GradientParts
+from lightning_fedleak.progress import track
 
 _LAYERS = 3
 
@@ -94,7 +95,7 @@ class Readout:
         steps = passes * -(-n // batch_size)
         schedule = LambdaLR(optimizer, lambda done: _one_cycle(done / steps))
         with torch.enable_grad():
-            for _ in range(passes):
+            for _ in track(range(passes), "fitting the readout"):
                 order = torch.randperm(n, generator=generator).to(device)
                 for rows in torch.split(order, batch_size):
                     losses = F.binary_cross_entropy_with_logits(
@@ -273,7 +274,7 @@ def _rehearsals(
     """(features, used, importance) of the plausible rows of each batch."""
     found = []
     by_length = torch.bincount(parts.sentence, minlength=parts.n_sentences).argsort().cpu()
-    for size in batch_sizes(parts.n_sentences):
+    for size in track(batch_sizes(parts.n_sentences), "rehearsing updates"):
         like = _like_lengths(by_length, size, generator)
         chosen = like[torch.randperm(len(like), generator=generator)[:size]]
         batch = parts.of(chosen.to(parts.labels.device))

@@ -76,8 +76,8 @@ class BagOfWords(Attack):
         if anatomy.tied:
             raise ThreatModelError(
                 f"attack '{self.name}' reads which rows of the embedding's gradient are non-zero, "
-                "but this model ties its embedding to its output head: the softmax reaches every "
-                "row of the sum that is shared, and no row tells anything by being non-zero. "
+                "but this model ties its embedding to its output head, so that the softmax reaches "
+                "every row of the sum that is shared. "
                 "Remove the attack; FlatChat reads the tied sum."
             )
         return Surfaces(gradients=(EMBEDDING_WEIGHT,))
@@ -150,7 +150,7 @@ class BiasSign(Attack):
         if anatomy.parameter(HEAD_BIAS) is None:
             raise ThreatModelError(
                 f"attack '{self.name}' reads the gradient of the output head's bias, and this "
-                "model's head has no bias: remove the attack; FlatChat reads the head's weight."
+                "model's head has no bias. Remove the attack; FlatChat reads the head's weight."
             )
         return Surfaces(gradients=(HEAD_BIAS,))
 

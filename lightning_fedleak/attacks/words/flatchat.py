@@ -22,6 +22,7 @@ from lightning_fedleak.attacks.base import (
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.progress import track
 from lightning_fedleak.snapshots import Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel
 
@@ -381,7 +382,9 @@ class FlatChat(Attack):
             text = PublicText.sampled_from(anatomy, 2 * sentences, length, self.seed)
         generator = torch.Generator().manual_seed(self.seed)
         weights, counts = [], []
-        for sentences, length in self.shapes * self.batches_per_shape:
+        for sentences, length in track(
+            self.shapes * self.batches_per_shape, "gradients of public text"
+        ):
             batch = text.batch(
                 sentences, length, generator, kind=anatomy.kind, mask_token_id=self.mask_token_id
             )
@@ -438,6 +441,19 @@ class FlatChat(Attack):
         """Takes back the regression."""
         if "regressor" in state:
             self.regressor = TypeCountRegressor(state["regressor"].detach().cpu().double())
+
+    def calibrated_with(self) -> dict[str, object] | None:
+        """The settings, and the public text; a number that is given needs no calibration."""
+        if not self.predicts:
+            return None
+        return self.config() | {
+            "shapes": self.shapes,
+            "batches_per_shape": self.batches_per_shape,
+            "mask": self.mask_token_id,
+            "min_ratio": self.min_ratio,
+            "seed": self.seed,
+            "public_text": PublicText.name_of(self.public_text),
+        }
 
     def config(self) -> dict[str, object]:
         """Settings for reports; tells an oracle's number of types from the attack's own."""

@@ -12,9 +12,10 @@ made of these sentences, row by row, at the cost of one matrix product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +37,13 @@ from lightning_fedleak.model_runs import (
 )
 
 
-def gradient_of(anatomy: Anatomy, batch: TokenBatch, roles: Sequence[str]) -> dict[str, Tensor]:
+def gradient_of(
+    anatomy: Anatomy,
+    batch: TokenBatch,
+    roles: Sequence[str],
+    *,
+    instead: Mapping[str, Tensor] = MappingProxyType({}),
+) -> dict[str, Tensor]:
     """The gradient that a client would share for ``batch``: of the mean token cross-entropy.
 
     Computed in eval mode on detached views of the parameters, a few rows of the batch at a time,
@@ -47,6 +54,7 @@ def gradient_of(anatomy: Anatomy, batch: TokenBatch, roles: Sequence[str]) -> di
         anatomy: the model.
         batch: token ids, labels (-100 ignored) and mask; moved to the model's device.
         roles: ``"head.weight"``, ``"embedding.weight"``, ... or names of parameters.
+        instead: values in place of the model's own, by their names in ``anatomy.model``.
 
     Returns:
         role -> gradient, detached, shaped as the parameter.
@@ -62,7 +70,10 @@ def gradient_of(anatomy: Anatomy, batch: TokenBatch, roles: Sequence[str]) -> di
         targets[role] = parameter
     named = dict(anatomy.model.named_parameters())
     wanted = {id(p) for p in targets.values()}
-    views = {name: p.detach().requires_grad_(id(p) in wanted) for name, p in named.items()}
+    views = {
+        name: instead.get(name, p).detach().requires_grad_(id(p) in wanted)
+        for name, p in named.items()
+    }
     leaves = {id(named[name]): views[name] for name in named}
     absent = [role for role, p in targets.items() if id(p) not in leaves]
     if absent:

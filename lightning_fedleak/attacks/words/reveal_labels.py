@@ -24,7 +24,7 @@ from lightning_fedleak.attacks.base import (
 )
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import Observation, whole_tensor
+from lightning_fedleak.snapshots import Inapplicable, Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 Array = NDArray[np.floating[Any]]
@@ -98,7 +98,7 @@ def reveal_labels(
     n_types, rank = rows.shape
     full = min(gradient.shape) if hidden_rank is None else hidden_rank
     if rank >= full and not allow_full_rank:
-        raise UnusableObservation(
+        raise Inapplicable(
             f"the gradient has full rank {rank}: with {rank} tokens or more in the batch (after "
             "noise or rounding, with any number) the labels need not be separable, and this "
             "method is not made for it. Use a smaller batch, FlatChat, or allow_full_rank=True "

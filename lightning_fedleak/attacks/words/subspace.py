@@ -32,7 +32,13 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
 )
 from lightning_fedleak.attacks.row_space.pursuit import Atoms, Found, SharedRows, explain
 from lightning_fedleak.attacks.words.aligned_rows import rounding_error
-from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.snapshots import (
+    Inapplicable,
+    NotYet,
+    Observation,
+    UpdateSnapshot,
+    whole_tensor,
+)
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 _TYPES_EXPECTED = 256.0
@@ -56,11 +62,11 @@ class SubspaceWords(Attack):
     factorised embeddings, encoders and encoder-decoders are read as well. Where texts share
     positions, block 1 tells types and not pairs of type and position.
 
-    It reads single gradients and updates of plain SGD. What it says of the first step of a LoRA,
-    where B is zero, is *unknown*: A has no gradient then, and the r directions of B's tell next to
-    nothing apart. The last token of a causal text has no part in these gradients. Dropout before
-    what is read is noise to it, as what a defence adds: the loudest tokens are named, and nothing
-    is certified.
+    It reads single gradients and updates of plain SGD. Of the first step of a LoRA, where B is
+    zero, there is no result: A has no gradient then, and the r directions of B's tell next to
+    nothing apart; the second step is looked at too. The last token of a causal text has no part in
+    these gradients. Dropout before what is read is noise to it, as what a defence adds: the loudest
+    tokens are named, and nothing is certified.
 
     Args:
         public_text: text like the clients', or ``"sampled"``, for how frequent tokens are. Helps
@@ -79,6 +85,7 @@ class SubspaceWords(Attack):
         Capability.KNOWS_MODEL,
     )
     default_name = "subspace_words"
+    restores_fully = False
 
     def __init__(
         self,
@@ -210,7 +217,7 @@ class SubspaceWords(Attack):
             scale = snapshot.local_steps**0.5 / snapshot.learning_rate
             noise |= {name: stored * scale for name, stored in self._stored.items()}
         found: dict[bool, Found] = {}
-        reasons: list[str] = []
+        refusals: list[UnusableObservation] = []
         for readable in self._readable:
             side = readable.decoder
             if side in found and found[side].certified:
@@ -220,12 +227,16 @@ class SubspaceWords(Attack):
             try:
                 said = readable.read(view, noise, self._facts)
             except UnusableObservation as error:
-                reasons.append(str(error))
+                refusals.append(error)
                 continue
             if side not in found or said.certified:
                 found[side] = said
         if not found:
-            raise UnusableObservation("; ".join(dict.fromkeys(reasons)))
+            kinds = {type(error) for error in refusals}
+            why = "; ".join(dict.fromkeys(map(str, refusals)))
+            if NotYet in kinds and kinds <= {NotYet, Inapplicable}:
+                raise NotYet(why)
+            raise Inapplicable(why) if kinds == {Inapplicable} else UnusableObservation(why)
         parts = list(found.values())
         sides = {readable.decoder for readable in self._readable}
         return WordGuess(
@@ -252,6 +263,21 @@ class SubspaceWords(Attack):
                     f"an update of SGD with {setting}={settings[setting]} holds more than this "
                     "round's gradients; measure single steps (leave local_steps out)"
                 )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """How many types can be told apart; what tokens look like follows from the model."""
+        if self._capacity is None:
+            return {}
+        return {"capacity": torch.tensor(self._capacity, dtype=torch.float64)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what :meth:`state_dict` gave."""
+        if "capacity" in state:
+            self._capacity = float(state["capacity"])
+
+    def calibrated_with(self) -> dict[str, object]:
+        """What planted sets hang on."""
+        return {"seed": self.seed, "capacity_seconds": self.capacity_seconds}
 
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""
@@ -342,7 +368,7 @@ class _Readable:
                 levels.append(math.hypot(noise.get(linear.name, 0.0), dropped))
         if not gradients:
             if any(m.factor == "A" for m in self.maps):
-                raise UnusableObservation(
+                raise NotYet(
                     "the gradient of LoRA's A is zero, as it is while B is (in the first step)"
                 )
             raise UnusableObservation("the gradients of the first projections are all zero")
@@ -375,14 +401,15 @@ class _Readable:
         shared = SharedRows.of(gradients, atoms.beside, rounding=rounding, noise=noise)
         room = atoms.width - len(atoms.beside)
         if len(shared.kept) >= room - 1:
-            raise UnusableObservation(
+            raise Inapplicable(
                 f"what was shared fills all {room} directions of the input: more types (and "
                 "positions) than can be told apart"
             )
-        if not len(shared.kept):
-            raise UnusableObservation("nothing that was shared stands out of the noise")
         extra = atoms.screen.shape[0] - len(self._log_odds)
         odds = torch.cat([self._log_odds, self._log_odds.new_zeros(extra)])
+        if not len(shared.kept):  # all of it lies below the noise: no type is named
+            none = torch.empty(0, dtype=torch.long, device=odds.device)
+            return Found(none, odds, 0.0, 1.0, False)
         return explain(atoms, shared, odds)
 
 

@@ -44,7 +44,13 @@ from lightning_fedleak.callbacks.results import (
     Waiting,
 )
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.snapshots import (
+    GradientSnapshot,
+    Inapplicable,
+    NotYet,
+    Observation,
+    Stage,
+)
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.taps.activations import ChangedInPlace
 from lightning_fedleak.taps.gradients import UpdateError
@@ -251,6 +257,8 @@ class Channel(ABC):
         settings: the monitor's.
 
     Attributes:
+        given: the attacks of this family.
+        attacks: those of them that are played in this fit.
         reads: the class of the attacks that it takes (of several channels the one whose class is
             nearest to the attack's own).
         family: its name in the logs.
@@ -291,7 +299,8 @@ class Channel(ABC):
             Channel.known[cls.reads] = cls
 
     def __init__(self, attacks: Sequence[Any], settings: Settings) -> None:
-        self.attacks: tuple[Any, ...] = tuple(attacks)
+        self.given: tuple[Any, ...] = tuple(attacks)
+        self.attacks: tuple[Any, ...] = self.given
         self.settings = settings
         self.plans: tuple[Plan, ...] = ()
         self.canary_scores: CanaryScores | None = None
@@ -331,14 +340,20 @@ class Channel(ABC):
         """
 
     def open(self, run: Run) -> None:
-        """Begins a fit: puts taps in.
+        """Begins a fit: puts taps in."""
+        self.run = run
+
+    def admit(self, attack: Attack) -> None:
+        """Checks once in a fit whether an attack can be played at all.
 
         Raises:
-            ThreatModelError: the adversary of an attack lacks a capability.
+            ThreatModelError: its adversary lacks a capability.
         """
-        self.run = run
-        for attack in self.attacks:
-            require_capabilities(attack, run, self.sees)
+        require_capabilities(attack, self.run, self.sees)
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Does not play some of its attacks in this fit."""
+        self.attacks = tuple(a for a in self.attacks if a.name not in names)
 
     def plan(self, attack: Attack) -> Plan:
         """Checks an attack against the model and the run, as they are now.
@@ -519,8 +534,8 @@ def family_of(attack: Attack) -> type[Channel]:
 
 def guess(
     plan: Plan, view: GradientSnapshot | Unknown, query: Query | None = None
-) -> Guess | Unknown:
-    """What an attack says of gradients, or why it says nothing."""
+) -> Guess | Unknown | Waiting:
+    """What an attack says of gradients, or why it says nothing (yet)."""
     if isinstance(view, Unknown):
         return view
     absent = [r for r in plan.roles if r not in view.tensors]
@@ -529,8 +544,10 @@ def guess(
     try:
         with torch.no_grad():
             return plan.attack.run(Observation((view,)), query)
+    except NotYet as error:
+        return Waiting(reason(error))
     except Exception as error:
-        return Unknown(reason(error))
+        return Unknown(reason(error), applies=not isinstance(error, Inapplicable))
 
 
 def worst_of(each: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -698,7 +698,7 @@ class PassiveMembershipChannel(MembershipChannel):
         if not isinstance(asked, Targets):
             return asked
         said = guess(plan, moment.gradients(), asked.query())
-        if isinstance(said, Unknown):
+        if isinstance(said, Unknown | Waiting):
             return said
         return _played(said, asked.members)
 

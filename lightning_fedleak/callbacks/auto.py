@@ -1,0 +1,196 @@
+"""What attacks that choose themselves cost and read in one run, as a table."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.base import Query
+from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.callbacks.checks import Plan, listed
+from lightning_fedleak.snapshots import (
+    GradientSnapshot,
+    Observation,
+    Stage,
+    UnusableObservation,
+)
+from lightning_fedleak.threats import DISHONEST_SERVER, Capability
+
+MAX_OVERHEAD = 0.005
+"""Share of the training time that looks of ``attacks="auto"`` may take by default."""
+
+_ELSEWHERE = (
+    "Not among these: FlatChat and RevealLabels (AlignedFlatChat reads the same gradient); attacks "
+    "on hidden states at a split (list PrefixInversion(layer=...), say)"
+)
+_CRAFTED = "; a server that adds layers of its own (assume=DISHONEST_SERVER)"
+_ROWS, _LENGTH = 8, 64
+
+
+# ---- what a look costs ----------------------------------------------------------------------
+
+
+def look_seconds(anatomy: Anatomy, plans: Iterable[Plan], texts: int) -> dict[str, float]:
+    """What each attack takes for one look, tried on the gradient of a batch of random tokens.
+
+    The batch has 8 rows of 64 tokens, frequent ones more often. Where a LoRA's B is zero still it
+    is given small values, so that A has a gradient.
+
+    Args:
+        anatomy: of a model on which the attacks are prepared.
+        plans: of the attacks that read gradients; others are passed over.
+        texts: that a membership attack is asked for.
+
+    Returns:
+        Seconds by the attack's name.
+    """
+    tried = [plan for plan in plans if plan.roles]
+    if not tried:
+        return {}
+    roles = dict.fromkeys(role for plan in tried for role in plan.roles)
+    generator = torch.Generator().manual_seed(0)
+    tensors = gradient_of(
+        anatomy, _batch(anatomy, generator), list(roles), instead=_begun(anatomy, generator)
+    )
+    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors, tied=anatomy.tied),))
+    asked = Query(_tokens(anatomy, texts, generator))
+    found = {}
+    for plan in tried:
+        started = time.perf_counter()
+        try:
+            with torch.no_grad():
+                plan.attack.run(view, asked)
+        except UnusableObservation:
+            continue
+        if anatomy.device.type == "cuda":
+            torch.cuda.synchronize(anatomy.device)
+        found[plan.attack.name] = time.perf_counter() - started
+    return found
+
+
+def _batch(anatomy: Anatomy, generator: torch.Generator) -> TokenBatch:
+    ids = _tokens(anatomy, _ROWS, generator)
+    classes = anatomy.kind == "classifier"
+    labels = torch.zeros(_ROWS, dtype=torch.long) if classes else ids
+    return TokenBatch(ids, labels, torch.ones_like(ids), anatomy.kind)
+
+
+def _tokens(anatomy: Anatomy, rows: int, generator: torch.Generator) -> Tensor:
+    config = getattr(anatomy.model, "config", None)
+    length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    size = getattr(config, "vocab_size", None) or anatomy.vocab_size
+    weights = 1 / (10.0 + torch.arange(size))
+    drawn = torch.multinomial(weights, rows * length, replacement=True, generator=generator)
+    return drawn.view(rows, length)
+
+
+def _begun(anatomy: Anatomy, generator: torch.Generator) -> dict[str, Tensor]:
+    """Values for trained matrices that are all zero, as a LoRA's B is before its first step."""
+    return {
+        name: torch.randn(p.shape, generator=generator).to(p) * 0.01
+        for name, p in anatomy.model.named_parameters()
+        if p.requires_grad and p.dim() == 2 and not bool(p.detach().any())
+    }
+
+
+# ---- the table ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one attack in this run.
+
+    Attributes:
+        attack: its name.
+        reads: the parameters whose gradient it reads; none where it reads layers of its own.
+        why_not: why it is not played; None where it is.
+        exposed: whether what it reads is shared, as far as is known.
+        seconds: that a look is estimated to take; None where that was not tried.
+    """
+
+    attack: str
+    reads: tuple[str, ...]
+    why_not: str | None
+    exposed: bool
+    seconds: float | None
+
+
+def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
+    """The names of the parameters whose gradient an attack reads."""
+    roles = () if plan is None else plan.roles
+    return tuple(dict.fromkeys(anatomy.parameter_name(role) or role for role in roles))
+
+
+def in_short(attack: str, refusal: str) -> str:
+    """Why an attack is refused, in one sentence without its name."""
+    first, _, _ = refusal.partition(". ")
+    return first.removeprefix(f"attack '{attack}' ").removesuffix(".")
+
+
+def table(
+    rows: Sequence[Row], unread: Sequence[str], text: str | None, assumed: Collection[Capability]
+) -> str:
+    """What is printed before the first step.
+
+    Args:
+        rows: one for each attack.
+        unread: names of shared parameters that none of them reads.
+        text: what they are calibrated on.
+        assumed: what the adversary has besides what it sees.
+    """
+    names = [name for row in rows for name in row.reads] + list(unread)
+    start = _start(names)
+    cut = len(start)
+    lines = ["LeakageMonitor: what this run shares, and which attacks are played on it"]
+    width = max((len(row.attack) for row in rows), default=0)
+    for row in rows:
+        if row.why_not is not None:
+            said = f"not played: {row.why_not}"
+        else:
+            reads = listed([name[cut:] for name in row.reads]) or "layers of the server's own"
+            cost = "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
+            said = f"played{cost}: reads {reads}"
+        lines += _wrapped(f"  {row.attack:<{width}}  ", said)
+    if start:
+        lines.append(f"  Names begin with {start}")
+    if unread:
+        lines += _wrapped("  Shared and read by none: ", listed([n[cut:] for n in unread]))
+    if not any(row.why_not is None for row in rows):
+        lines.append("  Nothing is tested in this run. That is 'unknown', not 'safe'.")
+    if text is not None:
+        lines += _wrapped("  ", text)
+    crafted = "" if frozenset(assumed) >= DISHONEST_SERVER else _CRAFTED
+    return "\n".join([*lines, *_wrapped("  ", f"{_ELSEWHERE}{crafted}.")])
+
+
+def _start(names: Sequence[str]) -> str:
+    """Parts that all names begin with, up to the last that stands before no block's number."""
+    parts = [name.split(".")[:-1] for name in names]
+    same = list(takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False)))
+    while same and any(p[len(same)].isdigit() for p in parts if len(p) > len(same)):
+        same.pop()
+    return "".join(f"{column[0]}." for column in same)
+
+
+def _wrapped(start: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text, 110, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False
+    )
+
+
+__all__ = [
+    "MAX_OVERHEAD",
+    "Row",
+    "in_short",
+    "look_seconds",
+    "reads_of",
+    "table",
+]

@@ -26,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["fit"]:
         return _fit(None if argv is None else arguments)
     options = parser().parse_args(arguments)
-    run = {"demo": _demo, "game": _game, "invert": _invert, "sweep": _sweep}[options.command]
+    run = {"demo": _demo, "game": _game, "invert": _invert, "sweep": _sweep, "capacity": _capacity}[
+        options.command
+    ]
     del options.command
     return run(options)
 
@@ -47,6 +49,10 @@ def _game(options: argparse.Namespace) -> int:
 
 def _sweep(options: argparse.Namespace) -> int:
     return _run("lightning_fedleak.commands.sweep.command", "SweepCommand", options)
+
+
+def _capacity(options: argparse.Namespace) -> int:
+    return _run("lightning_fedleak.commands.capacity", "CapacityCommand", options)
 
 
 def _invert(options: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ GROUND = {
     "model_state",
     "model_runs",
     "taps",
+    "progress",
 }
 # Of the command, what needs no command line.
 STUDIES = {
@@ -31,6 +32,7 @@ ALLOWED = {
     "anatomy": set(),
     "threats": set(),
     "batches": {"anatomy"},
+    "progress": set(),
     "snapshots": {"anatomy", "threats", "batches"},
     "model_state": set(),
     "model_runs": {"anatomy", "threats", "batches", "model_state"},

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.attacks.words.public_gradients import begun, gradient_of
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.checks import Plan, listed
 from lightning_fedleak.snapshots import (
@@ -58,7 +58,7 @@ def look_seconds(anatomy: Anatomy, plans: Iterable[Plan], texts: int) -> dict[st
     roles = dict.fromkeys(role for plan in tried for role in plan.roles)
     generator = torch.Generator().manual_seed(0)
     tensors = gradient_of(
-        anatomy, _batch(anatomy, generator), list(roles), instead=_begun(anatomy, generator)
+        anatomy, _batch(anatomy, generator), list(roles), instead=begun(anatomy, generator)
     )
     view = Observation((GradientSnapshot(0, Stage.SHARED, tensors, tied=anatomy.tied),))
     asked = Query(_tokens(anatomy, texts, generator))
@@ -92,15 +92,6 @@ def _tokens(anatomy: Anatomy, rows: int, generator: torch.Generator) -> Tensor:
     return drawn.view(rows, length)
 
 
-def _begun(anatomy: Anatomy, generator: torch.Generator) -> dict[str, Tensor]:
-    """Values for trained matrices that are all zero, as a LoRA's B is before its first step."""
-    return {
-        name: torch.randn(p.shape, generator=generator).to(p) * 0.01
-        for name, p in anatomy.model.named_parameters()
-        if p.requires_grad and p.dim() == 2 and not bool(p.detach().any())
-    }
-
-
 # ---- the table ------------------------------------------------------------------------------
 
 
@@ -132,7 +123,9 @@ def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
 def in_short(attack: str, refusal: str) -> str:
     """Why an attack is refused, in one sentence without its name."""
     first, _, _ = refusal.partition(". ")
-    return first.removeprefix(f"attack '{attack}' ").removesuffix(".")
+    for start in ("LeakageMonitor: ", f"attack '{attack}' ", f"'{attack}' "):
+        first = first.removeprefix(start)
+    return first.removesuffix(".")
 
 
 def table(

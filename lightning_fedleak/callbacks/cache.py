@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -11,14 +12,15 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lightning_fedleak
 from lightning_fedleak.attacks.base import Attack
 
 FORMAT = 1
+_EMPTY = "empty"
 
 
 def cache_folder() -> Path:
@@ -78,7 +80,7 @@ class CalibrationCache:
         if path is None or not path.exists():
             return False
         try:
-            attack.load_state_dict(load_file(path))
+            attack.load_state_dict(_read(path))
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             rank_zero_warn(
                 f"LeakageMonitor: the calibration of '{attack.name}' in {path} cannot be read "
@@ -106,16 +108,28 @@ class CalibrationCache:
 
 def _write(path: Path, state: Mapping[str, Tensor]) -> None:
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
+    # Tensors without elements all lie at address 0, which safetensors takes for sharing.
+    empty = {n: [str(t.dtype), *t.shape] for n, t in tensors.items() if not t.numel()}
     descriptor, draft = tempfile.mkstemp(dir=path.parent, suffix=".part")  # of mode 0600
     os.close(descriptor)
     try:
-        save_file(tensors, draft)
+        held = {name: t for name, t in tensors.items() if name not in empty}
+        save_file(held, draft, metadata={_EMPTY: json.dumps(empty)})
         os.chmod(draft, 0o600)
         os.replace(draft, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+        state: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        empty = json.loads((file.metadata() or {}).get(_EMPTY, "{}"))
+    for name, (dtype, *shape) in empty.items():
+        state[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+    return state
 
 
 __all__ = ["CalibrationCache", "cache_folder", "hash_of_weights"]

@@ -137,15 +137,14 @@ class Fit:
             channel.leave_out(self._refused.keys())
 
     @contextmanager
-    def _left_out(self, *attacks: Attack) -> Iterator[None]:
-        """Where attacks are chosen, a refusal leaves them out."""
+    def _left_out(self, attack: Attack) -> Iterator[None]:
+        """Where attacks are chosen, a refusal leaves one out."""
         try:
             yield
         except ValueError as error:
             if not self._choosing:
                 raise
-            for attack in attacks:
-                self._refused.setdefault(attack.name, in_short(attack.name, str(error)))
+            self._refused.setdefault(attack.name, in_short(attack.name, str(error)))
 
     def _install(self) -> None:
         trainer = self._run.trainer
@@ -245,8 +244,10 @@ class Fit:
                     )
             costs = self._costs() if self._choosing else {}
         for channel in self._channels:
-            with self._left_out(*channel.attacks):
-                channel.check()
+            channel.leave_out(self._refused.keys())
+            for attack in channel.attacks:
+                with self._left_out(attack):
+                    channel.check(attack)
         if self._choosing:
             self._choose(costs)
 

@@ -78,6 +78,13 @@ def _folder(default: str, help: str) -> Path:
     return _option(Path(default), help, "DIR", type=Path)
 
 
+def _shape(text: str) -> str:
+    rows, _, length = text.partition("x")
+    if not (rows.isdigit() and length.isdigit() and int(rows) > 0 and int(length) > 1):
+        raise argparse.ArgumentTypeError(f"'{text}' is not texts x tokens, 8x64 say")
+    return text
+
+
 def _position(text: str) -> str | int:
     if text in ("random", "last"):
         return text
@@ -286,6 +293,28 @@ class SweepOptions:
     out: Path = _folder("fedleak_runs/sweep", "results")
 
 
+@dataclass(frozen=True)
+class CapacityOptions:
+    """The settings of ``fedleak capacity``.
+
+    Without ``model`` and ``text`` the embedded ones are used.
+    """
+
+    model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
+    text: str | None = _option(None, f"texts like the clients': {_SOURCE}", "SOURCE")
+    lora_r: int = _count(8, "rank of the LoRA; 0 for the whole model", 0)
+    targets: str | None = _option(
+        None,
+        "modules with a LoRA, with commas between (q_proj,v_proj), or all-linear; by default "
+        "PEFT's for this model",
+        "NAMES",
+    )
+    batch: str = _option("8x64", "texts of a batch x tokens of a text", "BxL", type=_shape)
+    seconds: float = _option(30.0, "for planted sets of tokens", "S", type=_POSITIVE)
+    mask_token_id: int | None = _option(None, "of a masked language model", "ID", type=_at_least(0))
+    seed: int = _seed("of adapters, texts and planted sets")
+
+
 _COMMANDS: dict[str, tuple[type, str, str]] = {
     "demo": (
         DemoOptions,
@@ -309,6 +338,14 @@ _COMMANDS: dict[str, tuple[type, str, str]] = {
         "the noise costs the model. Model and text are on board; bring your own with --model and "
         "--text.",
     ),
+    "capacity": (
+        CapacityOptions,
+        "how many distinct tokens an update can give away, before any training",
+        "Counts the rows of an update that name the tokens of a batch (a LoRA's, or the whole "
+        "first block's), and finds by attack the smallest batch that is not read exactly. Never a "
+        "promise that a larger one is safe. Model and text are on board; bring your own with "
+        "--model and --text.",
+    ),
     "sweep": (
         SweepOptions,
         "train under a grid of defences; what each costs and what still leaks",
@@ -328,7 +365,7 @@ def parser() -> argparse.ArgumentParser:
     )
     fedleak.add_argument("--version", action="version", version=version("lightning-fedleak"))
     commands = fedleak.add_subparsers(
-        required=True, dest="command", metavar="{demo,game,invert,sweep,fit}"
+        required=True, dest="command", metavar="{demo,game,invert,capacity,sweep,fit}"
     )
     for name, (options, brief, description) in _COMMANDS.items():
         command = commands.add_parser(
@@ -348,4 +385,11 @@ def parser() -> argparse.ArgumentParser:
     return fedleak
 
 
-__all__ = ["DemoOptions", "GameOptions", "InvertOptions", "SweepOptions", "parser"]
+__all__ = [
+    "CapacityOptions",
+    "DemoOptions",
+    "GameOptions",
+    "InvertOptions",
+    "SweepOptions",
+    "parser",
+]

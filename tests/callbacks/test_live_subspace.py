@@ -73,11 +73,11 @@ def test_training_is_bit_identical(case: str, tmp_path: Path) -> None:
     assert monitor.looks == seen.global_step
 
 
-def test_the_first_look_is_unknown_and_the_next_ones_are_exact(tmp_path: Path) -> None:
+def test_the_first_look_has_no_result_yet_and_the_next_ones_are_exact(tmp_path: Path) -> None:
     trainer, monitor = watched(tmp_path, module(lora=LORA))
     with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("monitor/failures")]
-    assert [row["monitor/failures"] for row in rows] == ["1.0"] * 4
+    assert [row["monitor/failures"] for row in rows] == ["0.0"] * 4
     assert [row[f"{NAME}/f1"] or "unknown" for row in rows] == ["unknown", "1.0", "1.0", "1.0"]
     assert monitor.latest[f"{NAME}/certified"] == 1
     assert monitor.latest[f"{NAME}/capacity"] > 1

@@ -36,6 +36,8 @@ from lightning_fedleak.model_runs import (
     undisturbed,
 )
 
+_BEGUN = 0.01
+
 
 def gradient_of(
     anatomy: Anatomy,
@@ -96,6 +98,23 @@ def gradient_of(
         raise ValueError("no label in this batch is left to predict (all are -100)")
     mean = {key: (total[key] / n_tokens).to(leaf.dtype) for key, leaf in distinct.items()}
     return {role: mean[id(p)] for role, p in targets.items()}
+
+
+def begun(anatomy: Anatomy, generator: torch.Generator) -> dict[str, Tensor]:
+    """Small values for trained matrices that are all zero, as a LoRA's B is before its first step.
+
+    Args:
+        anatomy: the model.
+        generator: CPU generator.
+
+    Returns:
+        By name in ``anatomy.model``, as :func:`gradient_of` takes them.
+    """
+    return {
+        name: torch.randn(p.shape, generator=generator).to(p) * _BEGUN
+        for name, p in anatomy.model.named_parameters()
+        if p.requires_grad and p.dim() == 2 and not bool(p.detach().any())
+    }
 
 
 def hidden_states_of(anatomy: Anatomy, batch: TokenBatch) -> Tensor:

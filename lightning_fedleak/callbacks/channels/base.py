@@ -369,8 +369,8 @@ class Channel(ABC):
         """Works by these plans from now on, one for each of its attacks."""
         self.plans = tuple(plans)
 
-    def check(self) -> None:  # noqa: B027
-        """Tries what can be tried before the first step, once the attacks are calibrated.
+    def check(self, attack: Attack) -> None:  # noqa: B027
+        """Tries what can be tried of an attack before the first step, once it is calibrated.
 
         Raises:
             ValueError: an attack does not work on this model.

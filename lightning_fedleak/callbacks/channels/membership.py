@@ -327,28 +327,26 @@ class MembershipChannel(Channel):
         )
         return ActivationTap(anatomy, layers, states=False, reach=not checkpointed)
 
-    def check(self) -> None:
-        """Tries every attack on two short texts, so that what cannot work shows before training.
+    def check(self, attack: Attack) -> None:
+        """Tries an attack on two short texts, so that what cannot work shows before training.
 
         Raises:
             ValueError: an attack does not fit the model, or the model does not run on token ids.
         """
-        for attack in self.attacks:
-            rows = Rows(torch.full((2, 2), 1), torch.ones(2, 2, dtype=torch.bool), False)
-            try:
-                with self._precision.forward_context():
-                    hidden = hidden_states(self.run.anatomy, attack.layer, rows.ids)
-                embedded = attack.embed(hidden, rows.query(torch.tensor([0, 1])))
-                upstream = hidden.new_zeros(2, 2 if attack.granularity == "token" else 1).float()
-                shape = tuple(attack.gradient(embedded, hidden, None, upstream).shape)
-                if shape != (2, 2, attack.rungs):
-                    raise ValueError(
-                        f"its gradient should be (2, 2, {attack.rungs}), and is {shape}"
-                    )
-            except Exception as error:
-                raise ValueError(
-                    f"LeakageMonitor: '{attack.name}' cannot be played on this model: {error}"
-                ) from error
+        assert isinstance(attack, MembershipAttack)
+        rows = Rows(torch.full((2, 2), 1), torch.ones(2, 2, dtype=torch.bool), False)
+        try:
+            with self._precision.forward_context():
+                hidden = hidden_states(self.run.anatomy, attack.layer, rows.ids)
+            embedded = attack.embed(hidden, rows.query(torch.tensor([0, 1])))
+            upstream = hidden.new_zeros(2, 2 if attack.granularity == "token" else 1).float()
+            shape = tuple(attack.gradient(embedded, hidden, None, upstream).shape)
+            if shape != (2, 2, attack.rungs):
+                raise ValueError(f"its gradient should be (2, 2, {attack.rungs}), and is {shape}")
+        except Exception as error:
+            raise ValueError(
+                f"LeakageMonitor: '{attack.name}' cannot be played on this model: {error}"
+            ) from error
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -660,7 +658,7 @@ class PassiveMembershipChannel(MembershipChannel):
         """Works by these plans from now on; no layer is tapped."""
         self.plans = tuple(plans)
 
-    def check(self) -> None:
+    def check(self, attack: Attack) -> None:
         """Nothing can be tried before there is a gradient."""
 
     def before_defense(

@@ -1,0 +1,289 @@
+"""Attacks that choose themselves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from lightning_fedleak import GradientNoise, LeakageMonitor, RiskGate
+from lightning_fedleak.attacks import AlignedFlatChat, Attack, PublicText, SubspaceWords
+from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.threats import DISHONEST_SERVER
+from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
+from tests.callbacks.runs import assert_same, fit
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+
+WORST = "leakage/worst/words"
+TEXT = torch.randint(
+    3, VOCABULARY, (60, 12), generator=torch.Generator().manual_seed(5)
+)  # as the loader's
+
+
+def module(family: Any = llama, lora: bool = False, optimizer: str = "adamw") -> CausalLMModule:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model: nn.Module = family()
+        if lora:
+            config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+            model = get_peft_model(model, config)
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+        return CausalLMModule(model.train(), optimizer=optimizer)  # type: ignore[arg-type]
+
+
+def loader() -> Any:
+    return random_token_loader(n=8, batch_size=2, length=10, vocab=VOCABULARY)
+
+
+def auto(**settings: Any) -> LeakageMonitor:
+    given = {"every_n_steps": 1, "public_text": TEXT.tolist()} | settings
+    monitor = LeakageMonitor(**given)
+    for attack in monitor.attacks:
+        if isinstance(attack, AlignedFlatChat):
+            attack.calibration_tokens, attack.lengths = 200, (8, 12)
+        if isinstance(attack, SubspaceWords):
+            attack.capacity_seconds = 0.0
+    return monitor
+
+
+def run(
+    root: Path, monitor: LeakageMonitor, made: CausalLMModule, *more: L.Callback, **settings: Any
+) -> L.Trainer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settings = {"loader": loader()} | settings
+        return fit([monitor, *more], root, module=made, **settings)
+
+
+def lines(root: Path) -> list[dict[str, Any]]:
+    (path,) = root.rglob("leakage.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def attacks_in(values: dict[str, float]) -> set[str]:
+    return {name.split("/")[1] for name in values if name.startswith("leakage/")}
+
+
+def test_a_whole_model_is_read_by_all_that_fit_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = auto()
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, monitor, module(gpt2))
+    played = {"aligned_flatchat", "subspace_words", "subspace_membership"}
+    assert attacks_in(monitor.latest) == played | {"worst"}
+    assert monitor.latest[WORST] == max(
+        monitor.latest[f"leakage/{name}/f1"] for name in ("aligned_flatchat", "subspace_words")
+    )
+    assert (
+        monitor.latest["leakage/worst/membership"]
+        == (monitor.latest["leakage/subspace_membership/auc"])
+    )
+    said = caplog.text
+    assert "bias_sign            not played: reads the gradient of the output head's bias" in said
+    assert "aligned_flatchat     played, about" in said
+    assert "Shared and read by none: " in said
+    absent = [line for line in lines(tmp_path) if (line["unknown"] or "").startswith("not played")]
+    assert {line["attack"] for line in absent} == {"bias_sign", "bag_of_words"}
+
+
+def test_under_lora_the_head_is_not_tested_and_the_first_block_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = auto()
+    gate = RiskGate(WORST, at_most=0.5)
+    with caplog.at_level(logging.INFO):
+        trainer = run(tmp_path, monitor, module(lora=True), gate)
+    assert "aligned_flatchat     not played: what it reads is not trained" in caplog.text
+    assert "'subspace_words' has no result at step 0 yet" in caplog.text
+    assert attacks_in(monitor.latest) == {"subspace_words", "subspace_membership", "worst"}
+    assert trainer.global_step == 2, "the first step, before which B was zero, is no breach"
+    assert gate.fired is not None
+    assert gate.fired.value == 1
+    assert "leakage/worst/words = 1.000, of leakage/subspace_words/f1" in str(gate.fired)
+
+
+def test_where_nothing_can_be_read_a_gate_is_refused_and_a_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def biases() -> CausalLMModule:
+        made = module(gpt2)
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(name.endswith("bias"))
+        return made
+
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"no attack on words .* parameters are\. That is 'un"):
+            run(tmp_path / "gate", auto(), biases(), RiskGate(WORST, at_most=0.5, strict=strict))
+    with pytest.raises(ValueError, match="'subspace_words' is not played in this run"):
+        run(tmp_path / "one", auto(), biases(), RiskGate("leakage/subspace_words/f1", at_most=0.5))
+    monitor = auto()
+    with caplog.at_level(logging.INFO):
+        trainer = run(tmp_path / "free", monitor, biases())
+    assert trainer.global_step == 4
+    assert "Nothing is tested in this run. That is 'unknown', not 'safe'." in caplog.text
+    assert attacks_in(monitor.latest) == set()
+    assert len(lines(tmp_path / "free")) == len(monitor.attacks)
+
+
+def test_a_head_alone_that_is_frozen_is_no_pass_for_a_strict_gate(tmp_path: Path) -> None:
+    monitor = LeakageMonitor(AlignedFlatChat(TEXT, calibration_tokens=200), every_n_steps=1)
+    gate = RiskGate("leakage/aligned_flatchat/f1", at_most=0.5)
+    with pytest.raises(ValueError, match=r"reads anything that is shared.*SubspaceWords\(\) reads"):
+        run(tmp_path, monitor, module(lora=True), gate)
+    both = LeakageMonitor(
+        [AlignedFlatChat(TEXT, calibration_tokens=200), SubspaceWords(capacity_seconds=0)],
+        every_n_steps=1,
+    )
+    trainer = run(tmp_path, both, module(lora=True), gate)
+    assert trainer.global_step == 4, "another attack reads what is shared, and is gated or not"
+
+
+def test_attacks_whose_look_takes_too_long_are_not_played(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = auto(look_seconds=1e-9)
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, monitor, module(gpt2))
+    assert "aligned_flatchat     not played: a look takes about" in caplog.text
+    assert WORST not in monitor.latest or not math.isnan(monitor.latest[WORST])
+    assert "aligned_flatchat" not in attacks_in(monitor.latest)
+    refused = [line for line in lines(tmp_path) if "a look takes" in (line["unknown"] or "")]
+    assert {"aligned_flatchat"} <= {line["attack"] for line in refused}
+
+
+def test_what_is_unfrozen_on_the_way_is_played_from_then_on(tmp_path: Path) -> None:
+    class Unfreeze(L.Callback):
+        def on_train_batch_end(
+            self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any
+        ) -> None:
+            if trainer.global_step == 2:
+                pl_module.model.lm_head.weight.requires_grad_(True)
+
+    made = module()
+    made.model.lm_head.weight.requires_grad_(False)
+    made.model.model.embed_tokens.weight.requires_grad_(False)
+    made.configure_optimizers = lambda: torch.optim.SGD(made.parameters(), lr=0.01)  # type: ignore[method-assign]
+    monitor = auto()
+    run(tmp_path, monitor, made, Unfreeze())
+    of = [line["step"] for line in lines(tmp_path) if line["attack"] == "aligned_flatchat"]
+    assert of == [0, 2, 3], "not played, said once; then looked at"
+
+
+def test_masked_models_need_text_for_what_calibrates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = auto(public_text=None)
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, monitor, module(bert))
+    assert "aligned_flatchat     not played: text can be sampled from a causal" in caplog.text
+    assert "Calibrated on text that the model writes itself" in caplog.text
+    assert monitor.latest[WORST] == 1
+    assert {"subspace_words", "bias_sign"} <= attacks_in(monitor.latest)
+
+
+def test_a_dishonest_server_adds_its_layers(tmp_path: Path) -> None:
+    monitor = auto(assume=DISHONEST_SERVER)
+    names = {attack.name for attack in monitor.attacks}
+    assert {"fc_membership", "attention_membership"} <= names
+    run(tmp_path, monitor, module(gpt2))
+    assert "fc_membership" in attacks_in(monitor.latest)
+
+
+def test_rounds_are_read_by_what_reads_rounds(tmp_path: Path) -> None:
+    monitor = auto(local_steps=2)
+    run(tmp_path, monitor, module(gpt2, optimizer="sgd"))
+    assert attacks_in(monitor.latest) == {"aligned_flatchat", "subspace_words", "worst"}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_training_is_bit_identical(lora: bool, tmp_path: Path) -> None:
+    noise = {"strategy": DefendedStrategy("auto", [GradientNoise(None, 1e-4, seed=3)])}
+    plain = fit([], tmp_path / "plain", module=module(lora=lora), loader=loader(), **noise)
+    noise = {"strategy": DefendedStrategy("auto", [GradientNoise(None, 1e-4, seed=3)])}
+    monitor = auto(stages=("local", "shared", "aggregate"))
+    seen = run(tmp_path / "seen", monitor, module(lora=lora), **noise)
+    assert_same(plain, seen)
+    assert monitor.looks == 4
+
+
+def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    monitor = auto()
+    half = run(tmp_path / "half", monitor, module(lora=True))
+    path = tmp_path / "half.ckpt"
+    half.save_checkpoint(path)
+    again = auto()
+    run(tmp_path / "again", again, module(lora=True), max_epochs=2, ckpt_path=str(path))
+    assert again.looks == monitor.looks + 4
+    assert again.latest[WORST] == 1
+
+
+def test_its_cadence_is_a_share_of_the_training_time() -> None:
+    assert LeakageMonitor().cadence.share == 0.005  # type: ignore[attr-defined]
+    assert LeakageMonitor(every_n_steps=3).cadence.n == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"attacks": "all"}, "attacks must be 'auto' or a list"),
+        ({"attacks": [SubspaceWords()], "public_text": ["a"]}, "give it to the attacks"),
+        ({"public_text": ["a text"]}, "no tokenizer was given"),
+        ({"look_seconds": 0}, "look_seconds must be positive"),
+        ({"attacks": [SubspaceWords(name="worst")]}, "cannot be named 'worst'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        LeakageMonitor(**settings)
+
+
+def test_text_goes_to_every_attack_that_takes_it() -> None:
+    class Tokenizer:
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [len(word) for word in text.split()]}
+
+    monitor = LeakageMonitor(public_text=["some words here", "and others"], tokenizer=Tokenizer())
+    given = [a.public_text for a in monitor.attacks if hasattr(a, "public_text")]
+    assert len(given) == 3
+    assert all(isinstance(text, PublicText) and len(text) == 2 for text in given)
+
+
+def test_several_monitors_of_one_family_have_no_worst_together(tmp_path: Path) -> None:
+    def one(name: str) -> LeakageMonitor:
+        return LeakageMonitor(SubspaceWords(capacity_seconds=0, name=name), every_n_steps=1)
+
+    first, second = one("first"), one("second")
+    run(tmp_path, first, module(), second)
+    assert WORST not in first.latest | second.latest
+    assert isinstance(first.attacks[0], Attack)
+
+
+def test_a_batch_is_not_needed_to_tell_what_a_look_costs() -> None:
+    from lightning_fedleak.anatomy import find_anatomy
+    from lightning_fedleak.callbacks.auto import look_seconds
+    from lightning_fedleak.callbacks.checks import Plan
+
+    made = module(lora=True)
+    anatomy = find_anatomy(made)
+    attack = SubspaceWords(capacity_seconds=0)
+    attack.prepare(anatomy)
+    before = {n: p.detach().clone() for n, p in made.named_parameters()}
+    plan = Plan(attack, attack.needs(anatomy).gradients, True, None)
+    found = look_seconds(anatomy, [plan], 4)
+    assert found.keys() <= {"subspace_words"}
+    assert all(torch.equal(before[n], p) for n, p in made.named_parameters())
+    assert all(p.grad is None for p in made.parameters())
+    assert isinstance(before, dict)
+    assert all(isinstance(t, Tensor) for t in before.values())

@@ -1,0 +1,213 @@
+"""Calibrations on disk."""
+
+from __future__ import annotations
+
+import multiprocessing
+import stat
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from lightning_fedleak import LeakageMonitor
+from lightning_fedleak.attacks import Attack, BagOfWords, FlatChat, PublicText
+from lightning_fedleak.callbacks.cache import CalibrationCache, cache_folder, hash_of_weights
+from tests.attacks.row_space.models import llama
+from tests.callbacks.runs import fit
+from tests.helpers.models import tiny_gpt2
+
+TEXT = torch.randint(3, 97, (20, 8), generator=torch.Generator().manual_seed(3))
+SHAPES = ((1, 8), (2, 8), (4, 8))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "calibrations"
+
+
+def attack(**settings: Any) -> FlatChat:
+    return FlatChat(**({"public_text": PublicText(TEXT), "shapes": SHAPES} | settings))
+
+
+class Counted(FlatChat):
+    prepared = 0
+
+    def prepare(self, anatomy: Any) -> None:
+        Counted.prepared += 1
+        super().prepare(anatomy)
+
+
+def counted(**settings: Any) -> Counted:
+    return Counted(**({"public_text": PublicText(TEXT), "shapes": SHAPES} | settings))
+
+
+def prepared_in(root: Path, made: Attack, **monitor: Any) -> int:
+    """How often a fit calibrates."""
+    Counted.prepared = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category=UserWarning)
+        fit([LeakageMonitor(made, every_n_steps=4, **monitor)], root, n=8)
+    return Counted.prepared
+
+
+def test_a_second_fit_calibrates_no_more_and_reads_the_same(tmp_path: Path, folder: Path) -> None:
+    first, second = counted(), counted()
+    assert prepared_in(tmp_path / "a", first) == 1
+    (path,) = folder.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert prepared_in(tmp_path / "b", second) == 0
+    assert first.regressor is not None
+    assert second.regressor is not None
+    assert torch.equal(first.regressor.coefficients, second.regressor.coefficients)
+    assert prepared_in(tmp_path / "c", counted(), cache=False) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"public_text": PublicText(TEXT.flip(1))}, {"degree": 2}, {"seed": 1}, {"shapes": SHAPES[:2]}],
+)
+def test_other_text_or_settings_are_another_calibration(
+    other: dict[str, Any], tmp_path: Path, folder: Path
+) -> None:
+    assert prepared_in(tmp_path / "a", counted()) == 1
+    assert prepared_in(tmp_path / "b", counted(**other)) == 1
+
+
+def test_a_damaged_file_is_said_and_made_anew(tmp_path: Path, folder: Path) -> None:
+    prepared_in(tmp_path / "a", counted())
+    (path,) = folder.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    Counted.prepared = 0
+    with pytest.warns(UserWarning, match="cannot be read .* and is made anew"):
+        fit([LeakageMonitor(counted(), every_n_steps=4)], tmp_path / "b", n=8)
+    assert Counted.prepared == 1
+    assert path.read_bytes() == whole
+    assert list(folder.iterdir()) == [path], "no drafts are left"
+
+
+def test_a_folder_that_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="is not kept: .* Set FEDLEAK_CACHE"):
+        fit([LeakageMonitor(counted(), every_n_steps=4)], tmp_path, n=8)
+
+
+def test_weights_are_told_apart_by_any_change() -> None:
+    model = tiny_gpt2()
+    before = hash_of_weights(model)
+    assert hash_of_weights(tiny_gpt2()) == before
+    parameter = model.transformer.h[1].mlp.c_fc.bias
+    with torch.no_grad():
+        was = parameter[0].clone()
+        parameter[0] = torch.nextafter(was, was + 1)
+    assert hash_of_weights(model) != before
+    with torch.no_grad():
+        parameter[0] = was
+    assert hash_of_weights(model) == before
+
+
+def test_a_lora_that_changes_nothing_yet_does_not_count() -> None:
+    def adapted(seed: int) -> torch.nn.Module:
+        torch.manual_seed(0)
+        base = llama()
+        torch.manual_seed(seed)
+        config = LoraConfig(r=2, target_modules=["q_proj"])
+        model: torch.nn.Module = get_peft_model(base, config)
+        return model
+
+    first, second = adapted(1), adapted(2)
+    assert hash_of_weights(first) == hash_of_weights(second)
+    for model in (first, second):
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.constant_(parameter, 0.1)
+    assert hash_of_weights(first) != hash_of_weights(second)
+
+
+def test_all_kinds_of_tensors_are_kept(folder: Path) -> None:
+    class Kept(Attack):
+        threat_model = FlatChat.threat_model
+        default_name = "kept"
+        needs = FlatChat.needs
+        run = FlatChat.run  # type: ignore[assignment]
+        state: dict[str, Tensor] = {}
+
+        def calibrated_with(self) -> dict[str, object]:
+            return {}
+
+        def state_dict(self) -> dict[str, Tensor]:
+            return self.state
+
+        def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+            self.state = dict(state)
+
+    saved, loaded = Kept(), Kept()
+    whole = torch.arange(6.0)
+    saved.state = {
+        "none": torch.empty(0, 3),
+        "no numbers": torch.empty(0, dtype=torch.int64),
+        "a view": whole[::2],
+        "another": whole[1:],
+        "half": torch.ones(2, 2, dtype=torch.bfloat16),
+        "a number": torch.tensor(3.5, dtype=torch.float64),
+    }
+    cache = CalibrationCache()
+    cache.save(saved, "weights")
+    assert cache.load(loaded, "weights")
+    assert loaded.state.keys() == saved.state.keys()
+    for name, tensor in saved.state.items():
+        assert loaded.state[name].dtype == tensor.dtype
+        assert torch.equal(loaded.state[name], tensor)
+
+
+def test_an_attack_that_says_nothing_of_what_it_hangs_on_is_not_kept(folder: Path) -> None:
+    cache = CalibrationCache()
+    assert cache.path(BagOfWords(), "weights") is None
+    cache.save(BagOfWords(), "weights")
+    assert not folder.exists()
+
+
+def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FEDLEAK_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "lightning_fedleak"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "lightning_fedleak"
+
+
+def _save_and_load(folder: str, times: int, failures: Any) -> None:
+    from lightning_fedleak.attacks import TypeCountRegressor
+
+    warnings.simplefilter("error")
+    cache, made = CalibrationCache(Path(folder)), attack()
+    made.regressor = TypeCountRegressor(torch.arange(2.0, dtype=torch.float64))
+    for _ in range(times):
+        cache.save(made, "weights")
+        if not cache.load(attack(), "weights"):
+            failures.value += 1
+
+
+def test_two_processes_may_write_the_same_file(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    failures = fork.Value("i", 0)
+    both = [
+        fork.Process(target=_save_and_load, args=(str(tmp_path), 40, failures)) for _ in range(2)
+    ]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
+    assert failures.value == 0
+    assert len(list((tmp_path / "calibrations").iterdir())) == 1

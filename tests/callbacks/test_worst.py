@@ -1,0 +1,183 @@
+"""The highest headline of a family, and gates on it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_fedleak import FCMembership, LeakageMonitor, RiskGate, SubspaceWords
+from lightning_fedleak.callbacks.channels.base import Look
+from lightning_fedleak.callbacks.results import (
+    Outcome,
+    Results,
+    Series,
+    not_shared,
+    pending,
+    unknown,
+)
+from lightning_fedleak.metrics import Rate
+from lightning_fedleak.snapshots import Stage
+from tests.callbacks.runs import Probe
+
+WORDS = "leakage/worst/words"
+METRICS = ("precision", "recall", "f1")
+A, B = (Series.at(Stage.SHARED, name) for name in "ab")
+LOCAL = Series.at(Stage.LOCAL, "a")
+
+
+def read(f1: float) -> Outcome:
+    rate = Rate(f1, f1, f1)
+    return Outcome(dict.fromkeys(METRICS, rate), 3)
+
+
+def worst(outcomes: dict[Series, Outcome], shared: bool = True) -> dict[str, float]:
+    channel = SimpleNamespace(family="words", headline="f1", metrics=METRICS)
+    results = Results({A: channel, B: channel, LOCAL: channel})  # type: ignore[dict-item]
+    results.add(Look(0), outcomes, {}, shared=shared)
+    found = {n: v for n, v in results.latest.items() if n.startswith(WORDS)}
+    now = {n: v for n, v in results.look_values.items() if n.startswith(WORDS)}
+    assert found.keys() == now.keys()
+    return found
+
+
+FAILED, NOT_MADE_FOR_IT = unknown(METRICS, "why"), unknown(METRICS, "why", applies=False)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "shared", "expected"),
+    [
+        ({A: read(0.3), B: read(0.8), LOCAL: read(0.9)}, True, {WORDS: 0.8}),
+        ({A: read(0.3), B: not_shared(METRICS)}, True, {WORDS: 0.3}),
+        ({A: read(0.3), B: NOT_MADE_FOR_IT}, True, {WORDS: 0.3}),
+        ({A: read(0.3), B: FAILED}, True, {WORDS: math.nan, f"{WORDS}_at_least": 0.3}),
+        ({A: FAILED, B: NOT_MADE_FOR_IT}, True, {WORDS: math.nan}),
+        ({A: NOT_MADE_FOR_IT, B: NOT_MADE_FOR_IT}, True, {WORDS: math.nan}),
+        ({A: read(0.3), B: pending("not yet")}, True, {}),
+        ({A: not_shared(METRICS), B: not_shared(METRICS)}, True, {WORDS: math.nan}),
+        ({A: not_shared(METRICS)}, False, {WORDS: 0.0}),
+        ({LOCAL: read(0.3)}, True, {}),
+        ({}, True, {}),
+    ],
+)
+def test_the_worst(
+    outcomes: dict[Series, Outcome], shared: bool, expected: dict[str, float]
+) -> None:
+    assert worst(outcomes, shared) == pytest.approx(expected, nan_ok=True)
+
+
+def monitor_of(values: dict[str, float], names: tuple[str, ...] = ("a", "b")) -> SimpleNamespace:
+    return SimpleNamespace(
+        latest=values,
+        look_values=values,
+        last_step=0,
+        unread=lambda name: None,
+        headlines=tuple(f"leakage/{name}/f1" for name in names),
+    )
+
+
+def gate_on(values: dict[str, float], **settings: Any) -> tuple[RiskGate, list[Any]]:
+    events: list[Any] = []
+    gate = RiskGate(WORDS, at_most=0.5, action=events.append, **settings)
+    look(gate, values)
+    return gate, events
+
+
+def look(gate: RiskGate, values: dict[str, float]) -> None:
+    gate._monitor = monitor_of(values)  # type: ignore[assignment]
+    gate._watched = gate._monitor.headlines  # type: ignore[union-attr]
+    if gate._evidence is None:
+        gate._evidence = gate._new_evidence()
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(broadcast=lambda value: value), loggers=[], is_global_zero=True
+    )
+    gate._decide(trainer)  # type: ignore[arg-type]
+
+
+def values(a: float, b: float, **more: float) -> dict[str, float]:
+    known = {"leakage/a/f1": a, "leakage/b/f1": b, WORDS: max(a, b)}
+    return known | {f"{WORDS}_{name}": value for name, value in more.items()}
+
+
+def test_a_gate_says_whose_value_it_is() -> None:
+    _, (event,) = gate_on(values(0.2, 0.8))
+    assert (event.value, event.of) == (0.8, "leakage/b/f1")
+    assert not gate_on(values(0.2, 0.4))[1]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_is_read_at_least_is_a_breach_whatever_else_is_unknown(strict: bool) -> None:
+    unknown_but_high = {**values(0.8, math.nan, at_least=0.8), WORDS: math.nan}
+    _, (event,) = gate_on(unknown_but_high, strict=strict)
+    assert event.metric == f"{WORDS}_at_least"
+    assert event.value == 0.8
+    low = {**values(0.2, math.nan, at_least=0.2), WORDS: math.nan}
+    _, events = gate_on(low, strict=strict)
+    assert len(events) == strict
+    assert all(math.isnan(event.value) for event in events)
+
+
+def test_lower_splits_its_error_and_upper_does_not() -> None:
+    gate, _ = gate_on(values(0.2, 0.3), bound="lower")
+    assert gate._evidence is not None
+    assert {n: e.alpha for n, e in gate._evidence.items()} == {
+        "leakage/a/f1": 0.025,
+        "leakage/b/f1": 0.025,
+    }
+    gate, _ = gate_on(values(0.2, 0.3), bound="upper", warmup=5)
+    assert gate._evidence is not None
+    assert [e.alpha for e in gate._evidence.values()] == [0.05, 0.05]
+
+
+def test_lower_stops_on_one_attack_and_upper_lets_go_on_only_by_all() -> None:
+    for bound, stops in (("lower", True), ("upper", True)):
+        events: list[Any] = []
+        gate = RiskGate(WORDS, at_most=0.5, action=events.append, bound=bound)  # type: ignore[arg-type]
+        for _ in range(60):
+            look(gate, values(0.0, 0.95))
+        assert bool(events) == stops
+    events = []
+    gate = RiskGate(WORDS, at_most=0.5, action=events.append, bound="upper")
+    for _ in range(60):
+        look(gate, values(0.05, 0.1))
+    assert not events
+    assert gate.verdict is not None
+    assert gate.verdict.evidence > gate.verdict.needed
+
+
+def test_what_does_not_apply_is_no_evidence_and_what_failed_is() -> None:
+    gate, _ = gate_on(values(0.2, 0.3), bound="upper", warmup=50)
+    look(gate, {**values(0.2, math.nan), WORDS: 0.2})
+    assert gate._evidence is not None
+    assert [e.verdict().looks for e in gate._evidence.values()] == [2, 1]
+    look(gate, {**values(0.2, math.nan), WORDS: math.nan})
+    assert [e.verdict().unknown for e in gate._evidence.values()] == [0, 1]
+
+
+def test_a_share_below_chance_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a auc|an? auc|0\.5 is chance"):
+        RiskGate("leakage/worst/membership", at_most=0.4)
+    with pytest.raises(ValueError, match="rates are shares"):
+        RiskGate(WORDS, at_most=30)
+    RiskGate("leakage/worst/membership", at_most=0.6, bound="lower")
+
+
+def test_names_are_known_before_the_run() -> None:
+    monitor = LeakageMonitor([Probe(), SubspaceWords(), FCMembership(layer=1)])
+    assert {WORDS, "leakage/worst/membership"} <= set(monitor.metric_names())
+    assert monitor.headlines_of(WORDS) == ("leakage/probe/f1", "leakage/subspace_words/f1")
+    assert monitor.headlines_of("leakage/probe/f1") == ()
+    assert monitor.headlines_of("leakage/worst/texts") == ()
+
+
+def test_evidence_of_the_worst_survives_a_checkpoint() -> None:
+    gate, _ = gate_on(values(0.2, 0.3), bound="upper", warmup=50)
+    state = gate.state_dict()
+    again = RiskGate(WORDS, at_most=0.5, bound="upper", warmup=50)
+    again._watched = gate._watched
+    again._evidence = again._new_evidence()
+    again.load_state_dict(state)
+    assert again._evidence is not None
+    assert [e.verdict().looks for e in again._evidence.values()] == [1, 1]

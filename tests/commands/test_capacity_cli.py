@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from lightning_fedleak.cli import main
+from lightning_fedleak.commands.capacity import CapacityCommand, Tried, _said
+from tests.helpers.folders import TEXTS, save_tiny_causal_lm
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_causal_lm(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "client.txt"
+    path.write_text("\n".join(TEXTS))
+    return str(path)
+
+
+def said(**settings: object) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    assert CapacityCommand(**settings).run(console) == 0  # type: ignore[arg-type]
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_finds_where_exact_recovery_ends(model: str, text: str) -> None:
+    found = said(
+        model=model, text=text, lora_r=2, targets="c_attn", batch="2x8", seconds=0.5
+    )  # fmt: skip
+    assert "An update shares 2 rows of 16 numbers" in found
+    assert "by rule; planted at random" in found
+    assert "Exact recovery ends at" in found
+    assert "no larger batch is shown to be safe" in found
+
+
+def test_a_whole_model_and_one_without_a_trained_first_block(model: str, text: str) -> None:
+    assert "An update shares 48 rows of 16 numbers" in said(
+        model=model, text=text, lora_r=0, batch="1x6", seconds=0.5
+    )
+    assert main(["capacity", "--model", model, "--text", text, "--targets", "mlp.c_fc"]) == 1
+
+
+def test_errors_say_what_to_change(
+    model: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, match in (
+        (["--targets", "mlp.c_fc"], "no trained map of this model reads an input"),
+        (["--targets", "nothing"], "--targets nothing: Target modules"),
+        (["--batch", "1x4000"], "exceed the context"),
+        (["--model", "./nowhere"], "nowhere"),
+        (["--text", "./nowhere.txt"], "there is no file"),
+    ):
+        assert main(["capacity", "--model", model, "--text", text, *arguments]) == 1
+        assert match in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["capacity", "--batch", "8 by 64"])
+    assert "8x64 say" in capsys.readouterr().err
+
+
+def test_an_end_that_was_not_reached_is_said() -> None:
+    tried = [Tried(1, 8, 1.0, True, 0.1), Tried(2, 15, 1.0, True, 0.1)]
+    assert "up to 2 texts of 8 tokens; where that ends was not reached" in _said(tried, 1, 8)
+    assert "Exact recovery ends at 1 text of 8 tokens (8 distinct)" in _said(
+        [Tried(1, 8, None, False, 0.1)], 1, 8
+    )

@@ -71,6 +71,8 @@ def still_has_the_users_own(trainer: L.Trainer) -> None:
 def test_every_fragment_is_tested() -> None:
     names = {path.stem for path in FRAGMENTS.glob("*.yaml")}
     assert names == {
+        "leakage",
+        "gate_leakage",
         "word_leakage",
         "gate_word_leakage",
         "membership",
@@ -81,6 +83,15 @@ def test_every_fragment_is_tested() -> None:
         "dp_sgd",
         "freeze_head_and_embeddings",
     }
+
+
+def test_leakage_and_its_gate(fitted) -> None:
+    trainer = fitted("leakage", "gate_leakage")
+    still_has_the_users_own(trainer)
+    monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
+    assert monitor.auto
+    assert (gate.metric, gate.at_most) == ("leakage/worst/words", 0.5)
+    assert 0 <= monitor.latest["leakage/worst/words"] <= 1
 
 
 def test_word_leakage(fitted) -> None:

@@ -124,7 +124,7 @@ def _write(path: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, "pt") as file:
         state: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         empty = json.loads((file.metadata() or {}).get(_EMPTY, "{}"))
     for name, (dtype, *shape) in empty.items():

@@ -140,7 +140,10 @@ def test_all_kinds_of_tensors_are_kept(folder: Path) -> None:
         default_name = "kept"
         needs = FlatChat.needs
         run = FlatChat.run  # type: ignore[assignment]
-        state: dict[str, Tensor] = {}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.state: dict[str, Tensor] = {}
 
         def calibrated_with(self) -> dict[str, object]:
             return {}

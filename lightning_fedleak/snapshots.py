@@ -58,10 +58,12 @@ class UpdateSnapshot(GradientSnapshot):
     Attributes:
         local_steps: optimizer steps between before and after.
         learning_rate: the divisor.
+        fresh: whether the optimizer began the round without what earlier steps leave in it.
     """
 
     local_steps: int = 1
     learning_rate: float = 1.0
+    fresh: bool = True
 
 
 @dataclass(frozen=True)

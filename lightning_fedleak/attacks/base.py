@@ -109,6 +109,9 @@ class Attack(ABC):
 
     threat_model: ClassVar[ThreatModel]
     default_name: ClassVar[str]
+    reads_adaptive_updates: ClassVar[bool] = False
+    """Whether it reads weight changes that are no sums of gradients, as Adam's are, or says why it
+    does not; else there is no result where such are shared."""
     restores_fully: ClassVar[bool] = True
     """Whether :meth:`state_dict` holds all that :meth:`prepare` finds, so that it need not run."""
 

@@ -8,7 +8,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from lightning.pytorch.strategies import (
     DDPStrategy,
     ModelParallelStrategy,
@@ -216,23 +215,6 @@ def _owner(parameter: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> O
             if any(p is parameter for p in group["params"]):
                 return optimizer
     return None
-
-
-def warn_of_adaptive_updates(plans: Sequence[Plan]) -> None:
-    """Says that attacks made for gradients understate what an adaptive optimizer's update tells."""
-    adaptive = {
-        type(p.optimizer).__name__
-        for p in plans
-        if p.optimizer is not None and type(p.optimizer) is not torch.optim.SGD
-    }
-    if adaptive:
-        rank_zero_warn(
-            f"LeakageMonitor(local_steps=...): the update of {', '.join(sorted(adaptive))} is no "
-            "sum of gradients. What these attacks read from it hangs on the model (measured after "
-            "one AdamW step: F1 .88 to .95 on SmolLM2-135M, .01 on the embedded model; after four "
-            ".06). Values near 0 do not mean 'safe': an adversary that calibrates on such updates "
-            "was not tried."
-        )
 
 
 def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:

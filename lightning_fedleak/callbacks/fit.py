@@ -28,7 +28,6 @@ from lightning_fedleak.callbacks.checks import (
     Plan,
     check_optimizers,
     unread_names,
-    warn_of_adaptive_updates,
     warn_of_untested,
 )
 from lightning_fedleak.callbacks.exchange import Exchange
@@ -114,6 +113,7 @@ class Fit:
         self._plans: list[Plan] = []
         self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
+        self._fresh = True
         check_optimizers(run.trainer.optimizers, attacks)
         for channel in self._channels:
             channel.open(run)
@@ -181,7 +181,6 @@ class Fit:
             self._tap.keep_local()
         if self._local_steps is not None:
             self._update_tap = UpdateTap(parameters, tied=anatomy.tied)
-            warn_of_adaptive_updates(self.exposed)
         warn_of_untested(plans, anatomy)
         for channel in self._channels:
             channel.follow([by_name[a.name] for a in channel.attacks if a.name in by_name])
@@ -400,8 +399,16 @@ class Fit:
             self._tap.arm()
             if self._update_tap is not None:
                 self._update_tap.begin()
+                self._fresh = not any(self._gathered(plan) for plan in self.exposed)
             for channel in self._channels:
                 channel.arm()
+
+    def _gathered(self, plan: Plan) -> bool:
+        """Whether an optimizer holds what earlier steps left of the parameters an attack reads."""
+        if plan.optimizer is None:
+            return False
+        parameters = (self._run.anatomy.parameter(role) for role in plan.roles)
+        return any(p is not None and bool(plan.optimizer.state.get(p)) for p in parameters)
 
     def _refresh(self, attack: Attack, look: Look) -> None:
         try:
@@ -524,7 +531,8 @@ class Fit:
             if any(len(rates) != 1 for rates in look.learning_rates):
                 raise UpdateError("what the attacks read is trained at different learning rates")
             rate = sum(next(iter(rates)) for rates in look.learning_rates) / local_steps
-            return tap.end(look.step, Stage.SHARED, learning_rate=rate, local_steps=local_steps)
+            update = tap.end(look.step, Stage.SHARED, learning_rate=rate, local_steps=local_steps)
+            return replace(update, fresh=self._fresh)
 
         self._show(Moment(look, (Stage.SHARED,), (Stage.SHARED,), None, 1.0, take))
         look.stepped.add(0)

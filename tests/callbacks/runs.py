@@ -22,6 +22,7 @@ class Probe(Attack):
 
     threat_model = ThreatModel.of("a test", Capability.SEES_HEAD_GRADIENT)
     default_name = "probe"
+    reads_adaptive_updates = True
 
     def __init__(self, k: int = 10, name: str | None = None, role: str = HEAD_WEIGHT) -> None:
         super().__init__(name)

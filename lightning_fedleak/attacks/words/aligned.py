@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
-from lightning_fedleak.attacks.base import Attack, Query, Surfaces, WordGuess
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Query,
+    RunFacts,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+)
+from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.attacks.words.aligned_direction import turned, turned_on_long_rows
 from lightning_fedleak.attacks.words.aligned_readout import Rehearsed, best_count, rehearse
@@ -25,6 +33,11 @@ from lightning_fedleak.attacks.words.aligned_rows import (
     row_features,
     separating_direction,
     significant,
+)
+from lightning_fedleak.attacks.words.aligned_updates import (
+    comparable,
+    rehearse_updates,
+    update_features,
 )
 from lightning_fedleak.attacks.words.public_gradients import (
     GradientParts,
@@ -41,6 +54,8 @@ LENGTHS = (8, 12, 16, 25, 50, 100)
 _SIGN_TOKENS = 2048
 _ONE_SIDED = 0.95
 _RULED_OUT = -30.0
+_TEXTS = (1, 2, 4, 8, 16, 32)
+_TOKENS = 1600
 
 
 class AlignedFlatChat(Attack):
@@ -72,6 +87,12 @@ class AlignedFlatChat(Attack):
     or not; where less than a twelfth of the types is used it is found on the rows of rare types and
     given back, after which the learned readout loses 1 (smoothing 0.1) to 2 percent of F1 (0.2).
 
+    **Updates of an optimizer.** A server that prescribes the training knows which optimizer makes
+    the update of a round (:meth:`meet`). Plain SGD's is a sum of gradients, and decay and momentum
+    are undone. Of Adam's and its kin's the readout is fitted on public updates made by the same
+    class (:mod:`~lightning_fedleak.attacks.words.aligned_updates`): a client's optimizer begins
+    each round anew then; one that goes on with earlier steps' is *unknown*.
+
     Args:
         public_text: text like what the clients train on, or ``"sampled"``: text that a causal
             model writes itself. Strings and token ids are taken too (strings with ``tokenizer``).
@@ -87,6 +108,10 @@ class AlignedFlatChat(Attack):
             mixed ones.
         refresh_every: steps after which :meth:`refresh` aligns anew with a model that has moved;
             the classifier itself is kept.
+        updates: public updates that a readout for Adam and its kin is fitted on.
+        batch_texts: texts in a batch of a local step, where the server prescribes it. Default: it
+            does not, and public updates have 1 to 32.
+        local_steps: the round, for a server of one's own; a monitor tells by :meth:`meet`.
         seed: of everything random in the calibration.
         name: as in the logs.
 
@@ -101,6 +126,7 @@ class AlignedFlatChat(Attack):
         Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "aligned_flatchat"
+    reads_adaptive_updates = True
 
     def __init__(
         self,
@@ -112,6 +138,9 @@ class AlignedFlatChat(Attack):
         calibration_tokens: int = 12_000,
         lengths: Sequence[int] = LENGTHS,
         refresh_every: int = 500,
+        updates: int = 80,
+        batch_texts: int | None = None,
+        local_steps: LocalSteps | None = None,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
@@ -122,6 +151,8 @@ class AlignedFlatChat(Attack):
             ("n_directions", n_directions),
             ("calibration_tokens", calibration_tokens),
             ("refresh_every", refresh_every),
+            ("updates", updates),
+            ("batch_texts", 1 if batch_texts is None else batch_texts),
         ):
             if value < 1:
                 raise ValueError(f"{argument} must be at least 1, got {value}")
@@ -139,12 +170,32 @@ class AlignedFlatChat(Attack):
         self.calibration_tokens = calibration_tokens
         self.lengths = tuple(lengths)
         self.refresh_every = refresh_every
+        self.updates = updates
+        self.batch_texts = batch_texts
+        self.steps = local_steps
+        self._unread: str | None = None
+        self._before: Tensor | None = None
         self.seed = seed
         self.calibration_seconds = 0.0
         self._u: Tensor | None = None
         self._rounding = 0.0
         self._rehearsed: Rehearsed | None = None
         self._aligned_at = 0
+
+    def meet(self, facts: RunFacts) -> None:
+        """Learns what makes an update, where updates are shared."""
+        if facts.local_steps is None:
+            return
+        self._unread = None
+        try:
+            self.steps = LocalSteps.of(facts)
+        except UnusableObservation as error:
+            self._unread = str(error)
+
+    @property
+    def _fitted_on(self) -> LocalSteps | None:
+        """The round whose updates a readout has to be fitted on; None where gradients do."""
+        return None if self.steps is None or self.steps.linear else self.steps
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """The output head's weight."""
@@ -169,14 +220,55 @@ class AlignedFlatChat(Attack):
                 )
         else:
             generator = torch.Generator().manual_seed(self.seed)
-            parts = self._parts(anatomy)
-            self._rehearsed = rehearse(
-                parts, *head_of(anatomy), generator, n_directions=self.n_directions
-            )
+            self._rehearsed = self._rehearse(anatomy, generator)
+            self._keep_weights(anatomy)
         self.calibration_seconds = time.perf_counter() - began
+
+    def _rehearse(self, anatomy: Anatomy, generator: torch.Generator) -> Rehearsed:
+        parts = self._parts(anatomy)
+        steps = self._fitted_on
+        if steps is None:
+            return rehearse(parts, *head_of(anatomy), generator, n_directions=self.n_directions)
+        texts = _TEXTS if self.batch_texts is None else (self.batch_texts,)
+        return rehearse_updates(
+            anatomy,
+            parts,
+            steps,
+            self._public_batches(anatomy, generator),
+            generator,
+            updates=self.updates,
+            texts=texts,
+            n_directions=self.n_directions,
+        )
+
+    def _public_batches(
+        self, anatomy: Anatomy, generator: torch.Generator
+    ) -> Callable[[int], TokenBatch]:
+        """Public batches of any of the lengths, within a bound on their tokens."""
+        text = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+        lengths = self._lengths(anatomy)
+
+        def batch(texts: int) -> TokenBatch:
+            within = [n for n in lengths if n * texts <= _TOKENS] or lengths[:1]
+            length = within[int(torch.randint(len(within), (), generator=generator))]
+            return text.batch(
+                texts,
+                length,
+                generator,
+                kind=anatomy.kind,
+                mask_token_id=getattr(self.tokenizer, "mask_token_id", None),
+            )
+
+        return batch
+
+    def _keep_weights(self, anatomy: Anatomy) -> None:
+        """What a client begins a round with, where it trains in rounds."""
+        if self.steps is not None and (weight := anatomy.parameter(HEAD_WEIGHT)) is not None:
+            self._before = whole_tensor(weight).clone()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Aligns with the model as it is now, each ``refresh_every`` steps and in another fit."""
+        self._keep_weights(anatomy)
         if 0 <= step - self._aligned_at < self.refresh_every:
             return
         self._aligned_at = step
@@ -214,17 +306,66 @@ class AlignedFlatChat(Attack):
             the number named (sign).
 
         Raises:
-            UnusableObservation: the gradient is non-finite or all zero.
+            UnusableObservation: the gradient is non-finite or all zero; an update is of an
+                optimizer that is not known, or that goes on with earlier steps'.
             RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
         """
         gradient = whole_tensor(view.gradient(HEAD_WEIGHT))
+        last = view.gradients[-1]
+        if isinstance(last, UpdateSnapshot):
+            gradient = self._readable(gradient, last)
         if self.readout == "sign":
-            last = view.gradients[-1]
             rounding = 0.0
             if isinstance(last, UpdateSnapshot):
                 rounding = self._rounding * last.local_steps**0.5 / last.learning_rate
             return self._by_sign(gradient, rounding)
+        if isinstance(last, UpdateSnapshot) and self._fitted_on is not None:
+            return self._by_update_readout(gradient)
         return self._by_readout(gradient)
+
+    def _readable(self, update: Tensor, snapshot: UpdateSnapshot) -> Tensor:
+        """An update in the form that the readout was fitted on; of SGD's a sum of gradients."""
+        if self._unread is not None:
+            raise UnusableObservation(self._unread)
+        steps = self.steps
+        if steps is None:
+            return update
+        if steps.carries and not snapshot.fresh:
+            raise UnusableObservation(
+                f"{steps.optimizer.__name__} goes on with what it gathered in earlier rounds, "
+                "which is not rehearsed: a federated client begins each round with a fresh "
+                "optimizer. Clear its state where a round begins (optimizer.state.clear())"
+            )
+        if self._fitted_on is not None and self.readout == "sign":
+            raise UnusableObservation(
+                f"readout='sign' reads sums of gradients, which updates of "
+                f"{steps.optimizer.__name__} are not: use readout='learned'"
+            )
+        if not bool(update.isfinite().all()):
+            raise UnusableObservation("the head's update has NaN or infinity")
+        if not bool(update.any()):
+            raise UnusableObservation("the head's update is all zero: nothing was trained")
+        rate = snapshot.learning_rate
+        if self._before is None:
+            raise RuntimeError(self._unprepared())
+        before = self._before = self._before.to(update.device)
+        if self._fitted_on is None:
+            return steps.without_decay(update.float(), before.float(), rate)
+        return comparable(update, before, rate, steps)
+
+    def _by_update_readout(self, update: Tensor) -> WordGuess:
+        if self._rehearsed is None or self._before is None:
+            raise RuntimeError(self._unprepared())
+        known = self._rehearsed = self._rehearsed.to(update.device)
+        features = update_features(update, self._before.float(), known.directions, known.expected)
+        odds = known.readout.logits(features)
+        used = odds.sigmoid()
+        order = odds.argsort(descending=True)
+        return WordGuess(
+            types=order[: int(best_count(used))],
+            scores=odds.clamp(min=_RULED_OUT),
+            n_types=float(used.sum()),
+        )
 
     def _by_sign(self, gradient: Tensor, rounding: float) -> WordGuess:
         if self._u is None:
@@ -292,11 +433,20 @@ class AlignedFlatChat(Attack):
     def calibrated_with(self) -> dict[str, object]:
         """The settings, and the public text."""
         mask = getattr(self.tokenizer, "mask_token_id", None)
+        steps = self._fitted_on
         return self.config() | {
+            "steps": None if steps is None else sorted(steps.described().items()),
+            "updates": self.updates,
+            "batch_texts": self.batch_texts,
             "lengths": self.lengths,
             "public_text": PublicText.name_of(self.public_text),
             "mask": mask,
         }
+
+    def given(self) -> dict[str, object]:
+        """The settings, and what makes the updates that the readout is fitted on."""
+        steps = self._fitted_on
+        return self.config() | ({} if steps is None else steps.described())
 
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""
@@ -331,14 +481,18 @@ class AlignedFlatChat(Attack):
             ]
         )
 
+    def _lengths(self, anatomy: Anatomy) -> list[int]:
+        """Those of public texts that the model can read."""
+        longest = getattr(getattr(anatomy.model, "config", None), "max_position_embeddings", None)
+        return sorted({min(n, longest or n) for n in self.lengths})
+
     def _batches(self, anatomy: Anatomy, tokens: int) -> list[TokenBatch]:
         """Public batches of each length, about ``tokens`` tokens in all, no text used twice."""
         generator = torch.Generator().manual_seed(self.seed)
         text = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
         if anatomy.kind == "causal":
             text = text.opened_both_ways()
-        longest = getattr(getattr(anatomy.model, "config", None), "max_position_embeddings", None)
-        lengths = sorted({min(n, longest or n) for n in self.lengths})
+        lengths = self._lengths(anatomy)
         order = text.draw(len(text), generator).tolist()
         each = min(max(2, tokens // sum(lengths)), max(1, len(order) // len(lengths)))
         return [

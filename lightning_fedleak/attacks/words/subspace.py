@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
+from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.attacks.row_space.capacity import measured, seconds_of_a_set
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, NotAdditive, dictionary_of
@@ -62,7 +64,8 @@ class SubspaceWords(Attack):
     factorised embeddings, encoders and encoder-decoders are read as well. Where texts share
     positions, block 1 tells types and not pairs of type and position.
 
-    It reads single gradients and updates of plain SGD. Of the first step of a LoRA, where B is
+    It reads single gradients and updates of SGD, with momentum and decay where a round begins with
+    a fresh optimizer. Of the first step of a LoRA, where B is
     zero, there is no result: A has no gradient then, and the r directions of B's tell next to
     nothing apart; the second step is looked at too. The last token of a causal text has no part in
     these gradients. Dropout before what is read is noise to it, as what a defence adds: the loudest
@@ -85,6 +88,7 @@ class SubspaceWords(Attack):
         Capability.KNOWS_MODEL,
     )
     default_name = "subspace_words"
+    reads_adaptive_updates = True
     restores_fully = False
 
     def __init__(
@@ -104,6 +108,7 @@ class SubspaceWords(Attack):
         self.seed = seed
         self._capacity: float | None = None
         self._stored: dict[str, float] = {}
+        self._before: dict[str, Tensor] = {}
         self._facts = RunFacts()
         self._inputs: tuple[Anatomy, tuple[KnownInput, ...]] | None = None
         self._roles: tuple[str, ...] = ()
@@ -180,12 +185,13 @@ class SubspaceWords(Attack):
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Follows embeddings and norms that have moved."""
         if self._facts.local_steps is not None:
-            self._stored = {
-                m.name: rounding_error(whole_tensor(p))
+            self._before = {
+                m.name: whole_tensor(p).clone()
                 for readable in self._readable
                 for m in readable.maps
                 if (p := anatomy.parameter(m.name)) is not None
             }
+            self._stored = {name: rounding_error(p) for name, p in self._before.items()}
         trains_words = anatomy.trainable(EMBEDDING_WEIGHT)
         if trains_words or self._roles != self.needs(anatomy).gradients:
             self.prepare(anatomy)
@@ -213,7 +219,8 @@ class SubspaceWords(Attack):
             raise UnusableObservation("a defence does not say how much noise it adds")
         noise = dict.fromkeys(snapshot.tensors, snapshot.noise_std)
         if isinstance(snapshot, UpdateSnapshot):
-            self._check_update()
+            snapshot = self._as_gradients(snapshot)
+            view = Observation((snapshot,))
             scale = snapshot.local_steps**0.5 / snapshot.learning_rate
             noise |= {name: stored * scale for name, stored in self._stored.items()}
         found: dict[bool, Found] = {}
@@ -248,21 +255,34 @@ class SubspaceWords(Attack):
             capacity=self._capacity,
         )
 
-    def _check_update(self) -> None:
-        """Refuses updates whose rows are no combinations of inputs."""
-        optimizer, settings = self._facts.optimizer, self._facts.optimizer_settings
-        if optimizer is not None and optimizer != "SGD":
+    def _as_gradients(self, update: UpdateSnapshot) -> UpdateSnapshot:
+        """An update whose rows are combinations of inputs: of SGD, less what decay adds.
+
+        Raises:
+            UnusableObservation: there is none.
+        """
+        steps = LocalSteps.of(self._facts)
+        if steps is None:
+            return update
+        name = steps.optimizer.__name__
+        if not steps.linear:
             raise UnusableObservation(
-                f"an update of {optimizer} is divided entry by entry, so that its rows are no "
+                f"an update of {name} is divided entry by entry, so that its rows are no "
                 "combinations of inputs any more; measure the gradients of single steps (leave "
                 "local_steps out) to see what the client's data would give away"
             )
-        for setting in ("momentum", "weight_decay"):
-            if settings.get(setting):
-                raise UnusableObservation(
-                    f"an update of SGD with {setting}={settings[setting]} holds more than this "
-                    "round's gradients; measure single steps (leave local_steps out)"
-                )
+        if steps.carries and not update.fresh:
+            raise UnusableObservation(
+                f"{name} with momentum goes on with earlier rounds' gradients: a federated client "
+                "begins each round with a fresh optimizer. Clear its state where a round begins "
+                "(optimizer.state.clear())"
+            )
+        tensors = {
+            name: steps.without_decay(t, self._before[name], update.learning_rate)
+            for name, t in update.tensors.items()
+            if name in self._before
+        }
+        return replace(update, tensors={**update.tensors, **tensors})
 
     def state_dict(self) -> dict[str, Tensor]:
         """How many types can be told apart; what tokens look like follows from the model."""

@@ -50,6 +50,7 @@ from lightning_fedleak.snapshots import (
     NotYet,
     Observation,
     Stage,
+    UpdateSnapshot,
 )
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.taps.activations import ChangedInPlace
@@ -538,6 +539,13 @@ def guess(
     """What an attack says of gradients, or why it says nothing (yet)."""
     if isinstance(view, Unknown):
         return view
+    optimizer = plan.optimizer
+    adaptive = optimizer is not None and type(optimizer) is not torch.optim.SGD
+    if isinstance(view, UpdateSnapshot) and adaptive and not plan.attack.reads_adaptive_updates:
+        return Unknown(
+            f"the update of {type(optimizer).__name__} is no sum of gradients, and this attack "
+            "reads these; AlignedFlatChat is fitted on such updates"
+        )
     absent = [r for r in plan.roles if r not in view.tensors]
     if absent:
         return Unknown(f"no gradient of {', '.join(absent)} in this step")

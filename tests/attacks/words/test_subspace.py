@@ -296,10 +296,14 @@ def test_more_types_than_dimensions_are_refused() -> None:
         attack.run(observed(attack, anatomy))
 
 
-def update(attack: SubspaceWords, anatomy, steps: int) -> Observation:
-    view = observed(attack, anatomy).gradients[0]
+def update(attack: SubspaceWords, anatomy, steps: int, fresh: bool = True) -> Observation:
+    tensors = observed(attack, anatomy).gradients[0].tensors
     return Observation(
-        (UpdateSnapshot(0, Stage.SHARED, view.tensors, local_steps=steps, learning_rate=0.1),)
+        (
+            UpdateSnapshot(
+                0, Stage.SHARED, tensors, local_steps=steps, learning_rate=0.1, fresh=fresh
+            ),
+        )
     )
 
 
@@ -319,7 +323,27 @@ def test_an_update_that_is_no_sum_of_gradients_is_unknown(facts: RunFacts, word:
     backward(model, texts(2, 6))
     attack.meet(facts)
     with pytest.raises(UnusableObservation, match=word):
-        attack.run(update(attack, anatomy, 1))
+        attack.run(update(attack, anatomy, 1, fresh=False))
+
+
+def test_rounds_of_sgd_with_momentum_and_decay_add_up() -> None:
+    made = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
+    model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
+    attack, anatomy = prepared(model)
+    attack.meet(RunFacts(optimizer="SGD", optimizer_settings=made, local_steps=3))
+    attack.refresh(anatomy, 0)
+    roles = attack.needs(anatomy).gradients
+    before = {r: anatomy.parameter(r).detach().clone() for r in roles}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **made)
+    truth: set[int] = set()
+    for _ in range(3):
+        ids = texts(1, 8)
+        truth |= set(ids[:, :-1].flatten().tolist())
+        backward(model, ids)
+        optimizer.step()
+    tensors = {r: (before[r] - anatomy.parameter(r).detach()) / 0.5 for r in roles}
+    snapshot = UpdateSnapshot(0, Stage.SHARED, tensors, local_steps=3, learning_rate=0.5)
+    assert set(attack.run(Observation((snapshot,))).types.tolist()) == truth
 
 
 def test_rounds_of_sgd_on_lora_add_up() -> None:

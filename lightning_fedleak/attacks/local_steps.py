@@ -1,0 +1,133 @@
+"""What an optimizer makes of gradients in a round of local steps, as a server knows it.
+
+A server that prescribes the training knows the optimizer's class and settings, and how many steps a
+client takes. Plain SGD shares a sum of gradients. What momentum and decay add to that is linear:
+it is undone here by what the same optimizer does to the same weights with no gradient at all. Adam
+and its kin divide each entry by its own size. That cannot be undone; but public updates can be made
+in the same way, by the same class, and an attack be fitted on these.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+
+_NOT_ALIKE = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
+_NOT_THEIRS = ("foreach", "fused", "capturable", "differentiable", "maximize")
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """A round, as the server prescribed it.
+
+    Attributes:
+        optimizer: of torch.optim.
+        settings: its arguments.
+        steps: of a round.
+    """
+
+    optimizer: type[Optimizer]
+    settings: Mapping[str, Any]
+    steps: int
+
+    @classmethod
+    def of(cls, facts: RunFacts) -> LocalSteps | None:
+        """The round of a run; None where single gradients are shared, or nothing is known of it.
+
+        Raises:
+            UnusableObservation: the optimizer is none of torch.optim's, or ascends.
+        """
+        if facts.local_steps is None or facts.optimizer is None:
+            return None
+        kind = getattr(torch.optim, facts.optimizer, None)
+        if kind is None or not issubclass(kind, Optimizer) or kind in _NOT_ALIKE:
+            raise UnusableObservation(
+                f"what {facts.optimizer} makes of gradients is not known (it is none of "
+                "torch.optim that steps entry by entry): measure the gradients of single steps "
+                "(leave local_steps out)"
+            )
+        given = dict(facts.optimizer_settings)
+        if given.get("maximize"):
+            raise UnusableObservation("an optimizer that ascends (maximize=True) is not read")
+        known = inspect.signature(kind.__init__).parameters
+        settings = {n: v for n, v in given.items() if n in known and n not in _NOT_THEIRS}
+        if not settings.get("lr", 1.0):  # a warm-up that begins at 0
+            settings["lr"] = given.get("initial_lr", 0.0)
+        if settings.get("lr") == 0.0:
+            del settings["lr"]
+        return cls(kind, settings, facts.local_steps)
+
+    @property
+    def linear(self) -> bool:
+        """Whether updates are sums of gradients, but for what :meth:`without_decay` undoes."""
+        return self.optimizer is torch.optim.SGD
+
+    @property
+    def carries(self) -> bool:
+        """Whether a step hangs on what earlier steps have left in the optimizer."""
+        return not self.linear or bool(self.settings.get("momentum"))
+
+    def over(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
+        """A fresh optimizer of these parameters."""
+        return self.optimizer(parameters, **self.settings)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return float(self.over([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"])
+
+    def _moved(self, weight: float, gradient: float, **settings: float) -> float:
+        """Where one weight is after a round in which every gradient was the same."""
+        moved = nn.Parameter(torch.tensor([weight], dtype=torch.float64))
+        optimizer = replace(self, settings={**self.settings, **settings}).over([moved])
+        for _ in range(self.steps):
+            moved.grad = torch.full_like(moved, gradient)
+            optimizer.step()
+        return float(moved.detach())
+
+    def without_decay(self, update: Tensor, before: Tensor, rate: float) -> Tensor:
+        """An update less what the round does to the weights with no gradient.
+
+        That is proportional to the weights where it is linear, for SGD with momentum too: the rest
+        of its update is a combination of gradients. Adam's own decay, which it divides like a
+        gradient, stays.
+
+        Args:
+            update: ``(before - after) / rate``.
+            before: the weights before the round.
+            rate: learning rate that the update is divided by.
+        """
+        if not self.settings.get("weight_decay") or not (self.linear or self._decoupled):
+            return update
+        kept = self._moved(1.0, 0.0, lr=rate)
+        return update - before.to(update) * ((1.0 - kept) / rate)
+
+    @property
+    def _decoupled(self) -> bool:
+        plain = self.settings.get("decoupled_weight_decay")
+        return self.optimizer is torch.optim.AdamW or bool(plain)
+
+    @property
+    def largest(self) -> float:
+        """What a gradient that is always the same comes to, per step and in units of the rate."""
+        without = {"weight_decay": 0.0} if "weight_decay" in self.settings else {}
+        return -self._moved(0.0, 1.0, **without) / self.rate / self.steps
+
+    def described(self) -> dict[str, object]:
+        """Plain values that tell one round from another."""
+        return {
+            "optimizer": self.optimizer.__name__,
+            "steps": self.steps,
+            **{f"optimizer_{name}": value for name, value in self.settings.items()},
+        }
+
+
+__all__ = ["LocalSteps"]

@@ -1,0 +1,125 @@
+"""What optimizers make of gradients, against torch's own and against sums done by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.attacks.local_steps import LocalSteps
+
+
+def facts(optimizer: str, steps: int = 1, **made: Any) -> RunFacts:
+    return RunFacts(optimizer=optimizer, optimizer_settings=made, local_steps=steps)
+
+
+def known(optimizer: str, steps: int = 1, **made: Any) -> LocalSteps:
+    found = LocalSteps.of(facts(optimizer, steps, **made))
+    assert found is not None
+    return found
+
+
+def trained(kind: type, before: Tensor, gradients: list[Tensor], **made: Any) -> Tensor:
+    moved = nn.Parameter(before.clone())
+    optimizer = kind([moved], **made)
+    for gradient in gradients:
+        moved.grad = gradient
+        optimizer.step()
+    return moved.detach()
+
+
+@given(
+    steps=st.integers(1, 5),
+    rate=st.floats(1e-3, 0.5),
+    decay=st.floats(0.0, 0.3),
+    momentum=st.floats(0.0, 0.95),
+    dampening=st.floats(0.0, 0.5),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=60, deadline=None)
+def test_without_decay_an_update_of_sgd_is_a_combination_of_its_gradients(
+    steps: int, rate: float, decay: float, momentum: float, dampening: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    before = torch.randn(4, 9, generator=generator, dtype=torch.float64)
+    gradients = [torch.randn(4, 9, generator=generator, dtype=torch.float64) for _ in range(steps)]
+    made = {"lr": rate, "weight_decay": decay, "momentum": momentum, "dampening": dampening}
+    after = trained(torch.optim.SGD, before, gradients, **made)
+    left = known("SGD", steps, **made).without_decay((before - after) / rate, before, rate)
+    basis = torch.stack([g.flatten() for g in gradients], 1)
+    weights = torch.linalg.lstsq(basis, left.flatten()[:, None]).solution
+    assert torch.allclose(basis @ weights, left.flatten()[:, None], atol=1e-8)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_decay_that_is_decoupled_is_undone(steps: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    gradients = [torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(steps)]
+    plain = trained(torch.optim.AdamW, before, gradients, lr=1e-3, weight_decay=0.0)
+    decayed = trained(torch.optim.AdamW, before, gradients, lr=1e-3, weight_decay=0.3)
+    made = known("AdamW", steps, lr=1e-3, weight_decay=0.3)
+    left = made.without_decay((before - decayed) / 1e-3, before, 1e-3)
+    assert torch.allclose(left, (before - plain) / 1e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "largest"),
+    [
+        ("Adam", 1, 1.0),
+        ("AdamW", 4, 1.0),
+        ("SGD", 4, 1.0),
+        ("RMSprop", 1, 10.0),
+        ("Adagrad", 1, 1.0),
+        ("NAdam", 1, 1.0),
+    ],
+)
+def test_the_largest_step(kind: str, steps: int, largest: float) -> None:
+    settings = {"momentum_decay": 0.0} if kind == "NAdam" else {}
+    found = known(kind, steps, lr=1e-3, weight_decay=0.1, **settings).largest
+    assert found == pytest.approx(largest, rel=0.3 if kind == "NAdam" else 1e-6)
+
+
+def test_what_is_linear_and_what_carries() -> None:
+    assert known("SGD", lr=0.1).linear
+    assert not known("SGD", lr=0.1).carries
+    assert known("SGD", lr=0.1, momentum=0.9).carries
+    assert not known("AdamW").linear
+    assert known("AdamW").carries
+
+
+def test_settings_of_a_group_make_the_optimizer_again() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad):
+        optimizer = kind([parameter], lr=0.25)
+        group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        made = known(kind.__name__, 2, **group, initial_lr=0.5)
+        again = made.over([parameter]).param_groups[0]
+        assert {k: again[k] for k in group if k in again and k != "foreach"} == {
+            k: v for k, v in group.items() if k in again and k != "foreach"
+        }
+    assert known("AdamW", lr=0.0, initial_lr=3e-4).rate == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (facts("Sophia"), "what Sophia makes of gradients is not known"),
+        (facts("LBFGS"), "not known"),
+        (facts("Optimizer"), "not known"),
+        (facts("SGD", lr=0.1, maximize=True), "ascends"),
+    ],
+)
+def test_what_is_not_known_is_said(given: RunFacts, match: str) -> None:
+    with pytest.raises(UnusableObservation, match=match):
+        LocalSteps.of(given)
+
+
+def test_single_gradients_are_no_round() -> None:
+    assert LocalSteps.of(RunFacts(optimizer="AdamW")) is None
+    assert LocalSteps.of(RunFacts(local_steps=3)) is None

@@ -1,0 +1,196 @@
+"""AlignedFlatChat on updates that an optimizer made."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import HEAD_WEIGHT, find_anatomy
+from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
+from lightning_fedleak.attacks.words.aligned_updates import (
+    comparable,
+    one_step,
+    several_steps,
+)
+from lightning_fedleak.attacks.words.public_gradients import gradient_parts, head_of
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.snapshots import Observation, Stage
+from lightning_fedleak.taps.gradients import UpdateTap
+from tests.attacks.words.test_aligned import Language, language, trained  # noqa: F401
+
+RATE = 1e-3
+
+
+def facts(optimizer: str = "AdamW", steps: int = 1, **settings: Any) -> RunFacts:
+    given = {"lr": RATE, "weight_decay": 0.01} | settings
+    return RunFacts(optimizer=optimizer, optimizer_settings=given, local_steps=steps)
+
+
+def attack(public: PublicText, round_: RunFacts, **settings: Any) -> AlignedFlatChat:
+    given = {"calibration_tokens": 4000, "updates": 32, "lengths": (8, 16, 24)}
+    made = AlignedFlatChat(public, **(given | settings))
+    made.meet(round_)
+    return made
+
+
+def shared(model: Any, round_: RunFacts, batches: list[Tensor]) -> tuple[Observation, Tensor]:
+    """What a client shares that trains on these batches, and the types of their labels."""
+    client = copy.deepcopy(model)
+    anatomy = find_anatomy(client)
+    weight = anatomy.parameter(HEAD_WEIGHT)
+    assert weight is not None
+    tap = UpdateTap({HEAD_WEIGHT: weight}, tied=anatomy.tied)
+    kind = getattr(torch.optim, str(round_.optimizer))
+    optimizer = kind(client.parameters(), **round_.optimizer_settings)
+    tap.begin()
+    for ids in batches:
+        optimizer.zero_grad()
+        client(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    update = tap.end(0, Stage.SHARED, learning_rate=RATE, local_steps=len(batches))
+    return Observation((update,)), torch.cat([b[:, 1:].flatten() for b in batches]).unique()
+
+
+def f1(made: AlignedFlatChat, cases: list[tuple[Observation, Tensor]]) -> float:
+    total = 0.0
+    for view, truth in cases:
+        types = made.run(view).types
+        total += 2 * int(torch.isin(types, truth).sum()) / (len(types) + len(truth))
+    return total / len(cases)
+
+
+@pytest.fixture(scope="module")
+def public(language: Language) -> PublicText:  # noqa: F811
+    return PublicText(language.texts(300, 24, seed=2))
+
+
+def cases(
+    model: Any,
+    language: Language,  # noqa: F811
+    round_: RunFacts,
+    texts: int = 4,
+) -> list[tuple[Observation, Tensor]]:
+    steps = round_.local_steps or 1
+    drawn = [language.texts(texts * steps, 16, seed=100 + i).split(texts) for i in range(4)]
+    return [shared(model, round_, list(batches)) for batches in drawn]
+
+
+@pytest.mark.parametrize(
+    ("round_", "least"),
+    [
+        (facts(), 0.9),
+        (facts("Adam", weight_decay=0.0), 0.9),
+        (facts("RMSprop", weight_decay=0.0), 0.85),
+        (facts(steps=4), 0.8),
+    ],
+)
+def test_what_was_fitted_on_such_updates_reads_them(
+    trained: Any,  # noqa: F811
+    public: PublicText,
+    language: Language,  # noqa: F811
+    round_: RunFacts,
+    least: float,
+) -> None:
+    made = attack(public, round_)
+    anatomy = trained
+    made.prepare(anatomy)
+    seen = cases(trained.model, language, round_)
+    assert f1(made, seen) > least
+    plain = AlignedFlatChat(public, calibration_tokens=4000, lengths=(8, 16, 24))
+    plain.prepare(anatomy)
+    assert f1(made, seen) > f1(plain, seen), "fitted on gradients"
+    again = attack(public, round_)
+    again.load_state_dict({k: v.clone() for k, v in made.state_dict().items()})
+    again.refresh(anatomy, 0)
+    assert torch.equal(again.run(seen[0][0]).types, made.run(seen[0][0]).types)
+
+
+def test_sgd_with_momentum_and_decay_is_read_as_gradients_are(
+    trained: Any,  # noqa: F811
+    public: PublicText,
+    language: Language,  # noqa: F811
+) -> None:
+    round_ = facts("SGD", steps=3, momentum=0.9, weight_decay=0.2)
+    made = attack(public, round_)
+    made.prepare(trained)
+    assert f1(made, cases(trained.model, language, round_)) > 0.9
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_public_updates_are_those_a_client_would_share(
+    trained: Any,  # noqa: F811
+    language: Language,  # noqa: F811
+    steps: int,
+) -> None:
+    """Of the same text, against a client's own training."""
+    round_ = facts(steps=steps)
+    known = LocalSteps.of(round_)
+    assert known is not None
+    anatomy = trained
+    weight, bias = head_of(anatomy)
+    batches = list(language.texts(4 * steps, 12, seed=9).split(4))
+    generator = torch.Generator().manual_seed(0)
+    if steps == 1:
+        (ids,) = batches
+        parts = gradient_parts(anatomy, TokenBatch(ids, ids, None, "causal"))
+        public = next(one_step(parts, weight, bias, known, generator, (4,)))
+    else:
+        left = iter(batches)
+
+        def batch(texts: int) -> TokenBatch:
+            ids = next(left)
+            return TokenBatch(ids, ids, None, "causal")
+
+        before = {n: p.detach().clone() for n, p in trained.model.named_parameters()}
+        public = next(several_steps(anatomy, batch, known, generator, (4,)))
+        assert all(torch.equal(before[n], p) for n, p in trained.model.named_parameters())
+    view, truth = shared(trained.model, round_, batches)
+    rows = comparable(view.gradient(HEAD_WEIGHT), weight, RATE, known)
+    assert torch.equal(public.used.nonzero()[:, 0], truth)
+    # Signs of entries that are near zero may differ by rounding of the two sums.
+    assert float((public.rows - rows).abs().quantile(0.99)) < 0.05
+
+
+def test_what_is_not_rehearsed_is_unknown_with_the_mend(
+    trained: Any,  # noqa: F811
+    public: PublicText,
+    language: Language,  # noqa: F811
+) -> None:
+    ((view, _), *_) = cases(trained.model, language, facts())
+    by_sign = attack(public, facts(), readout="sign")
+    by_sign.prepare(trained)
+    with pytest.raises(UnusableObservation, match="use readout='learned'"):
+        by_sign.run(view)
+    other = attack(public, facts("Sophia"))
+    with pytest.raises(UnusableObservation, match="what Sophia makes of gradients is not known"):
+        other.run(view)
+    warm = replace(view.gradients[0], fresh=False)  # type: ignore[call-arg]
+    with pytest.raises(UnusableObservation, match=r"optimizer\.state\.clear\(\)"):
+        attack(public, facts()).run(Observation((warm,)))
+    nothing = replace(
+        view.gradients[0], tensors={HEAD_WEIGHT: torch.zeros_like(view.gradient(HEAD_WEIGHT))}
+    )
+    with pytest.raises(UnusableObservation, match="all zero"):
+        attack(public, facts()).run(Observation((nothing,)))
+
+
+def test_a_calibration_is_of_its_round(public: PublicText) -> None:
+    one, other = attack(public, facts()), attack(public, facts(steps=2))
+    assert one.calibrated_with() != other.calibrated_with()
+    assert one.fingerprint() != other.fingerprint()
+    gradients = AlignedFlatChat(public, calibration_tokens=4000)
+    assert gradients.fingerprint() == attack(public, facts("SGD")).fingerprint()
+
+
+def test_settings_are_checked(public: PublicText) -> None:
+    for name in ("updates", "batch_texts"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+            AlignedFlatChat(public, **{name: 0})

@@ -4,12 +4,15 @@
         --private imdb --shapes 8x25,8x64 --batches 10
     python benchmarks/subspace_words.py --config gpt2 --rank 8 --targets c_attn --shapes 8x64
     python benchmarks/subspace_words.py --model DIR --rank 0 --noise 0,1e-3,1e-2,1e-1
+    python benchmarks/subspace_words.py --model DIR --rank 8 --update AdamW --shapes 1x64,8x64
 
 ``--rank 0`` trains the projections whole. Adapters are PEFT's, moved by ``--warm`` steps of AdamW
 on ``--public`` text first. ``--config gpt2`` and ``bert`` are those architectures at their own size
 with random weights and Zipf-distributed tokens. Every shape is texts x tokens; ``--padded`` takes
 shorter texts as they are. ``--noise`` adds Gaussian noise of so many times the rms of the gradients
 that are read, which the attack is told. ``--prior`` tells it how often public text has each token.
+``--update`` shares in place of gradients the weight change of one step of that optimizer of
+torch.optim, with its own settings and a learning rate of 2e-4, from a fresh state.
 
 Prints for each shape: types in a batch, F1 with its 95% interval over batches (Student's t),
 precision, the share of true types among the n likeliest where n is given, the share of batches with
@@ -41,14 +44,17 @@ from transformers import (
 from word_recovery import read_texts
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.attacks import SubspaceWords, UnusableObservation, WordGuess
+from lightning_fedleak.attacks import RunFacts, SubspaceWords, UnusableObservation, WordGuess
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --rank 4 --targets q_proj,v_proj "
     "--shapes 1x8 --batches 1",
+    "--model {model} --private {text} --public {text} --rank 4 --shapes 1x8 --batches 1 "
+    "--update AdamW",
 )
+RATE = 2e-4
 
 
 def built(options: argparse.Namespace) -> nn.Module:
@@ -121,6 +127,18 @@ def observed(anatomy: Anatomy, roles: tuple[str, ...], noise: float, seed: int) 
     return Observation((GradientSnapshot(0, Stage.SHARED, found, noise_std=std),))
 
 
+def updated(anatomy: Anatomy, roles: tuple[str, ...], kind: str) -> Observation:
+    """The weight change of one step with the gradients at hand; the weights are put back."""
+    parameters = {r: anatomy.parameter(r) for r in roles}
+    before = {r: p.detach().clone() for r, p in parameters.items()}
+    getattr(torch.optim, kind)(list(parameters.values()), lr=RATE).step()
+    with torch.no_grad():
+        found = {r: (before[r] - p) / RATE for r, p in parameters.items()}
+        for r, p in parameters.items():
+            p.copy_(before[r])
+    return Observation((UpdateSnapshot(0, Stage.SHARED, found, learning_rate=RATE),))
+
+
 def f1_of(found: set[int], truth: set[int]) -> float:
     return 2 * len(found & truth) / (len(found) + len(truth))
 
@@ -148,6 +166,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--warm", type=int, default=1)
     parser.add_argument("--noise", default="0")
+    parser.add_argument("--update")
     parser.add_argument("--bos", type=int)
     parser.add_argument("--padded", action="store_true")
     parser.add_argument("--prior", action="store_true")
@@ -176,6 +195,13 @@ def main() -> None:
                 optimizer.step()
         given = public.ids[:500] if options.prior else None
         attack = SubspaceWords(given, capacity_seconds=0)
+        if options.update:
+            kind = getattr(torch.optim, options.update)
+            group = kind([nn.Parameter(torch.zeros(1))], lr=RATE).param_groups[0]
+            settings = {k: v for k, v in group.items() if k != "params"}
+            attack.meet(
+                RunFacts(optimizer=options.update, optimizer_settings=settings, local_steps=1)
+            )
         roles = attack.needs(anatomy).gradients
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in roles)
@@ -188,9 +214,13 @@ def main() -> None:
                 batch = private.batch(texts, length)
                 backward(model, batch, options.device)
                 truth = set(batch.context_ids().tolist())
-                view = observed(anatomy, roles, level, number)
+                attack.refresh(anatomy, number)
+                if options.update:
+                    view = updated(anatomy, roles, options.update)
+                else:
+                    view = observed(anatomy, roles, level, number)
                 start = time.perf_counter()
-                guess = _guess(attack, view, anatomy, number)
+                guess = _guess(attack, view)
                 scores["seconds"].append(time.perf_counter() - start)
                 found = set(guess.types.tolist())
                 ranked = set() if guess.scores is None else _first(guess.scores, len(truth))
@@ -203,7 +233,8 @@ def main() -> None:
             rows.append({"shape": shape, "noise": level, "n": options.batches, **row})
             print(
                 f"{options.config or Path(options.model).name} {options.private} r {options.rank} "
-                f"{options.targets if options.rank else 'whole'} {shape} noise {level:g} | types "
+                f"{options.targets if options.rank else 'whole'} {shape} noise {level:g} "
+                f"{options.update or 'gradient'} | types "
                 f"{row['types'][0]:.0f} | F1 {row['f1'][0]:.4f} +- {row['f1'][1]:.4f} | precision "
                 f"{row['precision'][0]:.3f} | n given {row['ranked'][0]:.3f} | certified "
                 f"{row['certified'][0]:.2f} | {row['seconds'][0]:.1f} s",
@@ -215,9 +246,8 @@ def main() -> None:
         )
 
 
-def _guess(attack: SubspaceWords, view: Observation, anatomy: Anatomy, step: int) -> WordGuess:
+def _guess(attack: SubspaceWords, view: Observation) -> WordGuess:
     """What the attack says; nothing where it says that it cannot."""
-    attack.refresh(anatomy, step)
     try:
         return attack.run(view)
     except UnusableObservation:

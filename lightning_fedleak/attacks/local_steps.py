@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 
 _NOT_ALIKE = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
+_COMPUTED = 3.0
+_SHORT = 3.0
 _NOT_THEIRS = ("foreach", "fused", "capturable", "differentiable", "maximize")
 
 
@@ -120,6 +122,45 @@ class LocalSteps:
         """What a gradient that is always the same comes to, per step and in units of the rate."""
         without = {"weight_decay": 0.0} if "weight_decay" in self.settings else {}
         return -self._moved(0.0, 1.0, **without) / self.rate / self.steps
+
+    @property
+    def invertible(self) -> bool:
+        """Whether the gradient can be computed back: of one step of Adam or AdamW."""
+        return self.steps == 1 and self.optimizer in (torch.optim.Adam, torch.optim.AdamW)
+
+    def inverted(self, update: Tensor, before: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        """The gradient that a first step of Adam was made of, and its error.
+
+        That step is ``rate g / (|g| + eps)``, for each entry by itself: short of 1 by
+        ``eps / (|g| + eps)``, which the rounding of the stored weights leaves to be seen.
+
+        Args:
+            update: ``(before - after) / rate`` of a round that :attr:`invertible` holds of.
+            before: the weights before the round, of the dtype they are stored in.
+            rate: learning rate that the update is divided by.
+
+        Returns:
+            The gradient in float64, and the standard deviation of each entry's error: infinite
+            where the entry is known to be of its sign and of at least its size alone.
+        """
+        eps = float(self.over([nn.Parameter(torch.zeros(1))]).param_groups[0]["eps"])
+        weight = before.double()
+        moved = self.without_decay(update.double(), weight, rate)
+        after = weight - rate * update.double()
+        largest = torch.maximum(weight.abs(), after.abs())
+        unit = torch.finfo(before.dtype).eps * torch.exp2(torch.frexp(largest).exponent - 1.0)
+        stored = unit / (6**0.5 * rate)  # twice rounded: by the decay, by the step
+        computed = _COMPUTED * torch.finfo(torch.float32).eps
+        doubt = torch.hypot(stored, computed * moved.abs())
+        short = torch.maximum(1 - moved.abs(), doubt)
+        gradient = eps * moved / short
+        error = (gradient.abs() + eps).square() / eps * doubt
+        decay = float(self.settings.get("weight_decay") or 0.0)
+        if decay and not self._decoupled:
+            gradient = gradient - decay * weight
+            error = torch.hypot(error, torch.finfo(torch.float32).eps * decay * weight.abs())
+        error[1 - moved.abs() < _SHORT * doubt] = torch.inf
+        return gradient, error
 
     def described(self) -> dict[str, object]:
         """Plain values that tell one round from another."""

@@ -123,3 +123,40 @@ def test_what_is_not_known_is_said(given: RunFacts, match: str) -> None:
 def test_single_gradients_are_no_round() -> None:
     assert LocalSteps.of(RunFacts(optimizer="AdamW")) is None
     assert LocalSteps.of(RunFacts(local_steps=3)) is None
+
+
+@given(
+    kind=st.sampled_from(["Adam", "AdamW"]),
+    decay=st.sampled_from([0.0, 0.01, 0.3]),
+    rate=st.floats(1e-5, 1e-2),
+    eps=st.sampled_from([1e-8, 1e-6]),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_first_step_of_adam_gives_its_gradient_back(
+    kind: str, decay: float, rate: float, eps: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    before = torch.randn(8, 400, generator=generator) * 0.1
+    size = 10 ** (8 * torch.rand(8, 400, generator=generator) - 10)
+    gradient = size * torch.randn(8, 400, generator=generator).sign()
+    made = {"lr": rate, "weight_decay": decay, "eps": eps}
+    after = trained(getattr(torch.optim, kind), before, [gradient], **made)
+    found, error = known(kind, **made).inverted((before - after) / rate, before, rate)
+    off = (found - gradient.double()).abs()
+    visible = error < 0.1 * found.abs()
+    assert bool((off <= 6 * error)[visible].all())
+    # With a decay that Adam divides, a gradient far below that decay is not seen.
+    small = (gradient.abs() < 30 * eps) & (torch.tensor(rate) > 1e-4)
+    if decay == 0.0 or kind == "AdamW":
+        assert float(visible[small].double().mean() if bool(small.any()) else 1.0) > 0.8
+    assert bool(error.isfinite().all())
+    assert bool((error > 0).all())
+
+
+def test_which_rounds_are_invertible() -> None:
+    assert known("AdamW").invertible
+    assert known("Adam").invertible
+    assert not known("AdamW", 2).invertible
+    assert not known("RMSprop").invertible
+    assert not known("SGD").invertible

@@ -33,6 +33,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     vocabulary,
 )
 from lightning_fedleak.attacks.row_space.pursuit import Atoms, Found, SharedRows, explain
+from lightning_fedleak.attacks.row_space.uneven import Find, explained_by_turns
 from lightning_fedleak.attacks.words.aligned_rows import rounding_error
 from lightning_fedleak.snapshots import (
     Inapplicable,
@@ -64,8 +65,8 @@ class SubspaceWords(Attack):
     factorised embeddings, encoders and encoder-decoders are read as well. Where texts share
     positions, block 1 tells types and not pairs of type and position.
 
-    It reads single gradients and updates of SGD, with momentum and decay where a round begins with
-    a fresh optimizer. Of the first step of a LoRA, where B is
+    It reads single gradients, updates of SGD (with momentum and decay), and of one step of Adam or
+    AdamW, where a round begins with a fresh optimizer. Of the first step of a LoRA, where B is
     zero, there is no result: A has no gradient then, and the r directions of B's tell next to
     nothing apart; the second step is looked at too. The last token of a causal text has no part in
     these gradients. Dropout before what is read is noise to it, as what a defence adds: the loudest
@@ -218,11 +219,13 @@ class SubspaceWords(Attack):
         if math.isnan(snapshot.noise_std):
             raise UnusableObservation("a defence does not say how much noise it adds")
         noise = dict.fromkeys(snapshot.tensors, snapshot.noise_std)
+        errors: Mapping[str, Tensor] | None = None
         if isinstance(snapshot, UpdateSnapshot):
-            snapshot = self._as_gradients(snapshot)
+            snapshot, errors = self._as_gradients(snapshot)
             view = Observation((snapshot,))
-            scale = snapshot.local_steps**0.5 / snapshot.learning_rate
-            noise |= {name: stored * scale for name, stored in self._stored.items()}
+            if errors is None:
+                scale = snapshot.local_steps**0.5 / snapshot.learning_rate
+                noise |= {name: stored * scale for name, stored in self._stored.items()}
         found: dict[bool, Found] = {}
         refusals: list[UnusableObservation] = []
         for readable in self._readable:
@@ -232,7 +235,7 @@ class SubspaceWords(Attack):
             if readable.of_b and side in found:
                 continue
             try:
-                said = readable.read(view, noise, self._facts)
+                said = readable.read(view, noise, self._facts, errors)
             except UnusableObservation as error:
                 refusals.append(error)
                 continue
@@ -255,34 +258,51 @@ class SubspaceWords(Attack):
             capacity=self._capacity,
         )
 
-    def _as_gradients(self, update: UpdateSnapshot) -> UpdateSnapshot:
-        """An update whose rows are combinations of inputs: of SGD, less what decay adds.
+    def _as_gradients(
+        self, update: UpdateSnapshot
+    ) -> tuple[UpdateSnapshot, Mapping[str, Tensor] | None]:
+        """An update as gradients, and the errors of their entries where they are uneven.
 
         Raises:
-            UnusableObservation: there is none.
+            UnusableObservation: its rows are no combinations of inputs.
         """
         steps = LocalSteps.of(self._facts)
         if steps is None:
-            return update
+            return update, None
         name = steps.optimizer.__name__
-        if not steps.linear:
+        if not steps.linear and not steps.invertible:
             raise UnusableObservation(
-                f"an update of {name} is divided entry by entry, so that its rows are no "
-                "combinations of inputs any more; measure the gradients of single steps (leave "
-                "local_steps out) to see what the client's data would give away"
+                f"a round of {steps.steps} step{'s' * (steps.steps > 1)} of {name} divides "
+                "gradients entry by entry, so that its rows are no combinations of inputs any "
+                "more; measure rounds of one step (local_steps=1) or the gradients of single "
+                "steps (leave local_steps out) to see what the client's data would give away"
             )
         if steps.carries and not update.fresh:
             raise UnusableObservation(
-                f"{name} with momentum goes on with earlier rounds' gradients: a federated client "
+                f"{name} goes on with what it gathered in earlier rounds: a federated client "
                 "begins each round with a fresh optimizer. Clear its state where a round begins "
                 "(optimizer.state.clear())"
             )
-        tensors = {
-            name: steps.without_decay(t, self._before[name], update.learning_rate)
-            for name, t in update.tensors.items()
-            if name in self._before
-        }
-        return replace(update, tensors={**update.tensors, **tensors})
+        rate = update.learning_rate
+        if steps.linear and not steps.settings.get("weight_decay"):
+            return update, None
+        names = [m.name for readable in self._readable for m in readable.maps]
+        if any(n not in self._before for n in names):
+            raise RuntimeError(f"attack '{self.name}' has not seen the weights: call refresh")
+        held = {n: update.tensors[n] for n in names if n in update.tensors}
+        if steps.linear:
+            plain = {n: steps.without_decay(t, self._before[n], rate) for n, t in held.items()}
+            return replace(update, tensors=plain), None
+        both = {n: steps.inverted(t, self._before[n], rate) for n, t in held.items()}
+        gradients = {n: gradient for n, (gradient, _) in both.items()}
+        errors = {n: error for n, (_, error) in both.items()}
+        if all(_hidden(gradients[n], errors[n]) for n in errors):
+            raise UnusableObservation(
+                f"the step of {name} shows the signs of a gradient alone here: the rounding of the "
+                "stored weights hides its sizes (weights in half precision, or a small learning "
+                "rate); measure the gradients of single steps (leave local_steps out)"
+            )
+        return replace(update, tensors=gradients), errors
 
     def state_dict(self) -> dict[str, Tensor]:
         """How many types can be told apart; what tokens look like follows from the model."""
@@ -306,6 +326,11 @@ class SubspaceWords(Attack):
             "public_text": text.digest if isinstance(text, PublicText) else text,
             "seed": self.seed,
         }
+
+
+def _hidden(gradient: Tensor, error: Tensor) -> bool:
+    """Whether hardly an entry is known to its size."""
+    return bool((error < 0.3 * gradient.abs()).double().mean() < 0.5)
 
 
 def _joined(parts: Sequence[Found]) -> Tensor:
@@ -364,18 +389,25 @@ class _Readable:
             return None
         return float(measured(atoms, rows, seconds=seconds, seed=seed).types)
 
-    def read(self, view: Observation, noise: Mapping[str, float], facts: RunFacts) -> Found:
+    def read(
+        self,
+        view: Observation,
+        noise: Mapping[str, float],
+        facts: RunFacts,
+        errors: Mapping[str, Tensor] | None = None,
+    ) -> Found:
         """Explains what these maps shared.
 
         Args:
             view: what was shared.
             noise: standard deviation of what was added to each entry, by parameter.
             facts: of the run.
+            errors: standard deviation of each entry's error, by parameter, where they differ.
 
         Raises:
             UnusableObservation: as :meth:`SubspaceWords.run`.
         """
-        gradients, levels = [], []
+        gradients, levels, uneven = [], [], []
         for linear in self.maps:
             g = whole_tensor(view.gradient(linear.name))
             g = g if linear.axis == 1 else g.T
@@ -383,6 +415,9 @@ class _Readable:
                 raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
             if bool(g.any()):
                 gradients.append(g)
+                if errors is not None:
+                    e = errors[linear.name]
+                    uneven.append(e if linear.axis == 1 else e.T)
                 variance = lost((*self.known.dropouts, *linear.dropouts))
                 dropped = math.sqrt(variance * float(g.double().square().mean()))
                 levels.append(math.hypot(noise.get(linear.name, 0.0), dropped))
@@ -394,10 +429,27 @@ class _Readable:
             raise UnusableObservation("the gradients of the first projections are all zero")
         rounding = _rounding([*(g.dtype for g in gradients), self.dictionary.rows.dtype], facts)
         seen = self.dictionary.seen_positions(gradients)
+        if uneven:
+            return self._words(explained_by_turns(gradients, uneven, self._finder(seen, rounding)))
         found = self._explained(gradients, seen, rounding, levels)
         if seen and not found.certified and not any(levels):
             further = self._explained(gradients, seen * 8 // 5 + 8, rounding, levels)
             found = further if further.certified else found
+        return self._words(found)
+
+    def _finder(self, positions: int, rounding: float) -> Find:
+        """Explains rows, and gives the atoms that do, those that are no words among them."""
+
+        def find(rows: Sequence[Tensor], noise: Sequence[float]) -> tuple[Found, Tensor]:
+            found = self._explained(rows, positions, rounding, noise)
+            assert self._atoms is not None
+            atoms = self._atoms[1]
+            return found, torch.cat([atoms.rows(found.types), atoms.beside])
+
+        return find
+
+    def _words(self, found: Found) -> Found:
+        """What was found, without what is no word."""
         tokens = len(self.dictionary.rows)
         words = found.types < tokens
         return Found(

@@ -310,10 +310,13 @@ def update(attack: SubspaceWords, anatomy, steps: int, fresh: bool = True) -> Ob
 @pytest.mark.parametrize(
     ("facts", "word"),
     [
-        (RunFacts(optimizer="AdamW", local_steps=1), "AdamW"),
+        (RunFacts(optimizer="AdamW", local_steps=1), r"optimizer\.state\.clear"),
+        (RunFacts(optimizer="AdamW", local_steps=2), "a round of 2 steps of AdamW divides"),
+        (RunFacts(optimizer="RMSprop", local_steps=1), "a round of 1 step of RMSprop divides"),
+        (RunFacts(optimizer="Sophia", local_steps=1), "what Sophia makes of gradients"),
         (
             RunFacts(optimizer="SGD", optimizer_settings={"momentum": 0.9}, local_steps=1),
-            "momentum",
+            "SGD goes on",
         ),
     ],
 )
@@ -324,6 +327,44 @@ def test_an_update_that_is_no_sum_of_gradients_is_unknown(facts: RunFacts, word:
     attack.meet(facts)
     with pytest.raises(UnusableObservation, match=word):
         attack.run(update(attack, anatomy, 1, fresh=False))
+
+
+def step_of(kind: type, model, attack, anatomy, ids, **made) -> Observation:
+    """The update of one step on ``ids`` with a fresh optimizer."""
+    settings = {"lr": 1e-3, "weight_decay": 0.01} | made
+    attack.meet(RunFacts(optimizer=kind.__name__, optimizer_settings=settings, local_steps=1))
+    attack.refresh(anatomy, 0)
+    roles = attack.needs(anatomy).gradients
+    before = {r: anatomy.parameter(r).detach().clone() for r in roles}
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], **settings)
+    backward(model, ids)
+    optimizer.step()
+    tensors = {r: (before[r] - anatomy.parameter(r).detach()) / 1e-3 for r in roles}
+    return Observation((UpdateSnapshot(0, Stage.SHARED, tensors, learning_rate=1e-3),))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("lora", [True, False])
+def test_one_step_of_adam_hides_nothing(kind: type, lora: bool) -> None:
+    model = ready(llama())
+    model = with_lora(model, 8, ["q_proj", "v_proj"]) if lora else model
+    attack, anatomy = prepared(model)
+    ids = texts(2, 10)
+    # Gradients of a model this small are a hundred times a real one's, and so is eps.
+    said = attack.run(step_of(kind, model, attack, anatomy, ids, eps=1e-6))
+    truth = set(ids[:, :-1].flatten().tolist())
+    right = len(truth & set(said.types.tolist()))
+    assert 2 * right / (len(truth) + len(said.types)) > 0.95
+    assert not said.certified
+
+
+def test_rounding_of_half_precision_leaves_signs_alone() -> None:
+    model = ready(llama())
+    attack, anatomy = prepared(model)
+    (snapshot,) = step_of(torch.optim.AdamW, model, attack, anatomy, texts(2, 10)).gradients
+    attack._before = {n: t.bfloat16() for n, t in attack._before.items()}
+    with pytest.raises(UnusableObservation, match="the signs of a gradient alone"):
+        attack.run(Observation((snapshot,)))
 
 
 def test_rounds_of_sgd_with_momentum_and_decay_add_up() -> None:

@@ -73,6 +73,11 @@ class LocalSteps:
         return self.optimizer is torch.optim.SGD
 
     @property
+    def plain(self) -> bool:
+        """Whether updates are sums of gradients as they are."""
+        return self.linear and not self.carries and not self.settings.get("weight_decay")
+
+    @property
     def carries(self) -> bool:
         """Whether a step hangs on what earlier steps have left in the optimizer."""
         return not self.linear or bool(self.settings.get("momentum"))

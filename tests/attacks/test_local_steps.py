@@ -150,8 +150,11 @@ def test_a_first_step_of_adam_gives_its_gradient_back(
     small = (gradient.abs() < 30 * eps) & (torch.tensor(rate) > 1e-4)
     if decay == 0.0 or kind == "AdamW":
         assert float(visible[small].double().mean() if bool(small.any()) else 1.0) > 0.8
-    assert bool(error.isfinite().all())
     assert bool((error > 0).all())
+    beyond = ~error.isfinite()
+    if decay == 0.0 or kind == "AdamW":
+        assert bool((found.sign() == gradient.sign())[beyond].all())
+        assert bool((gradient.abs() >= 0.2 * found.abs())[beyond].all())
 
 
 def test_which_rounds_are_invertible() -> None:

@@ -64,7 +64,7 @@ def _best(rows: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
 def _filled(rows: Tensor, errors: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
     """Rows as measured and fitted, by how sure each is; and how far they may be off."""
     weights = errors.square().reciprocal()
-    k, d = atoms.shape
+    k = len(atoms)
     out, off = torch.empty_like(rows), torch.empty_like(rows)
     for i, (row, error, weight) in enumerate(zip(rows, errors, weights, strict=True)):
         if int((weight > 0).sum()) <= k:  # less is known of the row than atoms could fit

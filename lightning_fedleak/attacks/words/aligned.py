@@ -172,7 +172,7 @@ class AlignedFlatChat(Attack):
         self.refresh_every = refresh_every
         self.updates = updates
         self.batch_texts = batch_texts
-        self.steps = local_steps
+        self.steps = self._given_steps = local_steps
         self._unread: str | None = None
         self._before: Tensor | None = None
         self.seed = seed
@@ -184,13 +184,11 @@ class AlignedFlatChat(Attack):
 
     def meet(self, facts: RunFacts) -> None:
         """Learns what makes an update, where updates are shared."""
-        if facts.local_steps is None:
-            return
         self._unread = None
         try:
-            self.steps = LocalSteps.of(facts)
+            self.steps = LocalSteps.of(facts) or self._given_steps
         except UnusableObservation as error:
-            self._unread = str(error)
+            self.steps, self._unread = None, str(error)
 
     @property
     def _fitted_on(self) -> LocalSteps | None:
@@ -262,8 +260,9 @@ class AlignedFlatChat(Attack):
         return batch
 
     def _keep_weights(self, anatomy: Anatomy) -> None:
-        """What a client begins a round with, where it trains in rounds."""
-        if self.steps is not None and (weight := anatomy.parameter(HEAD_WEIGHT)) is not None:
+        """What a client begins a round with, where that tells of its update."""
+        weight = anatomy.parameter(HEAD_WEIGHT)
+        if weight is not None and self.steps is not None and not self.steps.plain:
             self._before = whole_tensor(weight).clone()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
@@ -328,7 +327,7 @@ class AlignedFlatChat(Attack):
         if self._unread is not None:
             raise UnusableObservation(self._unread)
         steps = self.steps
-        if steps is None:
+        if steps is None or steps.plain:
             return update
         if steps.carries and not snapshot.fresh:
             raise UnusableObservation(

@@ -245,7 +245,7 @@ class SubspaceWords(Attack):
             kinds = {type(error) for error in refusals}
             why = "; ".join(dict.fromkeys(map(str, refusals)))
             if NotYet in kinds and kinds <= {NotYet, Inapplicable}:
-                raise NotYet(why)
+                raise next(error for error in refusals if isinstance(error, NotYet))
             raise Inapplicable(why) if kinds == {Inapplicable} else UnusableObservation(why)
         parts = list(found.values())
         sides = {readable.decoder for readable in self._readable}

@@ -553,7 +553,7 @@ def guess(
         with torch.no_grad():
             return plan.attack.run(Observation((view,)), query)
     except NotYet as error:
-        return Waiting(reason(error))
+        return Waiting(str(error))
     except Exception as error:
         return Unknown(reason(error), applies=not isinstance(error, Inapplicable))
 

@@ -127,6 +127,8 @@ class Atoms:
         flat = flat / norms.clamp_min(1e-30)[:, None]
         flat[~self.usable] = 0
         covariance = (flat.T @ flat).double() / max(1, int(self.usable.sum()))
+        if not bool(self.usable.any()):  # what is no word fills all directions
+            covariance.diagonal().fill_(1.0)
         covariance.diagonal().add_(ridge * covariance.diagonal().mean())
         lower = torch.linalg.cholesky(covariance)
         eye = torch.eye(self.width, dtype=torch.float64, device=rows.device)

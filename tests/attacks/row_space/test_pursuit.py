@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_fedleak.attacks.row_space.capacity import measured
 from lightning_fedleak.attacks.row_space.pursuit import Atoms, Found, SharedRows, explain, pruned
 
 SINGLE = torch.finfo(torch.float32).eps
@@ -181,3 +182,11 @@ def test_pairs_of_word_and_position_span_each_other() -> None:
     basis = torch.linalg.qr(shared.T).Q
     other = word[0] + place[1]
     assert float((other - basis @ (basis.T @ other)).norm()) < 1e-12
+
+
+def test_where_positions_fill_all_directions_nothing_is_told_apart() -> None:
+    rows = torch.randn(30, 6)
+    atoms = Atoms(rows, torch.eye(6, dtype=torch.float64))
+    assert not bool(atoms.usable.any())
+    assert bool(atoms.screen.isfinite().all())
+    assert measured(atoms, 4, seconds=0.1).types == 0

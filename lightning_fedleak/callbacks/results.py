@@ -325,6 +325,8 @@ class Results:
         self.looks += 1
         self.last_step = look.step
         others = tuple(f"{s.log_name}/" for s in self._channels if s not in outcomes)
+        asked = {self._channels[s].family for s in outcomes}
+        others += tuple(f"{WORST}/{family}" for family in self.families if family not in asked)
         self.latest = {n: v for n, v in self.latest.items() if n.startswith(others)} | values
         self.look_values = values | now
         return known

@@ -68,6 +68,16 @@ def test_the_worst(
     assert worst(outcomes, shared) == pytest.approx(expected, nan_ok=True)
 
 
+def test_it_stays_where_only_another_family_has_news() -> None:
+    words = SimpleNamespace(family="words", headline="f1", metrics=METRICS)
+    other = SimpleNamespace(family="membership", headline="f1", metrics=METRICS)
+    results = Results({A: words, B: other})  # type: ignore[dict-item]
+    results.add(Look(0), {A: read(0.4), B: pending("not yet")}, {})
+    results.add(Look(3), {B: FAILED}, {})
+    assert results.latest[WORDS] == 0.4
+    assert math.isnan(results.latest["leakage/worst/membership"])
+
+
 def monitor_of(values: dict[str, float], names: tuple[str, ...] = ("a", "b")) -> SimpleNamespace:
     return SimpleNamespace(
         latest=values,

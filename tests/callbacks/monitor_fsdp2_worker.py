@@ -403,6 +403,30 @@ def shared_rows(folder: Path) -> dict[str, Any]:
     return out
 
 
+@case("auto")
+def auto(folder: Path) -> dict[str, Any]:
+    """Attacks that choose themselves; membership games need whole layers."""
+    out: dict[str, Any] = {}
+    data = random_token_loader(8, length=8, vocab=300).dataset
+    text = torch.randint(3, 300, (40, 8), generator=torch.Generator().manual_seed(0)).tolist()
+    for lora in (True, False):
+        loader = DataLoader(Subset(data, range(4 * RANK, 4 * RANK + 4)), batch_size=2)
+        monitor = LeakageMonitor(public_text=text, every_n_steps=1, client="world")
+        fit(
+            [monitor],
+            folder / str(lora),
+            module=ShardedLlama(lora),
+            loader=loader,
+            strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+            devices=2,
+            use_distributed_sampler=False,
+        )
+        played = {n.split("/")[1] for n in monitor.latest if n.startswith("leakage/")}
+        worst = monitor.latest["leakage/worst/words"]
+        out["lora" if lora else "whole"] = {"played": sorted(played), "worst": worst}
+    return out
+
+
 def main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

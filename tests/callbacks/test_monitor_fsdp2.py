@@ -58,6 +58,14 @@ def test_words_are_read_off_the_row_spaces_of_sharded_gradients(ranks) -> None:
         assert found == {"lora": exact, "whole": exact}
 
 
+def test_attacks_choose_themselves(ranks) -> None:
+    for found in of(ranks, "auto"):
+        assert found["lora"] == {"played": ["subspace_words", "worst"], "worst": 1.0}
+        assert {"aligned_flatchat", "subspace_words"} <= set(found["whole"]["played"])
+        assert "subspace_membership" not in found["whole"]["played"]
+        assert found["whole"]["worst"] == 1.0
+
+
 def test_training_is_bit_identical(ranks) -> None:
     for found in of(ranks, "undisturbed"):
         assert found == {"same": True, "sharded": True, "steps": 3}

@@ -261,9 +261,10 @@ class AlignedFlatChat(Attack):
 
     def _keep_weights(self, anatomy: Anatomy) -> None:
         """What a client begins a round with, where that tells of its update."""
+        if self.steps is None or self.steps.plain:
+            return
         weight = anatomy.parameter(HEAD_WEIGHT)
-        if weight is not None and self.steps is not None and not self.steps.plain:
-            self._before = whole_tensor(weight).clone()
+        self._before = None if weight is None else whole_tensor(weight).clone()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Aligns with the model as it is now, each ``refresh_every`` steps and in another fit."""

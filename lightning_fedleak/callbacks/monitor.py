@@ -470,7 +470,11 @@ class LeakageMonitor(L.Callback):
             self._report.write_not_played(self._fit.rows)
         if trainer.is_global_zero:
             shown = {s: c for s, c in self._series.items() if s.attack in playing}
-            add_layout(trainer.loggers, self.utility, shown, privacy_tags(trainer), self._heard)
+            families = {channel.family for channel in shown.values()}
+            worst = [f"{WORST}/{f}" for f in self._results.families if f in families]
+            add_layout(
+                trainer.loggers, self.utility, shown, privacy_tags(trainer), self._heard, worst
+            )
         for begins in self._ready:
             begins()
 

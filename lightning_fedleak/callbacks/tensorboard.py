@@ -29,6 +29,7 @@ def add_layout(
     series: Mapping[Series, Channel],
     privacy: Sequence[str] = (),
     decisions: Sequence[str] = (),
+    worst: Sequence[str] = (),
 ) -> None:
     """Puts utility, leakage, epsilon, gates and the monitor's cost on one page of TensorBoard.
 
@@ -38,12 +39,15 @@ def add_layout(
         series: the channel of each series, in the order of the logs.
         privacy: names of what defences account for.
         decisions: names of what gates log.
+        worst: names of the highest headlines.
     """
     page: dict[str, list[Any]] = {
         "utility": _lines([f"utility/{name}" for name in utility]),
     }
     if privacy:
         page["privacy: epsilon"] = _lines(privacy)
+    if worst:
+        page["leakage: worst of each family"] = _lines(worst)
     for prefix in dict.fromkeys(one.prefix for one in series):
         seen = {one: channel for one, channel in series.items() if one.prefix == prefix}
         for headline in dict.fromkeys(channel.headline for channel in seen.values()):

@@ -3,8 +3,10 @@
 A server that prescribes the training knows the optimizer's class and settings, and how many steps a
 client takes. Plain SGD shares a sum of gradients. What momentum and decay add to that is linear:
 it is undone here by what the same optimizer does to the same weights with no gradient at all. Adam
-and its kin divide each entry by its own size. That cannot be undone; but public updates can be made
-in the same way, by the same class, and an attack be fitted on these.
+and its kin divide each entry by its own size. Of Adam's first step that is undone too: it adds eps
+to that size, and an entry's step falls short of the learning rate by as much. Of several steps it
+is not; but public updates can be made in the same way, by the same class, and an attack be fitted
+on these.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 
-_NOT_ALIKE = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
+_NOT_ALIKE = ("Optimizer", "LBFGS", "SparseAdam", "Adafactor", "Muon")
 _COMPUTED = 3.0
 _SHORT = 3.0
 _NOT_THEIRS = ("foreach", "fused", "capturable", "differentiable", "maximize")
@@ -50,7 +52,7 @@ class LocalSteps:
         if facts.local_steps is None or facts.optimizer is None:
             return None
         kind = getattr(torch.optim, facts.optimizer, None)
-        if kind is None or not issubclass(kind, Optimizer) or kind in _NOT_ALIKE:
+        if kind is None or not issubclass(kind, Optimizer) or facts.optimizer in _NOT_ALIKE:
             raise UnusableObservation(
                 f"what {facts.optimizer} makes of gradients is not known (it is none of "
                 "torch.optim that steps entry by entry): measure the gradients of single steps "

@@ -21,6 +21,7 @@ from lightning_fedleak.snapshots import (
     Observation,
     Stage,
     UnusableObservation,
+    UpdateSnapshot,
 )
 from lightning_fedleak.threats import DISHONEST_SERVER, Capability
 
@@ -38,7 +39,14 @@ _ROWS, _LENGTH = 8, 64
 # ---- what a look costs ----------------------------------------------------------------------
 
 
-def look_seconds(anatomy: Anatomy, plans: Iterable[Plan], texts: int) -> dict[str, float]:
+def look_seconds(
+    anatomy: Anatomy,
+    plans: Iterable[Plan],
+    texts: int,
+    *,
+    local_steps: int | None = None,
+    step: int = 0,
+) -> dict[str, float]:
     """What each attack takes for one look, tried on the gradient of a batch of random tokens.
 
     The batch has 8 rows of 64 tokens, frequent ones more often. Where a LoRA's B is zero still it
@@ -48,6 +56,8 @@ def look_seconds(anatomy: Anatomy, plans: Iterable[Plan], texts: int) -> dict[st
         anatomy: of a model on which the attacks are prepared.
         plans: of the attacks that read gradients; others are passed over.
         texts: that a membership attack is asked for.
+        local_steps: of a round, where weight changes are shared; the gradient stands for one.
+        step: optimizer step that the fit begins at.
 
     Returns:
         Seconds by the attack's name.
@@ -60,10 +70,17 @@ def look_seconds(anatomy: Anatomy, plans: Iterable[Plan], texts: int) -> dict[st
     tensors = gradient_of(
         anatomy, _batch(anatomy, generator), list(roles), instead=begun(anatomy, generator)
     )
-    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors, tied=anatomy.tied),))
+    shown = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
+    if local_steps is not None:
+        shown = UpdateSnapshot(
+            step, Stage.SHARED, tensors, anatomy.tied, local_steps=local_steps, learning_rate=1e-3
+        )
+    view = Observation((shown,))
     asked = Query(_tokens(anatomy, texts, generator))
     found = {}
     for plan in tried:
+        if local_steps is not None:
+            plan.attack.refresh(anatomy, step)  # which sees the weights that a round begins with
         started = time.perf_counter()
         try:
             with torch.no_grad():

@@ -32,7 +32,7 @@ def cache_folder() -> Path:
 
 
 def hash_of_weights(model: nn.Module) -> str:
-    """SHA-256 of names, types and values of all parameters and buffers that count.
+    """SHA-256 of names, types, values, and what is trained, of all parameters and buffers.
 
     A LoRA's A counts once its B is not zero: before that it is random, and changes nothing.
     """
@@ -43,7 +43,8 @@ def hash_of_weights(model: nn.Module) -> str:
         if "lora_A" in name and other is not None and not bool(other.detach().any()):
             continue
         tensor = state[name].detach().contiguous().cpu()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        trained = state[name].requires_grad
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {trained}".encode())
         found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 

@@ -204,7 +204,7 @@ class Fit:
     def _tell(self) -> None:
         """Tells every attack about the run."""
         for plan in self._plans:
-            facts = self._run.facts(plan.optimizer, self._local_steps, self._begins_at)
+            facts = self._run.facts(plan, self._local_steps, self._begins_at)
             plan.attack.meet(facts)
 
     @property
@@ -255,7 +255,13 @@ class Fit:
         texts = next((2 * c.settings.games.targets for c in self._channels), 0)
         plans = [plan for plan in self.exposed if plan.attack.name in self.prepared]
         try:
-            return look_seconds(self._run.anatomy, plans, texts)
+            return look_seconds(
+                self._run.anatomy,
+                plans,
+                texts,
+                local_steps=self._local_steps,
+                step=self._begins_at,
+            )
         except Exception as error:
             rank_zero_warn(
                 f"LeakageMonitor: what a look costs could not be tried ({reason(error)}), so that "

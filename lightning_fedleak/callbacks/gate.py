@@ -224,8 +224,9 @@ class RiskGate(L.Callback):
         span = range_of(rate.removesuffix("_low").removesuffix("_high"))
         if _is_worst(metric) and span is not None and at_most < span[2]:
             raise ValueError(
-                f"RiskGate watches '{metric}', a {rate}, of which {span[2]:g} is chance: "
-                f"at_most={at_most:g} would be exceeded by an attack that knows nothing"
+                f"RiskGate watches '{metric}', the highest {rate} of several attacks. "
+                f"{span[2]:g} is chance, so that at_most={at_most:g} would be exceeded by an "
+                f"attack that knows nothing: give {span[2]:g} or more"
             )
         if bound == "value" and span is not None and at_most > span[1]:
             raise ValueError(

@@ -79,7 +79,10 @@ class CapacityCommand(CapacityOptions):
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         size, length = map(int, self.batch.split("x"))
         tokenizer = load_tokenizer(self.model)
-        anatomy = self._adapted(find_model(self.model, torch.float32))
+        plain = find_model(self.model, torch.float32)
+        if plain.kind == "classifier":
+            raise SourceError("--model has no language model's head, so that it has no update")
+        anatomy = self._adapted(plain)
         context = context_length(anatomy)
         if context is not None and length > context:
             raise SourceError(f"--batch: texts of {length} tokens exceed the context of {context}")
@@ -99,7 +102,8 @@ class CapacityCommand(CapacityOptions):
             f"planted at random, {capacity.types} were all found{missed}.\n",
             highlight=False,
         )
-        tried = self._ends(anatomy, text, size, length)
+        mask = getattr(tokenizer, "mask_token_id", None)
+        tried = self._ends(anatomy, text, size, length, mask)
         console.print(_table(tried, length))
         console.print(_said(tried, size, length), highlight=False)
         return 0
@@ -147,7 +151,9 @@ class CapacityCommand(CapacityOptions):
             raise SourceError(f"this model cannot be read: {error}") from error
         return measured(atoms, rows, seconds=self.seconds, seed=self.seed)
 
-    def _ends(self, anatomy: Anatomy, text: PublicText, size: int, length: int) -> list[Tried]:
+    def _ends(
+        self, anatomy: Anatomy, text: PublicText, size: int, length: int, mask: int | None
+    ) -> list[Tried]:
         """Batches around the smallest that is not read exactly, by their size."""
         attack = SubspaceWords(capacity_seconds=0)
         attack.prepare(anatomy)
@@ -155,7 +161,7 @@ class CapacityCommand(CapacityOptions):
 
         def exact(texts: int) -> bool:
             if texts not in tried:
-                tried[texts] = self._try(anatomy, attack, text, texts, length)
+                tried[texts] = self._try(anatomy, attack, text, texts, length, mask)
             return tried[texts].exact
 
         most = min(len(text), _MOST_TIMES * size)
@@ -169,12 +175,17 @@ class CapacityCommand(CapacityOptions):
         return [tried[n] for n in sorted(tried)]
 
     def _try(
-        self, anatomy: Anatomy, attack: SubspaceWords, text: PublicText, texts: int, length: int
+        self,
+        anatomy: Anatomy,
+        attack: SubspaceWords,
+        text: PublicText,
+        texts: int,
+        length: int,
+        mask: int | None,
     ) -> Tried:
         generator = torch.Generator().manual_seed(self.seed)
         rows = text.draw(texts, generator).tolist()
-        kind = "causal" if anatomy.kind == "classifier" else anatomy.kind
-        batch = text.rows(rows, length, generator, kind=kind, mask_token_id=self.mask_token_id)
+        batch = text.rows(rows, length, generator, kind=anatomy.kind, mask_token_id=mask)
         roles = attack.needs(anatomy).gradients
         started = begun(anatomy, generator)
         view = Observation(
@@ -224,7 +235,7 @@ def _said(tried: Sequence[Tried], size: int, length: int) -> str:
         )
     return (
         f"{found}\nMeasured on these texts, with one attack on one step's gradient: no larger "
-        "batch is shown to be safe by it. Beyond the end many tokens are still read, and other "
+        "batch is shown to be safe by it. Beyond the end a part is still read (F1), and other "
         "attacks may read more."
     )
 

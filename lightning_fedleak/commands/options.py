@@ -311,7 +311,6 @@ class CapacityOptions:
     )
     batch: str = _option("8x64", "texts of a batch x tokens of a text", "BxL", type=_shape)
     seconds: float = _option(30.0, "for planted sets of tokens", "S", type=_POSITIVE)
-    mask_token_id: int | None = _option(None, "of a masked language model", "ID", type=_at_least(0))
     seed: int = _seed("of adapters, texts and planted sets")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ import lightning.pytorch as L
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fedleak import GradientNoise, LeakageMonitor, RiskGate
-from lightning_fedleak.attacks import AlignedFlatChat, Attack, PublicText, SubspaceWords
+from lightning_fedleak.attacks import AlignedFlatChat, PublicText, SubspaceWords
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import DISHONEST_SERVER
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
@@ -157,7 +157,6 @@ def test_attacks_whose_look_takes_too_long_are_not_played(
     with caplog.at_level(logging.INFO):
         run(tmp_path, monitor, module(gpt2))
     assert "aligned_flatchat     not played: a look takes about" in caplog.text
-    assert WORST not in monitor.latest or not math.isnan(monitor.latest[WORST])
     assert "aligned_flatchat" not in attacks_in(monitor.latest)
     refused = [line for line in lines(tmp_path) if "a look takes" in (line["unknown"] or "")]
     assert {"aligned_flatchat"} <= {line["attack"] for line in refused}
@@ -201,9 +200,20 @@ def test_a_dishonest_server_adds_its_layers(tmp_path: Path) -> None:
     assert "fc_membership" in attacks_in(monitor.latest)
 
 
-def test_rounds_are_read_by_what_reads_rounds(tmp_path: Path) -> None:
-    monitor = auto(local_steps=2)
-    run(tmp_path, monitor, module(gpt2, optimizer="sgd"))
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_rounds_are_read_by_what_reads_rounds(
+    optimizer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = auto(local_steps=1)
+    for attack in monitor.attacks:
+        if isinstance(attack, AlignedFlatChat):
+            attack.updates = 4
+    with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit([monitor], tmp_path, module=module(gpt2, optimizer=optimizer), loader=loader())
+    tried = re.search("aligned_flatchat +played, about", caplog.text)
+    assert tried, "its cost is tried on an update"
+    assert not [w for w in caught if "could not be tried" in str(w.message)]
     assert attacks_in(monitor.latest) == {"aligned_flatchat", "subspace_words", "worst"}
 
 
@@ -267,7 +277,7 @@ def test_several_monitors_of_one_family_have_no_worst_together(tmp_path: Path) -
     first, second = one("first"), one("second")
     run(tmp_path, first, module(), second)
     assert WORST not in first.latest | second.latest
-    assert isinstance(first.attacks[0], Attack)
+    assert first.latest["leakage/first/f1"] == second.latest["leakage/second/f1"] == 1
 
 
 def test_a_batch_is_not_needed_to_tell_what_a_look_costs() -> None:
@@ -282,8 +292,6 @@ def test_a_batch_is_not_needed_to_tell_what_a_look_costs() -> None:
     before = {n: p.detach().clone() for n, p in made.named_parameters()}
     plan = Plan(attack, attack.needs(anatomy).gradients, True, None)
     found = look_seconds(anatomy, [plan], 4)
-    assert found.keys() <= {"subspace_words"}
+    assert found.keys() == {"subspace_words"}
     assert all(torch.equal(before[n], p) for n, p in made.named_parameters())
     assert all(p.grad is None for p in made.parameters())
-    assert isinstance(before, dict)
-    assert all(isinstance(t, Tensor) for t in before.values())

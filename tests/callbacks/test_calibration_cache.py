@@ -114,6 +114,8 @@ def test_weights_are_told_apart_by_any_change() -> None:
     with torch.no_grad():
         parameter[0] = was
     assert hash_of_weights(model) == before
+    parameter.requires_grad_(False)
+    assert hash_of_weights(model) != before, "what is trained decides what can be told apart"
 
 
 def test_a_lora_that_changes_nothing_yet_does_not_count() -> None:

@@ -116,6 +116,19 @@ def test_rounds_of_sgd_are_read(tmp_path: Path) -> None:
     assert monitor.latest[f"{NAME}/f1"] > 0.8
 
 
+def test_decay_is_that_of_the_group_that_is_read(tmp_path: Path) -> None:
+    """Another group comes first, with another decay."""
+    made = module(lora=LORA)
+    ours, others = [], []
+    for name, parameter in made.named_parameters():
+        if parameter.requires_grad:
+            (ours if "layers.0." in name else others).append(parameter)
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": ours, "weight_decay": 0.5}]
+    made.configure_optimizers = lambda: torch.optim.SGD(groups, lr=0.5)  # type: ignore[method-assign]
+    _, monitor = watched(tmp_path, made, local_steps=2, stages=("shared",))
+    assert monitor.latest[f"{NAME}/f1"] > 0.9
+
+
 class FreshOptimizers(L.Callback):
     """Every round begins without what earlier ones left, as federated clients do."""
 

@@ -108,7 +108,8 @@ class AlignedFlatChat(Attack):
             mixed ones.
         refresh_every: steps after which :meth:`refresh` aligns anew with a model that has moved;
             the classifier itself is kept.
-        updates: public updates that a readout for Adam and its kin is fitted on.
+        updates: public updates that a readout for Adam and its kin is fitted on, at least 2. Of
+            rounds of several steps each is that many steps of training on a copy of the weights.
         batch_texts: texts in a batch of a local step, where the server prescribes it. Default: it
             does not, and public updates have 1 to 32.
         local_steps: the round, for a server of one's own; a monitor tells by :meth:`meet`.
@@ -151,11 +152,12 @@ class AlignedFlatChat(Attack):
             ("n_directions", n_directions),
             ("calibration_tokens", calibration_tokens),
             ("refresh_every", refresh_every),
-            ("updates", updates),
             ("batch_texts", 1 if batch_texts is None else batch_texts),
         ):
             if value < 1:
                 raise ValueError(f"{argument} must be at least 1, got {value}")
+        if updates < 2:
+            raise ValueError(f"updates must be at least 2, got {updates}")
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
         text = PublicText.taken(public_text, tokenizer)
@@ -321,6 +323,11 @@ class AlignedFlatChat(Attack):
             return self._by_sign(gradient, rounding)
         if isinstance(last, UpdateSnapshot) and self._fitted_on is not None:
             return self._by_update_readout(gradient)
+        if self._fitted_on is not None:
+            raise UnusableObservation(
+                f"the readout is fitted on updates of {self._fitted_on.optimizer.__name__}, and "
+                "this is a gradient: leave local_steps out to read gradients"
+            )
         return self._by_readout(gradient)
 
     def _readable(self, update: Tensor, snapshot: UpdateSnapshot) -> Tensor:

@@ -115,14 +115,15 @@ class Run:
         strategy = self.trainer.strategy
         return tuple(strategy.defenses) if isinstance(strategy, DefendedStrategy) else ()
 
-    def facts(self, optimizer: Optimizer | None, local_steps: int | None, step: int) -> RunFacts:
+    def facts(self, plan: Plan, local_steps: int | None, step: int) -> RunFacts:
         """What an attack is told of this run, see :meth:`Attack.meet`.
 
         Args:
-            optimizer: that owns what the attack reads; None where none does.
+            plan: of the attack.
             local_steps: optimizer steps of a round; None for single gradients.
             step: optimizer step that the fit begins at.
         """
+        optimizer = plan.optimizer
         precision = str(self.trainer.precision)
         defended: set[Literal["gradients", "batches", "activations"]] = set()
         for defense in self.defenses:
@@ -136,20 +137,21 @@ class Run:
             precision=precision,
             autocast=AUTOCAST.get(precision),
             optimizer=None if optimizer is None else type(optimizer).__name__,
-            optimizer_settings=_plain(optimizer),
+            optimizer_settings=self._settings(plan),
             local_steps=local_steps,
             defended=frozenset(defended),
             step=step,
         )
 
-
-def _plain(optimizer: Optimizer | None) -> Mapping[str, Any]:
-    """The settings of an optimizer's first group, but for its tensors."""
-    if optimizer is None:
-        return {}
-    group = optimizer.param_groups[0]
-    known = (int, float, bool, str, tuple, type(None))
-    return {name: value for name, value in group.items() if isinstance(value, known)}
+    def _settings(self, plan: Plan) -> Mapping[str, Any]:
+        """Of the group of the optimizer that owns what an attack reads, but for tensors."""
+        if plan.optimizer is None:
+            return {}
+        read = {id(self.anatomy.parameter(role)) for role in plan.roles}
+        groups = plan.optimizer.param_groups
+        group = next((g for g in groups if read & {id(p) for p in g["params"]}), groups[0])
+        known = (int, float, bool, str, tuple, type(None))
+        return {name: value for name, value in group.items() if isinstance(value, known)}
 
 
 @dataclass

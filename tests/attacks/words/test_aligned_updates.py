@@ -22,7 +22,7 @@ from lightning_fedleak.attacks.words.aligned_updates import (
 )
 from lightning_fedleak.attacks.words.public_gradients import gradient_parts, head_of
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import Observation, Stage
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.taps.gradients import UpdateTap
 from tests.attacks.words.test_aligned import Language, language, trained  # noqa: F401
 
@@ -175,6 +175,9 @@ def test_what_is_not_rehearsed_is_unknown_with_the_mend(
     warm = replace(view.gradients[0], fresh=False)  # type: ignore[call-arg]
     with pytest.raises(UnusableObservation, match=r"optimizer\.state\.clear\(\)"):
         attack(public, facts()).run(Observation((warm,)))
+    gradient = GradientSnapshot(0, Stage.SHARED, view.gradients[0].tensors)
+    with pytest.raises(UnusableObservation, match="fitted on updates of AdamW, and this is a grad"):
+        attack(public, facts()).run(Observation((gradient,)))
     nothing = replace(
         view.gradients[0], tensors={HEAD_WEIGHT: torch.zeros_like(view.gradient(HEAD_WEIGHT))}
     )
@@ -191,6 +194,6 @@ def test_a_calibration_is_of_its_round(public: PublicText) -> None:
 
 
 def test_settings_are_checked(public: PublicText) -> None:
-    for name in ("updates", "batch_texts"):
-        with pytest.raises(ValueError, match=f"{name} must be at least 1"):
-            AlignedFlatChat(public, **{name: 0})
+    for name, least in (("updates", 2), ("batch_texts", 1)):
+        with pytest.raises(ValueError, match=f"{name} must be at least {least}"):
+            AlignedFlatChat(public, **{name: least - 1})

@@ -465,7 +465,8 @@ class LeakageMonitor(L.Callback):
         playing = self._fit.playing
         self._results.playing = {s for s in self._series if s.attack in playing}
         if self.auto:
-            text = None if self._text_given else _WRITTEN
+            writes = run.anatomy.kind == "causal" and not self._text_given
+            text = _WRITTEN if writes else None
             rank_zero_info(auto.table(self._fit.rows, self._fit.unread, text, self.assume))
             self._report.write_not_played(self._fit.rows)
         if trainer.is_global_zero:

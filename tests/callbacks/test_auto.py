@@ -187,9 +187,17 @@ def test_masked_models_need_text_for_what_calibrates(
     with caplog.at_level(logging.INFO):
         run(tmp_path, monitor, module(bert))
     assert "aligned_flatchat     not played: text can be sampled from a causal" in caplog.text
-    assert "Calibrated on text that the model writes itself" in caplog.text
+    assert "Calibrated on text that the model writes itself" not in caplog.text
     assert monitor.latest[WORST] == 1
     assert {"subspace_words", "bias_sign"} <= attacks_in(monitor.latest)
+
+
+def test_text_that_the_model_writes_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, auto(public_text=None), module(lora=True))
+    assert "Calibrated on text that the model writes itself" in caplog.text
 
 
 def test_a_dishonest_server_adds_its_layers(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from lightning_fedleak.threats import DISHONEST_SERVER
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
 from tests.callbacks.runs import assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.models import tiny_bert_classifier
 
 WORST = "leakage/worst/words"
 TEXT = torch.randint(
@@ -190,6 +191,20 @@ def test_masked_models_need_text_for_what_calibrates(
     assert "Calibrated on text that the model writes itself" not in caplog.text
     assert monitor.latest[WORST] == 1
     assert {"subspace_words", "bias_sign"} <= attacks_in(monitor.latest)
+
+
+def test_the_words_that_a_classifier_reads_are_counted(tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        made = CausalLMModule(tiny_bert_classifier(vocab=300, d=64, dropout=0.0), optimizer="adamw")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 300, (8, 8), generator=generator)
+    mask = torch.ones(8, dtype=torch.long)
+    rows = [{"input_ids": x, "attention_mask": mask, "labels": x[0] % 2} for x in ids]
+    monitor = auto(public_text=None)
+    run(tmp_path, monitor, made, loader=torch.utils.data.DataLoader(rows, batch_size=2))
+    assert monitor.failures == 0
+    assert monitor.latest[WORST] == 1
 
 
 def test_text_that_the_model_writes_is_said(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.attacks.base import Attack, WordGuess
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.channels.base import (
@@ -171,7 +172,7 @@ class WordsChannel(Channel):
 
     def _truth_of(self, look: Look) -> WordTruth | None:
         """The true words, of all processes together where they are one client."""
-        strategy, size = self.run.trainer.strategy, self.run.anatomy.vocab_size
+        strategy, size = self.run.trainer.strategy, self._size
         together = self.run.client == "world" and self.run.trainer.world_size > 1
         device = self.run.device
         mask = torch.zeros(2, size if together else 0, dtype=torch.int32, device=device)
@@ -203,7 +204,13 @@ class WordsChannel(Channel):
         return metric.pack()
 
     def _metric(self) -> WordRecovery:
-        return WordRecovery(self.run.anatomy.vocab_size, sync_on_compute=False)
+        return WordRecovery(self._size, sync_on_compute=False)
+
+    @property
+    def _size(self) -> int:
+        """Types that can be named: tokens that are read too, where the head's rows are classes."""
+        rows = matrix_shape(self.run.anatomy.embedding)
+        return max(self.run.anatomy.vocab_size, 0 if rows is None else rows[0])
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
         """Reveals words, and draws how far the scores of used and unused types lie apart."""

@@ -111,6 +111,7 @@ class Fit:
         self._weights: str | None = None
 
         self._plans: list[Plan] = []
+        self._watched: set[int] = set()
         self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
         self._fresh = True

@@ -129,13 +129,15 @@ def test_where_nothing_can_be_read_a_gate_is_refused_and_a_run_goes_on(
             run(tmp_path / "gate", auto(), biases(), RiskGate(WORST, at_most=0.5, strict=strict))
     with pytest.raises(ValueError, match="'subspace_words' is not played in this run"):
         run(tmp_path / "one", auto(), biases(), RiskGate("leakage/subspace_words/f1", at_most=0.5))
-    monitor = auto()
-    with caplog.at_level(logging.INFO):
-        trainer = run(tmp_path / "free", monitor, biases())
-    assert trainer.global_step == 4
-    assert "Nothing is tested in this run. That is 'unknown', not 'safe'." in caplog.text
-    assert attacks_in(monitor.latest) == set()
-    assert len(lines(tmp_path / "free")) == len(monitor.attacks)
+    for local_steps in (None, 2):
+        monitor, folder = auto(local_steps=local_steps), tmp_path / f"free {local_steps}"
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            trainer = run(folder, monitor, biases())
+        assert trainer.global_step == 4
+        assert "Nothing is tested in this run. That is 'unknown', not 'safe'." in caplog.text
+        assert attacks_in(monitor.latest) == set()
+        assert len(lines(folder)) == len(monitor.attacks)
 
 
 def test_a_head_alone_that_is_frozen_is_no_pass_for_a_strict_gate(tmp_path: Path) -> None:

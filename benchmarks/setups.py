@@ -1,0 +1,364 @@
+"""What a set-up gives away: words and membership, by what is trained and what is shared.
+
+    python benchmarks/setups.py --model DIR --shape 8x64 --out FILE
+    python benchmarks/setups.py --model DIR --setups whole "lora 8 q,v" --columns gradient AdamW:1 \
+        --out FILE
+    python benchmarks/setups.py --model DIR --setups whole --columns gradient \
+        --defenses dpsgd:max_grad_norm=1,noise_multiplier=0.5/1 --out FILE
+    python benchmarks/setups.py --table FILE
+
+A cell is a fit with ``LeakageMonitor()``, whose attacks choose themselves, calibrated on
+``--public``. It looks at ``--batches`` gradients, one after the other, or at as many rounds. A
+column is ``gradient`` (of every step of AdamW), or the weight change of a round: an optimizer of
+torch.optim, from a fresh state, and its steps. Before, the set-up is trained by ``--warm`` steps of
+AdamW on public text, so that no adapter is at its start. Dropout is 0 where the set-up does not
+say otherwise.
+
+Membership is asked of the texts of each batch and of as many others of the same set. Prints and
+appends to ``--out`` each attack's mean with its 95% interval: of F1 over looks (Student's t), of
+the AUC over batches. The same command goes on where it was stopped. ``--table`` prints what a file
+holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from word_recovery import read_texts
+
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
+from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.callbacks import Games, LeakageMonitor
+from lightning_fedleak.commands.sweep.cell import quiet
+from lightning_fedleak.commands.sweep.specs import parse_defenses
+from lightning_fedleak.strategies import DefendedStrategy
+
+SMOKE = (
+    "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
+    "--setups whole adapters --columns gradient SGD:2 --out {out}/cells.jsonl",
+    "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
+    "--setups 'lora 4 q,v' --columns gradient --defenses gradient_noise:clip=1,sigma=0.01 "
+    "--out {out}/cells.jsonl",
+)
+RATES = {"AdamW": 1e-4, "SGD": 1e-2}
+FAMILIES = ("words", "membership")
+VIRTUAL_TOKENS = 16
+BOTTLENECK = 32
+
+
+# ---- what is trained ------------------------------------------------------------------------
+
+
+class Bottleneck(nn.Module):
+    """A layer with a Houlsby adapter behind it: ``y + up(relu(down(y)))`` of its output y."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(width, BOTTLENECK)
+        self.up = nn.Linear(BOTTLENECK, width)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's output, adapted."""
+        y = self.layer(*args, **kwargs)
+        return y + self.up(self.down(y).relu())
+
+
+def whole(model: PreTrainedModel) -> nn.Module:
+    return model
+
+
+def frozen_ends(model: PreTrainedModel) -> nn.Module:
+    anatomy = find_anatomy(model)
+    for role in (HEAD_WEIGHT, EMBEDDING_WEIGHT):
+        anatomy.parameter(role).requires_grad_(False)
+    return model
+
+
+def adapters(model: PreTrainedModel) -> nn.Module:
+    model.requires_grad_(False)
+    for block in model.get_decoder().layers:
+        block.mlp = Bottleneck(block.mlp, model.config.hidden_size)
+    return model
+
+
+def bitfit(model: PreTrainedModel) -> nn.Module:
+    model.requires_grad_(False)
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    if not biases:
+        raise NothingToTrain("the model has no biases")
+    for bias in biases:
+        bias.requires_grad_(True)
+    return model
+
+
+def prompts(model: PreTrainedModel) -> nn.Module:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL_TOKENS)
+    return get_peft_model(model, config)
+
+
+def lora(rank: int, targets: list[str] | str, dropout: float = 0.0):
+    def made(model: PreTrainedModel) -> nn.Module:
+        config = LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules=targets, lora_dropout=dropout
+        )
+        return get_peft_model(model, config)
+
+    return made
+
+
+class NothingToTrain(Exception):
+    """A set-up has nothing to train in this model."""
+
+
+SETUPS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
+    "whole": whole,
+    "head and embeddings frozen": frozen_ends,
+    **{f"lora {r} q,v": lora(r, ["q_proj", "v_proj"]) for r in (4, 8, 16, 32)},
+    **{f"lora {r} all-linear": lora(r, "all-linear") for r in (4, 8, 16, 32)},
+    "lora 8 q,v, dropout .05": lora(8, ["q_proj", "v_proj"], 0.05),
+    "adapters": adapters,
+    "bitfit": bitfit,
+    "prompt tuning": prompts,
+}
+
+
+# ---- a fit ----------------------------------------------------------------------------------
+
+
+class Client(L.LightningModule):
+    """Trains what a set-up leaves trainable with one optimizer of torch.optim."""
+
+    def __init__(self, model: nn.Module, optimizer: str) -> None:
+        super().__init__()
+        self.model = model.train()
+        self.optimizer = optimizer
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return getattr(torch.optim, self.optimizer)(trained, lr=RATES[self.optimizer])
+
+
+class FreshRounds(Callback):
+    """Every round begins with a fresh optimizer, as a federated client's does."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step % self.steps == 0:
+            for optimizer in trainer.optimizers:
+                optimizer.state.clear()
+
+
+def tokens(name: str, tokenizer, options: argparse.Namespace) -> list[list[int]]:
+    """Ids of texts in random order."""
+    texts = read_texts(name)
+    generator = torch.Generator().manual_seed(options.seed)
+    order = torch.randperm(len(texts), generator=generator).tolist()[: options.pool]
+    front = [] if options.bos is None else [options.bos]
+    return [front + tokenizer(texts[i])["input_ids"] for i in order]
+
+
+def warm(
+    model: nn.Module, public: list[list[int]], texts: int, length: int, options: argparse.Namespace
+) -> None:
+    """Trains the set-up on public text."""
+    long = [ids[:length] for ids in public if len(ids) >= length]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATES["AdamW"])
+    for step in range(options.warm):
+        rows = [long[(step * texts + i) % len(long)] for i in range(texts)]
+        ids = torch.tensor(rows, device=options.device)
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+
+def mean_and_half(values: list[float]) -> tuple[float, float]:
+    """Mean and half of its 95% interval."""
+    x = torch.tensor(values, dtype=torch.float64)
+    if len(x) < 2:
+        return float(x.mean()), math.nan
+    half = float(stats.t.ppf(0.975, len(x) - 1)) * float(x.std()) / len(x) ** 0.5
+    return float(x.mean()), half
+
+
+def run_cell(
+    setup: str, column: str, defense: str, options: argparse.Namespace, folder: str
+) -> list[dict]:
+    """The lines of ``leakage.jsonl`` of one fit.
+
+    Raises:
+        NothingToTrain: the set-up has nothing to train in this model.
+    """
+    torch.manual_seed(options.seed)
+    texts, length = map(int, options.shape.split("x"))
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    private = torch.tensor(
+        [ids[:length] for ids in tokens(options.private, tokenizer, options) if len(ids) >= length]
+    )
+    public = tokens(options.public, tokenizer, options)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    model = SETUPS[setup](model).to(options.device)
+    warm(model, public, texts, length, options)
+    optimizer, _, count = column.partition(":")
+    steps = int(count or 1)
+    inside, outside = private.tensor_split(2)
+    monitor = LeakageMonitor(
+        every_n_steps=steps,
+        local_steps=int(count) if count else None,
+        public_text=PublicText(public),
+        games=Games(held_out=PublicText(outside), targets=2 * texts),
+        look_seconds=options.look_seconds,
+        cache=False,
+        log_dir=folder,
+    )
+    given = [built for spec in parse_defenses(defense) for built in spec.build()]
+    trainer = L.Trainer(
+        max_steps=options.batches * steps,
+        accelerator="cpu" if options.device == "cpu" else "auto",
+        devices=1,
+        strategy=DefendedStrategy("auto", defenses=given) if given else "auto",
+        callbacks=[monitor, *([FreshRounds(steps)] if count else [])],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    rows = [{"input_ids": ids, "labels": ids} for ids in inside]
+    trainer.fit(Client(model, optimizer if count else "AdamW"), DataLoader(rows, batch_size=texts))
+    lines = (Path(folder) / "leakage.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def summary(lines: list[dict]) -> dict[str, dict]:
+    """By attack: mean and interval, and in how many looks it was unknown and why."""
+    found: dict[str, dict] = {}
+    for attack in dict.fromkeys(line["attack"] for line in lines):
+        mine = [line for line in lines if line["attack"] == attack]
+        unknown = [line["unknown"] for line in mine if line["unknown"]]
+        known = [line["metrics"] for line in mine if not line["unknown"] and line["exposed"]]
+        of: dict[str, Any] = {"looks": len(known), "unknown": len(unknown)}
+        of["why"] = unknown[-1] if unknown else "" if known else "what it reads is not shared"
+        if known and "auc" in known[-1]:
+            of |= {"family": "membership", **known[-1]["auc"]}
+        elif known:
+            mean, half = mean_and_half([metrics["f1"]["value"] for metrics in known])
+            of |= {"family": "words", "value": mean, "low": mean - half, "high": mean + half}
+        found[attack] = of
+    return found
+
+
+def shown(cell: dict[str, dict], family: str) -> str:
+    """The best attack of a family, for the table."""
+    mine = {name: of for name, of in cell.items() if of.get("family") == family}
+    if not mine:
+        return "*not read*"
+    name, best = max(mine.items(), key=lambda item: item[1]["value"])
+    half = f"{(best['high'] - best['low']) / 2:.3f}".removeprefix("0")
+    value = f"{best['value']:.3f}"
+    if family == "words":
+        text = f"{value} ± {half}"
+    else:
+        text = f"{value} ({best['low']:.2f} to {best['high']:.2f})"
+    of_all = best["looks"] + best["unknown"]
+    return f"{text} {name}" + (
+        f", {best['unknown']} of {of_all} unknown" if best["unknown"] else ""
+    )
+
+
+def print_table(path: Path) -> None:
+    """A row for each cell of a file."""
+    print("| model | batch | trained | shared | defence | words: F1 | membership: AUC | s a cell |")
+    print("|---|---|---|---|---|---|---|---|")
+    for line in path.read_text("utf-8").splitlines():
+        cell = json.loads(line)
+        if "skipped" in cell:
+            result = f"not run: {cell['skipped']} | |"
+        else:
+            words, membership = (shown(cell["attacks"], family) for family in FAMILIES)
+            result = f"{words} | {membership} | {cell['seconds']:.0f}"
+        where = " | ".join(cell[k] for k in ("model", "shape", "setup", "column", "defense"))
+        print(f"| {where} | {result} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--model")
+    parser.add_argument("--private", default="imdb")
+    parser.add_argument("--public", default="wikitext2")
+    parser.add_argument("--shape", default="8x64")
+    parser.add_argument("--setups", nargs="+", default=list(SETUPS), choices=SETUPS)
+    columns = ["gradient", "SGD:10", "AdamW:1", "AdamW:10"]
+    parser.add_argument("--columns", nargs="+", default=columns)
+    parser.add_argument("--defenses", nargs="+", default=["none"])
+    parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--warm", type=int, default=5)
+    parser.add_argument("--look-seconds", type=float, default=60.0)
+    parser.add_argument("--bos", type=int)
+    parser.add_argument("--pool", type=int, default=2000)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.table is not None:
+        print_table(options.table)
+        return
+    if options.model is None or options.out is None:
+        parser.error("give --model DIR and --out FILE, or --table FILE")
+    torch.set_num_threads(1)
+    print(f"# {platform.machine()}, one thread, {options.device}, {date.today()}")
+    done = options.out.read_text("utf-8").splitlines() if options.out.is_file() else []
+    have = {tuple(json.loads(line)["key"]) for line in done}
+    defenses = [str(spec) for text in options.defenses for spec in parse_defenses(text)]
+    model = Path(options.model).name
+    for setup, column, defense in itertools.product(options.setups, options.columns, defenses):
+        key = [model, options.shape, setup, column, defense]
+        if tuple(key) in have:
+            continue
+        cell = dict(zip(("model", "shape", "setup", "column", "defense"), key, strict=True))
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            try:
+                cell["attacks"] = summary(run_cell(setup, column, defense, options, folder))
+            except NothingToTrain as nothing:
+                cell["skipped"] = str(nothing)
+        cell["seconds"] = time.perf_counter() - began
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"key": key, "day": str(date.today()), **cell}) + "\n")
+        print(setup, column, defense, f"{cell['seconds']:.0f} s", cell.get("skipped", ""))
+        for attack, of in cell.get("attacks", {}).items():
+            value = f"{of['value']:.3f} ({of['low']} to {of['high']})" if "value" in of else ""
+            print(f"    {attack} {value} unknown {of['unknown']} {of['why'][:200]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

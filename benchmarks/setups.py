@@ -53,7 +53,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
-    "--setups whole adapters --columns gradient SGD:2 --out {out}/cells.jsonl",
+    "--setups whole adapters --columns SGD:2 --out {out}/cells.jsonl",
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
     "--setups 'lora 4 q,v' --columns gradient --defenses gradient_noise:clip=1,sigma=0.01 "
     "--out {out}/cells.jsonl",
@@ -112,6 +112,13 @@ def bitfit(model: PreTrainedModel) -> nn.Module:
     return model
 
 
+def norms(model: PreTrainedModel) -> nn.Module:
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model
+
+
 def prompts(model: PreTrainedModel) -> nn.Module:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL_TOKENS)
     return get_peft_model(model, config)
@@ -137,6 +144,7 @@ SETUPS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
     **{f"lora {r} q,v": lora(r, ["q_proj", "v_proj"]) for r in (4, 8, 16, 32)},
     **{f"lora {r} all-linear": lora(r, "all-linear") for r in (4, 8, 16, 32)},
     "lora 8 q,v, dropout .05": lora(8, ["q_proj", "v_proj"], 0.05),
+    "norms": norms,
     "adapters": adapters,
     "bitfit": bitfit,
     "prompt tuning": prompts,
@@ -243,7 +251,7 @@ def run_cell(
         accelerator="cpu" if options.device == "cpu" else "auto",
         devices=1,
         strategy=DefendedStrategy("auto", defenses=given) if given else "auto",
-        callbacks=[monitor, *([FreshRounds(steps)] if count else [])],
+        callbacks=[*([FreshRounds(steps)] if count else []), monitor],
         default_root_dir=folder,
         logger=False,
         enable_checkpointing=False,

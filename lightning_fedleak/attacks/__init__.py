@@ -16,6 +16,7 @@ from lightning_fedleak.attacks.membership.base import (
     PassiveMembership,
 )
 from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
@@ -50,6 +51,7 @@ __all__ = [
     "FCMembership",
     "FlatChat",
     "FlatChatGuess",
+    "GradientMembership",
     "Guess",
     "InversionAttack",
     "MembershipAttack",

@@ -8,6 +8,7 @@ from typing import Any
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
@@ -32,7 +33,7 @@ def candidates(
         assumed: what the adversary has besides what it sees.
         public_text: for all that calibrate; None: text that the model writes itself.
         tokenizer: for strings.
-        rounds: weight changes of several steps are shared, which membership attacks do not read.
+        rounds: weight changes are shared, which some attacks do not read.
 
     Raises:
         ValueError: a text that is none.
@@ -45,6 +46,8 @@ def candidates(
         BiasSign(),
         BagOfWords(),
     ]
+    if Capability.KNOWS_TARGET_TEXT in assumed:
+        attacks.append(GradientMembership(text))
     if rounds:
         return attacks
     if Capability.KNOWS_TARGET_TEXT in assumed:

@@ -64,11 +64,13 @@ class Query:
         input_ids: (G, L) one target sentence a row.
         attention_mask: (G, L), 0 where padded, or None.
         positions: (G,) which token of each sentence is asked for; None leaves it to the attack.
+        labels: (G, L) of a causal model, -100 where the loss looks away; None: it looks at all.
     """
 
     input_ids: Tensor
     attention_mask: Tensor | None = None
     positions: Tensor | None = None
+    labels: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -406,7 +406,6 @@ class Fit:
             self._tap.arm()
             if self._update_tap is not None:
                 self._update_tap.begin()
-                self._fresh = not any(self._gathered(plan) for plan in self.exposed)
             for channel in self._channels:
                 channel.arm()
 
@@ -432,6 +431,9 @@ class Fit:
             return
         self._tried = True
         if self.look is not None and self._local_steps is not None:
+            if not self.look.learning_rates:
+                # Not when the batch starts: another callback may clear the state then.
+                self._fresh = not any(self._gathered(plan) for plan in self.exposed)
             groups = [
                 g
                 for g in optimizer.param_groups

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_fedleak import GradientNoise, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks import AlignedFlatChat, PublicText, SubspaceWords
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.threats import DISHONEST_SERVER
+from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
 from tests.callbacks.runs import assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
@@ -82,14 +82,19 @@ def test_a_whole_model_is_read_by_all_that_fit_it(
     monitor = auto()
     with caplog.at_level(logging.INFO):
         run(tmp_path, monitor, module(gpt2))
-    played = {"aligned_flatchat", "subspace_words", "subspace_membership"}
+    played = {
+        "aligned_flatchat",
+        "subspace_words",
+        "gradient_membership",
+        "subspace_membership",
+    }
     assert attacks_in(monitor.latest) == played | {"worst"}
     assert monitor.latest[WORST] == max(
         monitor.latest[f"leakage/{name}/f1"] for name in ("aligned_flatchat", "subspace_words")
     )
-    assert (
-        monitor.latest["leakage/worst/membership"]
-        == (monitor.latest["leakage/subspace_membership/auc"])
+    assert monitor.latest["leakage/worst/membership"] == max(
+        monitor.latest[f"leakage/{name}/auc"]
+        for name in ("gradient_membership", "subspace_membership")
     )
     said = caplog.text
     assert "bias_sign            not played: reads the gradient of the output head's bias" in said
@@ -108,7 +113,8 @@ def test_under_lora_the_head_is_not_tested_and_the_first_block_is(
         trainer = run(tmp_path, monitor, module(lora=True), gate)
     assert "aligned_flatchat     not played: what it reads is not trained" in caplog.text
     assert "'subspace_words' has no result at step 0 yet" in caplog.text
-    assert attacks_in(monitor.latest) == {"subspace_words", "subspace_membership", "worst"}
+    played = {"subspace_words", "gradient_membership", "subspace_membership"}
+    assert attacks_in(monitor.latest) == played | {"worst"}
     assert trainer.global_step == 2, "the first step, before which B was zero, is no breach"
     assert gate.fired is not None
     assert gate.fired.value == 1
@@ -126,11 +132,24 @@ def test_where_nothing_can_be_read_a_gate_is_refused_and_a_run_goes_on(
 
     for strict in (True, False):
         with pytest.raises(ValueError, match=r"no attack on words .* parameters are\. That is 'un"):
-            run(tmp_path / "gate", auto(), biases(), RiskGate(WORST, at_most=0.5, strict=strict))
+            run(
+                tmp_path / "gate",
+                auto(assume=HONEST_BUT_CURIOUS),
+                biases(),
+                RiskGate(WORST, at_most=0.5, strict=strict),
+            )
     with pytest.raises(ValueError, match="'subspace_words' is not played in this run"):
-        run(tmp_path / "one", auto(), biases(), RiskGate("leakage/subspace_words/f1", at_most=0.5))
+        run(
+            tmp_path / "one",
+            auto(assume=HONEST_BUT_CURIOUS),
+            biases(),
+            RiskGate("leakage/subspace_words/f1", at_most=0.5),
+        )
     for local_steps in (None, 2):
-        monitor, folder = auto(local_steps=local_steps), tmp_path / f"free {local_steps}"
+        monitor, folder = (
+            auto(assume=HONEST_BUT_CURIOUS, local_steps=local_steps),
+            tmp_path / f"free {local_steps}",
+        )
         caplog.clear()
         with caplog.at_level(logging.INFO):
             trainer = run(folder, monitor, biases())
@@ -239,7 +258,9 @@ def test_rounds_are_read_by_what_reads_rounds(
     tried = re.search("aligned_flatchat +played, about", caplog.text)
     assert tried, "its cost is tried on an update"
     assert not [w for w in caught if "could not be tried" in str(w.message)]
-    assert attacks_in(monitor.latest) == {"aligned_flatchat", "subspace_words", "worst"}
+    played = {"aligned_flatchat", "subspace_words", "gradient_membership"}
+    assert attacks_in(monitor.latest) == played | {"worst"}
+    assert monitor.latest["leakage/worst/membership"] > 0.6
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -291,7 +312,7 @@ def test_text_goes_to_every_attack_that_takes_it() -> None:
 
     monitor = LeakageMonitor(public_text=["some words here", "and others"], tokenizer=Tokenizer())
     given = [a.public_text for a in monitor.attacks if hasattr(a, "public_text")]
-    assert len(given) == 3
+    assert len(given) == 4
     assert all(isinstance(text, PublicText) and len(text) == 2 for text in given)
 
 

@@ -25,20 +25,21 @@ from lightning_fedleak.attacks.base import (
     WordGuess,
 )
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership
+from lightning_fedleak.attacks.membership.gradients import whitening
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.attacks.row_space.dictionary import orthonormal
 from lightning_fedleak.attacks.row_space.linear_maps import (
     SharedInput,
+    block_of,
     linear_maps,
     shared_inputs,
     states_at,
 )
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.snapshots import NotYet, Observation, whole_tensor
+from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
-_RIDGE = 0.1
 _SMALLEST_PIVOT = 1e-2
 _SMALLEST_GAIN = 1e-2
 _MARGIN = 20
@@ -173,7 +174,8 @@ class SubspaceMembership(PassiveMembership):
         ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
         real = torch.arange(ids.shape[1])[None] < torch.tensor([[len(t)] for t in texts])
         states = states_at(anatomy, self._read(anatomy), ids, real.long())
-        self._whitening = [_whitening(x[real.to(x.device)]) for x in states]
+        flat = (x[real.to(x.device)].double() for x in states)
+        self._whitening = [whitening(x.T @ x / len(x)) for x in flat]
         self._others = (ids, real, states)
         self._anatomy = anatomy
 
@@ -195,6 +197,12 @@ class SubspaceMembership(PassiveMembership):
         if self._others is None:
             raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
         anatomy = self._anatomy
+        update = isinstance(view.gradients[-1], UpdateSnapshot)
+        if update and self._facts.optimizer_settings.get("weight_decay"):
+            raise UnusableObservation(
+                "the weight decay of a round is not taken off what is shared; GradientMembership "
+                "does"
+            )
         inputs = self._read(anatomy)
         shared = [self._rows(i, anatomy, view) for i in inputs]
         if all(rows is None for rows in shared):
@@ -262,28 +270,15 @@ def _trained(known: SharedInput, anatomy: Anatomy) -> list[Any]:
 
 
 def _first_of_each_block(inputs: Sequence[SharedInput]) -> list[SharedInput]:
-    blocks: dict[tuple[str, ...], SharedInput] = {}
+    blocks: dict[str, SharedInput] = {}
     for known in inputs:
-        parts = known.maps[0].name.split(".")
-        ends = next((i for i, p in enumerate(parts) if p.isdigit()), len(parts) - 1)
-        blocks.setdefault(tuple(parts[: ends + 1]), known)
+        blocks.setdefault(block_of(known.maps[0].name), known)
     return list(blocks.values())
 
 
 def _early(inputs: int) -> int:
     """How many of the inputs are the first blocks', where order hardly matters."""
     return 2 if inputs > 3 else 1
-
-
-def _whitening(states: Tensor) -> Tensor:
-    """(d, d) that makes public hidden states (n, d) alike in all directions."""
-    x = states.double()
-    covariance = x.T @ x / len(x)
-    covariance.diagonal().add_(_RIDGE * covariance.diagonal().mean())
-    lower = torch.linalg.cholesky(covariance)
-    eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
-    white: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False).T.float()
-    return white
 
 
 def _counted(real: Tensor, *, causal: bool) -> Tensor:

@@ -183,7 +183,7 @@ def _grouped(
     for linear in maps:
         a = seen[id(linear.reader)]
         for x, members in groups:
-            beside = _block_of(members[0].name) == _block_of(linear.name)
+            beside = block_of(members[0].name) == block_of(linear.name)
             if beside and x.shape == a.shape and torch.equal(x, a):
                 members.append(linear)
                 break
@@ -257,7 +257,7 @@ def _distinct(anatomy: Anatomy, n: int) -> Tensor:
     return ids.repeat(-(-n // len(ids)))[:n]
 
 
-def _block_of(name: str) -> str:
+def block_of(name: str) -> str:
     """A parameter's name up to its first number: the block, an encoder's or a decoder's."""
     parts = name.split(".")
     ends = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)

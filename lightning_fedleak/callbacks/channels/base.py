@@ -546,7 +546,7 @@ def guess(
     if isinstance(view, UpdateSnapshot) and adaptive and not plan.attack.reads_adaptive_updates:
         return Unknown(
             f"the update of {type(optimizer).__name__} is no sum of gradients, and this attack "
-            "reads these; AlignedFlatChat is fitted on such updates"
+            "reads these; AlignedFlatChat and GradientMembership read such updates"
         )
     absent = [r for r in plan.roles if r not in view.tensors]
     if absent:

@@ -334,7 +334,8 @@ class MembershipChannel(Channel):
             ValueError: an attack does not fit the model, or the model does not run on token ids.
         """
         assert isinstance(attack, MembershipAttack)
-        rows = Rows(torch.full((2, 2), 1), torch.ones(2, 2, dtype=torch.bool), False)
+        every = torch.ones(2, 2, dtype=torch.bool)
+        rows = Rows(torch.full((2, 2), 1), every, False, every)
         try:
             with self._precision.forward_context():
                 hidden = hidden_states(self.run.anatomy, attack.layer, rows.ids)
@@ -636,6 +637,7 @@ class PassiveMembershipChannel(MembershipChannel):
     """The same games, asked by a server that adds nothing and reads what is shared anyway."""
 
     reads = PassiveMembership
+    reads_updates: ClassVar[bool] = True
     adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 
     def __init__(self, attacks: Sequence[Any], settings: Settings) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.callbacks.channels.base import NoTargets
 from lightning_fedleak.callbacks.results import Waiting
 from lightning_fedleak.canaries import CanarySet
@@ -100,11 +100,13 @@ class Rows:
         ids: (N, L) int64; where there is no token whatever the batch holds there.
         real: (N, L) bool.
         masked: the batches came with attention masks.
+        labels: (N, L) bool, tokens that the loss of a causal model counts as labels; of others all.
     """
 
     ids: Tensor
     real: Tensor
     masked: bool
+    labels: Tensor
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -119,15 +121,19 @@ class Rows:
         case: a server that crafts a neuron for each offset up to the length finds it too.
         """
         length = max(b.input_ids.shape[1] for b in batches)
-        ids, real = [], []
+        ids, real, labels = [], [], []
         for batch in batches:
             mask = batch.attention_mask
             more = (0, length - batch.input_ids.shape[1])
             ids.append(functional.pad(batch.input_ids.long(), more))
             kept = torch.ones_like(batch.input_ids) if mask is None else mask
             real.append(functional.pad(kept != 0, more))
+            counted = torch.ones_like(batch.input_ids, dtype=torch.bool)
+            if batch.kind == "causal" and batch.labels is not None:
+                counted = batch.labels != IGNORE_INDEX
+            labels.append(functional.pad(counted, more, value=True))
         masked = any(b.attention_mask is not None for b in batches)
-        return cls(torch.cat(ids), torch.cat(real), masked)
+        return cls(torch.cat(ids), torch.cat(real), masked, torch.cat(labels))
 
     @classmethod
     def of_texts(cls, texts: Sequence[Tensor], like: Rows) -> Rows:
@@ -135,28 +141,29 @@ class Rows:
         device, length = like.ids.device, like.ids.shape[1]
         cut = [t[:length].to(device)[None] for t in texts]
         rows = cls.of([TokenBatch(t, None, None, "causal") for t in cut])
-        return cls(rows.ids, rows.real, like.masked)
+        return cls(rows.ids, rows.real, like.masked, rows.labels)
 
     def joined(self, other: Rows) -> Rows:
         """These rows, then those of ``other``."""
         length = max(self.ids.shape[1], other.ids.shape[1])
 
-        def join(*parts: Tensor) -> Tensor:
+        def join(name: str) -> Tensor:
             device = self.ids.device
+            parts: list[Tensor] = [getattr(rows, name) for rows in (self, other)]
             wide = [functional.pad(p, (0, length - p.shape[1])).to(device) for p in parts]
             return torch.cat(wide)
 
         masked = self.masked or other.masked
-        return Rows(join(self.ids, other.ids), join(self.real, other.real), masked)
+        return Rows(join("ids"), join("real"), masked, join("labels"))
 
     def __getitem__(self, index: Tensor) -> Rows:
         index = index.to(self.ids.device)
-        return Rows(self.ids[index], self.real[index], self.masked)
+        return Rows(self.ids[index], self.real[index], self.masked, self.labels[index])
 
     def trimmed(self) -> Rows:
         """Without the columns on the right in which no row has a token."""
         used = int(self.real.any(0).nonzero().max()) + 1
-        return Rows(self.ids[:, :used], self.real[:, :used], self.masked)
+        return Rows(self.ids[:, :used], self.real[:, :used], self.masked, self.labels[:, :used])
 
     def texts(self) -> Tensor:
         """(N, L) the tokens of each row moved to the left, -1 behind them."""
@@ -179,7 +186,9 @@ class Rows:
 
     def query(self, positions: Tensor) -> Query:
         """As an attack gets them: where there is no token the id is 0, whoever padded."""
-        return Query(self.ids.masked_fill(~self.real, 0), self.real.long(), positions)
+        ids = self.ids.masked_fill(~self.real, 0)
+        labels = ids.masked_fill(~(self.real & self.labels), IGNORE_INDEX)
+        return Query(ids, self.real.long(), positions, labels)
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,13 +1,13 @@
-"""Is this text in the batch, asked by a server that adds nothing: SubspaceMembership.
+"""Is this text in the batch, asked by a server that adds nothing.
 
-    python benchmarks/subspace_membership.py --model DIR --rank 8 --targets q_proj,v_proj \
-        --shapes 8x64 --batches 10
+    python benchmarks/passive_membership.py --model DIR --rank 8 --targets q_proj,v_proj \
+        --shapes 8x64 --batches 10 --attacks gradient subspace
 
 Settings as in subspace_words.py, whose functions this uses. Against each batch's texts stand as
 many other texts of the same set, the batch's own texts with their tokens in another order, and with
 one word replaced: by a word of another text, and by a word that the batch holds elsewhere. Prints
 the AUC of each with its 95% interval (games of a batch are one cluster), and milliseconds that a
-candidate costs, its forward pass apart.
+candidate costs, beside those of a forward pass.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from subspace_words import Source, backward, built, observed
 from torch import Tensor
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks import Query, SubspaceMembership
-from lightning_fedleak.attacks.row_space.linear_maps import states_at
+from lightning_fedleak.attacks import GradientMembership, Query, SubspaceMembership
 from lightning_fedleak.metrics import membership_rates
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --rank 4 --targets q_proj,v_proj "
     "--shapes 2x8 --batches 1",
 )
+ATTACKS = {"gradient": GradientMembership, "subspace": SubspaceMembership}
 KINDS = ("other text", "another order", "a word of another text", "a word of the batch")
 
 
@@ -59,7 +59,8 @@ def main() -> None:
     parser.add_argument("--targets", default="q_proj,v_proj")
     parser.add_argument("--shapes", default="8x64")
     parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=ATTACKS)
+    parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--bos", type=int)
     parser.add_argument("--pool", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=1)
@@ -80,51 +81,61 @@ def main() -> None:
             optimizer = torch.optim.AdamW(trained, lr=2e-4)
             backward(model, public.batch(texts, length), options.device)
             optimizer.step()
-        attack = SubspaceMembership(
-            public.batch(24, length).input_ids.tolist(), blocks=options.blocks
-        )
-        roles = attack.needs(anatomy).gradients
+        given = public.batch(24, length).input_ids.tolist()
+        attacks = {name: ATTACKS[name](given) for name in options.attacks}
+        roles: set[str] = set()
+        for attack in attacks.values():
+            roles |= {*attack.needs(anatomy).gradients}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in roles)
-        attack.prepare(anatomy)
+        for attack in attacks.values():
+            attack.prepare(anatomy)
         generator = torch.Generator().manual_seed(options.seed)
-        scores: dict[str, list[Tensor]] = {kind: [] for kind in ("member", *KINDS)}
-        forward, candidate = [], []
+        scores: dict[str, dict[str, list[Tensor]]] = {
+            name: {kind: [] for kind in ("member", *KINDS)} for name in attacks
+        }
+        forward: list[float] = []
+        candidate: dict[str, list[float]] = {name: [] for name in attacks}
         for number in range(options.batches):
             batch = private.batch(texts, length)
             backward(model, batch, options.device)
             others = private.batch(texts, length).input_ids
             asked = {"member": batch.input_ids, **variants(batch.input_ids, others, generator)}
-            view = observed(anatomy, roles, 0.0, number)
-            attack.refresh(anatomy, number)
+            view = observed(anatomy, tuple(sorted(roles)), options.noise, number)
             query = torch.cat(list(asked.values()))
-            began = time.perf_counter()
-            attack.run(view, Query(query[:1]))
-            one = time.perf_counter() - began
-            said = attack.run(view, Query(query))
-            every = time.perf_counter() - began - one
-            began = time.perf_counter()
-            states_at(anatomy, attack._read(anatomy), query)
-            forward.append((time.perf_counter() - began) / len(query))
-            candidate.append((every - one) / (len(query) - 1) - forward[-1])
-            for kind, found in zip(asked, said.scores.split(texts), strict=True):
-                scores[kind].append(found)
+            with torch.no_grad():
+                began = time.perf_counter()
+                model(input_ids=query.to(options.device))
+                forward.append((time.perf_counter() - began) / len(query))
+            for name, attack in attacks.items():
+                attack.refresh(anatomy, number)
+                began = time.perf_counter()
+                attack.run(view, Query(query[:1]))
+                one = time.perf_counter() - began
+                said = attack.run(view, Query(query))
+                every = time.perf_counter() - began - one
+                candidate[name].append((every - one) / (len(query) - 1))
+                for kind, found in zip(asked, said.scores.split(texts), strict=True):
+                    scores[name][kind].append(found)
         cluster = torch.arange(options.batches).repeat_interleave(texts).repeat(2)
-        member = torch.cat(scores["member"])
-        for kind in KINDS:
-            both = torch.cat([member, *scores[kind]])
-            bits = torch.arange(len(both)) < len(member)
-            auc = membership_rates(both, bits, cluster)["auc"]
+        for name, of in scores.items():
+            member = torch.cat(of["member"])
+            for kind in KINDS:
+                both = torch.cat([member, *of[kind]])
+                bits = torch.arange(len(both)) < len(member)
+                auc = membership_rates(both, bits, cluster)["auc"]
+                print(
+                    f"{Path(options.model).name} {options.private} r {options.rank} "
+                    f"{options.targets if options.rank else 'whole'} {shape} | {name} | {kind} | "
+                    f"AUC {auc.value:.3f} ({auc.low:.3f} to {auc.high:.3f})",
+                    flush=True,
+                )
+            cost = 1000 * torch.tensor(candidate[name]).median()
             print(
-                f"{Path(options.model).name} {options.private} r {options.rank} "
-                f"{options.targets if options.rank else 'whole'} {shape} | {kind} | AUC "
-                f"{auc.value:.3f} ({auc.low:.3f} to {auc.high:.3f})",
+                f"{name}: {cost:.0f} ms a candidate; a forward pass "
+                f"{1000 * torch.tensor(forward).median():.0f} ms (medians)",
                 flush=True,
             )
-        print(
-            f"a candidate: forward {1000 * torch.tensor(forward).median():.0f} ms, beside it "
-            f"{1000 * torch.tensor(candidate).median():.0f} ms (medians)"
-        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,592 @@
+"""Is this text in the batch, asked by a server that adds nothing: its own gradient, token by token.
+
+A server that knows the model can compute the gradient that a text would leave, and ask how much of
+it the shared one holds. Gradients of different texts are nearly orthogonal where a model has many
+parameters, so that the inner product tells members (Li, Li and Ribeiro, ICLR 2023). Two things are
+ours. The gradient of a linear map is a sum over tokens of outer products, ``sum_t e_t x_t^T`` of
+the map's input x and the loss's gradient e in its output. Both sides are whitened by what public
+text has there (the Kronecker factors of Martens and Grosse 2015), so that what all texts have in
+common counts for little. And every token's part is looked for by itself: of a text in which one
+word was replaced nearly all is there, but the parts of that word are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
+from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership
+from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.row_space.linear_maps import (
+    LinearMap,
+    block_of,
+    linear_maps,
+)
+from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model_runs import (
+    labels_of,
+    micro_batches,
+    needed_hooks_only,
+    token_logits,
+    undisturbed,
+)
+from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+
+_RIDGE = 0.1
+_MOST_NUMBERS = 48_000_000
+_MOST_OTHERS = 4_000_000
+_FAR = 3.0
+_ALLOWANCE = 2.0
+_MOST_LACKING = 0.5
+
+
+class GradientMembership(PassiveMembership):
+    """How much of a candidate's own gradient the shared one holds, and whether all of its tokens.
+
+    With the whitened parts P_t of the candidate's tokens and the shared gradient G, the least
+    squares coefficient ``c = <G, sum P_t> / |sum P_t|^2`` is one over the tokens of the batch for a
+    member, and nearly zero for another text. The same coefficient of each two neighbouring tokens,
+    given the rest, is far lower where a word was replaced: a word is what the token before is to
+    predict, and what the model reads at its own place. The score is c less what two tokens fall
+    short of it at most, of which two standard errors are allowed for, and half of c is
+    taken off at most. How noisy a map is, and so what it counts, is told by public texts.
+
+    Reads trained linear maps of any block, low-rank factors among them, head left out. Where none
+    is trained (biases, norms' gains, virtual tokens of prompt tuning) the gradients of the other
+    trained parameters are compared as a whole.
+
+    Of an optimizer's update plain SGD's is a sum of gradients, and decay is undone. Adam and its
+    kin take all numbers of a gradient to about one size; they are given back the sizes that public
+    text has there, and what is left of a member's part is found like before.
+
+    Args:
+        public_text: text like the clients', or ``"sampled"``: what any text has in common.
+        tokenizer: for strings.
+        public_rows: public texts.
+        controls: public texts that are asked for beside the candidates at every look, at least 2.
+        tokens: of a text that are read at most.
+        refresh_every: steps after which :meth:`refresh` runs the model on public text anew.
+        seed: of sampled text.
+        name: as in the logs.
+
+    Raises:
+        ValueError: a number out of range, or no public text.
+    """
+
+    threat_model = ThreatModel.of(
+        "an honest but curious server that reads one update and holds the texts it asks about",
+        Capability.KNOWS_MODEL,
+        Capability.KNOWS_PUBLIC_TEXT,
+        Capability.KNOWS_TARGET_TEXT,
+    )
+    default_name = "gradient_membership"
+    reads_adaptive_updates = True
+
+    def __init__(
+        self,
+        public_text: Given = "sampled",
+        *,
+        tokenizer: Any = None,
+        public_rows: int = 24,
+        controls: int = 8,
+        tokens: int = 64,
+        refresh_every: int = 100,
+        seed: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        for argument, value, least in (
+            ("public_rows", public_rows, 2),
+            ("controls", controls, 2),
+            ("tokens", tokens, 2),
+            ("refresh_every", refresh_every, 1),
+        ):
+            if isinstance(value, bool) or value < least:
+                raise ValueError(f"{argument} must be an integer of at least {least}, got {value}")
+        text = PublicText.taken(public_text, tokenizer)
+        if text is None:
+            raise ValueError("GradientMembership needs public_text: texts, or 'sampled'")
+        self.public_text = text
+        self.public_rows = public_rows
+        self.controls = controls
+        self.tokens = tokens
+        self.refresh_every = refresh_every
+        self.seed = seed
+        self._public: PublicText | None = None
+        self._found: tuple[Anatomy, tuple[LinearMap, ...]] | None = None
+        self._reads: list[str] = []
+        self._factors: dict[str, _Factor] = {}
+        self._whole: _Whole | None = None
+        self._prepared_at = 0
+        self._facts = RunFacts()
+        self._before: dict[str, Tensor] = {}
+
+    def meet(self, facts: RunFacts) -> None:
+        """Learns what makes an update, where updates are shared."""
+        self._facts = facts
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """Trained linear maps of blocks spread over the depth; else other trained parameters.
+
+        Raises:
+            ThreatModelError: not a causal model, or one that has neither.
+        """
+        if anatomy.kind != "causal":
+            raise ThreatModelError(
+                f"attack '{self.name}' computes the gradient of a text, of which it holds no "
+                f"labels where the model is a {anatomy.kind} one: remove the attack"
+            )
+        names = [m.name for m in self._read(anatomy)] or _others(anatomy)
+        names = names or [m.name for m in self._maps(anatomy)[:1]]
+        if not names:
+            raise ThreatModelError(
+                f"attack '{self.name}' finds no parameter that it could read: remove the attack"
+            )
+        return Surfaces(gradients=tuple(names))
+
+    def _maps(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
+        if self._found is None or self._found[0] is not anatomy:
+            found = tuple(m for m in linear_maps(anatomy) if not m.regularised)
+            self._found = (anatomy, found)
+        return self._found[1]
+
+    def _read(self, anatomy: Anatomy) -> list[LinearMap]:
+        """The trained maps of as many blocks as there is memory for, evenly spread."""
+        blocks: dict[str, list[LinearMap]] = {}
+        for linear in self._maps(anatomy):
+            if anatomy.trainable(linear.name):
+                blocks.setdefault(block_of(linear.name), []).append(linear)
+        if not blocks:
+            return []
+        largest = max(sum(_numbers(m, anatomy) for m in maps) for maps in blocks.values())
+        n = max(1, min(len(blocks), _MOST_NUMBERS // largest))
+        places = torch.linspace(0, len(blocks) - 1, n).round().long().tolist()
+        chosen = list(blocks.values())
+        return [linear for i in places for linear in chosen[i]]
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        """Runs the model on public text, forward and backward."""
+        if self._public is None:
+            self._public = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+        public, maps = self._texts(self.public_rows), self._read(anatomy)
+        self._factors, self._whole = {}, None
+        if maps:
+            self._factors = _factors(maps, token_parts(anatomy, maps, public))
+        else:
+            names = _others(anatomy)
+            self._whole = _Whole.of(_gradients(anatomy, names, public), names, anatomy)
+        self._anatomy = anatomy
+
+    def _texts(self, n: int) -> TokenBatch:
+        """Public texts, the same ones every time."""
+        assert self._public is not None
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = self._public.draw(min(n, len(self._public)), generator).tolist()
+        texts = [self._public.sentences[i][: self.tokens] for i in rows]
+        ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        real = torch.arange(ids.shape[1])[None] < torch.tensor([[len(t)] for t in texts])
+        return TokenBatch(ids, ids.masked_fill(~real, IGNORE_INDEX), real.long(), "causal")
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Runs the model on public text anew now and then, and where something else is trained."""
+        read = [m.name for m in self._read(anatomy)] or _others(anatomy)
+        self._anatomy = anatomy
+        if read != self._reads or not 0 <= step - self._prepared_at < self.refresh_every:
+            self._reads, self._prepared_at = read, step
+            self.prepare(anatomy)
+        steps = self._facts.local_steps is not None and self._facts.optimizer == "SGD"
+        if steps and self._facts.optimizer_settings.get("weight_decay"):
+            weights = ((name, anatomy.parameter(name)) for name in read)
+            self._before = {n: whole_tensor(p).clone() for n, p in weights if p is not None}
+
+    def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
+        """Scores every text of the query, and public texts beside them.
+
+        Returns:
+            ``members`` are texts whose score lies more than three standard deviations above the
+            mean of public ones.
+
+        Raises:
+            UnusableObservation: non-finite or zero gradients.
+            ValueError: no query.
+            RuntimeError: ``prepare`` was not called.
+        """
+        if query is None:
+            raise ValueError(f"attack '{self.name}' asks about texts: give a query")
+        if not self._factors and self._whole is None:
+            raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
+        texts = (_batch_of(query, self.tokens), self._texts(self.controls))
+        if self._whole is None:
+            scores, others = self._by_tokens(view, *texts)
+        else:
+            names = _others(self._anatomy)
+            shared = torch.cat([self._shared(view, name).flatten() for name in names])
+            if not bool(shared.any()):
+                raise UnusableObservation("every gradient that is read is zero")
+            scores, others = (
+                self._whole.coefficients(shared, _gradients(self._anatomy, names, batch))
+                for batch in texts
+            )
+        threshold = others.mean() + _FAR * others.std()
+        return MembershipGuess(scores=scores.cpu(), members=(scores > threshold).cpu())
+
+    def _shared(self, view: Observation, name: str) -> Tensor:
+        """The gradient of a parameter, of an update what stands for it."""
+        g = whole_tensor(view.gradient(name)).float()
+        if not bool(g.isfinite().all()):
+            raise UnusableObservation(f"the gradient of {name} has NaN or infinity")
+        update, facts = view.gradients[-1], self._facts
+        if not isinstance(update, UpdateSnapshot) or facts.optimizer is None:
+            return g
+        if facts.optimizer != "SGD":
+            return g * self._sizes(name)
+        steps = LocalSteps.of(facts)
+        if name not in self._before or steps is None:
+            return g
+        return steps.without_decay(g, self._before[name], update.learning_rate)
+
+    def _sizes(self, name: str) -> Tensor:
+        """How large each number of a parameter's gradient is by public text."""
+        if self._whole is None:
+            factor = self._factors.get(name)
+            return torch.zeros(()) if factor is None else factor.sizes
+        return self._whole.sizes[name]
+
+    def _by_tokens(
+        self, view: Observation, asked: TokenBatch, public: TokenBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Scores of the candidates and of public texts."""
+        anatomy, maps = self._anatomy, self._read(self._anatomy)
+        there = {m.name for m in maps if bool(view.gradient(m.name).any())}
+        if there - self._factors.keys():  # LoRA's A has no slopes as long as B is zero
+            self.prepare(anatomy)
+        whitened = {}
+        for linear in maps:
+            if linear.name in there and (factor := self._factors.get(linear.name)) is not None:
+                whitened[linear.name] = factor.whitened(self._shared(view, linear.name))
+        if not whitened:
+            raise UnusableObservation("every gradient that is read is zero")
+        read = [m for m in maps if m.name in whitened]
+        controls = _joined(
+            _fits(whitened, self._factors, parts) for parts in token_parts(anatomy, read, public)
+        )
+        weights = {name: 1 / _noise(fit) for name, fit in controls.items()}
+        others = _summed(controls, weights)
+        noise = _noise(others).sqrt()
+        scores = [
+            _least_coefficient(_summed(_fits(whitened, self._factors, parts), weights), noise)
+            for parts in token_parts(anatomy, read, asked)
+        ]
+        return torch.cat(scores), _least_coefficient(others, noise)
+
+    def config(self) -> dict[str, object]:
+        """Settings that name this attack in reports."""
+        text = self.public_text
+        return {
+            "public_text": text.digest if isinstance(text, PublicText) else text,
+            "public_rows": self.public_rows,
+            "controls": self.controls,
+            "tokens": self.tokens,
+            "refresh_every": self.refresh_every,
+            "seed": self.seed,
+        }
+
+
+# ---- tokens' parts --------------------------------------------------------------------------
+
+
+def token_parts(
+    anatomy: Anatomy, maps: Sequence[LinearMap], batch: TokenBatch
+) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """What each token of texts adds to the gradients of linear maps, as the pairs it is made of.
+
+    Args:
+        anatomy: the model, run in eval mode.
+        maps: each called once in a forward.
+        batch: texts (B, L) with labels.
+
+    Yields:
+        For a few texts at a time, by the map's name: inputs (b, L, d) and the summed loss's
+        gradients in the outputs (b, L, o), in float32. Padded and virtual tokens are left out or
+        zero. Maps that are not called, or more than once, are missing.
+    """
+    wanted = {id(anatomy.parameter(m.name)) for m in maps}
+    views = {
+        name: p.detach().requires_grad_(id(p) in wanted)
+        for name, p in anatomy.model.named_parameters()
+    }
+    with undisturbed(anatomy) as model, torch.enable_grad(), needed_hooks_only(anatomy.root):
+        for part in micro_batches(anatomy, batch):
+            with _calls(maps) as calls:
+                logits, labels = token_logits(model, part, views)
+            loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+            yield _pairs(maps, calls, loss, part)
+
+
+def _pairs(
+    maps: Sequence[LinearMap],
+    calls: Mapping[int, list[tuple[Tensor, Tensor]]],
+    loss: Tensor,
+    part: TokenBatch,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    length = part.input_ids.shape[1]
+    seen = {}
+    for linear in maps:
+        # DoRA also calls its maps on a unit matrix, through which no gradient goes.
+        of = [(x, y) for x, y in calls.get(id(linear.reader), []) if x.dim() == 3]
+        if len(of) == 1 and of[0][1].requires_grad:
+            seen[linear.name] = of[0]
+    outputs = [y for _, y in seen.values()]
+    slopes: Sequence[Tensor | None] = ()
+    if outputs:
+        slopes = torch.autograd.grad(loss, outputs, allow_unused=True)
+    real = None if part.attention_mask is None else (part.attention_mask != 0)[..., None]
+    found = {}
+    for (name, (x, _)), slope in zip(seen.items(), slopes, strict=True):
+        if slope is None:
+            continue
+        x, slope = x[:, -length:].float(), slope[:, -length:].float()
+        found[name] = (x, slope if real is None else slope * real)
+    return found
+
+
+@contextmanager
+def _calls(maps: Sequence[LinearMap]) -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
+    """Collects what each map reads and gives, by the id of its reader."""
+    seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
+            seen.setdefault(id(module), []).append((args[0].detach(), out))
+
+    with ExitStack() as stack:
+        for reader in {id(m.reader): m.reader for m in maps}.values():
+            stack.callback(reader.register_forward_hook(keep).remove)
+        yield seen
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """What public text leaves in a map's gradient.
+
+    Attributes:
+        into: (d, d) that inputs are multiplied by from the right to be alike in all directions.
+        out: (o, o) the same of slopes.
+        axis: the parameter's axis along the input.
+        sizes: shaped as the parameter; root mean square of each number of a token's part.
+    """
+
+    into: Tensor
+    out: Tensor
+    axis: int
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, into: Tensor, out: Tensor, axis: int) -> _Factor:
+        """Of the second moments (d, d) of inputs and (o, o) of slopes."""
+        sizes = torch.outer(out.diagonal().sqrt(), into.diagonal().sqrt()).float()
+        return cls(whitening(into), whitening(out), axis, sizes if axis == 1 else sizes.T)
+
+    def whitened(self, gradient: Tensor) -> Tensor:
+        """(o, d) of the parameter's gradient."""
+        g = gradient if self.axis == 1 else gradient.T
+        return self.out.T @ g @ self.into
+
+
+def _factors(
+    maps: Sequence[LinearMap], parts: Iterable[Mapping[str, tuple[Tensor, Tensor]]]
+) -> dict[str, _Factor]:
+    """By map, of those that public text reaches."""
+    into: dict[str, Tensor] = {}
+    out: dict[str, Tensor] = {}
+    for found in parts:
+        for name, both in found.items():
+            for sums, values in zip((into, out), both, strict=True):
+                flat = values.flatten(0, 1).double()
+                sums[name] = flat.T @ flat + sums.get(name, 0.0)
+    return {
+        m.name: _Factor.of(into[m.name], out[m.name], m.axis)
+        for m in maps
+        if m.name in into and bool(into[m.name].any()) and bool(out[m.name].any())
+    }
+
+
+def whitening(moment: Tensor) -> Tensor:
+    """(d, d) W such that ``x W`` is alike in all directions, of second moments (d, d)."""
+    moment = moment + _RIDGE * moment.diagonal().mean() * torch.eye(len(moment)).to(moment)
+    lower = torch.linalg.cholesky(moment)
+    eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+    white: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False).T.float()
+    return white
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Texts' tokens against the shared gradient.
+
+    Attributes:
+        held: (B, L) inner product of each token's part with it.
+        gram: (B, L, L) of the parts of a text with each other.
+    """
+
+    held: Tensor
+    gram: Tensor
+
+    @property
+    def sizes(self) -> Tensor:
+        """(B, L) squared norm of each part; 0 where a token has none."""
+        return self.gram.diagonal(dim1=1, dim2=2)
+
+
+def _fits(
+    shared: Mapping[str, Tensor],
+    factors: Mapping[str, _Factor],
+    parts: Mapping[str, tuple[Tensor, Tensor]],
+) -> dict[str, _Fit]:
+    """By map."""
+    found = {}
+    for name, (x, slope) in parts.items():
+        x, slope = x @ factors[name].into, slope @ factors[name].out
+        held = ((slope @ shared[name]) * x).sum(-1)
+        found[name] = _Fit(held, (slope @ slope.mT) * (x @ x.mT))
+    return found
+
+
+def _joined(fits: Iterable[Mapping[str, _Fit]]) -> dict[str, _Fit]:
+    """All texts of several, by map."""
+    rows: dict[str, list[_Fit]] = {}
+    for found in fits:
+        for name, fit in found.items():
+            rows.setdefault(name, []).append(fit)
+    return {
+        name: _Fit(torch.cat([f.held for f in of]), torch.cat([f.gram for f in of]))
+        for name, of in rows.items()
+    }
+
+
+def _summed(fits: Mapping[str, _Fit], weights: Mapping[str, Tensor]) -> _Fit:
+    """Over the maps, each with its weight."""
+    if not fits:
+        raise UnusableObservation("the loss depends on none of the maps that are read")
+    held = [weights[name] * fit.held for name, fit in fits.items()]
+    gram = [weights[name] * fit.gram for name, fit in fits.items()]
+    return _Fit(torch.stack(held).sum(0), torch.stack(gram).sum(0))
+
+
+def _noise(fit: _Fit) -> Tensor:
+    """Mean square of what parts of texts that are not in the batch hold, in units of their size."""
+    counts = fit.sizes > 0
+    noise = (fit.held[counts].square() / fit.sizes[counts]).mean()
+    return noise.clamp_min(torch.finfo(noise.dtype).tiny)
+
+
+def _least_coefficient(fit: _Fit, noise: Tensor) -> Tensor:
+    """(B,) a text's coefficient, less what two neighbouring tokens of it fall short at most.
+
+    Args:
+        fit: of the texts.
+        noise: () standard deviation of a part's inner product, in units of its norm.
+    """
+    whole = fit.held.sum(1) / fit.gram.sum((1, 2)).clamp_min(torch.finfo(fit.gram.dtype).tiny)
+    rest = fit.held - whole[:, None] * fit.gram.sum(2)
+    size = fit.sizes[:, 1:] + fit.sizes[:, :-1] + 2 * fit.gram.diagonal(1, dim1=1, dim2=2)
+    counts = size > 0
+    size = size.where(counts, torch.ones_like(size))
+    short = (rest[:, 1:] + rest[:, :-1]) / size + _ALLOWANCE * noise / size.sqrt()
+    most = short.masked_fill(~counts, 0.0).amin(1).clamp(max=0.0)
+    return whole + torch.maximum(most, -_MOST_LACKING * whole.abs())
+
+
+# ---- other parameters, as a whole -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What public texts' gradients have in common.
+
+    Attributes:
+        sizes: root mean square of each number, by parameter.
+        scale: (D,) that every number is multiplied by.
+        public: (n, D) public gradients, scaled.
+        inverse: (n, n) of their inner products, with a ridge.
+    """
+
+    sizes: Mapping[str, Tensor]
+    scale: Tensor
+    public: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def of(cls, gradients: Tensor, names: Sequence[str], anatomy: Anatomy) -> _Whole:
+        """Of public gradients (n, D) of some parameters."""
+        size = gradients.square().mean(0).sqrt()
+        scale = 1 / (size + _RIDGE * size.square().mean().sqrt())
+        public = gradients * scale
+        products = (public @ public.T).double()
+        products.diagonal().add_(_RIDGE * products.diagonal().mean())
+        parameters = [p for name in names if (p := anatomy.parameter(name)) is not None]
+        parts = torch.split(size, [p.numel() for p in parameters])
+        sizes = {n: v.view_as(p) for n, v, p in zip(names, parts, parameters, strict=True)}
+        return cls(sizes, scale, public, torch.linalg.inv(products).float())
+
+    def coefficients(self, shared: Tensor, gradients: Tensor) -> Tensor:
+        """(G,) of texts' gradients (G, D) in the shared one (D,), the common part left out."""
+        own, shared = gradients * self.scale, shared * self.scale
+        along = own @ self.public.T
+        held = own @ shared - along @ (self.inverse @ (self.public @ shared))
+        size = own.square().sum(1) - ((along @ self.inverse) * along).sum(1)
+        return held / size.clamp_min(torch.finfo(size.dtype).tiny)
+
+
+def _others(anatomy: Anatomy) -> list[str]:
+    """Small trained parameters of the language model, as many as there is memory for."""
+    inside = {id(p) for p in anatomy.model.parameters()}
+    found, numbers = [], 0
+    for name, parameter in anatomy.root.named_parameters():
+        fits = numbers + parameter.numel() <= _MOST_OTHERS
+        if parameter.requires_grad and id(parameter) in inside and fits:
+            numbers += parameter.numel()
+            found.append(name)
+    return found
+
+
+def _gradients(anatomy: Anatomy, names: Sequence[str], batch: TokenBatch) -> Tensor:
+    """(B, D) the gradient of each text's summed loss in some parameters."""
+    found = []
+    mask = batch.attention_mask
+    masks = torch.ones_like(batch.input_ids) if mask is None else mask
+    for ids, labels, real in zip(batch.input_ids, labels_of(batch), masks, strict=True):
+        n = int((labels[1:] != IGNORE_INDEX).sum())
+        text = TokenBatch(ids[None], labels[None], real[None], batch.kind)
+        gradient = gradient_of(anatomy, text, names)
+        found.append(n * torch.cat([gradient[name].flatten().float() for name in names]))
+    return torch.stack(found)
+
+
+def _numbers(linear: LinearMap, anatomy: Anatomy) -> int:
+    """In the two matrices that whiten a map."""
+    parameter = anatomy.parameter(linear.name)
+    assert parameter is not None
+    return linear.rows**2 + (parameter.numel() // linear.rows) ** 2
+
+
+def _batch_of(query: Query, tokens: int) -> TokenBatch:
+    ids = query.input_ids[:, :tokens]
+    mask = torch.ones_like(ids) if query.attention_mask is None else query.attention_mask
+    labels = query.input_ids if query.labels is None else query.labels
+    labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
+    return TokenBatch(ids, labels[:, :tokens], mask[:, :tokens].long(), "causal")
+
+
+__all__ = ["GradientMembership"]

@@ -1,0 +1,279 @@
+"""Membership by a text's own gradient: token by token, and of other parameters as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.membership.gradients import (
+    GradientMembership,
+    _Fit,
+    _least_coefficient,
+    token_parts,
+)
+from lightning_fedleak.attacks.row_space.linear_maps import linear_maps
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.threats import ThreatModelError
+from tests.attacks.row_space.models import backward, bert, gpt2, llama, ready, texts, with_lora
+
+ROWS, LENGTH = 3, 8
+
+
+def lora() -> nn.Module:
+    return with_lora(ready(llama()), 4, ["q_proj", "v_proj"])
+
+
+def prompted() -> nn.Module:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8)
+    return get_peft_model(ready(llama()), config)
+
+
+def norms() -> nn.Module:
+    model = ready(llama())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model
+
+
+def biases() -> nn.Module:
+    model = ready(gpt2())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    return model
+
+
+def prepared(model: nn.Module, facts: RunFacts | None = None) -> tuple[Any, GradientMembership]:
+    anatomy = find_anatomy(model)
+    attack = GradientMembership(texts(24, LENGTH))
+    if facts is not None:
+        attack.meet(facts)
+    attack.prepare(anatomy)
+    attack.refresh(anatomy, 0)
+    return anatomy, attack
+
+
+def asked(
+    model: nn.Module, inside: Tensor, query: Tensor, noise: float = 0.0, **more: Tensor
+) -> Any:
+    anatomy, attack = prepared(model)
+    backward(model, inside, **more)
+    tensors = {r: anatomy.parameter(r).grad.clone() for r in attack.needs(anatomy).gradients}
+    for g in tensors.values():
+        g += noise * torch.randn_like(g)
+    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors, noise_std=noise),))
+    mask = more.get("attention_mask")
+    mask = None if mask is None else mask.repeat(2, 1)[: len(query)]
+    labels = more.get("labels")
+    labels = None if labels is None else torch.where(labels < 0, labels, inside).repeat(2, 1)
+    if labels is not None:
+        labels = torch.where(labels < 0, labels, query)
+    return attack.run(view, Query(query, mask, None, labels))
+
+
+def variants(ids: Tensor) -> dict[str, Tensor]:
+    replaced = ids.clone()
+    replaced[:, 3] = texts(len(ids), 1)[:, 0]
+    return {"other": texts(*ids.shape), "order": ids.flip(1).roll(-1, 1), "replaced": replaced}
+
+
+@pytest.mark.parametrize("family", [llama, gpt2, lora])
+def test_parts_add_up_to_the_gradient_that_backward_gives(family: Any) -> None:
+    model = family() if family is lora else ready(family())
+    anatomy = find_anatomy(model)
+    maps = [m for m in linear_maps(anatomy) if anatomy.trainable(m.name)]
+    ids = texts(ROWS, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[1, :4] = -100
+    backward(model, ids, attention_mask=mask, labels=labels)
+    (parts,) = token_parts(anatomy, maps, TokenBatch(ids, labels, mask, "causal"))
+    assert parts.keys() == {m.name for m in maps}
+    n = int((labels[:, 1:] != -100).sum())
+    for linear in maps:
+        x, slope = parts[linear.name]
+        found = torch.einsum("blo,bld->od", slope, x) / n
+        expected = anatomy.parameter(linear.name).grad
+        expected = expected if linear.axis == 1 else expected.T
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), noise=st.floats(0.0, 3.0))
+def test_the_least_coefficient_is_that_of_least_squares(seed: int, noise: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts = torch.randn(2, 5, 40, dtype=torch.float64, generator=generator)
+    parts[1, -1] = 0  # a causal text's last token has none
+    shared = parts[0].sum(0) + torch.randn(40, dtype=torch.float64, generator=generator)
+    fit = _Fit(parts @ shared, parts @ parts.mT)
+    found = _least_coefficient(fit, torch.tensor(noise, dtype=torch.float64))
+    for row, tokens in zip(found, parts, strict=True):
+        whole = torch.linalg.lstsq(tokens.sum(0)[:, None], shared[:, None]).solution.item()
+        rest = shared - whole * tokens.sum(0)
+        short = [0.0]
+        for both in (tokens[i] + tokens[i + 1] for i in range(4)):
+            beyond = torch.linalg.lstsq(both[:, None], rest[:, None]).solution.item()
+            short.append(beyond + 2 * noise / float(both.norm()))
+        expected = whole + max(min(short), -0.5 * abs(whole))
+        assert float(row) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("family", [llama, gpt2, lora])
+@pytest.mark.parametrize("kind", ["other", "order", "replaced"])
+def test_members_are_told_from_everything_else(family: Any, kind: str) -> None:
+    model = family() if family is lora else ready(family())
+    inside = texts(ROWS, LENGTH)
+    other = variants(inside)[kind]
+    said = asked(model, inside, torch.cat([inside, other]))
+    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
+    assert said.members[:ROWS].all()
+
+
+@pytest.mark.parametrize("family", [prompted, norms, biases])
+def test_what_is_no_linear_map_is_compared_as_a_whole(family: Any) -> None:
+    model, right = family(), 0
+    for _ in range(8):
+        inside = texts(ROWS, LENGTH)
+        said = asked(model, inside, torch.cat([inside, texts(ROWS, LENGTH)]))
+        right += int((said.scores[:ROWS, None] > said.scores[None, ROWS:]).sum())
+    assert right / (8 * ROWS * ROWS) > 0.8
+
+
+def test_before_its_first_step_a_lora_is_read_by_its_b() -> None:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(ready(llama()), config)
+    inside = texts(ROWS, LENGTH)
+    said = asked(model, inside, torch.cat([inside, texts(ROWS, LENGTH)]))
+    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
+
+
+def test_tokens_that_the_loss_looks_away_from_are_no_lack() -> None:
+    model = lora()
+    inside = texts(ROWS, LENGTH)
+    labels = inside.clone()
+    labels[:, :5] = -100
+    query = torch.cat([inside, texts(ROWS, LENGTH)])
+    said = asked(model, inside, query, labels=labels)
+    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
+    coefficients = said.scores[:ROWS] * ROWS * (LENGTH - 5)
+    assert float(coefficients.min()) > 0.6
+
+
+@pytest.mark.parametrize("family", [lora, prompted])
+@pytest.mark.parametrize(
+    ("optimizer", "more"),
+    [("SGD", {}), ("SGD", {"weight_decay": 5.0}), ("AdamW", {}), ("Adagrad", {})],
+)
+def test_updates_are_read(family: Any, optimizer: str, more: dict[str, float]) -> None:
+    model = family()
+    rate = 1e-3
+    anatomy, attack = prepared(
+        model,
+        RunFacts(optimizer=optimizer, optimizer_settings={"lr": rate, **more}, local_steps=1),
+    )
+    names = attack.needs(anatomy).gradients
+    weights = {name: anatomy.parameter(name) for name in names}
+    before = {name: p.detach().clone() for name, p in weights.items()}
+    right = 0
+    for _ in range(8):
+        inside = texts(ROWS, LENGTH)
+        backward(model, inside)
+        getattr(torch.optim, optimizer)(list(weights.values()), lr=rate, **more).step()
+        tensors = {name: (before[name] - p.detach()) / rate for name, p in weights.items()}
+        update = UpdateSnapshot(0, Stage.SHARED, tensors, local_steps=1, learning_rate=rate)
+        query = Query(torch.cat([inside, texts(ROWS, LENGTH)]))
+        said = attack.run(Observation((update,)), query)
+        right += int((said.scores[:ROWS, None] > said.scores[None, ROWS:]).sum())
+        with torch.no_grad():
+            for name, p in weights.items():
+                p.copy_(before[name])
+    assert right / (8 * ROWS * ROWS) > 0.8
+
+
+def test_scores_do_not_hang_on_the_other_candidates() -> None:
+    model = lora()
+    anatomy, attack = prepared(model)
+    inside = texts(ROWS, LENGTH)
+    backward(model, inside)
+    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
+    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    together = attack.run(view, Query(inside)).scores
+    alone = torch.cat([attack.run(view, Query(row[None])).scores for row in inside])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
+
+
+def test_noise_takes_the_difference_away() -> None:
+    model, right = lora(), 0
+    for _ in range(12):
+        inside = texts(ROWS, LENGTH)
+        said = asked(model, inside, torch.cat([inside, texts(ROWS, LENGTH)]), noise=10.0)
+        right += int((said.scores[:ROWS, None] > said.scores[None, ROWS:]).sum())
+    assert 0.25 < right / (12 * ROWS * ROWS) < 0.75
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = lora().train()
+    anatomy, attack = prepared(model)
+    backward(model, texts(ROWS, LENGTH))
+    before = {n: (p.clone(), p.grad) for n, p in model.named_parameters()}
+    grads = {n: None if g is None else g.clone() for n, (_, g) in before.items()}
+    names = attack.needs(anatomy).gradients
+    view = Observation(
+        (GradientSnapshot(0, Stage.SHARED, {r: anatomy.parameter(r).grad for r in names}),)
+    )
+    attack.run(view, Query(texts(2, LENGTH)))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name][0])
+        assert parameter.grad is before[name][1]
+        assert grads[name] is None or torch.equal(parameter.grad, grads[name])
+    assert model.training
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_blocks_are_spread_where_there_is_no_memory_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = lora()
+    anatomy = find_anatomy(model)
+    attack = GradientMembership(texts(4, LENGTH))
+    every = attack.needs(anatomy).gradients
+    module = "lightning_fedleak.attacks.membership.gradients._MOST_NUMBERS"
+    monkeypatch.setattr(module, 1)
+    some = attack.needs(anatomy).gradients
+    assert 0 < len(some) < len(every)
+    assert set(some) < set(every)
+
+
+def test_what_it_cannot_read_is_refused() -> None:
+    model = lora()
+    anatomy, attack = prepared(model)
+    names = attack.needs(anatomy).gradients
+    zeros = {r: torch.zeros_like(anatomy.parameter(r)) for r in names}
+    query = Query(texts(2, LENGTH))
+    for spoilt, word in ((zeros, "zero"), ({r: z * torch.nan for r, z in zeros.items()}, "NaN")):
+        with pytest.raises(UnusableObservation, match=word):
+            attack.run(Observation((GradientSnapshot(0, Stage.SHARED, spoilt),)), query)
+    view = Observation((GradientSnapshot(0, Stage.SHARED, zeros),))
+    with pytest.raises(ValueError, match="give a query"):
+        attack.run(view)
+    with pytest.raises(RuntimeError, match="call prepare"):
+        GradientMembership(texts(4, LENGTH)).run(view, query)
+    with pytest.raises(ThreatModelError, match="holds no labels where the model is a masked one"):
+        attack.needs(find_anatomy(bert()))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"public_rows": 1}, {"controls": 1}, {"tokens": 1}, {"refresh_every": 0}]
+)
+def test_numbers_out_of_range_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        GradientMembership(texts(4, LENGTH), **wrong)

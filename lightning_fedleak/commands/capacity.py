@@ -11,7 +11,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fedleak.anatomy import Anatomy, AnatomyError, find_anatomy
+from lightning_fedleak.anatomy import Anatomy, AnatomyError
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.row_space.capacity import Capacity, measured
@@ -21,6 +21,7 @@ from lightning_fedleak.attacks.row_space.pursuit import Atoms
 from lightning_fedleak.attacks.words.public_gradients import begun, gradient_of
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.commands.game import find_model
+from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import CapacityOptions
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
@@ -82,7 +83,7 @@ class CapacityCommand(CapacityOptions):
         plain = find_model(self.model, torch.float32)
         if plain.kind == "classifier":
             raise SourceError("--model has no language model's head, so that it has no update")
-        anatomy = self._adapted(plain)
+        anatomy = with_lora(plain, self.lora_r, self.targets, self.seed)
         context = context_length(anatomy)
         if context is not None and length > context:
             raise SourceError(f"--batch: texts of {length} tokens exceed the context of {context}")
@@ -107,31 +108,6 @@ class CapacityCommand(CapacityOptions):
         console.print(_table(tried, length))
         console.print(_said(tried, size, length), highlight=False)
         return 0
-
-    def _adapted(self, anatomy: Anatomy) -> Anatomy:
-        """The model with a LoRA as PEFT makes it, or as it is."""
-        if self.lora_r == 0:
-            return anatomy
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise SourceError(
-                "--lora-r needs the package peft: pip install 'lightning-fedleak[peft]' "
-                "(--lora-r 0 trains the whole model)"
-            ) from error
-        targets = None if self.targets is None else self.targets.split(",")
-        torch.manual_seed(self.seed)
-        try:
-            config = LoraConfig(
-                r=self.lora_r,
-                lora_alpha=2 * self.lora_r,
-                target_modules=targets if targets != ["all-linear"] else "all-linear",
-                fan_in_fan_out=hasattr(anatomy.model, "transformer"),
-            )
-            model = get_peft_model(anatomy.model, config)
-        except ValueError as error:
-            raise SourceError(f"--targets {self.targets}: {error}") from error
-        return find_anatomy(model.eval(), kind=anatomy.kind)
 
     def _known(self, anatomy: Anatomy) -> KnownInput:
         """The input of the first block's trained maps."""

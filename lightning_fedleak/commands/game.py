@@ -18,16 +18,21 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from lightning_fedleak.anatomy import Anatomy, AnatomyError, Kind, find_anatomy
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
-from lightning_fedleak.attacks.membership.base import MembershipAttack
+from lightning_fedleak.attacks.membership.base import MembershipAttack, PassiveMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.gradients import GradientMembership
+from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.words.public_gradients import begun
+from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import GameOptions
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.games import GameConfig, GameError, GameResult, SentencePool, play
 from lightning_fedleak.games.deals import AUTHORS_POSITION
+from lightning_fedleak.games.play import Adversary
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.model_runs import context_length
 
@@ -37,8 +42,22 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float
 PLANTED = " ".join(["This is the sentence that is looked for."] * 11)
 """What the authors' protocol plants: one short sentence again and again, as in their code."""
 
+PASSIVE: dict[str, type[GradientMembership] | type[SubspaceMembership]] = {
+    "gradient": GradientMembership,
+    "subspace": SubspaceMembership,
+}
+"""Attacks that add no layers, by their names on the command line."""
+
 _PUBLIC_SHARE = 0.25
 _PUBLIC_TEXTS = 200
+_ADDS = (
+    "A dishonest server has added layers of its own, and asks whether one sentence is in that "
+    "batch. "
+)
+_READS = (
+    "An honest but curious server asks the same of the gradient of what is trained (--attack "
+    "gradient, subspace). "
+)
 _SHOWN = {
     "accuracy": "accuracy",
     "auc": "AUC",
@@ -71,6 +90,8 @@ class GameCommand(GameOptions):
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = load_tokenizer(self.model)
         anatomy = find_model(self.model, PRECISIONS[self.precision])
+        anatomy = with_lora(anatomy, self.lora_r, self.targets, self.seed)
+        _move(anatomy, self.seed)
         context = context_length(anatomy)
         if context is not None and self.tokens > context:
             raise SourceError(
@@ -80,10 +101,16 @@ class GameCommand(GameOptions):
         layers = self.layer or [max(1, len(anatomy.blocks) // 2)]
         texts, public = self._texts(anatomy, tokenizer)
         pool = self._pool(texts, tokenizer, anatomy.kind)
-        attacks = [
+        attacks: list[Adversary] = [
             make_attack(name, k, self.tokens, public, self.batch, self.seed)
             for k in layers
             for name in self.attack
+            if name not in PASSIVE
+        ]
+        attacks += [
+            make_passive(name, self.tokens, public, self.seed)
+            for name in self.attack
+            if name in PASSIVE
         ]
         closed = self.gradients == "closed_form"
         config = GameConfig(
@@ -167,11 +194,13 @@ class GameCommand(GameOptions):
     def _introduce(self, console: Console, pool: SentencePool) -> None:
         model = "the embedded model" if self.model is None else self.model
         text = "the embedded messages of a bank's customers" if self.text is None else self.text
+        trained = model if self.lora_r == 0 else f"a LoRA of rank {self.lora_r} on {model}"
+        servers = _ADDS if any(name not in PASSIVE for name in self.attack) else ""
+        servers += _READS if any(name in PASSIVE for name in self.attack) else ""
         console.print(
-            f"A client trains {model} ({self.precision}) on a batch of {self.batch} out of "
+            f"A client trains {trained} ({self.precision}) on a batch of {self.batch} out of "
             f"{len(pool)} different sentences of {text}, each of at most {self.tokens} tokens "
-            f"({pool.duplicates} repeats and {pool.short} too short ones left out). A dishonest "
-            "server has added layers of its own, and asks whether one sentence is in that batch.",
+            f"({pool.duplicates} repeats and {pool.short} too short ones left out). {servers}",
             highlight=False,
         )
 
@@ -179,7 +208,7 @@ class GameCommand(GameOptions):
         self,
         console: Console,
         anatomy: Anatomy,
-        attacks: Sequence[MembershipAttack],
+        attacks: Sequence[Adversary],
         pool: SentencePool,
         config: GameConfig,
         planted: Tensor | None,
@@ -261,6 +290,20 @@ def make_attack(
     return AttentionMembership(layer, public, tokens=tokens, batch=batch, seed=seed, name=label)
 
 
+def make_passive(name: str, tokens: int, public: PublicText | None, seed: int) -> PassiveMembership:
+    """An attack without layers of its own, by its name on the command line."""
+    assert public is not None
+    return PASSIVE[name](public, tokens=tokens, seed=seed, name=name)
+
+
+def _move(anatomy: Anatomy, seed: int) -> None:
+    """Takes a LoRA away from its start, at which its A has no gradient."""
+    parameters = dict(anatomy.model.named_parameters())
+    with torch.no_grad():
+        for name, value in begun(anatomy, torch.Generator().manual_seed(seed)).items():
+            parameters[name].copy_(value)
+
+
 def table(results: Sequence[GameResult]) -> Table:
     """Each adversary's rates with their 95% intervals; once more without collisions, if any."""
     title = {
@@ -276,7 +319,9 @@ def table(results: Sequence[GameResult]) -> Table:
             rows.append(("  no collision", result.without_collisions()))
     rates = [result.summary() for _, result in rows]
     names = [n for n in _SHOWN if n == "accuracy" or any(_known(r[n]) for r in rates)]
-    shown = Table(title=f"{title} (gradients: {results[0].gradients.replace('_', ' ')})")
+    if any(r.layer is not None for r in results):
+        title += f" (gradients: {results[0].gradients.replace('_', ' ')})"
+    shown = Table(title=title)
     shown.add_column("attack@layer", no_wrap=True)
     shown.add_column("games", justify="right")
     for name in names:
@@ -317,8 +362,10 @@ def explanation(results: Sequence[GameResult]) -> str:
                 "token's hidden state in another sentence too (the same word, or the same words up "
                 "to it). No attack that reads this state alone can tell the two apart."
             )
-    lines.append(
-        "The server must be dishonest: it chooses the layers and weights that are trained, and "
-        "sets dropout to 0. A low number says that these attacks fail here, not that none succeeds."
-    )
+    if any(r.layer is not None for r in results):
+        lines.append(
+            "A server that adds layers must be dishonest: it chooses the layers and weights that "
+            "are trained, and sets dropout to 0."
+        )
+    lines.append("A low number says that these attacks fail here, not that none succeeds.")
     return "\n".join(lines)

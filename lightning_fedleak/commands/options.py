@@ -13,9 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-GAME_ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full")
+GAME_ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full", "gradient", "subspace")
 INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper", "relaxation")
 SWEEP_ATTACKS = ("flatchat", "aligned_flatchat", "fc", "attention", "prefix", "descent")
+_TARGETS = (
+    "modules with a LoRA, with commas between (q_proj,v_proj), or all-linear; by default PEFT's "
+    "for this model"
+)
 PRECISIONS = ("fp32", "bf16", "fp64")
 DEFENSES = ("none", "freeze:part=head+embeddings", "gradient_noise:clip=1,sigma=1e-4/1e-3/1e-2")
 
@@ -139,9 +143,12 @@ class GameOptions:
     )
     attack: Sequence[str] = _option(
         ("fc", "fc-full", "attention"),
-        "adversaries; all play the same games",
+        "adversaries; all play the same games. 'gradient' and 'subspace' add no layers and read "
+        "what the client trains",
         choices=GAME_ATTACKS,
     )
+    lora_r: int = _count(0, "the client trains a LoRA of this rank; 0: the whole model", 0)
+    targets: str | None = _option(None, _TARGETS, "NAMES")
     layer: Sequence[int] | None = _option(
         None,
         "block whose output they read, 0 for the embeddings; by default the middle one",
@@ -303,12 +310,7 @@ class CapacityOptions:
     model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
     text: str | None = _option(None, f"texts like the clients': {_SOURCE}", "SOURCE")
     lora_r: int = _count(8, "rank of the LoRA; 0 for the whole model", 0)
-    targets: str | None = _option(
-        None,
-        "modules with a LoRA, with commas between (q_proj,v_proj), or all-linear; by default "
-        "PEFT's for this model",
-        "NAMES",
-    )
+    targets: str | None = _option(None, _TARGETS, "NAMES")
     batch: str = _option("8x64", "texts of a batch x tokens of a text", "BxL", type=_shape)
     seconds: float = _option(30.0, "for planted sets of tokens", "S", type=_POSITIVE)
     seed: int = _seed("of adapters, texts and planted sets")
@@ -326,7 +328,8 @@ _COMMANDS: dict[str, tuple[type, str, str]] = {
         "ask, as a dishonest server, whether a text is in a client's batch",
         "Plays the security game of active membership inference (Vu et al. 2024): a client's batch "
         "is drawn from a text, and a server that has added layers of its own to the model guesses "
-        "from their gradient whether a target is in it. Model and text are on board; bring your "
+        "from their gradient whether a target is in it. A server that adds none reads the gradient "
+        "of what the client trains (--attack gradient). Model and text are on board; bring your "
         "own with --model and --text.",
     ),
     "invert": (

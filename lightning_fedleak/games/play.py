@@ -1,12 +1,13 @@
 """The security game Exp^AMI (Vu et al. 2024, Fig. 2), played many times on a real model and text.
 
-All adversaries of one call play the same games: same data, same bits, same targets.
+All adversaries of one call play the same games: same data, same bits, same targets. Those that add
+no layers of their own guess from the gradient of what is trained in the model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -14,7 +15,13 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts
-from lightning_fedleak.attacks.membership.base import MembershipAttack
+from lightning_fedleak.attacks.membership.base import (
+    MembershipAttack,
+    MembershipGuess,
+    PassiveMembership,
+)
+from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.games.client_loss import Loss, default_loss
 from lightning_fedleak.games.config import GameConfig
 from lightning_fedleak.games.deals import AUTHORS_POSITION, Deal, authors_deals, game_deals
@@ -29,9 +36,12 @@ from lightning_fedleak.games.states import (
     tells_positions_apart,
 )
 from lightning_fedleak.model_runs import context_length, hidden_states, undisturbed
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 
 _BESIDE = 5
 """Sentences that the server embeds beside its targets where it pads."""
+
+Adversary = MembershipAttack | PassiveMembership
 
 Defend = Callable[[Tensor, Tensor | None], Tensor]
 """Ids (B, L) that a client trains on instead of ids (B, L) with mask (B, L) or None."""
@@ -39,7 +49,7 @@ Defend = Callable[[Tensor, Tensor | None], Tensor]
 
 def play(
     anatomy: Anatomy,
-    attacks: Sequence[MembershipAttack],
+    attacks: Sequence[Adversary],
     pool: SentencePool,
     config: GameConfig | None = None,
     *,
@@ -53,7 +63,8 @@ def play(
     A_init is ``attack.meet`` and ``attack.prepare``, and runs once. In each game the client
     computes the hidden states of its whole batch; the server computes those of its target by itself
     (``config.recompute``), crafts (A_attack), and guesses from the gradient of its crafted layers
-    alone (A_guess).
+    alone (A_guess). A :class:`~lightning_fedleak.attacks.membership.base.PassiveMembership` guesses
+    from the gradient that the whole batch gives the model's own trained parameters.
 
     Args:
         anatomy: of the model; the model is left as it was.
@@ -128,7 +139,7 @@ class _Table:
     def __init__(
         self,
         anatomy: Anatomy,
-        attacks: Sequence[MembershipAttack],
+        attacks: Sequence[Adversary],
         pool: SentencePool,
         config: GameConfig,
         planted: Tensor | None,
@@ -149,17 +160,29 @@ class _Table:
         for attack in attacks:
             attack.meet(facts)
             try:
+                if isinstance(attack, PassiveMembership) and anatomy.kind != "causal":
+                    raise ValueError(
+                        f"reads the gradient of the client's loss, whose labels this game does not "
+                        f"have for a {anatomy.kind} model"
+                    )
                 attack.prepare(anatomy)
+                if isinstance(attack, PassiveMembership):
+                    attack.refresh(anatomy, 0)
             except ValueError as error:
                 raise GameError(f"attack '{attack.name}': {error}") from error
         self.anatomy, self.attacks, self.pool = anatomy, attacks, pool
         self.config, self.loss, self.defend = config, loss, defend
-        self.layers = sorted({a.layer for a in attacks})
+        self.layers = sorted({a.layer for a in attacks if isinstance(a, MembershipAttack)})
+        self.passive = [a for a in attacks if isinstance(a, PassiveMembership)]
+        self.read = tuple(
+            dict.fromkeys(role for a in self.passive for role in a.needs(anatomy).gradients)
+        )
         self.ahead = {k: k > 0 and reads_ahead(anatomy, k) for k in self.layers}
         self.positional = tells_positions_apart(anatomy)
         self.client = torch.Generator().manual_seed(config.seed + 1)
         self.server = torch.Generator().manual_seed(config.seed + 2)
-        self.pooled = self._pool_states(planted) if config.forwards == "pooled" else None
+        pooled = config.forwards == "pooled" and self.layers
+        self.pooled = self._pool_states(planted) if pooled else None
         self.truth: dict[str, list[Tensor]] = {"bits": [], "batches": [], "positions": []}
         self.said: list[dict[str, list[Tensor]]] = [
             {"guesses": [], "scores": [], "collides": []} for _ in attacks
@@ -184,23 +207,51 @@ class _Table:
         """All games of one deal."""
         client = self._client(number, deal)
         query, embedded = self._server(deal)
+        shared = self._shared(client) if self.passive else None
         upstreams: dict[tuple[int, str], Tensor] = {}
         for attack, said, a in zip(self.attacks, self.said, range(len(self.said)), strict=True):
-            kind = (attack.layer, attack.granularity)
-            if self.config.gradients == "closed_form" and kind not in upstreams:
-                upstreams[kind] = self._upstream(attack, client)
             began = time.perf_counter()
-            targets = attack.embed(embedded[attack.layer], query)
-            gradient = self._gradient(attack, targets, client, upstreams.get(kind))
-            guess = attack.guess(gradient)
+            if isinstance(attack, PassiveMembership):
+                assert shared is not None
+                guess = attack.run(Observation((shared,)), query)
+                collides = torch.zeros_like(deal.bits)
+            else:
+                if self.config.gradients == "closed_form":
+                    kind = (attack.layer, attack.granularity)
+                    if kind not in upstreams:
+                        upstreams[kind] = self._upstream(attack, client)
+                        began = time.perf_counter()
+                guess = self._crafted(attack, client, query, embedded, upstreams)
+                collides = self._collides(attack, deal)
             self.seconds[a] += time.perf_counter() - began
-            self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
             said["guesses"].append(guess.members.detach().cpu())
             said["scores"].append(guess.scores.detach().double().cpu())
-            said["collides"].append(self._collides(attack, deal))
+            said["collides"].append(collides)
         self.truth["bits"].append(deal.bits)
         self.truth["positions"].append(deal.positions)
         self.truth["batches"].append(torch.full_like(deal.positions, number))
+
+    def _shared(self, client: _Client) -> GradientSnapshot:
+        """The gradient of the client's batch in the parameters that are read."""
+        mask = client.mask
+        labels = client.ids if mask is None else client.ids.masked_fill(mask == 0, IGNORE_INDEX)
+        batch = TokenBatch(client.ids, labels, mask, self.anatomy.kind)
+        gradients = gradient_of(self.anatomy, batch, self.read)
+        self.dtype = str(next(iter(gradients.values())).dtype).removeprefix("torch.")
+        return GradientSnapshot(0, Stage.SHARED, gradients)
+
+    def _crafted(
+        self,
+        attack: MembershipAttack,
+        client: _Client,
+        query: Query,
+        embedded: Mapping[int, Tensor],
+        upstreams: Mapping[tuple[int, str], Tensor],
+    ) -> MembershipGuess:
+        targets = attack.embed(embedded[attack.layer], query)
+        self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
+        upstream = upstreams.get((attack.layer, attack.granularity))
+        return attack.guess(self._gradient(attack, targets, client, upstream))
 
     def results(self) -> list[GameResult]:
         """What was said, attack by attack."""
@@ -213,8 +264,10 @@ class _Table:
             found.append(
                 GameResult(
                     attack=attack.name,
-                    layer=attack.layer,
-                    granularity=attack.granularity,
+                    layer=attack.layer if isinstance(attack, MembershipAttack) else None,
+                    granularity=(
+                        attack.granularity if isinstance(attack, MembershipAttack) else "text"
+                    ),
                     **truth,
                     **columns,
                     protocol=self.config.protocol,
@@ -249,7 +302,7 @@ class _Table:
             mask = mask.to(self.anatomy.device)
         if self.defend is not None:
             ids = self.defend(ids, mask)
-        if self.config.gradients == "autograd":
+        if self.config.gradients == "autograd" or not self.layers:
             return _Client(ids, mask, {})
         if self.pooled is not None:
             return _Client(ids, mask, self.pooled.of(deal.data))

@@ -21,7 +21,8 @@ class GameResult:
     """What one adversary did in all games.
 
     Attributes:
-        attack: its name; ``layer`` and ``granularity`` where it read.
+        attack: its name; ``layer`` and ``granularity`` where it read. None and ``"text"`` of one
+            that reads the model's own gradient.
         bits: (n,) bool, the secret b.
         guesses: (n,) bool, the adversary's b'.
         scores: (n,) float64, higher is more likely a member.
@@ -32,14 +33,14 @@ class GameResult:
         positions: (n,) int, the target token (for an attack on whole sentences not used).
         protocol: ``"game"`` or ``"authors"``, see :class:`GameConfig`.
         gradients: ``"autograd"`` or ``"closed_form"``.
-        dtype: of the hidden states.
+        dtype: of the model.
         config: settings of game and attack, plain values.
         seconds: of the adversary's own work in all games (A_attack, gradient, A_guess).
         relation: ``"replace_one"`` or ``"add_remove"``, see :class:`GameConfig`.
     """
 
     attack: str
-    layer: int
+    layer: int | None
     granularity: str
     bits: Tensor
     guesses: Tensor

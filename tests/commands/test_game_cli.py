@@ -97,6 +97,20 @@ def test_every_adversary_plays(model: str, text: str) -> None:
     assert "out of 20 different sentences" in played(fewer)
 
 
+def test_a_server_without_layers_of_its_own_reads_a_lora(model: str, text: str) -> None:
+    settings = {"model": model, "text": text, "batch": 4, "tokens": 12, "games": 8}
+    printed = played(GameCommand(attack=("gradient", "subspace"), lora_r=4, **settings))
+    assert "A client trains a LoRA of rank 4 on" in printed
+    assert "An honest but curious server" in printed
+    assert "dishonest" not in printed
+    assert "closed form" not in printed
+    row = next(line for line in printed.splitlines() if " gradient " in line)
+    assert " 1 [" in row, "B is moved: A has a gradient"
+    both = played(GameCommand(attack=("gradient", "fc"), **settings))
+    assert "dishonest" in both
+    assert "fc@1" in both
+
+
 def test_public_text_is_a_file_or_sampled(model: str, text: str, tmp_path: Path) -> None:
     owned = tmp_path / "owned.txt"
     owned.write_text("\n".join(many(80)[60:]))

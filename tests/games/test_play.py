@@ -11,6 +11,8 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.gradients import GradientMembership
+from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.auditing import audit_games, audit_scores
 from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
 from lightning_fedleak.games.client_loss import default_loss
@@ -434,3 +436,28 @@ def test_what_does_not_go_together_is_said_before_the_first_game() -> None:
 
     with pytest.raises(GameError, match="no transformer blocks"):
         play(find_anatomy(Bare(), kind="causal"), [ToyMembership(1)], pool, config)
+
+
+@pytest.mark.parametrize("relation", ["replace_one", "add_remove"])
+def test_servers_without_layers_of_their_own_play_the_same_games(relation: str) -> None:
+    anatomy = find_anatomy(MODELS["llama"]())
+    public = pool_of(12, words=60).rows
+    attacks = [GradientMembership(public), SubspaceMembership(public), FCMembership(1, name="fc")]
+    config = GameConfig(games=30, batch=4, relation=relation)
+    gradient, subspace, fc = play(anatomy, attacks, pool_of(), config)
+    assert torch.equal(gradient.bits, fc.bits)
+    assert torch.equal(gradient.batches, fc.batches)
+    assert (gradient.layer, gradient.granularity) == (None, "text")
+    assert not gradient.collides.any()
+    assert gradient.summary()["auc"].value > 0.95
+    assert subspace.summary()["auc"].value > 0.8
+    assert json.loads(json.dumps(gradient.to_dict()))["layer"] is None
+    (alone,) = play(anatomy, attacks[:1], pool_of(), config)
+    assert torch.equal(alone.scores, gradient.scores)
+    assert alone.dtype == "float32"
+
+
+def test_a_game_without_a_loss_is_refused_to_servers_without_layers() -> None:
+    anatomy = find_anatomy(tiny_bert_classifier())
+    with pytest.raises(GameError, match=r"'gradient_membership': .*labels"):
+        play(anatomy, [GradientMembership(pool_of().rows)], pool_of(), GameConfig(games=2, batch=4))

@@ -104,7 +104,7 @@ def test_a_server_without_layers_of_its_own_reads_a_lora(model: str, text: str) 
     assert "An honest but curious server" in printed
     assert "dishonest" not in printed
     assert "closed form" not in printed
-    row = next(line for line in printed.splitlines() if " gradient " in line)
+    row = next(line for line in printed.splitlines() if line.startswith("│ gradient"))
     assert " 1 [" in row, "B is moved: A has a gradient"
     both = played(GameCommand(attack=("gradient", "fc"), **settings))
     assert "dishonest" in both

@@ -43,6 +43,7 @@ from lightning_fedleak.attacks.words.public_gradients import (
     GradientParts,
     gradient_parts,
     head_of,
+    head_surface,
     hidden_states_of,
 )
 from lightning_fedleak.batches import TokenBatch
@@ -54,6 +55,10 @@ LENGTHS = (8, 12, 16, 25, 50, 100)
 _SIGN_TOKENS = 2048
 _ONE_SIDED = 0.95
 _RULED_OUT = -30.0
+_NOT_OF_LORA = (
+    "updates of {} of a LoRA on the head are not rehearsed: measure the gradients of single steps "
+    "(leave local_steps out)"
+)
 _TEXTS = (1, 2, 4, 8, 16, 32)
 _TOKENS = 1600
 
@@ -82,7 +87,9 @@ class AlignedFlatChat(Attack):
     can be read as well, and the classifier has seen noised gradients, since an adversary who
     knows of the defence would rehearse against it.
 
-    Reads the gradient as shared: of a tied matrix the sum of head and embedding parts. Derived for
+    Reads the gradient as shared: of a tied matrix the sum of head and embedding parts. Where a LoRA
+    on the head is trained in its place, the B of that has a row for each type, too: its hidden
+    states are those that A lets through. Derived for
     cross-entropy without label smoothing. Smoothing takes the same small row off every type's, used
     or not; where less than a twelfth of the types is used it is found on the rows of rare types and
     given back, after which the learned readout loses 1 (smoothing 0.1) to 2 percent of F1 (0.2).
@@ -175,6 +182,7 @@ class AlignedFlatChat(Attack):
         self.updates = updates
         self.batch_texts = batch_texts
         self.steps = self._given_steps = local_steps
+        self._role = HEAD_WEIGHT
         self._unread: str | None = None
         self._before: Tensor | None = None
         self.seed = seed
@@ -198,8 +206,9 @@ class AlignedFlatChat(Attack):
         return None if self.steps is None or self.steps.linear else self.steps
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The output head's weight."""
-        return Surfaces(gradients=(HEAD_WEIGHT,))
+        """The output head's weight, or the B of a LoRA on it."""
+        self._role = head_surface(anatomy).role
+        return Surfaces(gradients=(self._role,))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Calibrates on public text; leaves no trace on the model.
@@ -209,6 +218,10 @@ class AlignedFlatChat(Attack):
                 short for a learned readout.
         """
         began = time.perf_counter()
+        self._role = head_surface(anatomy).role
+        if self._role != HEAD_WEIGHT and self._fitted_on is not None:
+            self._unread = _NOT_OF_LORA.format(self._fitted_on.optimizer.__name__)
+            return
         if self.readout == "sign":
             positive = self._align(anatomy)
             if positive < _ONE_SIDED:
@@ -265,13 +278,13 @@ class AlignedFlatChat(Attack):
         """What a client begins a round with, where that tells of its update."""
         if self.steps is None or self.steps.plain:
             return
-        weight = anatomy.parameter(HEAD_WEIGHT)
+        weight = anatomy.parameter(self._role)
         self._before = None if weight is None else whole_tensor(weight).clone()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Aligns with the model as it is now, each ``refresh_every`` steps and in another fit."""
         self._keep_weights(anatomy)
-        if 0 <= step - self._aligned_at < self.refresh_every:
+        if self._unread is not None or 0 <= step - self._aligned_at < self.refresh_every:
             return
         self._aligned_at = step
         if self.readout == "sign":
@@ -282,12 +295,13 @@ class AlignedFlatChat(Attack):
             return
         known = self._rehearsed.to(anatomy.device)
         parts = self._parts(anatomy, inputs=False)
-        u = separating_direction(parts.hidden)
+        read = parts.read
+        u = separating_direction(read)
         directions = replace(
             known.directions,
             u=u,
-            scale=(parts.hidden @ u).median(),
-            norm=parts.hidden.norm(dim=1).median(),
+            scale=(read @ u).median(),
+            norm=read.norm(dim=1).median(),
         )
         expected = ExpectedRows.of(
             parts, *head_of(anatomy), directions, known.clusters, known.expected.reference
@@ -312,7 +326,7 @@ class AlignedFlatChat(Attack):
                 optimizer that is not known, or that goes on with earlier steps'.
             RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
         """
-        gradient = whole_tensor(view.gradient(HEAD_WEIGHT))
+        gradient = whole_tensor(view.gradient(self._role))
         last = view.gradients[-1]
         if isinstance(last, UpdateSnapshot):
             gradient = self._readable(gradient, last)
@@ -472,8 +486,11 @@ class AlignedFlatChat(Attack):
         """Finds ``u``; returns the share of public hidden states that are positive on it."""
         batches = self._batches(anatomy, _SIGN_TOKENS)
         states = torch.cat([hidden_states_of(anatomy, b) for b in batches]).float()
+        surface = head_surface(anatomy)
+        if surface.into is not None:
+            states = states @ surface.into.T
         self._u = separating_direction(states)
-        weight = anatomy.parameter(HEAD_WEIGHT)
+        weight = anatomy.parameter(surface.role)
         if weight is not None:
             self._rounding = rounding_error(weight.detach())
         return float((states @ self._u > 0).float().mean())

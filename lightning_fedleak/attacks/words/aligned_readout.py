@@ -234,7 +234,7 @@ def rehearse(
             "public text, or use readout='sign'"
         )
     directions = Directions.of(parts, n_directions, n_principal, generator)
-    unit = F.normalize(parts.hidden, dim=1)
+    unit = F.normalize(parts.read, dim=1)
     clusters = cluster_centres(unit, _CLUSTERS, generator)
     order = torch.randperm(parts.n_sentences, generator=generator).to(parts.labels.device)
     half = len(order) // 2

@@ -55,7 +55,8 @@ class Directions:
         cls, parts: GradientParts, n_centres: int, n_principal: int, generator: torch.Generator
     ) -> Directions:
         """Directions of public text."""
-        unit = F.normalize(parts.hidden, dim=1)
+        read = parts.read
+        unit = F.normalize(read, dim=1)
         u = separating_direction(unit)
         mean = unit.mean(0)
         spread = (unit - mean).T @ (unit - mean) / len(unit)
@@ -68,8 +69,8 @@ class Directions:
             whitening=vectors / values.sqrt(),
             deviations=values.sqrt(),
             opening=_leading(parts.input_grads[parts.input_first], 4),
-            scale=(parts.hidden @ u).median(),
-            norm=parts.hidden.norm(dim=1).median(),
+            scale=(read @ u).median(),
+            norm=read.norm(dim=1).median(),
         )
 
 
@@ -170,10 +171,11 @@ class ExpectedRows:
             reference: types to fit on later; chosen here when missing.
         """
         n, vocab = len(parts.labels), len(weight)
-        nearest = (F.normalize(parts.hidden, dim=1) @ clusters.T).argmax(1)
+        read = parts.read
+        nearest = (F.normalize(read, dim=1) @ clusters.T).argmax(1)
         member = F.one_hot(nearest, len(clusters)).float()
-        along = parts.hidden @ directions.u / directions.scale
-        white = parts.hidden @ directions.whitening / directions.norm
+        along = read @ directions.u / directions.scale
+        white = read @ directions.whitening / directions.norm
         target = torch.cat([member * along[:, None], white], 1)
         projected = weight.new_zeros(vocab, target.shape[1])
         probability, energy = weight.new_zeros(vocab), weight.new_zeros(vocab)

@@ -21,7 +21,7 @@ from lightning_fedleak.attacks.base import (
 )
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_surface
 from lightning_fedleak.progress import track
 from lightning_fedleak.snapshots import Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel
@@ -348,6 +348,7 @@ class FlatChat(Attack):
         self.min_ratio = min_ratio
         self.seed = seed
         self.regressor: TypeCountRegressor | None = None
+        self._role = HEAD_WEIGHT
         self._not_fitted = "it has no regression: call prepare(anatomy), or load one"
 
     @property
@@ -356,8 +357,9 @@ class FlatChat(Attack):
         return self.oracle_n_types is None and self.n_types == "predicted"
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The head's weight; for a tied matrix that is the sum as shared."""
-        return Surfaces(gradients=(HEAD_WEIGHT,))
+        """The head's weight (of a tied matrix the sum as shared), or the B of a LoRA on it."""
+        self._role = head_surface(anatomy).role
+        return Surfaces(gradients=(self._role,))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Fits the regression on gradients of public text, where the number is predicted.
@@ -368,6 +370,7 @@ class FlatChat(Attack):
         Raises:
             ValueError: the number of types is to be predicted and there is no public text.
         """
+        self._role = head_surface(anatomy).role
         if not self.predicts:
             return
         if self.public_text is None:
@@ -389,7 +392,7 @@ class FlatChat(Attack):
                 sentences, length, generator, kind=anatomy.kind, mask_token_id=self.mask_token_id
             )
             try:
-                s = flattened(gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT])
+                s = flattened(gradient_of(anatomy, batch, [self._role])[self._role])
             except UnusableObservation as error:
                 self._not_fitted = f"its regression on public text could not be fitted: {error}"
                 return
@@ -423,7 +426,7 @@ class FlatChat(Attack):
             how_many = self.regressor
         else:
             how_many = self.n_types
-        gradient = view.gradient(HEAD_WEIGHT)
+        gradient = view.gradient(self._role)
         guess = flatchat(
             gradient,
             how_many,

@@ -221,6 +221,7 @@ class GradientParts:
         input_sentence: (M,) index of the sentence each belongs to.
         input_first: (M,) whether it opens its sentence.
         logit_map: what the model makes of the head's product.
+        into: of :class:`HeadSurface`.
     """
 
     hidden: Tensor
@@ -232,6 +233,12 @@ class GradientParts:
     input_sentence: Tensor
     input_first: Tensor
     logit_map: LogitMap = PLAIN
+    into: Tensor | None = None
+
+    @property
+    def read(self) -> Tensor:
+        """What the gradient's rows are made of: (N, d) hidden states, or (N, r) behind LoRA's A."""
+        return self.hidden if self.into is None else self.hidden @ self.into.T
 
     @property
     def n_sentences(self) -> int:
@@ -254,12 +261,14 @@ class GradientParts:
             place[self.input_sentence[inputs]],
             self.input_first[inputs],
             self.logit_map,
+            self.into,
         )
 
     def gradient(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> Tensor:
         """The gradient of the mean cross-entropy: (V, d), or only ``rows`` of it, (k, d).
 
-        Of a tied matrix the sum of head and embedding parts, as a client shares it.
+        Of a tied matrix the sum of head and embedding parts, as a client shares it. Of a LoRA on
+        the head that of B, (V, r).
         """
         out = head_gradient(
             self.hidden,
@@ -270,6 +279,8 @@ class GradientParts:
             log_partition=self.log_partition,
             logit_map=self.logit_map,
         )
+        if self.into is not None:
+            out = out @ self.into.T
         at, grads = self.input_ids, self.input_grads
         if rows is not None:
             place = torch.full((len(weight),), -1, dtype=torch.int64, device=at.device)
@@ -288,11 +299,11 @@ class GradientParts:
         joined = _joined(parts)
         joined["sentence"] = torch.cat([s for s, _ in shifted])
         joined["input_sentence"] = torch.cat([s for _, s in shifted])
-        return cls(**joined, logit_map=_map_of(parts))
+        return cls(**joined, logit_map=_map_of(parts), into=parts[0].into)
 
 
 def _joined(parts: Sequence[GradientParts]) -> dict[str, Tensor]:
-    names = [f.name for f in fields(GradientParts) if f.name != "logit_map"]
+    names = [f.name for f in fields(GradientParts) if f.name not in ("logit_map", "into")]
     return {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
 
 
@@ -319,9 +330,11 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
     if anatomy.head is None:
         raise ValueError("this model has no output head whose gradient could be read")
     weight, bias = head_of(anatomy)
+    into = head_surface(anatomy).into
+    width = weight.shape[1] if into is None else len(into)
     frozen = {name: p.detach() for name, p in anatomy.model.named_parameters()}
     found, first = [], 0
-    tied = inputs and anatomy.tied
+    tied = inputs and anatomy.tied and into is None
     with undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
         for part in micro_batches(anatomy, batch):
             with inputs_of(anatomy.head) as seen, _lookups(anatomy, tied) as lookups:
@@ -340,18 +353,20 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
                     _rows_of(part) + first,
                     log_partitions(hidden, weight, bias, logit_map),
                     input_ids.to(labels.device),
-                    grads.to(labels.device).reshape(-1, weight.shape[1]),
+                    grads.to(labels.device).reshape(-1, width),
                     input_rows.to(labels.device) + first,
                     opening.to(labels.device),
                     logit_map,
                 )
             )
             first += len(part.input_ids)
-    return GradientParts(**_joined(found), logit_map=_map_of(found))
+    return GradientParts(**_joined(found), logit_map=_map_of(found), into=into)
 
 
 def head_of(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
     """The head's weight (V, d) and bias (V,) or None, detached, in float32.
+
+    With what a LoRA on the head adds to the weight.
 
     Raises:
         ValueError: the model has no head.
@@ -359,7 +374,59 @@ def head_of(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
     weight, bias = anatomy.parameter(HEAD_WEIGHT), anatomy.parameter(HEAD_BIAS)
     if weight is None:
         raise ValueError("this model has no output head whose gradient could be read")
-    return weight.detach().float(), None if bias is None else bias.detach().float()
+    whole = weight.detach().float()
+    if (adapter := _head_adapter(anatomy)) is not None and not getattr(
+        anatomy.head, "merged", False
+    ):
+        whole = whole + adapter.b.detach().float() @ adapter.into
+    return whole, None if bias is None else bias.detach().float()
+
+
+@dataclass(frozen=True)
+class HeadSurface:
+    """The trained matrix with a row for each type.
+
+    Attributes:
+        role: of the parameter, or its name.
+        into: (r, d) that hidden states are multiplied by before they meet it, where it is the B of
+            a LoRA on the head; None where it is the head's own weight.
+    """
+
+    role: str
+    into: Tensor | None = None
+
+
+def head_surface(anatomy: Anatomy) -> HeadSurface:
+    """What of the head is trained: its weight, or the B of a LoRA on it, whose rows are types'."""
+    adapter = _head_adapter(anatomy)
+    if adapter is None or anatomy.trainable(HEAD_WEIGHT) or not adapter.b.requires_grad:
+        return HeadSurface(HEAD_WEIGHT)
+    name = next(n for n, p in anatomy.root.named_parameters() if p is adapter.b)
+    return HeadSurface(name, adapter.into)
+
+
+@dataclass(frozen=True)
+class _HeadAdapter:
+    """A LoRA on the head: ``W h + B (into h)``.
+
+    Attributes:
+        b: (V, r).
+        into: (r, d), A times LoRA's scale.
+    """
+
+    b: nn.Parameter
+    into: Tensor
+
+
+def _head_adapter(anatomy: Anatomy) -> _HeadAdapter | None:
+    head: Any = anatomy.head  # a layer of PEFT, or none
+    if not isinstance(getattr(head, "lora_B", None), nn.ModuleDict):
+        return None
+    for name in head.active_adapters:
+        if name in head.lora_B:
+            into = head.scaling[name] * head.lora_A[name].weight.detach().float()
+            return _HeadAdapter(head.lora_B[name].weight, into)
+    return None
 
 
 def _rows_of(batch: TokenBatch) -> Tensor:

@@ -1,0 +1,131 @@
+"""A LoRA on the output head: the rows of its B are words, as those of the head's own weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from lightning_fedleak.anatomy import HEAD_WEIGHT, find_anatomy
+from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
+from lightning_fedleak.attacks.words.flatchat import FlatChat
+from lightning_fedleak.attacks.words.public_gradients import (
+    gradient_parts,
+    head_of,
+    head_surface,
+)
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
+from lightning_fedleak.finetuning.data import load_tokenizer
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from tests.attacks.row_space.models import backward, llama, ready, texts, with_lora
+
+NAME = "base_model.model.lm_head.lora_B.default.weight"
+TARGETS = ["q_proj", "lm_head"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_parts_of_public_text_add_up_to_bs_gradient(*, tied: bool, scaled: bool) -> None:
+    model = with_lora(
+        ready(llama(tie_word_embeddings=tied)), 4, TARGETS, use_rslora=scaled, lora_dropout=0.1
+    )
+    anatomy = find_anatomy(model)
+    surface = head_surface(anatomy)
+    assert surface.role == NAME
+    ids = texts(3, 8)
+    backward(model, ids)
+    parts = gradient_parts(anatomy, TokenBatch(ids, ids, None, "causal"))
+    found = parts.gradient(*head_of(anatomy))
+    torch.testing.assert_close(found, anatomy.parameter(NAME).grad, rtol=1e-4, atol=1e-7)
+    some = torch.tensor([7, 5, 100])
+    torch.testing.assert_close(parts.gradient(*head_of(anatomy), some), found[some])
+    logits = model(input_ids=ids).logits
+    mine = F.linear(parts.hidden.view(3, 7, -1), *head_of(anatomy))
+    torch.testing.assert_close(mine, logits[:, :-1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_is_trained_itself_is_read_itself() -> None:
+    model = with_lora(ready(llama()), 4, TARGETS)
+    anatomy = find_anatomy(model)
+    anatomy.parameter(HEAD_WEIGHT).requires_grad_(True)
+    assert head_surface(anatomy).role == HEAD_WEIGHT
+    copied = get_peft_model(
+        ready(llama()), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
+    anatomy = find_anatomy(copied)
+    assert head_surface(anatomy).role == HEAD_WEIGHT
+    assert anatomy.trainable(HEAD_WEIGHT)
+    elsewhere = find_anatomy(with_lora(ready(llama()), 4, ["q_proj"]))
+    assert AlignedFlatChat(texts(4, 8)).needs(elsewhere).gradients == (HEAD_WEIGHT,)
+    assert not elsewhere.trainable(HEAD_WEIGHT)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    """The embedded model with a LoRA on its head, and texts of two kinds."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=["lm_head"])
+    tokenizer = load_tokenizer(None)
+    ids = [torch.tensor(tokenizer(t)["input_ids"]) for t in read_texts(EMBEDDED_MESSAGES)]
+    return get_peft_model(plain, config).eval(), ids[:150], ids[150:]
+
+
+def shared(model: nn.Module, rows: list[Tensor]) -> tuple[Any, Observation, set[int]]:
+    anatomy = find_anatomy(model)
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.arange(ids.shape[1])[None] < torch.tensor([[len(r)] for r in rows])
+    labels = ids.masked_fill(~mask, -100)
+    backward(model, ids, labels=labels, attention_mask=mask.long())
+    view = Observation((GradientSnapshot(0, Stage.SHARED, {NAME: anatomy.parameter(NAME).grad}),))
+    truth = labels[:, 1:]
+    return anatomy, view, set(truth[truth >= 0].tolist())
+
+
+def f1(found: Tensor, truth: set[int]) -> float:
+    said = set(found.tolist())
+    return 2 * len(said & truth) / (len(said) + len(truth))
+
+
+@pytest.mark.parametrize("readout", ["learned", "sign"])
+def test_its_words_are_read(embedded: Any, readout: Any) -> None:
+    model, public, private = embedded
+    attack = AlignedFlatChat(public, readout=readout, calibration_tokens=3_000)
+    anatomy, view, truth = shared(model, private[:8])
+    assert attack.needs(anatomy).gradients == (NAME,)
+    attack.prepare(anatomy)
+    attack.refresh(anatomy, 0)
+    assert f1(attack.run(view).types, truth) > (0.85 if readout == "learned" else 0.5)
+
+
+def test_flatchat_sums_its_columns(embedded: Any) -> None:
+    model, _, private = embedded
+    anatomy, view, truth = shared(model, private[:8])
+    attack = FlatChat(n_types=len(truth))
+    assert attack.needs(anatomy).gradients == (NAME,)
+    attack.prepare(anatomy)
+    assert f1(attack.run(view).types, truth) > 0.5
+
+
+def test_updates_of_adam_are_unknown_and_of_sgd_are_read(embedded: Any) -> None:
+    model, public, private = embedded
+    attack = AlignedFlatChat(public, calibration_tokens=3_000)
+    anatomy, view, truth = shared(model, private[:8])
+    gradient = view.gradient(NAME)
+    update = UpdateSnapshot(0, Stage.SHARED, {NAME: gradient}, local_steps=1, learning_rate=0.1)
+    for optimizer in ("AdamW", "SGD"):
+        attack.meet(RunFacts(optimizer=optimizer, optimizer_settings={"lr": 0.1}, local_steps=1))
+        attack.prepare(anatomy)
+        attack.refresh(anatomy, 0)
+        if optimizer == "SGD":
+            assert f1(attack.run(Observation((update,))).types, truth) > 0.85
+            continue
+        with pytest.raises(UnusableObservation, match="of AdamW of a LoRA on the head are not"):
+            attack.run(Observation((update,)))

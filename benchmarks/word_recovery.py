@@ -12,7 +12,8 @@ other); ``--local-steps K`` trains K steps of plain SGD on K batches instead, an
 change.
 
 ``--surface tied`` attacks the matrix as shared, for a tied model the sum of head and embedding
-parts; ``--surface head`` the head's own part, which no server sees of a tied model.
+parts; ``--surface head`` the head's own part, which no server sees of a tied model; ``--surface
+lora`` the B of a LoRA of ``--rank`` on the head, at its start.
 
 ``--noise`` adds Gaussian noise to every coordinate, its standard deviation in units of what one
 token puts into a row (the mean norm of the hidden states over the number of tokens).
@@ -41,6 +42,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
 from scipy import stats
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,7 +52,7 @@ from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
-from lightning_fedleak.attacks.words.public_gradients import gradient_parts, head_of
+from lightning_fedleak.attacks.words.public_gradients import gradient_parts, head_of, head_surface
 from lightning_fedleak.model_runs import micro_batches, token_logits, undisturbed
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
@@ -58,6 +60,8 @@ SMOKE = (
     "--model {model} --private {text} --public {text} --shapes 2x8 --batches 1 --attacks "
     "flatchat-abs,aligned-sign --calibration-tokens 500 --regression-batches 1 --pool 8 "
     "--blind-tokens 500",
+    "--model {model} --private {text} --public {text} --shapes 2x8 --batches 1 --attacks "
+    "flatchat-abs-oracle,aligned-sign --calibration-tokens 500 --pool 8 --surface lora",
 )
 
 ATTACKS = (
@@ -170,7 +174,7 @@ def composed_batches(
         chosen = parts.of(torch.randperm(parts.n_sentences, generator=generator)[:size])
         gradient = chosen.gradient(weight, bias)
         if noise:
-            one_token = chosen.hidden.norm(dim=1).mean() / len(chosen.labels)
+            one_token = chosen.read.norm(dim=1).mean() / len(chosen.labels)
             gradient += noise * one_token * torch.randn(gradient.shape, generator=generator)
         yield gradient, chosen.labels.unique(), {}
 
@@ -233,7 +237,8 @@ def runners(names, anatomy, public: PublicText, args):
             scorer, oracle = name.split("-")[1], name.endswith("oracle")
 
             def run(view, truth, scorer=scorer, oracle=oracle):
-                return flatchat(view.gradient(HEAD_WEIGHT), truth if oracle else regressor, scorer)
+                gradient = next(iter(view.gradients[-1].tensors.values()))
+                return flatchat(gradient, truth if oracle else regressor, scorer)
 
             made[name] = run
             continue
@@ -281,7 +286,8 @@ def main() -> None:
     parser.add_argument("--shapes", default="8x25,16x50,32x100")
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--attacks", default=",".join(ATTACKS))
-    parser.add_argument("--surface", choices=("tied", "head"), default="tied")
+    parser.add_argument("--surface", choices=("tied", "head", "lora"), default="tied")
+    parser.add_argument("--rank", type=int, default=8, help="of the LoRA of --surface lora")
     parser.add_argument("--calibration-tokens", type=int, default=12_000)
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=LENGTHS, help="of the calibrating texts"
@@ -301,6 +307,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.surface == "lora" and (args.local_steps or args.label_smoothing):
+        parser.error("--surface lora goes with neither --local-steps nor --label-smoothing")
     if any(args.noise) and (args.local_steps or args.label_smoothing):
         parser.error("--noise goes with neither --local-steps nor --label-smoothing")
     names = args.attacks.split(",")
@@ -314,7 +322,12 @@ def main() -> None:
     if args.surface == "head":
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    if args.surface == "lora":
+        torch.manual_seed(args.seed)
+        config = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=["lm_head"])
+        model = get_peft_model(model, config).eval()
     anatomy = find_anatomy(model)
+    role = head_surface(anatomy).role
     private = tokens_of(read_texts(args.private), tokenizer, args.bos, args.seed + 1, 2000)
     if args.public == "sampled":
         public = PublicText.sampled_from(anatomy, 256, 64, args.seed, start_token_id=args.bos)
@@ -341,7 +354,7 @@ def main() -> None:
         scores = {name: [] for name in names}
         for gradient, truth, options in batches:
             kind = UpdateSnapshot if options else GradientSnapshot
-            seen = kind(0, Stage.SHARED, {HEAD_WEIGHT: gradient}, tied=anatomy.tied, **options)
+            seen = kind(0, Stage.SHARED, {role: gradient}, tied=anatomy.tied, **options)
             for name, run in attacks.items():
                 began = time.perf_counter()
                 guess = run(Observation((seen,)), len(truth))

@@ -134,6 +134,14 @@ def lora(rank: int, targets: list[str] | str, dropout: float = 0.0):
     return made
 
 
+def first_block_frozen(model: PreTrainedModel) -> nn.Module:
+    adapted = lora(8, ["q_proj", "v_proj"])(model)
+    for name, parameter in adapted.named_parameters():
+        if ".layers.0." in name:
+            parameter.requires_grad_(False)
+    return adapted
+
+
 class NothingToTrain(Exception):
     """A set-up has nothing to train in this model."""
 
@@ -144,6 +152,7 @@ SETUPS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
     **{f"lora {r} q,v": lora(r, ["q_proj", "v_proj"]) for r in (4, 8, 16, 32)},
     **{f"lora {r} all-linear": lora(r, "all-linear") for r in (4, 8, 16, 32)},
     "lora 8 q,v, dropout .05": lora(8, ["q_proj", "v_proj"], 0.05),
+    "lora 8 q,v, first block frozen": first_block_frozen,
     "norms": norms,
     "adapters": adapters,
     "bitfit": bitfit,

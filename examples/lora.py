@@ -4,13 +4,14 @@ The output head is frozen then, and an attack on its gradient logs 0 with ``expo
 that this surface is closed, not that the run is safe: the adapters on the first block's projections
 leave the client, and their few rows name every token that was read (from the second step on, since
 before it LoRA's B is zero and A has no gradient). Dropout in front of the adapters hides much of
-that; it is no defence with a guarantee.
+that; it is no defence with a guarantee. And whether a text is in the batch is told by every adapter
+of every block, dropout or not. docs/setups.md has other set-ups, and rounds of AdamW.
 """
 
 import lightning as L
 from torch import nn
 
-from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
+from lightning_fedleak.attacks import AlignedFlatChat, GradientMembership, SubspaceWords
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
 
@@ -21,6 +22,7 @@ def main() -> None:
         attacks = [
             AlignedFlatChat("sampled", calibration_tokens=4_000),
             SubspaceWords(capacity_seconds=0),
+            GradientMembership("sampled"),
         ]
         monitor = LeakageMonitor(attacks, every_n_steps=5)
         module = CausalLMFineTuning(peft=peft)
@@ -34,8 +36,10 @@ def main() -> None:
         print(f"{peft or 'everything trained'}, dropout {dropout}")
         for attack in attacks:
             of = f"leakage/{attack.name}"
-            f1, exposed = monitor.latest[f"{of}/f1"], monitor.latest[f"{of}/exposed"]
-            print(f"  {attack.name}: F1 {f1:.3f}, exposed {exposed:.0f}")
+            exposed = monitor.latest[f"{of}/exposed"]
+            metric = "auc" if isinstance(attack, GradientMembership) else "f1"
+            value = monitor.latest[f"{of}/{metric}"]
+            print(f"  {attack.name}: {metric} {value:.3f}, exposed {exposed:.0f}")
 
 
 if __name__ == "__main__":

@@ -43,11 +43,13 @@ def test_custom_attack(run) -> None:
 
 def test_lora_closes_one_surface_and_leaves_another_open(run) -> None:
     whole, dropped, lora = run("lora.py").split("dropout")[1:]
-    assert value(whole, "  aligned_flatchat: F1") > 0.5
+    assert value(whole, "  aligned_flatchat: f1") > 0.5
     for printed in (dropped, lora):
-        assert "aligned_flatchat: F1 0.000, exposed 0" in printed
-    assert 0.1 < value(dropped, "  subspace_words: F1") < 0.9
-    assert value(lora, "  subspace_words: F1") > 0.99
+        assert "aligned_flatchat: f1 0.000, exposed 0" in printed
+    assert 0.1 < value(dropped, "  subspace_words: f1") < 0.9
+    assert value(lora, "  subspace_words: f1") > 0.99
+    for printed in (whole, dropped, lora):
+        assert value(printed, "  gradient_membership: auc") > 0.9
 
 
 def test_membership_is_told_unless_noise_drowns_it(run) -> None:

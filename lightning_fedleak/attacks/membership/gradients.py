@@ -582,11 +582,12 @@ def _numbers(linear: LinearMap, anatomy: Anatomy) -> int:
 
 
 def _batch_of(query: Query, tokens: int) -> TokenBatch:
-    ids = query.input_ids[:, :tokens]
-    mask = torch.ones_like(ids) if query.attention_mask is None else query.attention_mask
-    labels = query.input_ids if query.labels is None else query.labels
-    labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
-    return TokenBatch(ids, labels[:, :tokens], mask[:, :tokens].long(), "causal")
+    """The beginnings of the texts that are asked for."""
+    ids, mask = query.input_ids, query.attention_mask
+    real = torch.ones_like(ids) if mask is None else mask.long()
+    labels = ids if query.labels is None else query.labels
+    labels = labels.masked_fill(real == 0, IGNORE_INDEX)
+    return TokenBatch(ids[:, :tokens], labels[:, :tokens], real[:, :tokens], "causal")
 
 
 __all__ = ["GradientMembership"]

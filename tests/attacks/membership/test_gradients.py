@@ -211,6 +211,18 @@ def test_scores_do_not_hang_on_the_other_candidates() -> None:
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
 
 
+def test_of_long_texts_the_beginning_is_enough() -> None:
+    model = lora()
+    anatomy, attack = prepared(model)
+    attack.tokens = 5
+    inside = texts(ROWS, LENGTH)
+    backward(model, inside)
+    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
+    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    scores = attack.run(view, Query(torch.cat([inside, texts(ROWS, LENGTH)]))).scores
+    assert float(scores[:ROWS].min()) > float(scores[ROWS:].max())
+
+
 def test_noise_takes_the_difference_away() -> None:
     model, right = lora(), 0
     for _ in range(12):

@@ -339,7 +339,7 @@ def main() -> None:
     parser.add_argument("--defenses", nargs="+", default=["none"])
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--warm", type=int, default=5)
-    parser.add_argument("--look-seconds", type=float, default=60.0)
+    parser.add_argument("--look-seconds", type=float, default=600.0)
     parser.add_argument("--bos", type=int)
     parser.add_argument("--pool", type=int, default=2000)
     parser.add_argument("--device", default="cpu")

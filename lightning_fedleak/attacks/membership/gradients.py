@@ -12,10 +12,10 @@ word was replaced nearly all is there, but the parts of that word are not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,11 @@ from lightning_fedleak.model_runs import (
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
+T = TypeVar("T")
+
 _RIDGE = 0.1
-_MOST_NUMBERS = 48_000_000
+_WIDEST = 1024
+_MOST_NUMBERS = 64_000_000
 _MOST_OTHERS = 4_000_000
 _FAR = 3.0
 _ALLOWANCE = 2.0
@@ -182,17 +185,19 @@ class GradientMembership(PassiveMembership):
         public, maps = self._texts(self.public_rows), self._read(anatomy)
         self._factors, self._whole = {}, None
         if maps:
-            self._factors = _factors(maps, token_parts(anatomy, maps, public))
+            moments = _Moments()
+            of_token_parts(anatomy, maps, public, moments.add)
+            self._factors = moments.factors(maps)
         else:
             names = _others(anatomy)
             self._whole = _Whole.of(_gradients(anatomy, names, public), names, anatomy)
         self._anatomy = anatomy
 
-    def _texts(self, n: int) -> TokenBatch:
-        """Public texts, the same ones every time."""
+    def _texts(self, n: int, *, behind: int = 0) -> TokenBatch:
+        """Public texts, the same ones every time, behind so many others."""
         assert self._public is not None
         generator = torch.Generator().manual_seed(self.seed)
-        rows = self._public.draw(min(n, len(self._public)), generator).tolist()
+        rows = self._public.draw(behind + n, generator)[behind:].tolist()
         texts = [self._public.sentences[i][: self.tokens] for i in rows]
         ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
         real = torch.arange(ids.shape[1])[None] < torch.tensor([[len(t)] for t in texts])
@@ -226,7 +231,8 @@ class GradientMembership(PassiveMembership):
             raise ValueError(f"attack '{self.name}' asks about texts: give a query")
         if not self._factors and self._whole is None:
             raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
-        texts = (_batch_of(query, self.tokens), self._texts(self.controls))
+        public = self._texts(self.controls, behind=self.public_rows)
+        texts = (_batch_of(query, self.tokens), public)
         if self._whole is None:
             scores, others = self._by_tokens(view, *texts)
         else:
@@ -252,8 +258,10 @@ class GradientMembership(PassiveMembership):
         if facts.optimizer != "SGD":
             return g * self._sizes(name)
         steps = LocalSteps.of(facts)
-        if name not in self._before or steps is None:
+        if steps is None or not steps.settings.get("weight_decay"):
             return g
+        if name not in self._before:
+            raise RuntimeError(f"attack '{self.name}' has not seen the weights: call refresh")
         return steps.without_decay(g, self._before[name], update.learning_rate)
 
     def _sizes(self, name: str) -> Tensor:
@@ -279,15 +287,19 @@ class GradientMembership(PassiveMembership):
             raise UnusableObservation("every gradient that is read is zero")
         read = [m for m in maps if m.name in whitened]
         controls = _joined(
-            _fits(whitened, self._factors, parts) for parts in token_parts(anatomy, read, public)
+            of_token_parts(
+                anatomy, read, public, lambda parts: _fits(whitened, self._factors, parts)
+            )
         )
         weights = {name: 1 / _noise(fit) for name, fit in controls.items()}
         others = _summed(controls, weights)
         noise = _noise(others).sqrt()
-        scores = [
-            _least_coefficient(_summed(_fits(whitened, self._factors, parts), weights), noise)
-            for parts in token_parts(anatomy, read, asked)
-        ]
+
+        def scored(parts: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+            fit = _summed(_fits(whitened, self._factors, parts), weights)
+            return _least_coefficient(fit, noise)
+
+        scores = of_token_parts(anatomy, read, asked, scored)
         return torch.cat(scores), _least_coefficient(others, noise)
 
     def config(self) -> dict[str, object]:
@@ -306,21 +318,26 @@ class GradientMembership(PassiveMembership):
 # ---- tokens' parts --------------------------------------------------------------------------
 
 
-def token_parts(
-    anatomy: Anatomy, maps: Sequence[LinearMap], batch: TokenBatch
-) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+def of_token_parts(
+    anatomy: Anatomy,
+    maps: Sequence[LinearMap],
+    batch: TokenBatch,
+    take: Callable[[Mapping[str, tuple[Tensor, Tensor]]], T],
+) -> list[T]:
     """What each token of texts adds to the gradients of linear maps, as the pairs it is made of.
 
     Args:
         anatomy: the model, run in eval mode.
         maps: each called once in a forward.
         batch: texts (B, L) with labels.
+        take: is called for a few texts at a time with, by the map's name, inputs (b, L, d) and the
+            summed loss's gradients in the outputs (b, L, o), in float32. Padded and virtual tokens
+            are left out or zero. Maps that are not called, or more than once, are missing.
 
-    Yields:
-        For a few texts at a time, by the map's name: inputs (b, L, d) and the summed loss's
-        gradients in the outputs (b, L, o), in float32. Padded and virtual tokens are left out or
-        zero. Maps that are not called, or more than once, are missing.
+    Returns:
+        What ``take`` made of them.
     """
+    taken = []
     wanted = {id(anatomy.parameter(m.name)) for m in maps}
     views = {
         name: p.detach().requires_grad_(id(p) in wanted)
@@ -331,7 +348,9 @@ def token_parts(
             with _calls(maps) as calls:
                 logits, labels = token_logits(model, part, views)
             loss = F.cross_entropy(logits.float(), labels, reduction="sum")
-            yield _pairs(maps, calls, loss, part)
+            with torch.no_grad():
+                taken.append(take(_pairs(maps, calls, loss, part)))
+    return taken
 
 
 def _pairs(
@@ -381,8 +400,9 @@ class _Factor:
     """What public text leaves in a map's gradient.
 
     Attributes:
-        into: (d, d) that inputs are multiplied by from the right to be alike in all directions.
-        out: (o, o) the same of slopes.
+        into: (d, d) that inputs are multiplied by from the right to be alike in all directions;
+            of wide ones (d,), for each number by itself.
+        out: (o, o) or (o,), the same of slopes.
         axis: the parameter's axis along the input.
         sizes: shaped as the parameter; root mean square of each number of a token's part.
     """
@@ -394,36 +414,59 @@ class _Factor:
 
     @classmethod
     def of(cls, into: Tensor, out: Tensor, axis: int) -> _Factor:
-        """Of the second moments (d, d) of inputs and (o, o) of slopes."""
-        sizes = torch.outer(out.diagonal().sqrt(), into.diagonal().sqrt()).float()
+        """Of the second moments of inputs, (d, d) or (d,), and of slopes."""
+        squares = [m.diagonal() if m.dim() == 2 else m for m in (out, into)]
+        sizes = torch.outer(*(square.sqrt() for square in squares)).float()
         return cls(whitening(into), whitening(out), axis, sizes if axis == 1 else sizes.T)
 
     def whitened(self, gradient: Tensor) -> Tensor:
         """(o, d) of the parameter's gradient."""
         g = gradient if self.axis == 1 else gradient.T
-        return self.out.T @ g @ self.into
+        return _times(_times(g.T, self.out).T, self.into)
 
 
-def _factors(
-    maps: Sequence[LinearMap], parts: Iterable[Mapping[str, tuple[Tensor, Tensor]]]
-) -> dict[str, _Factor]:
-    """By map, of those that public text reaches."""
-    into: dict[str, Tensor] = {}
-    out: dict[str, Tensor] = {}
-    for found in parts:
-        for name, both in found.items():
-            for sums, values in zip((into, out), both, strict=True):
+class _Moments:
+    """Second moments of inputs and slopes over public tokens, by map."""
+
+    def __init__(self) -> None:
+        self._into: dict[str, Tensor] = {}
+        self._out: dict[str, Tensor] = {}
+
+    def add(self, parts: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Adds those of a few texts."""
+        for name, both in parts.items():
+            for sums, values in zip((self._into, self._out), both, strict=True):
                 flat = values.flatten(0, 1).double()
-                sums[name] = flat.T @ flat + sums.get(name, 0.0)
-    return {
-        m.name: _Factor.of(into[m.name], out[m.name], m.axis)
-        for m in maps
-        if m.name in into and bool(into[m.name].any()) and bool(out[m.name].any())
-    }
+                wide = flat.shape[1] > _WIDEST
+                sums[name] = sums.get(name, 0.0) + (flat.square().sum(0) if wide else flat.T @ flat)
+
+    def factors(self, maps: Sequence[LinearMap]) -> dict[str, _Factor]:
+        """By map, of those that public text reaches."""
+        return {
+            m.name: _Factor.of(self._into[m.name], self._out[m.name], m.axis)
+            for m in maps
+            if m.name in self._into
+            and bool(self._into[m.name].any())
+            and bool(self._out[m.name].any())
+        }
+
+
+def _times(values: Tensor, factor: Tensor) -> Tensor:
+    """Rows times a matrix, or times the diagonal of one."""
+    return values @ factor if factor.dim() == 2 else values * factor
 
 
 def whitening(moment: Tensor) -> Tensor:
-    """(d, d) W such that ``x W`` is alike in all directions, of second moments (d, d)."""
+    """W such that ``x W`` is alike in all directions.
+
+    Args:
+        moment: second moments (d, d), or their diagonal (d,).
+
+    Returns:
+        (d, d), or its diagonal.
+    """
+    if moment.dim() == 1:
+        return (moment + _RIDGE * moment.mean()).rsqrt().float()
     moment = moment + _RIDGE * moment.diagonal().mean() * torch.eye(len(moment)).to(moment)
     lower = torch.linalg.cholesky(moment)
     eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
@@ -457,7 +500,7 @@ def _fits(
     """By map."""
     found = {}
     for name, (x, slope) in parts.items():
-        x, slope = x @ factors[name].into, slope @ factors[name].out
+        x, slope = _times(x, factors[name].into), _times(slope, factors[name].out)
         held = ((slope @ shared[name]) * x).sum(-1)
         found[name] = _Fit(held, (slope @ slope.mT) * (x @ x.mT))
     return found
@@ -575,10 +618,11 @@ def _gradients(anatomy: Anatomy, names: Sequence[str], batch: TokenBatch) -> Ten
 
 
 def _numbers(linear: LinearMap, anatomy: Anatomy) -> int:
-    """In the two matrices that whiten a map."""
+    """In a map's gradient, and in what whitens its two sides."""
     parameter = anatomy.parameter(linear.name)
     assert parameter is not None
-    return linear.rows**2 + (parameter.numel() // linear.rows) ** 2
+    sides = (linear.rows, parameter.numel() // linear.rows)
+    return parameter.numel() + sum(n if n > _WIDEST else n * n for n in sides)
 
 
 def _batch_of(query: Query, tokens: int) -> TokenBatch:

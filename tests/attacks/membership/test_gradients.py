@@ -17,7 +17,7 @@ from lightning_fedleak.attacks.membership.gradients import (
     GradientMembership,
     _Fit,
     _least_coefficient,
-    token_parts,
+    of_token_parts,
 )
 from lightning_fedleak.attacks.row_space.linear_maps import linear_maps
 from lightning_fedleak.batches import TokenBatch
@@ -96,7 +96,7 @@ def test_parts_add_up_to_the_gradient_that_backward_gives(family: Any) -> None:
     labels = ids.masked_fill(mask == 0, -100)
     labels[1, :4] = -100
     backward(model, ids, attention_mask=mask, labels=labels)
-    (parts,) = token_parts(anatomy, maps, TokenBatch(ids, labels, mask, "causal"))
+    (parts,) = of_token_parts(anatomy, maps, TokenBatch(ids, labels, mask, "causal"), dict)
     assert parts.keys() == {m.name for m in maps}
     n = int((labels[:, 1:] != -100).sum())
     for linear in maps:
@@ -249,6 +249,32 @@ def test_the_model_is_left_as_it_was() -> None:
         assert grads[name] is None or torch.equal(parameter.grad, grads[name])
     assert model.training
     assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_an_error_leaves_the_model_in_training() -> None:
+    model = lora().train()
+    anatomy, attack = prepared(model)
+    names = attack.needs(anatomy).gradients
+    tensors = {r: torch.ones_like(anatomy.parameter(r)) for r in names}
+    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    with pytest.raises(ValueError, match="boom") as caught:
+        of_token_parts(anatomy, attack._read(anatomy), attack._texts(3), lambda parts: boom())
+    assert model.training, caught
+    assert attack.run(view, Query(texts(2, LENGTH))).scores.isfinite().all()
+
+
+def boom() -> None:
+    raise ValueError("boom")
+
+
+@pytest.mark.parametrize("kind", ["other", "order", "replaced"])
+def test_wide_maps_are_whitened_number_by_number(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_fedleak.attacks.membership.gradients._WIDEST", 5)
+    inside = texts(ROWS, LENGTH)
+    said = asked(ready(llama()), inside, torch.cat([inside, variants(inside)[kind]]))
+    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
 
 
 def test_blocks_are_spread_where_there_is_no_memory_for_all(

@@ -27,6 +27,7 @@ import itertools
 import json
 import math
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -291,37 +292,48 @@ def summary(lines: list[dict]) -> dict[str, dict]:
     return found
 
 
-def shown(cell: dict[str, dict], family: str) -> str:
-    """The best attack of a family, for the table."""
-    mine = {name: of for name, of in cell.items() if of.get("family") == family}
-    if not mine:
-        return "*not read*"
-    name, best = max(mine.items(), key=lambda item: item[1]["value"])
-    half = f"{(best['high'] - best['low']) / 2:.3f}".removeprefix("0")
-    value = f"{best['value']:.3f}"
+def shown(cell: dict[str, Any], family: str) -> str:
+    """What the best attack of a family found."""
+    if "skipped" in cell:
+        return cell["skipped"]
+    mine = {
+        n: of for n, of in cell["attacks"].items() if ("membership" in n) == (family != "words")
+    }
+    known = [of for of in mine.values() if "value" in of]
+    if not known:
+        tried = any(
+            of["unknown"] and not of["why"].startswith("not played") for of in mine.values()
+        )
+        return "*unknown*" if tried else "none reads it"
+    best = max(known, key=lambda of: of["value"])
     if family == "words":
-        text = f"{value} ± {half}"
+        text = f"{best['value']:.3f} ± {(best['high'] - best['low']) / 2:.3f}"
     else:
-        text = f"{value} ({best['low']:.2f} to {best['high']:.2f})"
-    of_all = best["looks"] + best["unknown"]
-    return f"{text} {name}" + (
-        f", {best['unknown']} of {of_all} unknown" if best["unknown"] else ""
-    )
+        text = f"{best['value']:.3f} ({best['low']:.2f} to {best['high']:.2f})"
+    text = re.sub(r"\b0\.", ".", text)
+    return text + (f", {best['unknown']} looks unknown" if best["unknown"] else "")
 
 
 def print_table(path: Path) -> None:
-    """A row for each cell of a file."""
-    print("| model | batch | trained | shared | defence | words: F1 | membership: AUC | s a cell |")
-    print("|---|---|---|---|---|---|---|---|")
-    for line in path.read_text("utf-8").splitlines():
-        cell = json.loads(line)
-        if "skipped" in cell:
-            result = f"not run: {cell['skipped']} | |"
-        else:
-            words, membership = (shown(cell["attacks"], family) for family in FAMILIES)
-            result = f"{words} | {membership} | {cell['seconds']:.0f}"
-        where = " | ".join(cell[k] for k in ("model", "shape", "setup", "column", "defense"))
-        print(f"| {where} | {result} |")
+    """For each model and shape: set-ups and defences by what is shared."""
+    cells = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    for model, shape in dict.fromkeys((cell["model"], cell["shape"]) for cell in cells):
+        mine = [c for c in cells if (c["model"], c["shape"]) == (model, shape)]
+        columns = list(dict.fromkeys(c["column"] for c in mine))
+        print(
+            f"{model}, {shape}, {mine[-1]['day']}, {sum(c['seconds'] for c in mine) / 60:.0f} min"
+        )
+        heads = " | ".join(f"{c}: words F1 | membership AUC" for c in columns)
+        print(f"\n| trained | {heads} |\n|---|{'---|---|' * len(columns)}")
+        for setup, defense in dict.fromkeys((c["setup"], c["defense"]) for c in mine):
+            found = {c["column"]: c for c in mine if (c["setup"], c["defense"]) == (setup, defense)}
+            row = [
+                shown(found[column], family) if column in found else "not run"
+                for column, family in itertools.product(columns, FAMILIES)
+            ]
+            label = setup if defense == "none" else f"{setup}; {defense}"
+            print(f"| {label} | {' | '.join(row)} |")
+        print()
 
 
 def main() -> None:

@@ -104,7 +104,7 @@ class GradientMembership(PassiveMembership):
         public_rows: int = 24,
         controls: int = 8,
         tokens: int = 64,
-        refresh_every: int = 100,
+        refresh_every: int = 50,
         seed: int = 0,
         name: str | None = None,
     ) -> None:

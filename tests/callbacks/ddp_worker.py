@@ -18,6 +18,7 @@ from torch.utils.data import DistributedSampler
 from lightning_fedleak.attacks import EmbeddingDescent, TextGuess
 from lightning_fedleak.attacks.membership.base import MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import GradientNoise
@@ -246,6 +247,16 @@ def main(root: Path) -> None:
             "games": len(games_of(monitor)),
             "first": games_of(monitor)[: len(games)].tolist() == games.tolist(),
         }
+    before = footprint(run(root / "no-passive", [], n=32))
+    public = torch.randint(3, 50, (32, 8), generator=torch.Generator().manual_seed(3))
+    monitor = LeakageMonitor(GradientMembership(public, public_rows=16), every_n_steps=1)
+    after = footprint(run(root / "passive", [monitor], n=32))
+    values = monitor.latest
+    out["passive"] = {
+        "same": same(before, after),
+        "auc": values["leakage/gradient_membership/auc"],
+        "failures": monitor.failures,
+    }
     before = footprint(run(root / "no-inversion", []))
     for client in ("rank", "world"):
         attacks = [ReadsOne(0, steps=40), ReadsFailOnOne(0, steps=1), Probe()]

@@ -154,6 +154,13 @@ def test_games_are_pooled_over_clients_and_the_worst_client_is_logged(ranks):
     assert float(values["leakage/games_fail_on_one/auc"]) == 1
 
 
+def test_servers_that_add_nothing_ask_each_client(ranks):
+    for rank in ranks:
+        assert rank["passive"]["same"]
+        assert rank["passive"]["failures"] == 0
+        assert rank["passive"]["auc"] > 0.95
+
+
 @pytest.mark.parametrize("case", ["world", "aggregate"])
 def test_games_that_would_need_other_clients_batches_are_refused(ranks, case):
     assert all("membership games" in rank[f"refused/{case}"] for rank in ranks)

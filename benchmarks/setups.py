@@ -59,7 +59,7 @@ SMOKE = (
     "--setups 'lora 4 q,v' --columns gradient --defenses gradient_noise:clip=1,sigma=0.01 "
     "--out {out}/cells.jsonl",
 )
-RATES = {"AdamW": 1e-4, "SGD": 1e-2}
+RATES = {"AdamW": 1e-4, "SGD": 1e-3}
 FAMILIES = ("words", "membership")
 VIRTUAL_TOKENS = 16
 BOTTLENECK = 32

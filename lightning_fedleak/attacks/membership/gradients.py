@@ -519,11 +519,12 @@ def _joined(fits: Iterable[Mapping[str, _Fit]]) -> dict[str, _Fit]:
 
 
 def _summed(fits: Mapping[str, _Fit], weights: Mapping[str, Tensor]) -> _Fit:
-    """Over the maps, each with its weight."""
-    if not fits:
+    """Over the maps that have a weight, each with its own."""
+    known = [(weights[name], fit) for name, fit in fits.items() if name in weights]
+    if not known:
         raise UnusableObservation("the loss depends on none of the maps that are read")
-    held = [weights[name] * fit.held for name, fit in fits.items()]
-    gram = [weights[name] * fit.gram for name, fit in fits.items()]
+    held = [weight * fit.held for weight, fit in known]
+    gram = [weight * fit.gram for weight, fit in known]
     return _Fit(torch.stack(held).sum(0), torch.stack(gram).sum(0))
 
 

@@ -295,7 +295,7 @@ def summary(lines: list[dict]) -> dict[str, dict]:
 def shown(cell: dict[str, Any], family: str) -> str:
     """What the best attack of a family found."""
     if "skipped" in cell:
-        return cell["skipped"]
+        return f"not run: {cell['skipped']}"
     mine = {
         n: of for n, of in cell["attacks"].items() if ("membership" in n) == (family != "words")
     }

@@ -21,7 +21,7 @@ from lightning_fedleak.metrics import membership_rates
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from tests.attacks.row_space.models import backward, llama, ready, texts, with_lora
 
-POOL, BATCH, LENGTH, RELEASES = 60, 6, 10, 60
+POOL, BATCH, LENGTH, RELEASES = 60, 6, 10, 40
 ATTACKS = {"gradient": GradientMembership, "subspace": SubspaceMembership}
 
 

@@ -91,7 +91,8 @@ class GameCommand(GameOptions):
         tokenizer = load_tokenizer(self.model)
         anatomy = find_model(self.model, PRECISIONS[self.precision])
         anatomy = with_lora(anatomy, self.lora_r, self.targets, self.seed)
-        _move(anatomy, self.seed)
+        if self.lora_r:
+            _move(anatomy, self.seed)
         context = context_length(anatomy)
         if context is not None and self.tokens > context:
             raise SourceError(

@@ -18,8 +18,12 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
         seed: of the adapters.
 
     Raises:
-        SourceError: no package peft, or no such modules.
+        SourceError: no package peft, no such modules, or modules for no adapters.
     """
+    if rank == 0 and targets is not None:
+        raise SourceError(
+            f"--targets {targets} names modules with a LoRA: give its rank too, --lora-r 8 say"
+        )
     if rank == 0:
         return anatomy
     try:

@@ -48,7 +48,7 @@ T = TypeVar("T")
 _RIDGE = 0.1
 _WIDEST = 1024
 _MOST_NUMBERS = 64_000_000
-_MOST_OTHERS = 4_000_000
+_MOST_OTHERS = 1 << 20
 _FAR = 3.0
 _ALLOWANCE = 2.0
 _MOST_LACKING = 0.5
@@ -78,7 +78,7 @@ class GradientMembership(PassiveMembership):
         tokenizer: for strings.
         public_rows: public texts.
         controls: public texts that are asked for beside the candidates at every look, at least 2.
-        tokens: of a text that are read at most.
+        tokens: of a text that are read at most, from the first that the loss counts.
         refresh_every: steps after which :meth:`refresh` runs the model on public text anew.
         seed: of sampled text.
         name: as in the logs.
@@ -184,12 +184,13 @@ class GradientMembership(PassiveMembership):
             self._public = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
         public, maps = self._texts(self.public_rows), self._read(anatomy)
         self._factors, self._whole = {}, None
+        self._reads = [m.name for m in maps] or _others(anatomy)
         if maps:
             moments = _Moments()
             of_token_parts(anatomy, maps, public, moments.add)
             self._factors = moments.factors(maps)
         else:
-            names = _others(anatomy)
+            names = self._reads
             self._whole = _Whole.of(_gradients(anatomy, names, public), names, anatomy)
         self._anatomy = anatomy
 
@@ -198,17 +199,14 @@ class GradientMembership(PassiveMembership):
         assert self._public is not None
         generator = torch.Generator().manual_seed(self.seed)
         rows = self._public.draw(behind + n, generator)[behind:].tolist()
-        texts = [self._public.sentences[i][: self.tokens] for i in rows]
-        ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
-        real = torch.arange(ids.shape[1])[None] < torch.tensor([[len(t)] for t in texts])
-        return TokenBatch(ids, ids.masked_fill(~real, IGNORE_INDEX), real.long(), "causal")
+        return self._public.rows(rows, self.tokens, generator)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Runs the model on public text anew now and then, and where something else is trained."""
         read = [m.name for m in self._read(anatomy)] or _others(anatomy)
         self._anatomy = anatomy
         if read != self._reads or not 0 <= step - self._prepared_at < self.refresh_every:
-            self._reads, self._prepared_at = read, step
+            self._prepared_at = step
             self.prepare(anatomy)
         steps = self._facts.local_steps is not None and self._facts.optimizer == "SGD"
         if steps and self._facts.optimizer_settings.get("weight_decay"):
@@ -220,7 +218,8 @@ class GradientMembership(PassiveMembership):
 
         Returns:
             ``members`` are texts whose score lies more than three standard deviations above the
-            mean of public ones.
+            mean of public ones. That mean is the score of a text without a label, which leaves no
+            gradient.
 
         Raises:
             UnusableObservation: non-finite or zero gradients.
@@ -244,6 +243,8 @@ class GradientMembership(PassiveMembership):
                 self._whole.coefficients(shared, _gradients(self._anatomy, names, batch))
                 for batch in texts
             )
+        told = (labels_of(texts[0])[:, 1:] != IGNORE_INDEX).any(1).to(scores.device)
+        scores = torch.where(told, scores, others.mean())
         threshold = others.mean() + _FAR * others.std()
         return MembershipGuess(scores=scores.cpu(), members=(scores > threshold).cpu())
 
@@ -293,6 +294,8 @@ class GradientMembership(PassiveMembership):
         )
         weights = {name: 1 / _noise(fit) for name, fit in controls.items()}
         others = _summed(controls, weights)
+        if not bool(others.sizes.any()):
+            raise UnusableObservation("public texts leave nothing in the maps that are read")
         noise = _noise(others).sqrt()
 
         def scored(parts: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
@@ -532,7 +535,8 @@ def _noise(fit: _Fit) -> Tensor:
     """Mean square of what parts of texts that are not in the batch hold, in units of their size."""
     counts = fit.sizes > 0
     noise = (fit.held[counts].square() / fit.sizes[counts]).mean()
-    return noise.clamp_min(torch.finfo(noise.dtype).tiny)
+    # A map that none of them reaches (the mean of nothing) gets no weight.
+    return noise.nan_to_num(nan=torch.inf).clamp_min(torch.finfo(noise.dtype).tiny)
 
 
 def _least_coefficient(fit: _Fit, noise: Tensor) -> Tensor:
@@ -612,10 +616,14 @@ def _gradients(anatomy: Anatomy, names: Sequence[str], batch: TokenBatch) -> Ten
     masks = torch.ones_like(batch.input_ids) if mask is None else mask
     for ids, labels, real in zip(batch.input_ids, labels_of(batch), masks, strict=True):
         n = int((labels[1:] != IGNORE_INDEX).sum())
+        if n == 0:
+            shapes = [anatomy.parameter(name) for name in names]
+            found.append(torch.zeros(sum(p.numel() for p in shapes if p is not None)))
+            continue
         text = TokenBatch(ids[None], labels[None], real[None], batch.kind)
         gradient = gradient_of(anatomy, text, names)
         found.append(n * torch.cat([gradient[name].flatten().float() for name in names]))
-    return torch.stack(found)
+    return torch.stack([g.to(anatomy.device) for g in found])
 
 
 def _numbers(linear: LinearMap, anatomy: Anatomy) -> int:
@@ -627,12 +635,14 @@ def _numbers(linear: LinearMap, anatomy: Anatomy) -> int:
 
 
 def _batch_of(query: Query, tokens: int) -> TokenBatch:
-    """The beginnings of the texts that are asked for."""
+    """The texts that are asked for, as far as ``tokens`` behind where the loss begins to look."""
     ids, mask = query.input_ids, query.attention_mask
     real = torch.ones_like(ids) if mask is None else mask.long()
     labels = ids if query.labels is None else query.labels
     labels = labels.masked_fill(real == 0, IGNORE_INDEX)
-    return TokenBatch(ids[:, :tokens], labels[:, :tokens], real[:, :tokens], "causal")
+    begins = (labels != IGNORE_INDEX).int().argmax(1)
+    cut = int(begins.max()) + tokens
+    return TokenBatch(ids[:, :cut], labels[:, :cut], real[:, :cut], "causal")
 
 
 __all__ = ["GradientMembership"]

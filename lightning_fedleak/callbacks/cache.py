@@ -31,16 +31,19 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "lightning_fedleak"
 
 
-def hash_of_weights(model: nn.Module) -> str:
+def hash_of_weights(model: nn.Module, head: nn.Module | None = None) -> str:
     """SHA-256 of names, types, values, and what is trained, of all parameters and buffers.
 
-    A LoRA's A counts once its B is not zero: before that it is random, and changes nothing.
+    A LoRA's A counts once its B is not zero: before that it is random, and changes nothing. That
+    on the head counts always, since the gradient of its B is read through it.
     """
+    on_head = set() if head is None else {id(p) for p in head.parameters()}
     found = hashlib.sha256()
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     for name in sorted(state):
         other = state.get(name.replace("lora_A", "lora_B"))
-        if "lora_A" in name and other is not None and not bool(other.detach().any()):
+        random = "lora_A" in name and other is not None and not bool(other.detach().any())
+        if random and id(state[name]) not in on_head:
             continue
         tensor = state[name].detach().contiguous().cpu()
         trained = state[name].requires_grad

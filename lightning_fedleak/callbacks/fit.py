@@ -310,7 +310,7 @@ class Fit:
             self._prepare(attack)
             return False
         if self._weights is None:
-            self._weights = hash_of_weights(self._run.anatomy.model)
+            self._weights = hash_of_weights(self._run.anatomy.model, self._run.anatomy.head)
         kept = self._cache.load(attack, self._weights)
         if kept:
             self._tell()

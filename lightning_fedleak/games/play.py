@@ -162,8 +162,9 @@ class _Table:
             try:
                 if isinstance(attack, PassiveMembership) and anatomy.kind != "causal":
                     raise ValueError(
-                        f"reads the gradient of the client's loss, whose labels this game does not "
-                        f"have for a {anatomy.kind} model"
+                        "reads the gradient of the client's loss, whose labels this game does not "
+                        f"have for a {anatomy.kind} model; crafted layers need none: play "
+                        "FCMembership (fedleak game --attack fc)"
                     )
                 attack.prepare(anatomy)
                 if isinstance(attack, PassiveMembership):

@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from lightning_fedleak import LeakageMonitor
+from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import Attack, BagOfWords, FlatChat, PublicText
 from lightning_fedleak.callbacks.cache import CalibrationCache, cache_folder, hash_of_weights
 from tests.attacks.row_space.models import llama
@@ -134,6 +135,24 @@ def test_a_lora_that_changes_nothing_yet_does_not_count() -> None:
             if "lora_B" in name:
                 torch.nn.init.constant_(parameter, 0.1)
     assert hash_of_weights(first) != hash_of_weights(second)
+
+
+def test_a_lora_on_the_head_counts_always() -> None:
+    def adapted(seed: int) -> torch.nn.Module:
+        torch.manual_seed(0)
+        base = llama()
+        torch.manual_seed(seed)
+        model: torch.nn.Module = get_peft_model(
+            base, LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+        )
+        return model
+
+    def of(seed: int) -> str:
+        model = adapted(seed)
+        return hash_of_weights(model, find_anatomy(model).head)
+
+    assert of(1) == of(1)
+    assert of(1) != of(2), "the readout of the head's B goes through its A"
 
 
 def test_all_kinds_of_tensors_are_kept(folder: Path) -> None:

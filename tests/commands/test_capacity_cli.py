@@ -51,6 +51,7 @@ def test_errors_say_what_to_change(
     for arguments, match in (
         (["--targets", "mlp.c_fc"], "no trained map of this model reads an input"),
         (["--targets", "nothing"], "--targets nothing: Target modules"),
+        (["--targets", "c_attn", "--lora-r", "0"], "give its rank too, --lora-r 8"),
         (["--batch", "1x4000"], "exceed the context"),
         (["--model", "./nowhere"], "nowhere"),
         (["--text", "./nowhere.txt"], "there is no file"),

@@ -147,6 +147,14 @@ def test_encoders_are_played_with_and_without_a_head(head: bool, text: str, tmp_
     assert "fc@1" in played(command)
 
 
+def test_an_encoder_is_not_asked_for_its_gradient(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["game", "--model", save_bert(tmp_path, head=True), "--text", text, "--batch", "5"]
+    assert main([*given, "--tokens", "12", "--games", "2", "--attack", "gradient"]) == 1
+    assert "play FCMembership (fedleak game --attack fc)" in capsys.readouterr().err
+
+
 def test_errors_are_one_line(
     model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +184,7 @@ def test_errors_are_one_line(
             [*given, "--attack", "attention", "--text", text, "--public", str(short)],
             "cannot whiten",
         ),
+        ([*given, "--text", text, "--targets", "c_attn"], "give its rank too, --lora-r 8"),
     ):
         assert main(arguments) == 1, arguments
         error = capsys.readouterr().err

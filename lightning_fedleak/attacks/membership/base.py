@@ -15,7 +15,7 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import place_of
 from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces, UnusableObservation
+from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel
 
@@ -49,7 +51,74 @@ class PassiveMembership(Attack):
     """An honest but curious server that asks whether a text is in the batch.
 
     It adds nothing to the model: what it reads is what the client shares of its own parameters.
+
+    Args:
+        public_text: text like the clients', or ``"sampled"``: what any text has in common.
+        tokenizer: for strings.
+        public_rows: public texts.
+        tokens: of a text that are read at most.
+        refresh_every: steps after which ``refresh`` runs the model on public text anew.
+        seed: of sampled text.
+        name: as in the logs.
+
+    Raises:
+        ValueError: a number out of range, or no public text.
     """
+
+    threat_model = ThreatModel.of(
+        "an honest but curious server that reads one update and holds the texts it asks about",
+        Capability.KNOWS_MODEL,
+        Capability.KNOWS_PUBLIC_TEXT,
+        Capability.KNOWS_TARGET_TEXT,
+    )
+
+    def __init__(
+        self,
+        public_text: Given = "sampled",
+        *,
+        tokenizer: Any = None,
+        public_rows: int = 24,
+        tokens: int = 64,
+        refresh_every: int = 50,
+        seed: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        for argument, value, least in (
+            ("public_rows", public_rows, 2),
+            ("tokens", tokens, 2),
+            ("refresh_every", refresh_every, 1),
+        ):
+            if isinstance(value, bool) or value < least:
+                raise ValueError(f"{argument} must be an integer of at least {least}, got {value}")
+        text = PublicText.taken(public_text, tokenizer)
+        if text is None:
+            raise ValueError(f"{type(self).__name__} needs public_text: texts, or 'sampled'")
+        self.public_text = text
+        self.public_rows = public_rows
+        self.tokens = tokens
+        self.refresh_every = refresh_every
+        self.seed = seed
+        self._public: PublicText | None = None
+
+    def _texts(self, anatomy: Anatomy, n: int, *, behind: int = 0) -> TokenBatch:
+        """Public texts as ids with labels, the same ones every time, behind so many others."""
+        if self._public is None:
+            self._public = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = self._public.draw(behind + n, generator)[behind:].tolist()
+        return self._public.rows(rows, self.tokens, generator)
+
+    def config(self) -> dict[str, object]:
+        """Settings that name this attack in reports."""
+        text = self.public_text
+        return {
+            "public_text": text.digest if isinstance(text, PublicText) else text,
+            "public_rows": self.public_rows,
+            "tokens": self.tokens,
+            "refresh_every": self.refresh_every,
+            "seed": self.seed,
+        }
 
     @abstractmethod
     def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
@@ -216,6 +285,16 @@ class MembershipAttack(Attack):
         return self.guess(view.gradient(CRAFTED), noise_std)
 
 
+def reach(counts: Tensor, tokens: int) -> int:
+    """Columns (from the left) in which every text has ``tokens`` from its first that counts.
+
+    Args:
+        counts: (G, L), bool.
+        tokens: of each text; one of fewer ends earlier.
+    """
+    return int(counts.int().argmax(1).max()) + tokens
+
+
 def last_real(mask: Tensor | None, hidden: Tensor) -> Tensor:
     """(G,) index of the last token of each row that is not padded.
 
@@ -331,5 +410,6 @@ __all__ = [
     "MembershipGuess",
     "RungReader",
     "last_real",
+    "reach",
     "sentence_rows",
 ]

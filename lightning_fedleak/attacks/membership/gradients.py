@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership
-from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
+from lightning_fedleak.attacks.public_text import Given
 from lightning_fedleak.attacks.row_space.linear_maps import (
     LinearMap,
     block_of,
@@ -41,7 +41,7 @@ from lightning_fedleak.model_runs import (
     undisturbed,
 )
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
-from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+from lightning_fedleak.threats import ThreatModelError
 
 T = TypeVar("T")
 
@@ -87,12 +87,6 @@ class GradientMembership(PassiveMembership):
         ValueError: a number out of range, or no public text.
     """
 
-    threat_model = ThreatModel.of(
-        "an honest but curious server that reads one update and holds the texts it asks about",
-        Capability.KNOWS_MODEL,
-        Capability.KNOWS_PUBLIC_TEXT,
-        Capability.KNOWS_TARGET_TEXT,
-    )
     default_name = "gradient_membership"
     reads_adaptive_updates = True
 
@@ -108,25 +102,18 @@ class GradientMembership(PassiveMembership):
         seed: int = 0,
         name: str | None = None,
     ) -> None:
-        super().__init__(name)
-        for argument, value, least in (
-            ("public_rows", public_rows, 2),
-            ("controls", controls, 2),
-            ("tokens", tokens, 2),
-            ("refresh_every", refresh_every, 1),
-        ):
-            if isinstance(value, bool) or value < least:
-                raise ValueError(f"{argument} must be an integer of at least {least}, got {value}")
-        text = PublicText.taken(public_text, tokenizer)
-        if text is None:
-            raise ValueError("GradientMembership needs public_text: texts, or 'sampled'")
-        self.public_text = text
-        self.public_rows = public_rows
+        super().__init__(
+            public_text,
+            tokenizer=tokenizer,
+            public_rows=public_rows,
+            tokens=tokens,
+            refresh_every=refresh_every,
+            seed=seed,
+            name=name,
+        )
+        if isinstance(controls, bool) or controls < 2:
+            raise ValueError(f"controls must be an integer of at least 2, got {controls}")
         self.controls = controls
-        self.tokens = tokens
-        self.refresh_every = refresh_every
-        self.seed = seed
-        self._public: PublicText | None = None
         self._found: tuple[Anatomy, tuple[LinearMap, ...]] | None = None
         self._reads: list[str] = []
         self._factors: dict[str, _Factor] = {}
@@ -180,9 +167,7 @@ class GradientMembership(PassiveMembership):
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Runs the model on public text, forward and backward."""
-        if self._public is None:
-            self._public = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
-        public, maps = self._texts(self.public_rows), self._read(anatomy)
+        public, maps = self._texts(anatomy, self.public_rows), self._read(anatomy)
         self._factors, self._whole = {}, None
         self._reads = [m.name for m in maps] or _others(anatomy)
         if maps:
@@ -193,13 +178,6 @@ class GradientMembership(PassiveMembership):
             names = self._reads
             self._whole = _Whole.of(_gradients(anatomy, names, public), names, anatomy)
         self._anatomy = anatomy
-
-    def _texts(self, n: int, *, behind: int = 0) -> TokenBatch:
-        """Public texts, the same ones every time, behind so many others."""
-        assert self._public is not None
-        generator = torch.Generator().manual_seed(self.seed)
-        rows = self._public.draw(behind + n, generator)[behind:].tolist()
-        return self._public.rows(rows, self.tokens, generator)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Runs the model on public text anew now and then, and where something else is trained."""
@@ -230,7 +208,7 @@ class GradientMembership(PassiveMembership):
             raise ValueError(f"attack '{self.name}' asks about texts: give a query")
         if not self._factors and self._whole is None:
             raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
-        public = self._texts(self.controls, behind=self.public_rows)
+        public = self._texts(self._anatomy, self.controls, behind=self.public_rows)
         texts = (_batch_of(query, self.tokens), public)
         if self._whole is None:
             scores, others = self._by_tokens(view, *texts)
@@ -307,15 +285,7 @@ class GradientMembership(PassiveMembership):
 
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""
-        text = self.public_text
-        return {
-            "public_text": text.digest if isinstance(text, PublicText) else text,
-            "public_rows": self.public_rows,
-            "controls": self.controls,
-            "tokens": self.tokens,
-            "refresh_every": self.refresh_every,
-            "seed": self.seed,
-        }
+        return super().config() | {"controls": self.controls}
 
 
 # ---- tokens' parts --------------------------------------------------------------------------
@@ -640,8 +610,7 @@ def _batch_of(query: Query, tokens: int) -> TokenBatch:
     real = torch.ones_like(ids) if mask is None else mask.long()
     labels = ids if query.labels is None else query.labels
     labels = labels.masked_fill(real == 0, IGNORE_INDEX)
-    begins = (labels != IGNORE_INDEX).int().argmax(1)
-    cut = int(begins.max()) + tokens
+    cut = reach(labels != IGNORE_INDEX, tokens)
     return TokenBatch(ids[:, :cut], labels[:, :cut], real[:, :cut], "causal")
 
 

@@ -24,9 +24,9 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership
+from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.membership.gradients import whitening
-from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.public_text import Given
 from lightning_fedleak.attacks.row_space.dictionary import orthonormal
 from lightning_fedleak.attacks.row_space.linear_maps import (
     SharedInput,
@@ -38,7 +38,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
-from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+from lightning_fedleak.threats import ThreatModelError
 
 _SMALLEST_PIVOT = 1e-2
 _SMALLEST_GAIN = 1e-2
@@ -63,15 +63,9 @@ class SubspaceMembership(PassiveMembership):
         name: as in the logs.
 
     Raises:
-        ValueError: a number below 1, or no public text.
+        ValueError: a number out of range, or no public text.
     """
 
-    threat_model = ThreatModel.of(
-        "an honest but curious server that reads one update and holds the texts it asks about",
-        Capability.KNOWS_MODEL,
-        Capability.KNOWS_PUBLIC_TEXT,
-        Capability.KNOWS_TARGET_TEXT,
-    )
     default_name = "subspace_membership"
 
     def __init__(
@@ -86,28 +80,21 @@ class SubspaceMembership(PassiveMembership):
         seed: int = 0,
         name: str | None = None,
     ) -> None:
-        super().__init__(name)
-        for argument, value in (
-            ("blocks", blocks),
-            ("public_rows", public_rows),
-            ("tokens", tokens),
-            ("refresh_every", refresh_every),
-        ):
-            if isinstance(value, bool) or value < 1:
-                raise ValueError(f"{argument} must be a positive integer, got {value!r}")
-        text = PublicText.taken(public_text, tokenizer)
-        if text is None:
-            raise ValueError("SubspaceMembership needs public_text: texts, or 'sampled'")
-        self.public_text = text
+        super().__init__(
+            public_text,
+            tokenizer=tokenizer,
+            public_rows=public_rows,
+            tokens=tokens,
+            refresh_every=refresh_every,
+            seed=seed,
+            name=name,
+        )
+        if isinstance(blocks, bool) or blocks < 1:
+            raise ValueError(f"blocks must be an integer of at least 1, got {blocks}")
         self.blocks = blocks
-        self.public_rows = public_rows
-        self.tokens = tokens
-        self.refresh_every = refresh_every
-        self.seed = seed
         self._words = SubspaceWords(capacity_seconds=0)
         self._facts = RunFacts()
         self._inputs: tuple[Anatomy, tuple[SharedInput, ...]] | None = None
-        self._public: PublicText | None = None
         self._whitening: list[Tensor] = []
         self._others: tuple[Tensor, Tensor, list[Tensor]] | None = None
         self._prepared_at = 0
@@ -166,13 +153,9 @@ class SubspaceMembership(PassiveMembership):
         self._anatomy = anatomy
 
     def _prepare_public(self, anatomy: Anatomy) -> None:
-        if self._public is None:
-            self._public = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
-        generator = torch.Generator().manual_seed(self.seed)
-        rows = self._public.draw(min(self.public_rows, len(self._public)), generator).tolist()
-        texts = [self._public.sentences[i][: self.tokens] for i in rows]
-        ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-        real = torch.arange(ids.shape[1])[None] < torch.tensor([[len(t)] for t in texts])
+        public = self._texts(anatomy, self.public_rows)
+        ids, mask = public.input_ids, public.attention_mask
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask > 0
         states = states_at(anatomy, self._read(anatomy), ids, real.long())
         flat = (x[real.to(x.device)].double() for x in states)
         self._whitening = [whitening(x.T @ x / len(x)) for x in flat]
@@ -212,11 +195,10 @@ class SubspaceMembership(PassiveMembership):
                 )
             raise UnusableObservation("every gradient that is read is zero")
         words = self._bag(view)
-        mask = query.attention_mask
-        ids = query.input_ids[:, : self.tokens]
-        real = (
-            torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[:, : ids.shape[1]] > 0
-        )
+        ids, mask = query.input_ids, query.attention_mask
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask > 0
+        cut = reach(real, self.tokens)
+        ids, real = ids[:, :cut], real[:, :cut]
         states = states_at(anatomy, inputs, ids, None if mask is None else real.long())
         causal = anatomy.kind == "causal"
         asked, other = (
@@ -254,15 +236,7 @@ class SubspaceMembership(PassiveMembership):
 
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""
-        text = self.public_text
-        return {
-            "public_text": text.digest if isinstance(text, PublicText) else text,
-            "blocks": self.blocks,
-            "public_rows": self.public_rows,
-            "tokens": self.tokens,
-            "refresh_every": self.refresh_every,
-            "seed": self.seed,
-        }
+        return super().config() | {"blocks": self.blocks}
 
 
 def _trained(known: SharedInput, anatomy: Anatomy) -> list[Any]:

@@ -223,6 +223,57 @@ def test_of_long_texts_the_beginning_is_enough() -> None:
     assert float(scores[:ROWS].min()) > float(scores[ROWS:].max())
 
 
+def test_padding_on_the_left_uses_up_nothing_of_what_is_read() -> None:
+    model = lora()
+    anatomy, attack = prepared(model)
+    attack.tokens = 4
+    inside = texts(ROWS, LENGTH)
+    backward(model, inside)
+    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
+    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    ids = torch.cat([inside, texts(ROWS, LENGTH)])
+    plain = attack.run(view, Query(ids)).scores
+    padded = torch.cat([torch.zeros(len(ids), 6, dtype=torch.long), ids], 1)
+    mask = (torch.arange(padded.shape[1]) >= 6).long().repeat(len(ids), 1)
+    torch.testing.assert_close(
+        attack.run(view, Query(padded, mask)).scores, plain, rtol=1e-3, atol=1e-5
+    )
+    assert float(plain[:ROWS].min()) > float(plain[ROWS:].max())
+
+
+def test_a_prompt_longer_than_what_is_read_uses_up_nothing() -> None:
+    model = lora()
+    anatomy, attack = prepared(model)
+    attack.tokens = 3
+    inside = texts(ROWS, LENGTH)
+    labels = inside.clone()
+    labels[:, :5] = -100
+    backward(model, inside, labels=labels)
+    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
+    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    query = torch.cat([inside, texts(ROWS, LENGTH)])
+    answers = query.masked_fill(labels.repeat(2, 1) < 0, -100)
+    scores = attack.run(view, Query(query, None, None, answers)).scores
+    assert float(scores[:ROWS].min()) > float(scores[ROWS:].max())
+
+
+@pytest.mark.parametrize("family", [lora, norms])
+def test_of_a_text_without_labels_nothing_is_said(family: Any) -> None:
+    model = family()
+    anatomy, attack = prepared(model)
+    inside = texts(ROWS, LENGTH)
+    backward(model, inside)
+    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
+    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    labels = inside.clone()
+    labels[0] = -100
+    said = attack.run(view, Query(inside, None, None, labels))
+    alone = attack.run(view, Query(inside[1:])).scores
+    assert not said.members[0]
+    assert float(said.scores[0]) < float(alone.min())
+    torch.testing.assert_close(said.scores[1:], alone, rtol=1e-4, atol=1e-6)
+
+
 def test_noise_takes_the_difference_away() -> None:
     model, right = lora(), 0
     for _ in range(12):
@@ -258,7 +309,9 @@ def test_an_error_leaves_the_model_in_training() -> None:
     tensors = {r: torch.ones_like(anatomy.parameter(r)) for r in names}
     view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
     with pytest.raises(ValueError, match="boom") as caught:
-        of_token_parts(anatomy, attack._read(anatomy), attack._texts(3), lambda parts: boom())
+        of_token_parts(
+            anatomy, attack._read(anatomy), attack._texts(anatomy, 3), lambda parts: boom()
+        )
     assert model.training, caught
     assert attack.run(view, Query(texts(2, LENGTH))).scores.isfinite().all()
 

@@ -66,6 +66,24 @@ def test_a_query_may_be_padded() -> None:
     assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
 
 
+def test_padding_on_the_left_uses_up_nothing_of_what_is_read() -> None:
+    model = ready(llama())
+    anatomy = find_anatomy(model)
+    attack = SubspaceMembership(texts(16, LENGTH), tokens=4)
+    attack.prepare(anatomy)
+    inside = texts(ROWS, LENGTH)
+    backward(model, inside)
+    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
+    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    ids = torch.cat([inside, texts(ROWS, LENGTH)])
+    plain = attack.run(view, Query(ids)).scores
+    padded = torch.cat([torch.zeros(len(ids), 6, dtype=torch.long), ids], 1)
+    mask = (torch.arange(padded.shape[1]) >= 6).long().repeat(len(ids), 1)
+    scores = attack.run(view, Query(padded, mask)).scores
+    assert float(scores[:ROWS].min()) > float(scores[ROWS:].max())
+    assert float((scores - plain).abs().max()) < 0.5 * float((plain[:ROWS] - plain[ROWS:]).min())
+
+
 def test_scores_do_not_hang_on_the_other_candidates() -> None:
     torch.manual_seed(3)
     model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
@@ -105,6 +123,6 @@ def test_what_it_cannot_read_is_refused() -> None:
 
 
 @pytest.mark.parametrize("argument", ["blocks", "public_rows", "tokens", "refresh_every"])
-def test_numbers_below_one_are_refused(argument: str) -> None:
+def test_numbers_out_of_range_are_refused(argument: str) -> None:
     with pytest.raises(ValueError, match=argument):
         SubspaceMembership(**{argument: 0})

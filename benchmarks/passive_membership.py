@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="8x64")
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=ATTACKS)
+    parser.add_argument("--tokens", type=int, default=64, help="of a text that are read at most")
     parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--bos", type=int)
     parser.add_argument("--pool", type=int, default=2000)
@@ -82,7 +83,7 @@ def main() -> None:
             backward(model, public.batch(texts, length), options.device)
             optimizer.step()
         given = public.batch(24, length).input_ids.tolist()
-        attacks = {name: ATTACKS[name](given) for name in options.attacks}
+        attacks = {name: ATTACKS[name](given, tokens=options.tokens) for name in options.attacks}
         roles: set[str] = set()
         for attack in attacks.values():
             roles |= {*attack.needs(anatomy).gradients}

@@ -19,7 +19,7 @@ demo: $(READY)
 	@$(BIN)/fedleak demo $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 smoke: $(READY)
 	@$(BIN)/python benchmarks/smoke.py $(ARGS)

@@ -9,7 +9,10 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import logging
 import random
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +31,18 @@ settings.register_profile(
 settings.load_profile("fedleak")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes come first: no worker waits for the other's long last one."""
+    first = {item.path for item in items if item.get_closest_marker("ddp")}
+    items.sort(key=lambda item: item.path not in first)
+
+
 def _begin_anew() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     os.environ.pop("PL_GLOBAL_SEED", None)  # of seed_everything; Lightning's samplers follow it
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)  # what a quiet fit left
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,15 +51,21 @@ def _own_random_numbers_of_a_file() -> None:
     _begin_anew()
 
 
+@pytest.fixture(scope="session")
+def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("caches")
+    return (folder / str(number) for number in count())
+
+
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(_caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test calibrates is of no use to another."""
-    monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("FEDLEAK_CACHE", str(next(_caches)))
 
 
 @pytest.fixture(autouse=True)
 def _own_random_numbers() -> None:
-    """Else what a test draws would depend on which tests its worker has run before."""
+    """Else what a test draws and says would depend on which tests its worker has run before."""
     _begin_anew()
 
 

@@ -333,7 +333,15 @@ def _sampled(
                 out = model(input_ids=ids.to(device))
             cache = getattr(out, "past_key_values", None) if cached else None
             probabilities = logits_in(out)[:, -1].float().softmax(-1).cpu()
-            ids = torch.cat([ids, torch.multinomial(probabilities, 1, generator=generator)], 1)
+            ids = torch.cat([ids, _drawn(probabilities, generator)], 1)
     ended = torch.isin(ids[:, 1:], end_ids)
     stop = torch.where(ended.any(1), ended.int().argmax(1) + 2, length)
     return [row[:k] for row, k in zip(ids, stop.tolist(), strict=True)]
+
+
+def _drawn(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """(n, 1) one of each row by inversion: a uniform number a row, where multinomial takes V."""
+    up_to = probabilities.cumsum(1)
+    places = torch.rand(len(up_to), 1, generator=generator) * up_to[:, -1:]
+    drawn: Tensor = torch.searchsorted(up_to, places, right=True)
+    return drawn.clamp_max(up_to.shape[1] - 1)

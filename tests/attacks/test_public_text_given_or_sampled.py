@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scipy.stats import chisquare
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.public_text import PublicText
@@ -28,6 +29,22 @@ def test_sampled_text_follows_from_the_seed_and_leaves_the_model_alone() -> None
     assert len(first) == 256
     assert max(len(s) for s in first.sentences) == 16
     assert all(int(s.min()) >= 0 and int(s.max()) < VOCAB for s in first.sentences)
+
+
+def test_second_tokens_follow_the_models_law() -> None:
+    anatomy = find_anatomy(tiny_gpt2().eval())
+    with torch.no_grad():  # far from uniform, with tokens that never come
+        anatomy.model.get_output_embeddings().weight.mul_(30)
+        logits = anatomy.model(torch.tensor([[1]])).logits[0, -1]
+    law = logits.double().softmax(0)
+    n = 20_000
+    texts = PublicText.sampled_from(anatomy, n, 2, start_token_id=1).sentences
+    seen = torch.bincount(torch.stack(texts)[:, 1], minlength=VOCAB).double()
+    counted = law * n >= 5
+    assert 3 < int(counted.sum()) < VOCAB
+    expected = torch.cat([law[counted], law[~counted].sum()[None]]) * n
+    found = torch.cat([seen[counted], seen[~counted].sum()[None]])
+    assert chisquare(found.numpy(), expected.numpy()).pvalue > 1e-3
 
 
 def test_another_string_is_refused() -> None:

@@ -48,6 +48,7 @@ _TYPES_EXPECTED = 256.0
 _PROBED = 32
 _LENGTH = 32
 _SAME = 5e-7
+_ROUNDED = 4.0
 
 
 class SubspaceWords(Attack):
@@ -292,9 +293,11 @@ class SubspaceWords(Attack):
         held = {n: update.tensors[n] for n in names if n in update.tensors}
         if steps.linear:
             plain = {n: steps.without_decay(t, self._before[n], rate) for n, t in held.items()}
-            return replace(update, tensors=plain), None
+            scale = update.local_steps**0.5 / rate
+            moved = {n: _moved(t, torch.tensor(self._stored[n] * scale)) for n, t in plain.items()}
+            return replace(update, tensors=moved), None
         both = {n: steps.inverted(t, self._before[n], rate) for n, t in held.items()}
-        gradients = {n: gradient for n, (gradient, _) in both.items()}
+        gradients = {n: _moved(gradient, error) for n, (gradient, error) in both.items()}
         errors = {n: error for n, (_, error) in both.items()}
         if all(_hidden(gradients[n], errors[n]) for n in errors):
             raise UnusableObservation(
@@ -326,6 +329,19 @@ class SubspaceWords(Attack):
             "public_text": text.digest if isinstance(text, PublicText) else text,
             "seed": self.seed,
         }
+
+
+def _moved(gradient: Tensor, error: Tensor) -> Tensor:
+    """A gradient; zeros where decay may have moved the weights alone, and the rest is rounding.
+
+    So it is with LoRA's A in a first step. Of Adam's own decay no entry shows its size.
+    """
+    if not bool(error.isfinite().any()):
+        return torch.zeros_like(gradient)
+    known = error.isfinite() & (error > 0)
+    ratio = (gradient / error.to(gradient)).where(known.to(gradient.device), 0.0)
+    size = float(ratio.square().sum()) / max(1, int(known.expand_as(gradient).sum()))
+    return torch.zeros_like(gradient) if size <= _ROUNDED else gradient
 
 
 def _hidden(gradient: Tensor, error: Tensor) -> bool:
@@ -429,6 +445,10 @@ class _Readable:
             raise UnusableObservation("the gradients of the first projections are all zero")
         rounding = _rounding([*(g.dtype for g in gradients), self.dictionary.rows.dtype], facts)
         seen = self.dictionary.seen_positions(gradients)
+        if uneven and self.of_b:
+            raise Inapplicable(
+                "of an update of Adam's, LoRA's B alone has too few directions to tell words apart"
+            )
         if uneven:
             return self._words(explained_by_turns(gradients, uneven, self._finder(seen, rounding)))
         found = self._explained(gradients, seen, rounding, levels)

@@ -358,6 +358,19 @@ def test_one_step_of_adam_hides_nothing(kind: type, lora: bool) -> None:
     assert not said.certified
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_the_first_round_of_lora_is_unknown_and_never_nothing(kind: type, decay: float) -> None:
+    """Decay alone moves A then."""
+    model = get_peft_model(
+        ready(llama()), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    ).eval()
+    attack, anatomy = prepared(model)
+    view = step_of(kind, model, attack, anatomy, texts(4, 6), weight_decay=decay)
+    with pytest.raises(UnusableObservation, match="LoRA's A is zero"):
+        attack.run(view)
+
+
 def test_rounding_of_half_precision_leaves_signs_alone() -> None:
     model = ready(llama())
     attack, anatomy = prepared(model)

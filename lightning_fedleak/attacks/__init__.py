@@ -24,6 +24,7 @@ from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack, Te
 from lightning_fedleak.attacks.texts.descent import DescentGuess
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
+from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.direct import BagOfWords, BiasSign
@@ -65,6 +66,7 @@ __all__ = [
     "RevealLabelsGuess",
     "RunFacts",
     "SubspaceMembership",
+    "SubspaceTexts",
     "SubspaceWords",
     "Surfaces",
     "TextAttack",

@@ -12,7 +12,7 @@ import math
 import time
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,12 +55,15 @@ class TextGuess(Guess):
         finished: False where the time budget cut anything off: the tokens are the best found by
             then, and more time may find others.
         candidates: candidates that were verified against the observation, over all positions.
+        certified: whether the adversary can tell by itself that these are the texts, and all of
+            them; None where the attack makes no certificate.
     """
 
     tokens: Tensor
     confidence: Tensor | None = None
     finished: bool = True
     candidates: int = 0
+    certified: bool | None = None
 
 
 class TextAttack(Attack):
@@ -68,7 +71,13 @@ class TextAttack(Attack):
 
     One that reads gradients is shown them as an attack on words is, and names its texts in any
     order.
+
+    Attributes:
+        last_token_open: whether it leaves the last token of a text open, which a causal model's
+            gradients hold as a label alone.
     """
+
+    last_token_open: ClassVar[bool] = False
 
     def age(self, step: int) -> float:
         """Optimizer steps that this adversary's copy of the model is behind at ``step``.

@@ -480,7 +480,7 @@ def _joined(parts: list[DescentGuess], device: torch.device) -> DescentGuess:
         parts[0],
         finished=all(p.finished for p in parts),
         candidates=sum(p.candidates for p in parts),
-        **columns,
+        **columns,  # type: ignore[arg-type]
     )
 
 

@@ -7,6 +7,7 @@ each look (as often as the attack says).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -83,13 +84,20 @@ class Inverted:
     def pack(self, texts: int) -> list[float]:
         """Scores of the texts that were begun, as numbers in a fixed order.
 
-        n; age; whether the attack finished; right tokens, tokens and ROUGE-L of each text, filled
-        up to ``texts``; right tokens and tokens by range of places.
+        n; age; whether the attack finished; whether it certified its texts, NaN where it never
+        does; right tokens, tokens and ROUGE-L of each text, filled up to ``texts``; right tokens
+        and tokens by range of places.
         """
         begun = self.begun
         guessed, truth, real = self.guess.tokens[begun], self.input_ids[begun], self.real[begun]
         scores = sentence_scores(guessed, truth, real)
-        numbers = [float(len(scores.hits)), self.age, float(self.guess.finished)]
+        certified = self.guess.certified
+        numbers = [
+            float(len(scores.hits)),
+            self.age,
+            float(self.guess.finished),
+            math.nan if certified is None else float(certified),
+        ]
         for column in (scores.hits, scores.lengths, scores.rouge_l):
             numbers += column.double().tolist() + [0.0] * (texts - len(column))
         hits, there = token_hits(guessed, truth, real)
@@ -130,7 +138,7 @@ class TextsChannel(Channel):
     metrics = ("token_accuracy", "exact_sentences", "rouge_l")
     headline = "token_accuracy"
     charts = MappingProxyType({"whole texts": ("exact_sentences", "rouge_l")})
-    extras = ("age", "finished")
+    extras = ("age", "finished", "certified")
     parted = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
 
@@ -146,7 +154,7 @@ class TextsChannel(Channel):
                 "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
                 "stages"
             )
-        self.width = 3 + 3 * texts + 2 * PLACES
+        self.width = 4 + 3 * texts + 2 * PLACES
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossed: list[Crossed] = []
         self._tap: SplitTap | None = None
@@ -344,14 +352,17 @@ class TextsChannel(Channel):
         """Right tokens of each text."""
         if isinstance(said, TextGuess):
             [attack] = (a for a in self.attacks if a.name == series.attack)
-            said = self._matched(said, attack.age(look.step), look)
+            said = self._matched(said, attack, look)
         if not isinstance(said, Inverted):
             raise UnusableObservation("the attack guessed something else")
         look.kept[series] = said
         return said.pack(self.settings.texts)
 
-    def _matched(self, guess: TextGuess, age: float, look: Look) -> Inverted:
-        """Texts guessed from gradients beside those of the batch that they are most like."""
+    def _matched(self, guess: TextGuess, attack: TextAttack, look: Look) -> Inverted:
+        """Texts guessed from gradients beside those of the batch that they are most like.
+
+        The last token of a causal text does not count where the attack leaves it open.
+        """
         every = self._choose(look.step, look.batches, every=True)
         drawn = self._choose(look.step, look.batches)
         assert every is not None
@@ -359,13 +370,19 @@ class TextsChannel(Channel):
         length = every.input_ids.shape[1]
         said = guess.tokens.cpu()[:, :length]
         said = torch.nn.functional.pad(said, (0, length - said.shape[1]), value=NOTHING)
-        hits = (said[:, None] == every.input_ids) & every.real
+        order = (~every.real).int().argsort(dim=1, stable=True)  # such a text begins on the left
+        ids, real = every.input_ids.gather(1, order), every.real.gather(1, order)
+        if attack.last_token_open and self.run.anatomy.kind == "causal":
+            real = real & (real.flip(1).cumsum(1).flip(1) > 1)
+        if not bool(real.any()):
+            raise UnusableObservation("every text of this batch is one token long")
+        hits = (said[:, None] == ids) & real
         guessed, true = linear_sum_assignment(hits.sum(2).numpy(), maximize=True)
-        tokens = torch.full_like(every.input_ids, NOTHING)
+        tokens = torch.full_like(ids, NOTHING)
         tokens[torch.from_numpy(true)] = said[torch.from_numpy(guessed)]
         which = [every.rows.index(row) for row in drawn.rows]
-        shown = TextGuess(tokens[which], finished=guess.finished)
-        return Inverted(shown, every.input_ids[which], every.real[which], age)
+        shown = TextGuess(tokens[which], finished=guess.finished, certified=guess.certified)
+        return Inverted(shown, ids[which], real[which], attack.age(look.step))
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
         """Reveals texts, and draws at which places tokens were recovered."""
@@ -387,6 +404,7 @@ class TextsChannel(Channel):
             for metric in (alone, pooled):
                 metric.add(self._scores(row))
             each.append({name: rate.value for name, rate in self._rates(alone).items()})
+        certified = sum(row[3] for row in rows.values()) / len(rows)
         places = torch.tensor([list(row)[-2 * PLACES :] for row in rows.values()]).sum(0).long()
         pairs = zip(places[:PLACES].tolist(), places[PLACES:].tolist(), strict=True)
         return Outcome(
@@ -396,6 +414,7 @@ class TextsChannel(Channel):
             extra={
                 "age": max(row[1] for row in rows.values()),
                 "finished": sum(row[2] for row in rows.values()) / len(rows),
+                **({} if math.isnan(certified) else {"certified": certified}),
             },
             by_position={
                 name: (right, n) for name, (right, n) in zip(place_names(), pairs, strict=True) if n
@@ -407,7 +426,7 @@ class TextsChannel(Channel):
 
     def _scores(self, row: Sequence[float]) -> SentenceScores:
         n, texts = int(row[0]), self.settings.texts
-        columns = torch.tensor(list(row)[3 : 3 + 3 * texts], dtype=torch.float64)
+        columns = torch.tensor(list(row)[4 : 4 + 3 * texts], dtype=torch.float64)
         hits, lengths, rouge = columns.reshape(3, texts)[:, :n]
         return SentenceScores(hits, lengths, rouge)
 

@@ -1,0 +1,771 @@
+"""Whole texts from the row spaces of gradients, LoRA or whole: token by token, with a certificate.
+
+What the second block's projections read at a place hangs on all tokens up to it. So a beginning is
+right where what its last token makes of it lies in the span of the shared rows (DAGER, Petrov et
+al. 2024, section 4.2), and texts are found from left to right. Three things are added. Rows that
+earlier tokens explain are projected out, so that few rows tell many tokens apart, and all blocks
+count as evidence. What a token would explain at any other place is taken off: that it is in the
+batch says nothing of where it stands. And a next text branches off wherever a found one could have
+gone on another way, so that texts with a common beginning are told apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.anatomy.text_layers import Place, states_in, text_blocks
+from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
+from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.membership.gradients import whitening
+from lightning_fedleak.attacks.row_space.linear_maps import (
+    SharedInput,
+    block_of,
+    linear_maps,
+    shared_inputs,
+)
+from lightning_fedleak.attacks.row_space.pursuit import SharedRows
+from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextAttack, TextGuess
+from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
+from lightning_fedleak.attacks.words.subspace import SubspaceWords
+from lightning_fedleak.model_runs import cut_at
+from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+
+_BLOCKS = 12
+_CONTEXTS, _CONTEXT = 4, 8
+_TRIED = 16, 64
+_EXACT, _NEARLY = 1e-6, 1e-3
+_PRECISE = 1e-10
+_EXPLAINED = 1e-3
+_ASIDE = 8
+_LONGEST = 512
+_RESIDUAL = 20.0
+_NEEDED = 5.0
+_LARGEST_SHARE = 0.9
+
+
+class SubspaceTexts(TextAttack):
+    """The texts whose hidden states the shared rows of several blocks are combinations of.
+
+    An honest but curious server knows the weights. It takes the tokens of the batch from the first
+    block's rows (:class:`~lightning_fedleak.attacks.words.subspace.SubspaceWords`) and tries each
+    as the next one of a text, behind the beginnings that fit best.
+
+    The rows of whole projections name every token exactly, as long as a batch has fewer places than
+    the hidden states have numbers. Of a LoRA more blocks are read, whose few rows each are evidence
+    on the same text. A causal text's last token has no part in these gradients: it is left open.
+    Reads single gradients, and rounds of one plain step of SGD.
+
+    Args:
+        blocks: behind the first that are read at most; by default one where its rows could fill the
+            width of the hidden states, 12 where they are fewer.
+        beam: beginnings that are kept side by side where none is exact.
+        budget_seconds: wall time that one observation may take; None for no bound. What is found
+            by then is returned, and the guess says that it is not finished.
+        seed: of the contexts in which tokens are tried beforehand.
+        name: as in the logs.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    threat_model = ThreatModel.of(
+        "an honest but curious server that reads one update of the blocks' projections, or of "
+        "adapters on them",
+        Capability.KNOWS_MODEL,
+    )
+    default_name = "subspace_texts"
+    reads_adaptive_updates = True
+    restores_fully = False
+    last_token_open = True
+
+    def __init__(
+        self,
+        *,
+        blocks: int | None = None,
+        beam: int = 3,
+        budget_seconds: float | None = 120.0,
+        seed: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        for argument, value in (("blocks", blocks), ("beam", beam)):
+            if value is not None and (isinstance(value, bool) or value < 1):
+                raise ValueError(f"{argument} must be a positive integer, got {value!r}")
+        if budget_seconds is not None and not budget_seconds > 0:
+            raise ValueError(f"budget_seconds must be positive or None, got {budget_seconds!r}")
+        self.blocks = blocks
+        self.beam = beam
+        self.budget_seconds = budget_seconds
+        self.seed = seed
+        self._words = SubspaceWords(capacity_seconds=0)
+        self._facts = RunFacts()
+        self._inputs: tuple[Anatomy, list[SharedInput]] | None = None
+        self._bottom: _BlockInputs | None = None
+        self._whitening: list[Tensor] = []
+
+    def meet(self, facts: RunFacts) -> None:
+        """Learns the precision, and what made an update."""
+        self._facts = facts
+        self._words.meet(facts)
+
+    def age(self, step: int) -> float:
+        """Optimizer steps that the copy of the model is behind; NaN before there is one."""
+        return math.nan if self._bottom is None else float(self._bottom.age(step))
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """What names the words, and the trained projections of some blocks behind the first.
+
+        Raises:
+            ThreatModelError: the model is not causal, or has no second block of linear maps.
+        """
+        if anatomy.kind not in ("causal", "classifier"):
+            raise ThreatModelError(
+                f"attack '{self.name}' reads texts from left to right, which a {anatomy.kind} "
+                "model does not: remove the attack"
+            )
+        words = self._words.needs(anatomy).gradients
+        deeper = [m.name for known in self._read(anatomy) for m in _readers(known, anatomy)]
+        if not deeper:  # a surface that could be shared, so that it reads as not exposed
+            deeper = [m.name for m in self._behind(anatomy)[0].maps if m.factor != "B"]
+        return Surfaces(gradients=tuple(dict.fromkeys([*words, *deeper])))
+
+    def _behind(self, anatomy: Anatomy) -> list[SharedInput]:
+        """What the first maps of each block behind the first read."""
+        if self._inputs is None or self._inputs[0] is not anatomy:
+            maps = [m for m in linear_maps(anatomy) if m.factor != "B" and not m.regularised]
+            blocks: dict[str, SharedInput] = {}
+            for known in shared_inputs(anatomy, maps):
+                if known.width == anatomy.hidden_size:
+                    blocks.setdefault(block_of(known.maps[0].name), known)
+            own = {name for name, _ in text_blocks(anatomy)}
+            found = [known for block, known in blocks.items() if block in own]
+            if len(found) < 2:
+                raise ThreatModelError(
+                    f"attack '{self.name}' orders words by the second block's projections, and "
+                    "this model has no second block with linear maps that are called once: remove "
+                    "the attack"
+                )
+            self._inputs = (anatomy, found[1:])
+        return self._inputs[1]
+
+    def _read(self, anatomy: Anatomy) -> list[SharedInput]:
+        trained = [known for known in self._behind(anatomy) if _readers(known, anatomy)]
+        if not trained:
+            return []
+        rows = sum(m.rows for m in _readers(trained[0], anatomy))
+        most = self.blocks or (1 if rows >= trained[0].width else _BLOCKS)
+        return trained[:most]
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        """Copies the model up to the blocks that are read, and runs it on random tokens.
+
+        Raises:
+            ValueError: what a token is made to hangs on later ones, or the model cannot be run as
+                far as these blocks.
+        """
+        self._words.prepare(anatomy)
+        inputs = self._read(anatomy)
+        self._bottom = None
+        if not inputs:
+            return
+        bottom = _BlockInputs(anatomy, inputs, self._facts)
+        if not bottom.causal:
+            raise ValueError(
+                f"attack '{self.name}': {type(anatomy.model).__name__} is not causal, so that its "
+                "texts cannot be read from left to right: remove the attack"
+            )
+        self._bottom = bottom
+        self._learn()
+
+    def _learn(self) -> None:
+        bottom = self._bottom
+        assert bottom is not None
+        generator = torch.Generator().manual_seed(self.seed)
+        length = min(_TRIED[1], bottom.context or _TRIED[1])
+        ids = torch.randint(bottom.vocab_size, (_TRIED[0], length), generator=generator)
+        states = bottom.parts(bottom.hidden(ids.to(bottom.device)))
+        self._whitening = [whitening(x.flatten(0, 1).mT @ x.flatten(0, 1)).double() for x in states]
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Renews the copy; anew where something else is trained."""
+        self._words.refresh(anatomy, step)
+        inputs = self._read(anatomy)
+        if self._bottom is None or list(self._bottom.inputs) != inputs:
+            self.prepare(anatomy)
+        if self._bottom is not None:
+            self._bottom.refresh(anatomy, step)
+
+    @torch.no_grad()
+    def run(self, view: Observation, query: Query | None = None) -> TextGuess:
+        """Reconstructs the texts of a batch.
+
+        Returns:
+            A row for each text found, in any order; ``confidence`` is the share of a token's state
+            that the rows explained when it was chosen, in the block that explains least.
+
+        Raises:
+            UnusableObservation: non-finite or zero gradients, more words than the first block's
+                rows tell apart, or an update that is no gradient.
+            RuntimeError: ``prepare`` was not called.
+        """
+        if self._bottom is None:
+            raise RuntimeError(f"attack '{self.name}' has no copy of the model: call prepare")
+        self._check_update(view)
+        words = self._words.run(view)
+        bottom, noise = self._bottom, view.gradients[-1].noise_std
+        shared = [self._rows(known, bottom.anatomy, view, noise) for known in bottom.inputs]
+        bag = words.types.sort().values.to(bottom.device)
+        if not len(bag):
+            raise UnusableObservation("no word stands out of the noise")
+        with bottom.session():
+            search = _Search(bottom, self._whitening, shared, bag, self.beam, self.seed)
+            texts, finished = search.run(Deadline(self.budget_seconds))
+            texts, certain = search.checked(texts) if finished else (texts, False)
+        if not texts:
+            raise UnusableObservation("no text explains what the second block's rows hold")
+        length = max(len(t.tokens) for t in texts)
+        tokens = torch.full((len(texts), length), NOTHING, dtype=torch.int64)
+        sure = torch.zeros(len(texts), length)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
+            sure[row, : len(text.tokens)] = torch.tensor(text.fits)
+        return TextGuess(tokens, sure, finished, search.tried, certain)
+
+    def _check_update(self, view: Observation) -> None:
+        update = view.gradients[-1]
+        if not isinstance(update, UpdateSnapshot):
+            return
+        steps = LocalSteps.of(self._facts)
+        if update.local_steps != 1 or steps is None or not steps.plain:
+            raise UnusableObservation(
+                "whole texts are read off single gradients and off rounds of one plain step of "
+                "SGD: measure rounds of one step, or leave local_steps out to see what the "
+                "client's data would give away"
+            )
+
+    def _rows(
+        self, known: SharedInput, anatomy: Anatomy, view: Observation, noise: float
+    ) -> SharedRows:
+        gradients = []
+        for linear in _readers(known, anatomy):
+            g = whole_tensor(view.gradient(linear.name))
+            if not bool(g.isfinite().all()):
+                raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
+            if bool(g.any()):
+                gradients.append(g if linear.axis == 1 else g.T)
+        if not gradients:
+            if any(m.factor == "A" for m in _readers(known, anatomy)):
+                raise NotYet(
+                    "the gradient of LoRA's A is zero, as it is while B is (in the first step)"
+                )
+            raise UnusableObservation("the gradients of the second block's projections are zero")
+        dtypes = [*(g.dtype for g in gradients), self._facts.autocast or torch.float32]
+        nothing = torch.zeros(0, known.width, dtype=torch.float64, device=gradients[0].device)
+        return SharedRows.of(
+            gradients,
+            nothing,
+            rounding=max(torch.finfo(d).eps for d in dtypes),
+            noise=[noise] * len(gradients),
+        )
+
+    def config(self) -> dict[str, object]:
+        """Settings that name this attack in reports."""
+        return {
+            "blocks": self.blocks,
+            "beam": self.beam,
+            "budget_seconds": self.budget_seconds,
+            "seed": self.seed,
+        }
+
+
+def _readers(known: SharedInput, anatomy: Anatomy) -> list[Any]:
+    return [m for m in known.trained(anatomy) if m.factor != "B"]
+
+
+class _BlockInputs(BottomModel):
+    """A copy of the model up to some blocks' projections: what these read, side by side."""
+
+    def __init__(self, anatomy: Anatomy, inputs: Sequence[SharedInput], facts: RunFacts) -> None:
+        self.inputs = tuple(inputs)
+        names = [name for name, _ in text_blocks(anatomy)]
+        deepest = names.index(block_of(inputs[-1].maps[0].name)) + 1
+        super().__init__(anatomy, deepest, autocast=facts.autocast)
+
+    def _bind(self, anatomy: Anatomy, step: int) -> None:
+        super()._bind(anatomy, step)
+        *before, last = self.inputs
+        cut = cut_at(anatomy.model, Place("", last.reader, "input"))
+
+        def run(**given: Any) -> Tensor:
+            seen: dict[int, Tensor] = {}
+
+            def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                seen[id(module)] = states_in(args, kwargs)
+
+            with ExitStack() as stack:
+                for known in before:
+                    handle = known.reader.register_forward_pre_hook(keep, with_kwargs=True)
+                    stack.callback(handle.remove)
+                deepest: Tensor = cut(**given)
+            return torch.cat([*(seen[id(known.reader)] for known in before), deepest], -1)
+
+        self._run: Callable[..., Any] = run
+
+    def parts(self, states: Tensor) -> list[Tensor]:
+        """What each block's projections read, (..., d) float64 of unit length, of (..., n d)."""
+        parts = states.double().chunk(len(self.inputs), -1)
+        return [nn.functional.normalize(x, dim=-1) for x in parts]
+
+
+# ---- one block's rows -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Left:
+    """What is left of a block's rows when some tokens are explained.
+
+    Attributes:
+        rows: (m, d) what is left.
+        directions: (k, d) orthonormal, that what is left spans.
+        known: (n, d) orthonormal, that the explained tokens span.
+        whitening: (d, d) that rows, in units of their noise, were multiplied by.
+    """
+
+    rows: Tensor
+    directions: Tensor
+    known: Tensor
+    whitening: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, whitening: Tensor) -> _Left:
+        """Of rows (m, d) in units of their noise, of which none is explained."""
+        rows = rows @ whitening
+        directions = torch.linalg.qr(rows.T).Q.T.contiguous() if len(rows) else rows
+        return cls(rows, directions, rows[:0], whitening)
+
+    def fits(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """How much of what is new in states (n, d) the directions hold.
+
+        Returns:
+            The share (n,), the norm of what is new (n,), and that itself at unit length (n, d).
+        """
+        new = states - (states @ self.known.T) @ self.known
+        new = new - (new @ self.known.T) @ self.known
+        norms = new.norm(dim=1)
+        new = new / norms.clamp_min(1e-300)[:, None]
+        return (new @ self.directions.T).square().sum(1).clamp(0, 1), norms, new
+
+    def without(self, new: Tensor) -> _Left:
+        """What is left when a state, whose new part is (d,) of unit length, is explained too.
+
+        Of the directions the one that holds most of it goes, and what of that is not explained
+        comes back as long as it is more than rounding.
+        """
+        known = torch.cat([self.known, new[None]])
+        rows = self.rows - torch.outer(self.rows @ new, new)
+        along = self.directions @ new
+        size = float(along.norm())
+        if size < 1e-6:
+            return _Left(rows, self.directions, known, self.whitening)
+        held = along / size
+        mirror = held.clone()
+        mirror[0] += 1.0 if float(held[0]) >= 0 else -1.0
+        mirror = mirror / mirror.norm()
+        turned = self.directions - 2 * torch.outer(mirror, mirror @ self.directions)
+        over = held @ self.directions - size * new
+        rest = float(over.norm())
+        kept = [turned[1:]]
+        if rest > _EXACT:
+            over = over / rest
+            noise = float((self.whitening @ over).norm()) * rows.numel() ** 0.5
+            if float((rows @ over).norm()) > _NEEDED * noise:
+                kept.append(over[None])
+        return _Left(rows, torch.cat(kept), known, self.whitening)
+
+
+@dataclass(frozen=True, eq=False)
+class _Fits:
+    """How candidates fit what is left of all blocks.
+
+    Attributes:
+        evidence: (n,) the nearer to what is left, the more; summed over blocks.
+        worst: (n,) share of a state that is explained, in the block that explains least.
+        new: by block (n, d), what is new in states, of unit length.
+    """
+
+    evidence: Tensor
+    worst: Tensor
+    new: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, left: Sequence[_Left], states: Sequence[Tensor]) -> _Fits:
+        """Of states (n, d) by block; one that is explained already is none."""
+        evidence, worst, news = torch.zeros(()), torch.ones(()), []
+        for remaining, x in zip(left, states, strict=True):
+            share, norms, new = remaining.fits(x)
+            nearness = -(1 - share).clamp_min(_PRECISE).log()
+            evidence = evidence.to(share) + nearness.masked_fill(norms < _EXPLAINED, -math.inf)
+            worst = torch.minimum(worst.to(share), share)
+            news.append(new)
+        return cls(evidence, worst, tuple(news))
+
+    @property
+    def exact(self) -> bool:
+        """Whether one fits up to rounding."""
+        return bool((self.evidence.isfinite() & (1 - self.worst <= _EXACT)).any())
+
+    def without(self, left: Sequence[_Left], i: int) -> tuple[_Left, ...]:
+        """What is left when one is explained too."""
+        return tuple(b.without(new[i]) for b, new in zip(left, self.new, strict=True))
+
+
+# ---- texts ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Branch:
+    """A way in which a known beginning could go on: its next token, and what blocks read there."""
+
+    prefix: tuple[int, ...]
+    token: int
+    states: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Text:
+    """A text as far as it is known.
+
+    Attributes:
+        tokens: from the first on.
+        fits: share of each token's state that was explained when it was chosen; 1 for those of an
+            earlier text that it branched off from.
+        score: sum of the evidence of its own tokens.
+        left: of the rows of each block.
+        aside: ways in which it could have gone on.
+        states: (n, d) by block, of its own tokens.
+    """
+
+    tokens: tuple[int, ...]
+    fits: tuple[float, ...]
+    score: float
+    left: tuple[_Left, ...]
+    aside: tuple[_Branch, ...]
+    states: tuple[tuple[Tensor, ...], ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether half of its own tokens fit exactly."""
+        own = self.fits[-len(self.states) :]
+        return 2 * sum(1 - fit <= _EXACT for fit in own) >= len(own)
+
+
+class _Search:
+    def __init__(
+        self,
+        bottom: _BlockInputs,
+        whitening: Sequence[Tensor],
+        shared: Sequence[SharedRows],
+        bag: Tensor,
+        beam: int,
+        seed: int,
+    ) -> None:
+        self.bottom, self.whitening, self.shared = bottom, whitening, shared
+        self.bag, self.beam, self.seed = bag, beam, seed
+        self.longest = min(bottom.context or _LONGEST, _LONGEST)
+        self.tried = 0
+        self._elsewhere: list[Tensor] | None = None
+
+    def run(self, deadline: Deadline) -> tuple[list[_Text], bool]:
+        """Finds one text after the other; whether it came to an end by itself."""
+        blocks = zip(self.shared, self.whitening, strict=True)
+        left = tuple(_Left.of(shared.kept, white) for shared, white in blocks)
+        states = self._tried(self._begun([()]))[0]
+        opened = [
+            _Branch((), int(token), tuple(x[i] for x in states)) for i, token in enumerate(self.bag)
+        ]
+        found: list[_Text] = []
+        while any(len(block.directions) for block in left):
+            text, finished = self._next(opened, left, deadline)
+            if text is None:
+                return found, finished
+            found = _with(found, text)
+            left = text.left
+            taken = {text.tokens[:n] for n in range(1, len(text.tokens) + 1)}
+            opened = [b for b in [*opened, *text.aside] if (*b.prefix, b.token) not in taken]
+            if not finished:
+                return found, False
+        return found, True
+
+    def _begun(self, prefixes: Sequence[tuple[int, ...]]) -> Prefixes:
+        """Beginnings that are known."""
+        device = self.bottom.device
+        layout = Layout.of((len(prefixes), self.longest), None, None)
+        known = Prefixes(self.bottom, layout)
+        counts = torch.tensor([len(p) for p in prefixes], device=device)
+        if int(counts.max()):
+            ids = torch.zeros(len(prefixes), int(counts.max()), dtype=torch.int64, device=device)
+            for row, prefix in enumerate(prefixes):
+                ids[row, : len(prefix)] = torch.tensor(prefix, device=device)
+            known.follow(ids)
+            known.keep(counts)
+        return known
+
+    def _tried(self, known: Prefixes) -> list[list[Tensor]]:
+        """What blocks read where each token of the bag is next: by beginning, by block, (n, d)."""
+        n = len(known.known)
+        self.tried += n * len(self.bag)
+        parts = self._whitened(known.attempt(self.bag.expand(n, -1)))
+        return [[x[row] for x in parts] for row in range(n)]
+
+    def _whitened(self, states: Tensor) -> list[Tensor]:
+        return [
+            nn.functional.normalize(x @ w, dim=-1)
+            for x, w in zip(self.bottom.parts(states), self.whitening, strict=True)
+        ]
+
+    def _anywhere(self, left: Sequence[_Left]) -> Tensor:
+        """(n,) mean evidence of tokens behind random others: at places that are not their own."""
+        if self._elsewhere is None:
+            generator = torch.Generator().manual_seed(self.seed)
+            length = min(_CONTEXT, self.longest - 1)
+            places = torch.randint(len(self.bag), (_CONTEXTS, length), generator=generator)
+            contexts = self.bag.cpu()[places].tolist()
+            rows = self._tried(self._begun([tuple(c) for c in contexts]))
+            self._elsewhere = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+        evidence = _Fits.of(left, self._elsewhere).evidence.nan_to_num(neginf=0.0)
+        return evidence.view(_CONTEXTS, -1).mean(0)
+
+    def _next(
+        self, opened: Sequence[_Branch], left: tuple[_Left, ...], deadline: Deadline
+    ) -> tuple[_Text | None, bool]:
+        """The text that explains most of what is left; None where none explains anything."""
+        beams = self._starts(opened, left)
+        if not beams:
+            return None, True
+        ended: list[_Text] = []
+        known = self._begun([text.tokens for text in beams])
+        while beams:
+            short = [i for i, text in enumerate(beams) if len(text.tokens) < self.longest]
+            ended += [text for text in beams if len(text.tokens) >= self.longest]
+            if deadline.passed or not short:
+                break
+            if len(short) < len(beams):
+                known = known.of_rows(torch.tensor(short, device=self.bag.device))
+                beams = [beams[i] for i in short]
+            grown: list[tuple[_Text, int]] = []
+            for row, (text, states) in enumerate(zip(beams, self._tried(known), strict=True)):
+                children, aside = self._children(text, states)
+                if not children:
+                    ended.append(_aside(text, aside))
+                grown += [(child, row) for child in children]
+            grown.sort(key=lambda pair: -pair[0].score)
+            grown = grown[:1] if grown and grown[0][0].exact else grown[: self.beam]
+            beams = [text for text, _ in grown]
+            if beams:
+                known = known.of_rows(
+                    torch.tensor([row for _, row in grown], device=self.bag.device)
+                )
+                last = torch.tensor([[text.tokens[-1]] for text in beams], device=self.bag.device)
+                known.follow(last)
+                known.keep(torch.ones(len(beams), dtype=torch.int64, device=self.bag.device))
+        ended += [text for text in beams if text not in ended]
+        return max(ended, key=lambda text: text.score), not deadline.passed
+
+    def _starts(self, opened: Sequence[_Branch], left: tuple[_Left, ...]) -> list[_Text]:
+        """The likeliest ways in which a text not found yet begins, or branches off from one."""
+        if not opened:
+            return []
+        states = [torch.stack(parts) for parts in zip(*(b.states for b in opened), strict=True)]
+        fits = _Fits.of(left, states)
+        evidence, least = fits.evidence, -math.inf
+        if not fits.exact:
+            least = float(self._anywhere(left).max())
+        texts = []
+        for i in evidence.topk(min(self.beam, len(opened))).indices.tolist():
+            branch, value = opened[i], float(evidence[i])
+            if math.isfinite(value) and value >= least:
+                seen = (*[1.0] * len(branch.prefix), float(fits.worst[i]))
+                tokens = (*branch.prefix, branch.token)
+                rest = fits.without(left, i)
+                texts.append(_Text(tokens, seen, value, rest, (), (branch.states,)))
+        exact = [text for text in texts if text.exact]
+        return exact[:1] if fits.exact else texts
+
+    def _children(
+        self, text: _Text, states: Sequence[Tensor]
+    ) -> tuple[list[_Text], tuple[_Branch, ...]]:
+        """Texts with one more token, the likeliest first, and other ways to go on.
+
+        A text ends where no token fits exactly, if those before did; else where none fits better
+        than at places that are not its own.
+        """
+        fits = _Fits.of(text.left, states)
+        evidence = fits.evidence
+        if not fits.exact:
+            evidence = evidence - self._anywhere(text.left)
+        best = evidence.topk(min(_ASIDE, len(evidence))).indices.tolist()
+        aside = tuple(
+            _Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states)) for i in best
+        )
+        children = []
+        for i in best[: self.beam]:
+            value = float(evidence[i])
+            nearly = 1 - float(fits.worst[i]) <= _NEARLY
+            if not math.isfinite(value) or not (nearly if text.exact else value > 0):
+                continue
+            children.append(
+                _Text(
+                    (*text.tokens, int(self.bag[i])),
+                    (*text.fits, float(fits.worst[i])),
+                    text.score + value,
+                    fits.without(text.left, i),
+                    text.aside + aside,
+                    (*text.states, tuple(x[i] for x in states)),
+                )
+            )
+        return children, aside
+
+    def checked(self, texts: Sequence[_Text]) -> tuple[list[_Text], bool]:
+        """Texts without ends that explain nothing, and whether they are certain.
+
+        They are where all rows of every block are explained up to rounding, and in the first of
+        them no token can be left out, nor exchanged for another that was likely at its place.
+        """
+        if not all(shared.exact for shared in self.shared):
+            return list(texts), False
+        texts = [text for text in texts if text.states]
+        certain = False
+        while texts and sum(len(text.states) for text in texts) < self.shared[0].whole.shape[1]:
+            first = _Explained.of(self.shared[0], self._states(texts, 0))
+            if first.residual > _RESIDUAL:  # what explains nothing cannot be told
+                break
+            own = torch.split(first.own, [len(text.states) for text in texts])
+            idle = [float(part[-1]) < first.needed for part in own]
+            if not any(idle):
+                certain = self._unique(texts, first)
+                break
+            texts = [_cut(t) if out else t for t, out in zip(texts, idle, strict=True)]
+            texts = [text for text in texts if text.states]
+        for block, shared in enumerate(self.shared[1:], 1):
+            if not certain:
+                break
+            explained = _Explained.of(shared, self._states(texts, block))
+            certain = explained.residual <= _RESIDUAL
+        return texts, certain
+
+    def _states(self, texts: Sequence[_Text], block: int) -> Tensor:
+        """(n, d) of all tokens of texts, as they were before whitening."""
+        states = torch.stack([states[block] for text in texts for states in text.states])
+        return self._plain(states, block)
+
+    def _plain(self, states: Tensor, block: int) -> Tensor:
+        plain: Tensor = torch.linalg.solve(self.whitening[block].T, states.T).T
+        return nn.functional.normalize(plain, dim=1)
+
+    def _unique(self, texts: Sequence[_Text], first: _Explained) -> bool:
+        """Whether no token could be left out, or another stand in its place."""
+        if float(first.own.min()) < first.needed or len(first.own) > _LARGEST_SHARE * first.width:
+            return False
+        ways = {text.tokens[:n] for text in texts for n in range(1, len(text.tokens) + 1)}
+        number = 0
+        for text in texts:
+            begins = len(text.tokens) - len(text.states)
+            for place in range(begins, len(text.tokens)):
+                others = [
+                    branch.states[0]
+                    for branch in text.aside
+                    if branch.prefix == text.tokens[:place]
+                    and (*branch.prefix, branch.token) not in ways
+                ]
+                if others:
+                    moved = first.exchanged(number, self._plain(torch.stack(others), 0))
+                    if float(moved.min()) < first.needed:
+                        return False
+                number += 1
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class _Explained:
+    """Rows and the states that explain them, in units of the rows' noise.
+
+    Attributes:
+        residual: root mean square of what is left.
+        own: (n,) what leaving out one state would leave.
+        basis: (n, d) orthonormal, of the states.
+        alone: (n, d) unit, of each state what is orthogonal to all others.
+    """
+
+    residual: float
+    own: Tensor
+    basis: Tensor
+    alone: Tensor
+
+    @classmethod
+    def of(cls, shared: SharedRows, states: Tensor) -> _Explained:
+        """Of states (n, d), n at most d."""
+        q, r = torch.linalg.qr(states.T)
+        unit = torch.eye(r.shape[1], dtype=r.dtype, device=r.device)
+        inverse = torch.linalg.solve_triangular(r[: len(unit)], unit, upper=True)
+        size = inverse.norm(dim=1, keepdim=True)
+        held = shared.whole @ q
+        own = (inverse @ held.T).norm(dim=1) / size[:, 0]
+        left = shared.whole - held @ q.T
+        return cls(float(left.norm()) / shared.floor, own / shared.floor, q.T, inverse @ q.T / size)
+
+    @property
+    def needed(self) -> float:
+        """What is certainly no rounding: five times of what is left."""
+        return _NEEDED * max(1.0, self.residual)
+
+    @property
+    def width(self) -> int:
+        """Numbers in a state."""
+        return self.basis.shape[1]
+
+    def exchanged(self, number: int, others: Tensor) -> Tensor:
+        """(k,) what is left where others (k, d) stand in one state's place."""
+        outside = (others - (others @ self.basis.T) @ self.basis).square().sum(1)
+        along = (others @ self.alone[number]).square()
+        return self.own[number] * (outside / (outside + along).clamp_min(1e-300)).sqrt()
+
+
+def _with(found: Sequence[_Text], text: _Text) -> list[_Text]:
+    """Texts and one more; one that it goes on from is a part of it, and no text of its own."""
+    for i, begun in enumerate(found):
+        known = len(begun.tokens)
+        if text.tokens[:known] == begun.tokens and len(text.tokens) - len(text.states) == known:
+            whole = _Text(
+                text.tokens,
+                (*begun.fits, *text.fits[known:]),
+                begun.score + text.score,
+                text.left,
+                begun.aside + text.aside,
+                begun.states + text.states,
+            )
+            return [*found[:i], whole, *found[i + 1 :]]
+    return [*found, text]
+
+
+def _cut(text: _Text) -> _Text:
+    """Without its last token."""
+    return _Text(
+        text.tokens[:-1], text.fits[:-1], text.score, text.left, text.aside, text.states[:-1]
+    )
+
+
+def _aside(text: _Text, more: tuple[_Branch, ...]) -> _Text:
+    return _Text(text.tokens, text.fits, text.score, text.left, text.aside + more, text.states)
+
+
+__all__ = ["SubspaceTexts"]

@@ -1,0 +1,352 @@
+"""Whole texts off shared gradients: exact at full rank, with a certificate that does not lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.attacks.texts.base import TextGuess
+from lightning_fedleak.attacks.texts.subspace import SubspaceTexts, _Left, _Search, _Text
+from lightning_fedleak.snapshots import (
+    GradientSnapshot,
+    NotYet,
+    Observation,
+    Stage,
+    UpdateSnapshot,
+)
+from lightning_fedleak.threats import ThreatModelError
+from tests.attacks.row_space.models import (
+    backward,
+    bert,
+    gemma,
+    gpt2,
+    llama,
+    neox,
+    opt,
+    ready,
+    t5,
+    texts,
+    with_lora,
+)
+
+QKV = ["q_proj", "k_proj", "v_proj"]
+
+
+def shared(model: nn.Module, attack: SubspaceTexts, noise: float = 0.0) -> Observation:
+    anatomy = find_anatomy(model)
+    tensors = {n: anatomy.parameter(n).grad.clone() for n in attack.needs(anatomy).gradients}
+    for g in tensors.values():
+        g += noise * torch.randn_like(g)
+    return Observation((GradientSnapshot(0, Stage.SHARED, tensors, noise_std=noise),))
+
+
+def read(model: nn.Module, ids: Tensor, noise: float = 0.0, **more: Any) -> TextGuess:
+    attack = SubspaceTexts(**more.pop("settings", {}))
+    attack.prepare(find_anatomy(model))
+    backward(model, ids, **more)
+    return attack.run(shared(model, attack, noise))
+
+
+def said(guess: TextGuess) -> list[list[int]]:
+    return sorted(row[row >= 0].tolist() for row in guess.tokens)
+
+
+def visible(ids: Tensor, mask: Tensor | None = None) -> list[list[int]]:
+    """What a causal model's gradients hold: no text's last token."""
+    rows = ids if mask is None else [i[m > 0] for i, m in zip(ids, mask, strict=True)]
+    return sorted(row[:-1].tolist() for row in rows)
+
+
+@pytest.mark.parametrize("family", [llama, gpt2, opt, gemma, neox])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_whole_projections_give_every_text_away(family: Any, rows: int) -> None:
+    model, ids = ready(family()), texts(rows, 9)
+    guess = read(model, ids)
+    assert said(guess) == visible(ids)
+    assert guess.finished
+    assert guess.certified
+    assert guess.confidence is not None
+    assert float(guess.confidence[guess.tokens >= 0].min()) > 1 - 1e-5
+
+
+def test_texts_with_a_common_beginning_are_told_apart() -> None:
+    model, ids = ready(llama()), texts(4, 9)
+    ids[:, 0] = 7
+    ids[1, :4] = ids[0, :4]
+    ids[3, :7] = ids[2, :7]
+    guess = read(model, ids)
+    assert said(guess) == visible(ids)
+    assert guess.certified
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_texts_of_several_lengths(side: str) -> None:
+    model, ids = ready(llama()), texts(3, 10)
+    mask = torch.ones_like(ids)
+    for row, n in enumerate((0, 3, 5)):
+        if n:
+            mask[row, slice(0, n) if side == "left" else slice(-n, None)] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    guess = read(model, ids, attention_mask=mask, labels=labels, position_ids=places)
+    assert said(guess) == visible(ids, mask)
+    assert guess.certified
+
+
+def test_prompts_that_the_loss_looks_away_from_are_read() -> None:
+    model, ids = ready(llama()), texts(2, 10)
+    labels = ids.clone()
+    labels[:, :6] = -100
+    assert said(read(model, ids, labels=labels)) == visible(ids)
+
+
+def test_repeated_tokens_stand_where_they_stood() -> None:
+    model, ids = ready(llama()), texts(1, 12, kinds=4)
+    assert said(read(model, ids)) == visible(ids)
+
+
+def test_a_lora_with_as_many_rows_as_tokens() -> None:
+    model, ids = with_lora(ready(llama()), 8, QKV), texts(2, 9)
+    guess = read(model, ids)
+    assert said(guess) == visible(ids)
+    assert guess.certified
+
+
+def test_below_the_rank_more_blocks_tell_the_order() -> None:
+    """Twelve directions a block, 19 tokens: block 2 alone does not do."""
+    config = llama().config
+    config.num_hidden_layers = 6
+    torch.manual_seed(3)
+    model, ids = LlamaForCausalLM(config), texts(1, 20)
+    model = with_lora(ready(model), 6, ["q_proj", "v_proj"])
+    alone, together = (read(model, ids, settings={"blocks": n}) for n in (1, 5))
+    assert said(together) == visible(ids)
+    assert together.certified
+    assert said(alone) != visible(ids)
+    assert not alone.certified
+
+
+def test_the_first_step_of_a_lora_is_not_known_yet() -> None:
+    model = with_lora(ready(llama()), 4, QKV)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    with pytest.raises(NotYet, match="B is"):
+        read(model, texts(1, 8))
+
+
+def certified(say: Callable[[], TextGuess]) -> bool:
+    """What cannot be read is not certain either."""
+    try:
+        return bool(say().certified)
+    except UnusableObservation:
+        return False
+
+
+@pytest.mark.parametrize("noise", [1e-4, 1e-2])
+def test_noise_takes_the_certificate(noise: float) -> None:
+    model, ids = ready(llama()), texts(2, 9)
+    assert not certified(lambda: read(model, ids, noise))
+
+
+def test_half_precision_takes_the_certificate() -> None:
+    model, ids = ready(llama()), texts(2, 9)
+    attack = SubspaceTexts()
+    attack.prepare(find_anatomy(model))
+    backward(model, ids)
+    view = shared(model, attack)
+    [snapshot] = view.gradients
+    rounded = {n: g.bfloat16() for n, g in snapshot.tensors.items()}
+    assert not attack.run(Observation((replace(snapshot, tensors=rounded),))).certified
+
+
+def test_other_weights_than_the_clients_are_no_certificate() -> None:
+    """Dropout, or a stale copy: the states are not those that the client had."""
+    model, ids = ready(llama()), texts(2, 9)
+    attack = SubspaceTexts()
+    attack.prepare(find_anatomy(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1e-3 * torch.randn_like(parameter)
+    backward(model, ids)
+    attack._words.refresh(find_anatomy(model), 1)
+    assert not certified(lambda: attack.run(shared(model, attack)))
+
+
+def prepared() -> tuple[_Search, Tensor, list[tuple[int, ...]]]:
+    torch.manual_seed(0)
+    model, ids = ready(llama()), texts(3, 10)
+    attack = SubspaceTexts()
+    anatomy = find_anatomy(model)
+    attack.prepare(anatomy)
+    backward(model, ids)
+    bottom = attack._bottom
+    assert bottom is not None
+    rows = [attack._rows(known, anatomy, shared(model, attack), 0.0) for known in bottom.inputs]
+    bag = ids[:, :-1].unique()
+    search = _Search(bottom, attack._whitening, rows, bag, 3, 0)
+    return search, bag, [tuple(row[:-1].tolist()) for row in ids]
+
+
+SEARCH, BAG, TRUE = prepared()
+
+
+def as_found(rows: list[tuple[int, ...]]) -> list[_Text]:
+    """Texts as the search would have found them, with the states that their tokens have."""
+    found = []
+    with torch.no_grad(), SEARCH.bottom.session():
+        for row in rows:
+            parts = SEARCH._whitened(SEARCH.bottom.hidden(torch.tensor([row])))
+            states = tuple(tuple(x[0, i] for x in parts) for i in range(len(row)))
+            left = tuple(
+                _Left.of(r.kept[:0], w)
+                for r, w in zip(SEARCH.shared, SEARCH.whitening, strict=True)
+            )
+            found.append(_Text(row, (1.0,) * len(row), 0.0, left, (), states))
+    return found
+
+
+def test_the_true_texts_are_certified() -> None:
+    found, certain = SEARCH.checked(as_found(TRUE))
+    assert certain
+    assert [text.tokens for text in found] == TRUE
+
+
+@settings(max_examples=250)
+@given(data=st.data())
+def test_no_other_texts_are(data: st.DataObject) -> None:
+    rows = [list(row) for row in TRUE]
+    which = data.draw(st.integers(0, len(rows) - 1))
+    place = data.draw(st.integers(0, len(rows[which]) - 1))
+    kind = data.draw(st.sampled_from(["exchanged", "removed", "doubled", "swapped", "text"]))
+    if kind == "exchanged":
+        rows[which][place] = data.draw(st.sampled_from(BAG.tolist()))
+    elif kind == "removed":
+        del rows[which][place]
+    elif kind == "doubled":
+        rows[which].insert(place, rows[which][place])
+    elif kind == "swapped":
+        other = data.draw(st.integers(0, len(rows[which]) - 1))
+        rows[which][place], rows[which][other] = rows[which][other], rows[which][place]
+    else:
+        del rows[which]
+    tampered = [tuple(row) for row in rows]
+    found, certain = SEARCH.checked(as_found(tampered))
+    assert not certain or [text.tokens for text in found] == TRUE
+
+
+def test_ends_that_explain_nothing_are_cut_off() -> None:
+    longer = [(*row, int(BAG[i]), int(BAG[i + 1])) for i, row in enumerate(TRUE)]
+    found, certain = SEARCH.checked(as_found(longer))
+    assert [text.tokens for text in found] == TRUE
+    assert certain
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10_000), k=st.integers(1, 9), inside=st.booleans())
+def test_what_is_left_is_the_span_of_the_projected_rows(seed: int, k: int, inside: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(k, 12, dtype=torch.float64, generator=generator)
+    state = torch.randn(12, dtype=torch.float64, generator=generator)
+    if inside:
+        state = rows.T @ torch.randn(k, dtype=torch.float64, generator=generator)
+    state = state / state.norm()
+    rows, plain = 1e6 * rows, torch.eye(12, dtype=torch.float64)
+    share, _, new = _Left.of(rows, plain).fits(state[None])
+    basis = torch.linalg.svd(rows, full_matrices=False)[2]
+    assert float(share) == pytest.approx(float((basis @ state).square().sum()), abs=1e-9)
+    left = _Left.of(rows, plain).without(new[0])
+    projected = rows - torch.outer(rows @ state, state)
+    _, sizes, expected = torch.linalg.svd(projected, full_matrices=False)
+    expected = expected[sizes > 1e-6 * sizes[0].clamp_min(1e-9)] if not (inside and k == 1) else []
+    assert len(left.directions) == len(expected)
+    if len(expected):
+        torch.testing.assert_close(
+            left.directions.T @ left.directions, expected.T @ expected, atol=1e-6, rtol=0
+        )
+
+
+def test_what_it_cannot_read_is_unknown() -> None:
+    model = ready(llama())
+    anatomy = find_anatomy(model)
+    attack = SubspaceTexts()
+    with pytest.raises(RuntimeError, match="call prepare"):
+        attack.run(Observation(()))
+    attack.prepare(anatomy)
+    backward(model, texts(1, 8))
+    [snapshot] = shared(model, attack).gradients
+    for change, word in ((torch.zeros_like, "zero"), (lambda g: g * torch.nan, "NaN")):
+        spoilt = {n: change(g) for n, g in snapshot.tensors.items()}
+        with pytest.raises(UnusableObservation, match=word):
+            attack.run(Observation((replace(snapshot, tensors=spoilt),)))
+
+
+@pytest.mark.parametrize("family", [bert, t5])
+def test_models_that_read_both_ways_are_refused(family: Any) -> None:
+    with pytest.raises(ThreatModelError, match="left to right"):
+        SubspaceTexts().needs(find_anatomy(ready(family())))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "steps", "known"), [("SGD", 1, True), ("SGD", 4, False), ("AdamW", 1, False)]
+)
+def test_rounds_of_one_plain_step_are_read(optimizer: str, steps: int, known: bool) -> None:
+    model, ids = ready(llama()), texts(2, 9)
+    attack = SubspaceTexts()
+    attack.meet(RunFacts(optimizer=optimizer, optimizer_settings={"lr": 0.1}, local_steps=steps))
+    attack.prepare(find_anatomy(model))
+    attack.refresh(find_anatomy(model), 0)
+    backward(model, ids)
+    tensors = shared(model, attack).gradients[0].tensors
+    view = Observation(
+        (UpdateSnapshot(0, Stage.SHARED, tensors, local_steps=steps, learning_rate=0.1),)
+    )
+    if known:
+        assert said(attack.run(view)) == visible(ids)
+    else:
+        with pytest.raises(UnusableObservation, match="one plain step"):
+            attack.run(view)
+
+
+def test_time_ends_it_and_it_says_so() -> None:
+    model, ids = ready(llama()), texts(4, 9)
+    guess = read(model, ids, settings={"budget_seconds": 1e-9})
+    assert not guess.finished
+    assert not guess.certified
+    assert len(guess.tokens) == 1
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = ready(llama()).train()
+    anatomy = find_anatomy(model)
+    attack = SubspaceTexts()
+    attack.prepare(anatomy)
+    backward(model, texts(2, 9))
+    before = {n: (p.clone(), p.grad.clone()) for n, p in model.named_parameters()}
+    view = shared(model, attack)
+    state = torch.get_rng_state()
+    attack.refresh(anatomy, 1)
+    attack.run(view)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name][0])
+        assert torch.equal(parameter.grad, before[name][1])
+    assert model.training
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("wrong", [{"blocks": 0}, {"beam": 0}, {"budget_seconds": 0}])
+def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SubspaceTexts(**wrong)

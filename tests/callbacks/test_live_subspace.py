@@ -14,7 +14,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak import DPSGD, DefendedStrategy, GradientNoise, with_canaries
-from lightning_fedleak.attacks import SubspaceMembership, SubspaceWords
+from lightning_fedleak.attacks import SubspaceMembership, SubspaceTexts, SubspaceWords
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.callbacks.channels import Games
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
@@ -256,3 +256,40 @@ def test_scores_of_all_canaries_are_refused() -> None:
     games = Games(canaries=canaries, score_canaries="max")
     with pytest.raises(ValueError, match="of its own"):
         LeakageMonitor([SubspaceMembership([[5, 6, 7]])], every_n_steps=1, games=games)
+
+
+@pytest.mark.parametrize("side", ["whole", "lora"])
+def test_whole_texts_are_read_while_training(tmp_path: Path, side: str) -> None:
+    lora = {**LORA, "target_modules": ["q_proj", "k_proj", "v_proj"]} if side == "lora" else None
+    monitor = LeakageMonitor(SubspaceTexts(), every_n_steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = fit([], tmp_path / "a", module=module(lora=lora), loader=loader())
+        seen = fit([monitor], tmp_path / "b", module=module(lora=lora), loader=loader())
+    assert_same(plain, seen)
+    of = "leakage/subspace_texts"
+    assert monitor.latest[f"{of}/token_accuracy"] == 1, "the last token does not count"
+    assert monitor.latest[f"{of}/exact_sentences"] == 1
+    assert monitor.latest[f"{of}/certified"] == 1
+    assert monitor.latest[f"{of}/finished"] == 1
+    assert monitor.latest[f"{of}/exposed"] == 1
+
+
+def test_frozen_blocks_give_no_texts_away(tmp_path: Path) -> None:
+    made = module()
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_("layers" not in name)
+    monitor = LeakageMonitor(SubspaceTexts(), every_n_steps=1)
+    with pytest.warns(UserWarning, match="not shared in this run"):
+        fit([monitor], tmp_path, module=made, loader=loader())
+    assert monitor.latest["leakage/subspace_texts/exposed"] == 0
+
+
+def test_noise_hides_the_order_and_is_no_certificate(tmp_path: Path) -> None:
+    monitor = LeakageMonitor(SubspaceTexts(budget_seconds=5), every_n_steps=1)
+    strategy = DefendedStrategy("auto", defenses=[GradientNoise(clip=1.0, sigma=0.5)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit([monitor], tmp_path, module=module(), loader=loader(), strategy=strategy, devices=1)
+    assert not monitor.latest["leakage/subspace_texts/token_accuracy"] > 0.5
+    assert monitor.latest.get("leakage/subspace_texts/certified", math.nan) != 1

@@ -56,7 +56,8 @@ class TextGuess(Guess):
             then, and more time may find others.
         candidates: candidates that were verified against the observation, over all positions.
         certified: whether the adversary can tell by itself that these are the texts, and all of
-            them; None where the attack makes no certificate.
+            them (but for copies, and texts that another one begins with); None where the attack
+            makes no certificate.
     """
 
     tokens: Tensor

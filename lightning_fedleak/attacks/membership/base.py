@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -71,6 +72,7 @@ class PassiveMembership(Attack):
         Capability.KNOWS_PUBLIC_TEXT,
         Capability.KNOWS_TARGET_TEXT,
     )
+    restores_fully = False
 
     def __init__(
         self,
@@ -108,6 +110,22 @@ class PassiveMembership(Attack):
         generator = torch.Generator().manual_seed(self.seed)
         rows = self._public.draw(behind + n, generator)[behind:].tolist()
         return self._public.rows(rows, self.tokens, generator)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Text that the model wrote, which takes longest; the rest follows from it."""
+        if self._public is None or self.public_text != "sampled":
+            return {}
+        rows = nn.utils.rnn.pad_sequence(self._public.sentences, True, padding_value=-1)
+        return {"public": rows}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what :meth:`state_dict` gave."""
+        if "public" in state:
+            self._public = PublicText([row[row >= 0] for row in state["public"]])
+
+    def calibrated_with(self) -> dict[str, object] | None:
+        """What text that the model writes hangs on; given text has to be run anew."""
+        return {"seed": self.seed} if self.public_text == "sampled" else None
 
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""

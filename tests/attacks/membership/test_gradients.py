@@ -344,6 +344,33 @@ def test_blocks_are_spread_where_there_is_no_memory_for_all(
     assert set(some) < set(every)
 
 
+def test_what_the_model_wrote_is_kept_and_not_written_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = lora()
+    anatomy = find_anatomy(model)
+    first, second = GradientMembership("sampled"), GradientMembership("sampled")
+    first.prepare(anatomy)
+    assert first.calibrated_with() == {"seed": 0}
+    second.load_state_dict(first.state_dict())
+
+    def written(*_: Any, **__: Any) -> None:
+        raise AssertionError("the text is kept")
+
+    monkeypatch.setattr("lightning_fedleak.attacks.public_text._sampled", written)
+    second.prepare(anatomy)
+    inside = texts(ROWS, LENGTH)
+    backward(model, inside)
+    tensors = {r: anatomy.parameter(r).grad for r in first.needs(anatomy).gradients}
+    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    scores = [attack.run(view, Query(inside)).scores for attack in (first, second)]
+    torch.testing.assert_close(*scores)
+    given = GradientMembership(texts(24, LENGTH))
+    given.prepare(anatomy)
+    assert given.state_dict() == {}
+    assert given.calibrated_with() is None
+
+
 def test_what_it_cannot_read_is_refused() -> None:
     model = lora()
     anatomy, attack = prepared(model)

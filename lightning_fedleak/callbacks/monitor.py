@@ -115,7 +115,7 @@ class LeakageMonitor(L.Callback):
 
     Args:
         attacks: the attacks, each with a name of its own; or ``"auto"``.
-        every_n_steps: look at optimizer steps 0, n, 2n, ... Default 50.
+        every_n_steps: look at optimizer steps 0, n, 2n, ... Default with listed attacks: 50.
         max_overhead: look so seldom that looks cost at most this share of the training time.
             Either this or ``every_n_steps``. Default with ``attacks="auto"``: 0.005.
         stages: where to measure: ``"shared"`` (what leaves the client; the default), ``"local"``

@@ -206,7 +206,7 @@ def _said(tried: Sequence[Tried], size: int, length: int) -> str:
         )
     else:
         found = (
-            f"Exact recovery ends at {ends.texts} text{'s' * (ends.texts > 1)} of {length} tokens "
+            f"Exact recovery ends before {ends.texts} text{'s' * (ends.texts > 1)} of {length} tokens "
             f"({ends.types} distinct)."
         )
     return (

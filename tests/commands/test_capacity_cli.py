@@ -34,7 +34,7 @@ def test_finds_where_exact_recovery_ends(model: str, text: str) -> None:
     )  # fmt: skip
     assert "An update shares 2 rows of 16 numbers" in found
     assert "by rule; planted at random" in found
-    assert "Exact recovery ends at" in found
+    assert "Exact recovery ends before" in found
     assert "no larger batch is shown to be safe" in found
 
 
@@ -66,6 +66,6 @@ def test_errors_say_what_to_change(
 def test_an_end_that_was_not_reached_is_said() -> None:
     tried = [Tried(1, 8, 1.0, True, 0.1), Tried(2, 15, 1.0, True, 0.1)]
     assert "up to 2 texts of 8 tokens; where that ends was not reached" in _said(tried, 1, 8)
-    assert "Exact recovery ends at 1 text of 8 tokens (8 distinct)" in _said(
+    assert "Exact recovery ends before 1 text of 8 tokens (8 distinct)" in _said(
         [Tried(1, 8, None, False, 0.1)], 1, 8
     )

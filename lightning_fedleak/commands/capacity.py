@@ -206,8 +206,8 @@ def _said(tried: Sequence[Tried], size: int, length: int) -> str:
         )
     else:
         found = (
-            f"Exact recovery ends before {ends.texts} text{'s' * (ends.texts > 1)} of {length} tokens "
-            f"({ends.types} distinct)."
+            f"Exact recovery ends before {ends.texts} text{'s' * (ends.texts > 1)} of {length} "
+            f"tokens ({ends.types} distinct)."
         )
     return (
         f"{found}\nMeasured on these texts, with one attack on one step's gradient: no larger "

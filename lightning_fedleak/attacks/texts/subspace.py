@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,9 +43,9 @@ from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 _BLOCKS = 12
 _CONTEXTS, _CONTEXT = 4, 8
 _TRIED = 16, 64
-_EXACT, _NEARLY = 1e-6, 1e-3
+_EXACT, _NEARLY = 1e-6, 1e-4
 _PRECISE = 1e-10
-_EXPLAINED = 1e-3
+_EXPLAINED = 1e-4
 _ASIDE = 8
 _LONGEST = 512
 _RESIDUAL = 20.0
@@ -60,10 +60,17 @@ class SubspaceTexts(TextAttack):
     block's rows (:class:`~lightning_fedleak.attacks.words.subspace.SubspaceWords`) and tries each
     as the next one of a text, behind the beginnings that fit best.
 
-    The rows of whole projections name every token exactly, as long as a batch has fewer places than
-    the hidden states have numbers. Of a LoRA more blocks are read, whose few rows each are evidence
-    on the same text. A causal text's last token has no part in these gradients: it is left open.
-    Reads single gradients, and rounds of one plain step of SGD.
+    The rows of whole projections name nearly every token exactly, as long as a batch has clearly
+    fewer places than the hidden states have numbers. Of a LoRA more blocks are read, whose few rows
+    each are evidence on the same text. A causal text's last token has no part in these gradients:
+    it is left open. Reads single gradients, and rounds of one plain step of SGD.
+
+    Where positions are relative, a text that begins with one token several times looks like one
+    that begins with it once, up to what follows: such texts are not found.
+
+    Certified means that no text is missing whose part lies above rounding, and that none of those
+    said is wrong, up to copies, texts that another begins with, repeats of a token at the
+    beginning, and tokens whose inputs are equal up to rounding.
 
     Args:
         blocks: behind the first that are read at most; by default one where its rows could fill the
@@ -210,8 +217,10 @@ class SubspaceTexts(TextAttack):
         """Reconstructs the texts of a batch.
 
         Returns:
-            A row for each text found, in any order; ``confidence`` is the share of a token's state
-            that the rows explained when it was chosen, in the block that explains least.
+            A row for each text found, in any order, and where the rows do not tell them apart
+            texts that were never there; ``finished`` says that no time was lacking. ``confidence``
+            is the share of a token's state that the rows explained when it was chosen, in the
+            block that explains least.
 
         Raises:
             UnusableObservation: non-finite or zero gradients, more words than the first block's
@@ -231,6 +240,7 @@ class SubspaceTexts(TextAttack):
             search = _Search(bottom, self._whitening, shared, bag, self.beam, self.seed)
             texts, finished = search.run(Deadline(self.budget_seconds))
             texts, certain = search.checked(texts) if finished else (texts, False)
+            certain = certain and bool(words.certified)
         if not texts:
             raise UnusableObservation("no text explains what the second block's rows hold")
         length = max(len(t.tokens) for t in texts)
@@ -258,7 +268,7 @@ class SubspaceTexts(TextAttack):
     ) -> SharedRows:
         gradients = []
         for linear in _readers(known, anatomy):
-            g = whole_tensor(view.gradient(linear.name))
+            g = whole_tensor(view.gradient(linear.name)).to(anatomy.device)
             if not bool(g.isfinite().all()):
                 raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
             if bool(g.any()):
@@ -369,7 +379,8 @@ class _Left:
         """What is left when a state, whose new part is (d,) of unit length, is explained too.
 
         Of the directions the one that holds most of it goes, and what of that is not explained
-        comes back as long as it is more than rounding.
+        comes back as long as it is more than what :meth:`_Search.checked` takes for rounding: the
+        states' own errors lie in few directions.
         """
         known = torch.cat([self.known, new[None]])
         rows = self.rows - torch.outer(self.rows @ new, new)
@@ -451,7 +462,8 @@ class _Text:
             earlier text that it branched off from.
         score: sum of the evidence of its own tokens.
         left: of the rows of each block.
-        aside: ways in which it could have gone on.
+        rivals: other ways in which it could have begun, or branched off.
+        aside: other ways in which it could have gone on.
         states: (n, d) by block, of its own tokens.
     """
 
@@ -459,6 +471,7 @@ class _Text:
     fits: tuple[float, ...]
     score: float
     left: tuple[_Left, ...]
+    rivals: tuple[_Branch, ...]
     aside: tuple[_Branch, ...]
     states: tuple[tuple[Tensor, ...], ...]
 
@@ -591,13 +604,16 @@ class _Search:
         if not fits.exact:
             least = float(self._anywhere(left).max())
         texts = []
-        for i in evidence.topk(min(self.beam, len(opened))).indices.tolist():
+        best = evidence.topk(min(max(_ASIDE, self.beam), len(opened))).indices.tolist()
+        for i in best[: self.beam]:
             branch, value = opened[i], float(evidence[i])
             if math.isfinite(value) and value >= least:
                 seen = (*[1.0] * len(branch.prefix), float(fits.worst[i]))
                 tokens = (*branch.prefix, branch.token)
                 rest = fits.without(left, i)
-                texts.append(_Text(tokens, seen, value, rest, (), (branch.states,)))
+                alike = [b for b in map(opened.__getitem__, best) if b.prefix == branch.prefix]
+                rivals = tuple(b for b in alike if b is not branch)
+                texts.append(_Text(tokens, seen, value, rest, rivals, (), (branch.states,)))
         exact = [text for text in texts if text.exact]
         return exact[:1] if fits.exact else texts
 
@@ -629,6 +645,7 @@ class _Search:
                     (*text.fits, float(fits.worst[i])),
                     text.score + value,
                     fits.without(text.left, i),
+                    text.rivals,
                     text.aside + aside,
                     (*text.states, tuple(x[i] for x in states)),
                 )
@@ -650,7 +667,7 @@ class _Search:
             if first.residual > _RESIDUAL:  # what explains nothing cannot be told
                 break
             own = torch.split(first.own, [len(text.states) for text in texts])
-            idle = [float(part[-1]) < first.needed for part in own]
+            idle = [not float(part[-1]) >= _RESIDUAL for part in own]
             if not any(idle):
                 certain = self._unique(texts, first)
                 break
@@ -674,7 +691,8 @@ class _Search:
 
     def _unique(self, texts: Sequence[_Text], first: _Explained) -> bool:
         """Whether no token could be left out, or another stand in its place."""
-        if float(first.own.min()) < first.needed or len(first.own) > _LARGEST_SHARE * first.width:
+        share = len(first.own) / first.width
+        if not (float(first.own.min()) >= _RESIDUAL and share <= _LARGEST_SHARE):
             return False
         ways = {text.tokens[:n] for text in texts for n in range(1, len(text.tokens) + 1)}
         number = 0
@@ -683,13 +701,13 @@ class _Search:
             for place in range(begins, len(text.tokens)):
                 others = [
                     branch.states[0]
-                    for branch in text.aside
+                    for branch in text.rivals + text.aside
                     if branch.prefix == text.tokens[:place]
                     and (*branch.prefix, branch.token) not in ways
                 ]
                 if others:
                     moved = first.exchanged(number, self._plain(torch.stack(others), 0))
-                    if float(moved.min()) < first.needed:
+                    if not float(moved.min()) >= first.needed:
                         return False
                 number += 1
         return True
@@ -725,7 +743,7 @@ class _Explained:
 
     @property
     def needed(self) -> float:
-        """What is certainly no rounding: five times of what is left."""
+        """What an exchange leaves at least where it is certainly worse than what is left now."""
         return _NEEDED * max(1.0, self.residual)
 
     @property
@@ -750,6 +768,7 @@ def _with(found: Sequence[_Text], text: _Text) -> list[_Text]:
                 (*begun.fits, *text.fits[known:]),
                 begun.score + text.score,
                 text.left,
+                begun.rivals + text.rivals,
                 begun.aside + text.aside,
                 begun.states + text.states,
             )
@@ -759,13 +778,11 @@ def _with(found: Sequence[_Text], text: _Text) -> list[_Text]:
 
 def _cut(text: _Text) -> _Text:
     """Without its last token."""
-    return _Text(
-        text.tokens[:-1], text.fits[:-1], text.score, text.left, text.aside, text.states[:-1]
-    )
+    return replace(text, tokens=text.tokens[:-1], fits=text.fits[:-1], states=text.states[:-1])
 
 
 def _aside(text: _Text, more: tuple[_Branch, ...]) -> _Text:
-    return _Text(text.tokens, text.fits, text.score, text.left, text.aside + more, text.states)
+    return replace(text, aside=text.aside + more)
 
 
 __all__ = ["SubspaceTexts"]

@@ -213,7 +213,7 @@ def as_found(rows: list[tuple[int, ...]]) -> list[_Text]:
                 _Left.of(r.kept[:0], w)
                 for r, w in zip(SEARCH.shared, SEARCH.whitening, strict=True)
             )
-            found.append(_Text(row, (1.0,) * len(row), 0.0, left, (), states))
+            found.append(_Text(row, (1.0,) * len(row), 0.0, left, (), (), states))
     return found
 
 
@@ -244,6 +244,24 @@ def test_no_other_texts_are(data: st.DataObject) -> None:
     tampered = [tuple(row) for row in rows]
     found, certain = SEARCH.checked(as_found(tampered))
     assert not certain or [text.tokens for text in found] == TRUE
+
+
+def test_a_first_token_that_another_could_stand_for_is_not_certain() -> None:
+    """Their inputs differ, but by less than the residual tells."""
+    torch.manual_seed(0)
+    model = ready(llama())
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[6] = weight[200] + 3e-6 * torch.randn(64)
+    ids = texts(2, 6)
+    ids[0, 0], ids[1, 0] = 200, 6
+    guess = read(model, ids)
+    assert not guess.certified or said(guess) == visible(ids)
+
+
+def test_states_that_hang_on_each_other_are_not_certain() -> None:
+    twice = as_found([TRUE[0], TRUE[0], *TRUE[1:]])
+    assert not SEARCH.checked(twice)[1]
 
 
 def test_ends_that_explain_nothing_are_cut_off() -> None:

@@ -48,7 +48,7 @@ _PRECISE = 1e-10
 _EXPLAINED = 1e-4
 _ASIDE = 8
 _LONGEST = 512
-_RESIDUAL = 20.0
+_RESIDUAL, _CERTAIN = 20.0, 100.0
 _NEEDED = 5.0
 _LARGEST_SHARE = 0.9
 
@@ -692,7 +692,7 @@ class _Search:
     def _unique(self, texts: Sequence[_Text], first: _Explained) -> bool:
         """Whether no token could be left out, or another stand in its place."""
         share = len(first.own) / first.width
-        if not (float(first.own.min()) >= _RESIDUAL and share <= _LARGEST_SHARE):
+        if not (float(first.own.min()) >= _CERTAIN and share <= _LARGEST_SHARE):
             return False
         ways = {text.tokens[:n] for text in texts for n in range(1, len(text.tokens) + 1)}
         number = 0

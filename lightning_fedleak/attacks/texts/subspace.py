@@ -241,6 +241,7 @@ class SubspaceTexts(TextAttack):
             texts, finished = search.run(Deadline(self.budget_seconds))
             texts, certain = search.checked(texts) if finished else (texts, False)
             certain = certain and bool(words.certified)
+            texts = [t for t in texts if not any(_begins(t, other) for other in texts)]
         if not texts:
             raise UnusableObservation("no text explains what the second block's rows hold")
         length = max(len(t.tokens) for t in texts)
@@ -774,6 +775,11 @@ def _with(found: Sequence[_Text], text: _Text) -> list[_Text]:
             )
             return [*found[:i], whole, *found[i + 1 :]]
     return [*found, text]
+
+
+def _begins(text: _Text, other: _Text) -> bool:
+    """Whether a text is a beginning of another: what it went on with was cut off."""
+    return other is not text and other.tokens[: len(text.tokens)] == text.tokens
 
 
 def _cut(text: _Text) -> _Text:

@@ -779,7 +779,8 @@ def _with(found: Sequence[_Text], text: _Text) -> list[_Text]:
 
 def _begins(text: _Text, other: _Text) -> bool:
     """Whether a text is a beginning of another: what it went on with was cut off."""
-    return other is not text and other.tokens[: len(text.tokens)] == text.tokens
+    known = len(text.tokens)
+    return len(other.tokens) > known and other.tokens[:known] == text.tokens
 
 
 def _cut(text: _Text) -> _Text:

@@ -12,45 +12,57 @@ gone on another way, so that texts with a common beginning are told apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import Place, states_in, text_blocks
+from lightning_fedleak.anatomy.text_layers import text_blocks
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.membership.gradients import whitening
 from lightning_fedleak.attacks.row_space.linear_maps import (
+    KnownInput,
     SharedInput,
     block_of,
     linear_maps,
     shared_inputs,
+    states_at,
+    vocabulary,
 )
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextAttack, TextGuess
-from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.attacks.texts.bottom_model import predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
+from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
+from lightning_fedleak.attacks.texts.subspace_rows import (
+    CERTAIN,
+    LARGEST_SHARE,
+    NEEDED,
+    RESIDUAL,
+    BlockInputs,
+    Explained,
+    FoundText,
+    readers,
+)
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.model_runs import cut_at
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model_runs import run_logits
 from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 _BLOCKS = 12
 _CONTEXTS, _CONTEXT = 4, 8
+_PRIOR = 0.5
 _TRIED = 16, 64
 _EXACT, _NEARLY = 1e-6, 1e-4
 _PRECISE = 1e-10
 _EXPLAINED = 1e-4
 _ASIDE = 8
 _LONGEST = 512
-_RESIDUAL, _CERTAIN = 20.0, 100.0
-_NEEDED = 5.0
-_LARGEST_SHARE = 0.9
 
 
 class SubspaceTexts(TextAttack):
@@ -116,8 +128,8 @@ class SubspaceTexts(TextAttack):
         self.seed = seed
         self._words = SubspaceWords(capacity_seconds=0)
         self._facts = RunFacts()
-        self._inputs: tuple[Anatomy, list[SharedInput]] | None = None
-        self._bottom: _BlockInputs | None = None
+        self._found: tuple[Anatomy, _Blocks] | None = None
+        self._bottom: BlockInputs | None = None
         self._whitening: list[Tensor] = []
 
     def meet(self, facts: RunFacts) -> None:
@@ -135,43 +147,53 @@ class SubspaceTexts(TextAttack):
         Raises:
             ThreatModelError: the model is not causal, or has no second block of linear maps.
         """
-        if anatomy.kind not in ("causal", "classifier"):
+        if anatomy.kind == "seq2seq":
             raise ThreatModelError(
-                f"attack '{self.name}' reads texts from left to right, which a {anatomy.kind} "
-                "model does not: remove the attack"
+                f"attack '{self.name}' reads causal models and encoders, not encoder-decoders: "
+                "remove the attack"
             )
         words = self._words.needs(anatomy).gradients
-        deeper = [m.name for known in self._read(anatomy) for m in _readers(known, anatomy)]
+        deeper = [m.name for known in self._read(anatomy) for m in readers(known, anatomy)]
         if not deeper:  # a surface that could be shared, so that it reads as not exposed
-            deeper = [m.name for m in self._behind(anatomy)[0].maps if m.factor != "B"]
+            second = self._blocks(anatomy).inputs[-1]
+            deeper = [m.name for m in second.maps if m.factor != "B"]
         return Surfaces(gradients=tuple(dict.fromkeys([*words, *deeper])))
 
-    def _behind(self, anatomy: Anatomy) -> list[SharedInput]:
-        """What the first maps of each block behind the first read."""
-        if self._inputs is None or self._inputs[0] is not anatomy:
+    def _blocks(self, anatomy: Anatomy) -> _Blocks:
+        if self._found is None or self._found[0] is not anatomy:
             maps = [m for m in linear_maps(anatomy) if m.factor != "B" and not m.regularised]
             blocks: dict[str, SharedInput] = {}
             for known in shared_inputs(anatomy, maps):
                 if known.width == anatomy.hidden_size:
                     blocks.setdefault(block_of(known.maps[0].name), known)
             own = {name for name, _ in text_blocks(anatomy)}
-            found = [known for block, known in blocks.items() if block in own]
-            if len(found) < 2:
+            inputs = [known for block, known in blocks.items() if block in own]
+            if len(inputs) < 2:
                 raise ThreatModelError(
                     f"attack '{self.name}' orders words by the second block's projections, and "
                     "this model has no second block with linear maps that are called once: remove "
                     "the attack"
                 )
-            self._inputs = (anatomy, found[1:])
-        return self._inputs[1]
+            first = None
+            if not _causal(anatomy, inputs[:2]):
+                first = next((k for k in self._words.inputs(anatomy) if k.positional), None)
+                if first is None or first.reader is not inputs[0].reader:
+                    raise ThreatModelError(
+                        f"attack '{self.name}' reads an encoder's texts where positions are added "
+                        "to the embeddings that the first block's projections read, which they are "
+                        "not in this model: remove the attack"
+                    )
+            self._found = (anatomy, _Blocks(first, tuple(inputs if first else inputs[1:])))
+        return self._found[1]
 
     def _read(self, anatomy: Anatomy) -> list[SharedInput]:
-        trained = [known for known in self._behind(anatomy) if _readers(known, anatomy)]
-        if not trained:
+        first, inputs = self._blocks(anatomy)
+        trained = [known for known in inputs if readers(known, anatomy)]
+        if not trained or (first and (trained[0] is not inputs[0] or len(trained) < 2)):
             return []
-        rows = sum(m.rows for m in _readers(trained[0], anatomy))
+        rows = sum(m.rows for m in readers(trained[0], anatomy))
         most = self.blocks or (1 if rows >= trained[0].width else _BLOCKS)
-        return trained[:most]
+        return trained[: most + bool(first)]
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Copies the model up to the blocks that are read, and runs it on random tokens.
@@ -185,12 +207,7 @@ class SubspaceTexts(TextAttack):
         self._bottom = None
         if not inputs:
             return
-        bottom = _BlockInputs(anatomy, inputs, self._facts)
-        if not bottom.causal:
-            raise ValueError(
-                f"attack '{self.name}': {type(anatomy.model).__name__} is not causal, so that its "
-                "texts cannot be read from left to right: remove the attack"
-            )
+        bottom = BlockInputs(anatomy, inputs, self._facts)
         self._bottom = bottom
         self._learn()
 
@@ -236,12 +253,16 @@ class SubspaceTexts(TextAttack):
         bag = words.types.sort().values.to(bottom.device)
         if not len(bag):
             raise UnusableObservation("no word stands out of the noise")
-        with bottom.session():
+        deadline = Deadline(self.budget_seconds)
+        first = self._blocks(bottom.anatomy).first
+        search: _Search | EncoderSearch
+        if first is None:
             search = _Search(bottom, self._whitening, shared, bag, self.beam, self.seed)
-            texts, finished = search.run(Deadline(self.budget_seconds))
-            texts, certain = search.checked(texts) if finished else (texts, False)
-            certain = certain and bool(words.certified)
-            texts = [t for t in texts if not any(_begins(t, other) for other in texts)]
+        else:
+            search = EncoderSearch(bottom, first, self._whitening, shared, bag, self.seed)
+        with bottom.session():
+            texts, finished, certain = search.run(deadline)
+        certain = certain and bool(words.certified)
         if not texts:
             raise UnusableObservation("no text explains what the second block's rows hold")
         length = max(len(t.tokens) for t in texts)
@@ -268,14 +289,14 @@ class SubspaceTexts(TextAttack):
         self, known: SharedInput, anatomy: Anatomy, view: Observation, noise: float
     ) -> SharedRows:
         gradients = []
-        for linear in _readers(known, anatomy):
+        for linear in readers(known, anatomy):
             g = whole_tensor(view.gradient(linear.name)).to(anatomy.device)
             if not bool(g.isfinite().all()):
                 raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
             if bool(g.any()):
                 gradients.append(g if linear.axis == 1 else g.T)
         if not gradients:
-            if any(m.factor == "A" for m in _readers(known, anatomy)):
+            if any(m.factor == "A" for m in readers(known, anatomy)):
                 raise NotYet(
                     "the gradient of LoRA's A is zero, as it is while B is (in the first step)"
                 )
@@ -299,46 +320,28 @@ class SubspaceTexts(TextAttack):
         }
 
 
-def _readers(known: SharedInput, anatomy: Anatomy) -> list[Any]:
-    return [m for m in known.trained(anatomy) if m.factor != "B"]
-
-
-class _BlockInputs(BottomModel):
-    """A copy of the model up to some blocks' projections: what these read, side by side."""
-
-    def __init__(self, anatomy: Anatomy, inputs: Sequence[SharedInput], facts: RunFacts) -> None:
-        self.inputs = tuple(inputs)
-        names = [name for name, _ in text_blocks(anatomy)]
-        deepest = names.index(block_of(inputs[-1].maps[0].name)) + 1
-        super().__init__(anatomy, deepest, autocast=facts.autocast)
-
-    def _bind(self, anatomy: Anatomy, step: int) -> None:
-        super()._bind(anatomy, step)
-        *before, last = self.inputs
-        cut = cut_at(anatomy.model, Place("", last.reader, "input"))
-
-        def run(**given: Any) -> Tensor:
-            seen: dict[int, Tensor] = {}
-
-            def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                seen[id(module)] = states_in(args, kwargs)
-
-            with ExitStack() as stack:
-                for known in before:
-                    handle = known.reader.register_forward_pre_hook(keep, with_kwargs=True)
-                    stack.callback(handle.remove)
-                deepest: Tensor = cut(**given)
-            return torch.cat([*(seen[id(known.reader)] for known in before), deepest], -1)
-
-        self._run: Callable[..., Any] = run
-
-    def parts(self, states: Tensor) -> list[Tensor]:
-        """What each block's projections read, (..., d) float64 of unit length, of (..., n d)."""
-        parts = states.double().chunk(len(self.inputs), -1)
-        return [nn.functional.normalize(x, dim=-1) for x in parts]
-
-
 # ---- one block's rows -----------------------------------------------------------------------
+
+
+class _Blocks(NamedTuple):
+    """What is read of a model.
+
+    Attributes:
+        first: what an encoder's first block reads; None of a causal model.
+        inputs: what the projections of each block read: of an encoder from the first block on, of
+            a causal model from the second.
+    """
+
+    first: KnownInput | None
+    inputs: tuple[SharedInput, ...]
+
+
+def _causal(anatomy: Anatomy, inputs: Sequence[SharedInput]) -> bool:
+    """Whether what the second block reads at a place hangs on no later one."""
+    ids = torch.arange(4, device=anatomy.device)[None] % vocabulary(anatomy)
+    one = states_at(anatomy, inputs, ids)[-1]
+    other = states_at(anatomy, inputs, torch.cat([ids[:, :-1], ids[:, :1]], 1))[-1]
+    return bool(torch.equal(one[:, 0], other[:, 0]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -400,7 +403,7 @@ class _Left:
         if rest > _EXACT:
             over = over / rest
             noise = float((self.whitening @ over).norm()) * rows.numel() ** 0.5
-            if float((rows @ over).norm()) > _NEEDED * noise:
+            if float((rows @ over).norm()) > NEEDED * noise:
                 kept.append(over[None])
         return _Left(rows, torch.cat(kept), known, self.whitening)
 
@@ -461,7 +464,7 @@ class _Text:
         tokens: from the first on.
         fits: share of each token's state that was explained when it was chosen; 1 for those of an
             earlier text that it branched off from.
-        score: sum of the evidence of its own tokens.
+        score: sum of the evidence of its own tokens, and of what made them likely besides.
         left: of the rows of each block.
         rivals: other ways in which it could have begun, or branched off.
         aside: other ways in which it could have gone on.
@@ -486,7 +489,7 @@ class _Text:
 class _Search:
     def __init__(
         self,
-        bottom: _BlockInputs,
+        bottom: BlockInputs,
         whitening: Sequence[Tensor],
         shared: Sequence[SharedRows],
         bag: Tensor,
@@ -496,10 +499,19 @@ class _Search:
         self.bottom, self.whitening, self.shared = bottom, whitening, shared
         self.bag, self.beam, self.seed = bag, beam, seed
         self.longest = min(bottom.context or _LONGEST, _LONGEST)
+        self.precise = all(rows.exact for rows in shared)
+        self.speaks = predicts_next(bottom)
         self.tried = 0
         self._elsewhere: list[Tensor] | None = None
 
-    def run(self, deadline: Deadline) -> tuple[list[_Text], bool]:
+    def run(self, deadline: Deadline) -> tuple[list[FoundText], bool, bool]:
+        """The texts, whether it came to an end by itself, and whether they are certain."""
+        texts, finished = self.found(deadline)
+        texts, certain = self.checked(texts) if finished else (texts, False)
+        whole = [t for t in texts if not any(_begins(t, other) for other in texts)]
+        return [FoundText(t.tokens, t.fits) for t in whole], finished, certain
+
+    def found(self, deadline: Deadline) -> tuple[list[_Text], bool]:
         """Finds one text after the other; whether it came to an end by itself."""
         blocks = zip(self.shared, self.whitening, strict=True)
         left = tuple(_Left.of(shared.kept, white) for shared, white in blocks)
@@ -512,7 +524,14 @@ class _Search:
             text, finished = self._next(opened, left, deadline)
             if text is None:
                 return found, finished
+            lost = self.precise and not text.exact
+            if lost and finished and self.speaks:
+                likely, finished = self._next(opened, left, deadline, _PRIOR)
+                lost = likely is None or not likely.exact
+                text = text if likely is None or lost else likely
             found = _with(found, text)
+            if lost:  # a wrong token explains little, and all that follows would be made up
+                return found, finished
             left = text.left
             taken = {text.tokens[:n] for n in range(1, len(text.tokens) + 1)}
             opened = [b for b in [*opened, *text.aside] if (*b.prefix, b.token) not in taken]
@@ -560,25 +579,40 @@ class _Search:
         return evidence.view(_CONTEXTS, -1).mean(0)
 
     def _next(
-        self, opened: Sequence[_Branch], left: tuple[_Left, ...], deadline: Deadline
+        self,
+        opened: Sequence[_Branch],
+        left: tuple[_Left, ...],
+        deadline: Deadline,
+        prior: float = 0.0,
     ) -> tuple[_Text | None, bool]:
-        """The text that explains most of what is left; None where none explains anything."""
+        """The text that explains most of what is left; None where none explains anything.
+
+        Args:
+            opened: ways in which it may begin.
+            left: of the rows of each block.
+            deadline: to end by.
+            prior: weight of the model's own log probabilities of next tokens, where none is exact.
+
+        Returns:
+            The text, and whether it came to an end by itself.
+        """
         beams = self._starts(opened, left)
         if not beams:
             return None, True
         ended: list[_Text] = []
         known = self._begun([text.tokens for text in beams])
         while beams:
-            short = [i for i, text in enumerate(beams) if len(text.tokens) < self.longest]
-            ended += [text for text in beams if len(text.tokens) >= self.longest]
+            short = [i for i, text in enumerate(beams) if len(text.tokens) < self._most(text)]
+            ended += [beams[i] for i in range(len(beams)) if i not in short]
             if deadline.passed or not short:
                 break
             if len(short) < len(beams):
                 known = known.of_rows(torch.tensor(short, device=self.bag.device))
                 beams = [beams[i] for i in short]
             grown: list[tuple[_Text, int]] = []
+            likely = prior * self._likely(beams) if prior else torch.zeros(len(beams), 1)
             for row, (text, states) in enumerate(zip(beams, self._tried(known), strict=True)):
-                children, aside = self._children(text, states)
+                children, aside = self._children(text, states, likely[row])
                 if not children:
                     ended.append(_aside(text, aside))
                 grown += [(child, row) for child in children]
@@ -594,6 +628,21 @@ class _Search:
                 known.keep(torch.ones(len(beams), dtype=torch.int64, device=self.bag.device))
         ended += [text for text in beams if text not in ended]
         return max(ended, key=lambda text: text.score), not deadline.passed
+
+    def _most(self, text: _Text) -> int:
+        """Tokens at which a text is given up, or is as long as it can be."""
+        lost = self.precise and not text.exact
+        return min(self.longest, 2 * len(self.bag) + _CONTEXT) if lost else self.longest
+
+    def _likely(self, texts: Sequence[_Text]) -> Tensor:
+        """(B, n) the model's log probability of each token of the bag as a text's next one."""
+        ends = torch.tensor([len(text.tokens) for text in texts], device=self.bag.device)
+        ids = torch.zeros(len(texts), int(ends.max()), dtype=torch.int64, device=self.bag.device)
+        for row, text in enumerate(texts):
+            ids[row, : len(text.tokens)] = torch.tensor(text.tokens)
+        logits = run_logits(self.bottom.anatomy.model, TokenBatch(ids, None, None, "causal"))
+        at_ends = logits[:, -ids.shape[1] :][torch.arange(len(texts)), ends - 1]
+        return at_ends.double().log_softmax(-1)[:, self.bag]
 
     def _starts(self, opened: Sequence[_Branch], left: tuple[_Left, ...]) -> list[_Text]:
         """The likeliest ways in which a text not found yet begins, or branches off from one."""
@@ -619,18 +668,20 @@ class _Search:
         return exact[:1] if fits.exact else texts
 
     def _children(
-        self, text: _Text, states: Sequence[Tensor]
+        self, text: _Text, states: Sequence[Tensor], likely: Tensor
     ) -> tuple[list[_Text], tuple[_Branch, ...]]:
         """Texts with one more token, the likeliest first, and other ways to go on.
 
         A text ends where no token fits exactly, if those before did; else where none fits better
-        than at places that are not its own.
+        than at places that are not its own, however likely it is.
         """
         fits = _Fits.of(text.left, states)
         evidence = fits.evidence
+        ranked = evidence
         if not fits.exact:
             evidence = evidence - self._anywhere(text.left)
-        best = evidence.topk(min(_ASIDE, len(evidence))).indices.tolist()
+            ranked = evidence + likely.to(evidence)
+        best = ranked.topk(min(_ASIDE, len(ranked))).indices.tolist()
         aside = tuple(
             _Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states)) for i in best
         )
@@ -644,7 +695,7 @@ class _Search:
                 _Text(
                     (*text.tokens, int(self.bag[i])),
                     (*text.fits, float(fits.worst[i])),
-                    text.score + value,
+                    text.score + float(ranked[i]),
                     fits.without(text.left, i),
                     text.rivals,
                     text.aside + aside,
@@ -659,16 +710,16 @@ class _Search:
         They are where all rows of every block are explained up to rounding, and in the first of
         them no token can be left out, nor exchanged for another that was likely at its place.
         """
-        if not all(shared.exact for shared in self.shared):
+        if not self.precise:
             return list(texts), False
         texts = [text for text in texts if text.states]
         certain = False
         while texts and sum(len(text.states) for text in texts) < self.shared[0].whole.shape[1]:
-            first = _Explained.of(self.shared[0], self._states(texts, 0))
-            if first.residual > _RESIDUAL:  # what explains nothing cannot be told
+            first = Explained.of(self.shared[0], self._states(texts, 0))
+            if first.residual > RESIDUAL:  # what explains nothing cannot be told
                 break
             own = torch.split(first.own, [len(text.states) for text in texts])
-            idle = [not float(part[-1]) >= _RESIDUAL for part in own]
+            idle = [not float(part[-1]) >= RESIDUAL for part in own]
             if not any(idle):
                 certain = self._unique(texts, first)
                 break
@@ -677,8 +728,8 @@ class _Search:
         for block, shared in enumerate(self.shared[1:], 1):
             if not certain:
                 break
-            explained = _Explained.of(shared, self._states(texts, block))
-            certain = explained.residual <= _RESIDUAL
+            explained = Explained.of(shared, self._states(texts, block))
+            certain = explained.residual <= RESIDUAL
         return texts, certain
 
     def _states(self, texts: Sequence[_Text], block: int) -> Tensor:
@@ -690,10 +741,10 @@ class _Search:
         plain: Tensor = torch.linalg.solve(self.whitening[block].T, states.T).T
         return nn.functional.normalize(plain, dim=1)
 
-    def _unique(self, texts: Sequence[_Text], first: _Explained) -> bool:
+    def _unique(self, texts: Sequence[_Text], first: Explained) -> bool:
         """Whether no token could be left out, or another stand in its place."""
         share = len(first.own) / first.width
-        if not (float(first.own.min()) >= _CERTAIN and share <= _LARGEST_SHARE):
+        if not (float(first.own.min()) >= CERTAIN and share <= LARGEST_SHARE):
             return False
         ways = {text.tokens[:n] for text in texts for n in range(1, len(text.tokens) + 1)}
         number = 0
@@ -712,51 +763,6 @@ class _Search:
                         return False
                 number += 1
         return True
-
-
-@dataclass(frozen=True, eq=False)
-class _Explained:
-    """Rows and the states that explain them, in units of the rows' noise.
-
-    Attributes:
-        residual: root mean square of what is left.
-        own: (n,) what leaving out one state would leave.
-        basis: (n, d) orthonormal, of the states.
-        alone: (n, d) unit, of each state what is orthogonal to all others.
-    """
-
-    residual: float
-    own: Tensor
-    basis: Tensor
-    alone: Tensor
-
-    @classmethod
-    def of(cls, shared: SharedRows, states: Tensor) -> _Explained:
-        """Of states (n, d), n at most d."""
-        q, r = torch.linalg.qr(states.T)
-        unit = torch.eye(r.shape[1], dtype=r.dtype, device=r.device)
-        inverse = torch.linalg.solve_triangular(r[: len(unit)], unit, upper=True)
-        size = inverse.norm(dim=1, keepdim=True)
-        held = shared.whole @ q
-        own = (inverse @ held.T).norm(dim=1) / size[:, 0]
-        left = shared.whole - held @ q.T
-        return cls(float(left.norm()) / shared.floor, own / shared.floor, q.T, inverse @ q.T / size)
-
-    @property
-    def needed(self) -> float:
-        """What an exchange leaves at least where it is certainly worse than what is left now."""
-        return _NEEDED * max(1.0, self.residual)
-
-    @property
-    def width(self) -> int:
-        """Numbers in a state."""
-        return self.basis.shape[1]
-
-    def exchanged(self, number: int, others: Tensor) -> Tensor:
-        """(k,) what is left where others (k, d) stand in one state's place."""
-        outside = (others - (others @ self.basis.T) @ self.basis).square().sum(1)
-        along = (others @ self.alone[number]).square()
-        return self.own[number] * (outside / (outside + along).clamp_min(1e-300)).sqrt()
 
 
 def _with(found: Sequence[_Text], text: _Text) -> list[_Text]:

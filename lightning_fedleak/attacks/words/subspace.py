@@ -126,13 +126,18 @@ class SubspaceWords(Attack):
         Raises:
             ThreatModelError: no map of the model does.
         """
-        inputs = self._known(anatomy)
+        inputs = self.inputs(anatomy)
         trained = [m.name for known in inputs for m in known.trained(anatomy)]
         if trained:
             return Surfaces(gradients=tuple(trained))
         return Surfaces(gradients=tuple(m.name for m in inputs[0].maps))
 
-    def _known(self, anatomy: Anatomy) -> tuple[KnownInput, ...]:
+    def inputs(self, anatomy: Anatomy) -> tuple[KnownInput, ...]:
+        """The known inputs of a model, the first to be read first.
+
+        Raises:
+            ThreatModelError: it has none.
+        """
         if self._inputs is None or self._inputs[0] is not anatomy:
             found = known_inputs(anatomy, linear_maps(anatomy))
             self._inputs = (anatomy, tuple(sorted(found, key=_preferred(anatomy))))
@@ -155,7 +160,7 @@ class SubspaceWords(Attack):
         self._roles = self.needs(anatomy).gradients
         self._readable = []
         refused: list[str] = []
-        for known in self._known(anatomy):
+        for known in self.inputs(anatomy):
             maps = known.trained(anatomy)
             if not maps:
                 continue

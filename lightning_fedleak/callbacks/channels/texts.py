@@ -269,7 +269,12 @@ class TextsChannel(Channel):
                 look.said[Series.at(stage, attack.name)] = said
 
     def _choose(
-        self, step: int, batches: Sequence[TokenBatch], *, every: bool = False
+        self,
+        step: int,
+        batches: Sequence[TokenBatch],
+        *,
+        every: bool = False,
+        in_gradients: bool = False,
     ) -> _Chosen | None:
         """Draws texts by the step and the process alone, so that a resumed run draws the same.
 
@@ -277,6 +282,7 @@ class TextsChannel(Channel):
             step: optimizer step.
             batches: of this process.
             every: all texts, in their order.
+            in_gradients: without the tokens that no label hangs on.
 
         Returns:
             None where the batches hold no text.
@@ -285,7 +291,10 @@ class TextsChannel(Channel):
         truths: list[tuple[Tensor, Tensor]] = []
         for i, batch in enumerate(batches):
             ids, mask = batch.input_ids.cpu(), batch.attention_mask
-            real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
+            if in_gradients:
+                real = batch.context_mask().cpu()
+            else:
+                real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
             truths.append((ids, real))
             rows += [(i, row) for row in real.any(1).nonzero().flatten().tolist()]
         if not rows:
@@ -361,21 +370,22 @@ class TextsChannel(Channel):
     def _matched(self, guess: TextGuess, attack: TextAttack, look: Look) -> Inverted:
         """Texts guessed from gradients beside those of the batch that they are most like.
 
-        The last token of a causal text does not count where the attack leaves it open.
+        Of a causal text does not count what no label hangs on, where the attack leaves that open:
+        its last token, or all from the last one on whose label counts.
         """
-        every = self._choose(look.step, look.batches, every=True)
-        drawn = self._choose(look.step, look.batches)
-        assert every is not None
-        assert drawn is not None
+        held = attack.last_token_open and self.run.anatomy.kind == "causal"
+        every = self._choose(look.step, look.batches, every=True, in_gradients=held)
+        drawn = self._choose(look.step, look.batches, in_gradients=held)
+        if every is None or drawn is None:
+            raise UnusableObservation(
+                "no text of this batch has a token that a label hangs on: each is one token long, "
+                "or without a label behind its first"
+            )
         length = every.input_ids.shape[1]
         said = guess.tokens.cpu()[:, :length]
         said = torch.nn.functional.pad(said, (0, length - said.shape[1]), value=NOTHING)
         order = (~every.real).int().argsort(dim=1, stable=True)  # such a text begins on the left
         ids, real = every.input_ids.gather(1, order), every.real.gather(1, order)
-        if attack.last_token_open and self.run.anatomy.kind == "causal":
-            real = real & (real.flip(1).cumsum(1).flip(1) > 1)
-        if not bool(real.any()):
-            raise UnusableObservation("every text of this batch is one token long")
         hits = (said[:, None] == ids) & real
         guessed, true = linear_sum_assignment(hits.sum(2).numpy(), maximize=True)
         tokens = torch.full_like(ids, NOTHING)

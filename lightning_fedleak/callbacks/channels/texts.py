@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 import torch
@@ -46,7 +46,7 @@ from lightning_fedleak.threats import Capability
 CROSSING = (Stage.LOCAL, Stage.SHARED)
 """Where activations are: no server reduces them over clients."""
 RESAMPLES = 200
-
+COLUMNS = len(fields(SentenceScores))
 
 PLACES = 12
 """Ranges of places in a text: the first, the second, then each twice as long as the one before."""
@@ -85,8 +85,8 @@ class Inverted:
         """Scores of the texts that were begun, as numbers in a fixed order.
 
         n; age; whether the attack finished; whether it certified its texts, NaN where it never
-        does; right tokens, tokens and ROUGE-L of each text, filled up to ``texts``; right tokens
-        and tokens by range of places.
+        does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
+        to ``texts``; right tokens and tokens by range of places.
         """
         begun = self.begun
         guessed, truth, real = self.guess.tokens[begun], self.input_ids[begun], self.real[begun]
@@ -98,7 +98,8 @@ class Inverted:
             float(self.guess.finished),
             math.nan if certified is None else float(certified),
         ]
-        for column in (scores.hits, scores.lengths, scores.rouge_l):
+        for of in fields(SentenceScores):
+            column: Tensor = getattr(scores, of.name)
             numbers += column.double().tolist() + [0.0] * (texts - len(column))
         hits, there = token_hits(guessed, truth, real)
         place = (there.cumsum(1) - 1)[there]
@@ -135,9 +136,21 @@ class TextsChannel(Channel):
 
     reads = TextAttack
     family = "texts"
-    metrics = ("token_accuracy", "exact_sentences", "rouge_l")
+    metrics = (
+        "token_accuracy",
+        "exact_sentences",
+        "texts_found",
+        "rouge_1",
+        "rouge_2",
+        "rouge_l",
+    )
     headline = "token_accuracy"
-    charts = MappingProxyType({"whole texts": ("exact_sentences", "rouge_l")})
+    charts = MappingProxyType(
+        {
+            "whole texts": ("exact_sentences", "texts_found"),
+            "ROUGE": ("rouge_1", "rouge_2", "rouge_l"),
+        }
+    )
     extras = ("age", "finished", "certified")
     parted = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
@@ -154,7 +167,7 @@ class TextsChannel(Channel):
                 "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
                 "stages"
             )
-        self.width = 4 + 3 * texts + 2 * PLACES
+        self.width = 4 + COLUMNS * texts + 2 * PLACES
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossed: list[Crossed] = []
         self._tap: SplitTap | None = None
@@ -436,9 +449,8 @@ class TextsChannel(Channel):
 
     def _scores(self, row: Sequence[float]) -> SentenceScores:
         n, texts = int(row[0]), self.settings.texts
-        columns = torch.tensor(list(row)[4 : 4 + 3 * texts], dtype=torch.float64)
-        hits, lengths, rouge = columns.reshape(3, texts)[:, :n]
-        return SentenceScores(hits, lengths, rouge)
+        columns = torch.tensor(list(row)[4 : 4 + COLUMNS * texts], dtype=torch.float64)
+        return SentenceScores(*columns.reshape(COLUMNS, texts)[:, :n])
 
     def _rates(self, metric: TextReconstruction) -> dict[str, Rate]:
         rates = metric.rates()

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 from scipy.special import stdtrit
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.functional.text.rouge import rouge_score
 from torchmetrics.utilities import dim_zero_cat
 
-from lightning_fedleak.attacks.texts.base import TextGuess
+from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
 from lightning_fedleak.metrics.rates import UNKNOWN, Rate, flat, proportion
 
 Floats = NDArray[np.float64]
@@ -95,6 +96,35 @@ def token_hits(
             "and mask padding out"
         )
     return (guessed == truth) & real, real
+
+
+def in_true_order(
+    guessed: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
+) -> Tensor:
+    """Texts that were guessed in any order, beside the true ones that they are most like.
+
+    Every guessed text is given to one true one at most, so that as many tokens as possible are
+    right at their place.
+
+    Args:
+        guessed: (n, k) token ids, each text from the left.
+        input_ids: (B, L) the texts that were sent, each from the left.
+        attention_mask: (B, L), 0 where padded: these count neither as right nor as wrong.
+
+    Returns:
+        (B, L) guessed ids on the CPU,
+        :data:`~lightning_fedleak.attacks.texts.base.NOTHING` where there is none.
+    """
+    truth = input_ids.detach().cpu()
+    real = torch.ones_like(truth) if attention_mask is None else attention_mask.detach().cpu()
+    length = truth.shape[1]
+    said = guessed.detach().cpu()[:, :length]
+    said = torch.nn.functional.pad(said, (0, length - said.shape[1]), value=NOTHING)
+    hits = (said[:, None] == truth) & (real != 0)
+    found, true = linear_sum_assignment(hits.sum(2).numpy(), maximize=True)
+    told = torch.full_like(truth, NOTHING)
+    told[torch.from_numpy(true)] = said[torch.from_numpy(found)]
+    return told
 
 
 def sentence_scores(
@@ -357,6 +387,7 @@ __all__ = [
     "RECONSTRUCTION_RATES",
     "SentenceScores",
     "TextReconstruction",
+    "in_true_order",
     "reconstruction_rates",
     "sentence_scores",
     "token_hits",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from lightning_fedleak.metrics import TextReconstruction, proportion, reconstruc
 from lightning_fedleak.metrics.texts import (
     RECONSTRUCTION_RATES,
     SentenceScores,
+    in_true_order,
     sentence_scores,
     token_hits,
 )
@@ -282,3 +284,29 @@ def test_bad_settings_are_refused() -> None:
         reconstruction_rates(scores, resamples=10)
     with pytest.raises(ValueError, match="positions"):
         TextReconstruction(positions=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_texts_in_any_order_are_put_where_most_tokens_are_right(data) -> None:
+    n, rows = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    length, known = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    grid = st.integers(0, 2)
+    guessed = torch.tensor(data.draw(_grid(n, known, st.integers(-1, 2))))
+    truth = torch.tensor(data.draw(_grid(rows, length, grid)))
+    mask = torch.tensor(data.draw(_grid(rows, length, st.integers(0, 1))))
+    told = in_true_order(guessed, truth, mask)
+    padded = torch.full((n + rows, length), NOTHING)
+    padded[:n, : min(known, length)] = guessed[:, :length]
+    best = max(
+        int(((padded[list(order)] == truth) & (mask != 0)).sum())
+        for order in permutations(range(n + rows), rows)
+    )
+    assert int(((told == truth) & (mask != 0)).sum()) == best
+    given = [row.tolist() for row in padded]
+    assert all(given.count(row) >= told.tolist().count(row) for row in told.tolist())
+
+
+def _grid(rows: int, columns: int, of: st.SearchStrategy[int]):
+    row = st.lists(of, min_size=columns, max_size=columns)
+    return st.lists(row, min_size=rows, max_size=rows)

@@ -13,11 +13,10 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, UnusableObservation
-from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextAttack, TextGuess
+from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack, TextGuess
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.channels.base import (
     Channel,
@@ -37,7 +36,12 @@ from lightning_fedleak.callbacks.results import (
 )
 from lightning_fedleak.callbacks.tensorboard import add_place_histogram
 from lightning_fedleak.metrics import Rate, TextReconstruction
-from lightning_fedleak.metrics.texts import SentenceScores, sentence_scores, token_hits
+from lightning_fedleak.metrics.texts import (
+    SentenceScores,
+    in_true_order,
+    sentence_scores,
+    token_hits,
+)
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 from lightning_fedleak.taps.split import Crossed, SplitTap
@@ -394,15 +398,9 @@ class TextsChannel(Channel):
                 "no text of this batch has a token that a label hangs on: each is one token long, "
                 "or without a label behind its first"
             )
-        length = every.input_ids.shape[1]
-        said = guess.tokens.cpu()[:, :length]
-        said = torch.nn.functional.pad(said, (0, length - said.shape[1]), value=NOTHING)
         order = (~every.real).int().argsort(dim=1, stable=True)  # such a text begins on the left
         ids, real = every.input_ids.gather(1, order), every.real.gather(1, order)
-        hits = (said[:, None] == ids) & real
-        guessed, true = linear_sum_assignment(hits.sum(2).numpy(), maximize=True)
-        tokens = torch.full_like(ids, NOTHING)
-        tokens[torch.from_numpy(true)] = said[torch.from_numpy(guessed)]
+        tokens = in_true_order(guess.tokens, ids, real)
         which = [every.rows.index(row) for row in drawn.rows]
         shown = TextGuess(tokens[which], finished=guess.finished, certified=guess.certified)
         return Inverted(shown, ids[which], real[which], attack.age(look.step))

@@ -255,8 +255,7 @@ class InvertOptions:
     attack: Sequence[str] | None = _option(
         None,
         "of activations by default 'prefix' for causal models, 'sweeps' (descent with verified "
-        f"changes) for encoders; of gradients {' or '.join(GRADIENT_ATTACKS)}, by default "
-        f"'{GRADIENT_ATTACKS[0]}'",
+        f"changes) for encoders; of gradients '{GRADIENT_ATTACKS[0]}'",
         nargs="+",
         choices=INVERT_ATTACKS + GRADIENT_ATTACKS,
     )

@@ -170,7 +170,8 @@ class InvertCommand(InvertOptions):
         others = max(sizes) if self.lora_r else 0
         rows = self._rows(anatomy, tokenizer, most + min(others, 1), most + others)
         if self.lora_r:
-            step_of_adamw(anatomy, next(iter(rows.values()))[most:])
+            # Of the longest, which begin behind all that is attacked at any length.
+            step_of_adamw(anatomy, rows[max(rows)][most:])
         adapted = (
             f"A client trains a LoRA of rank {self.lora_r} on {self._model} ({self.precision}), "
             "one step of AdamW behind its start"
@@ -178,11 +179,13 @@ class InvertCommand(InvertOptions):
             else f"A client trains {self._model} ({self.precision})"
         )
         unit = " times the root mean square of what is read" if self.relative else ""
-        noise = f", with Gaussian noise of {_listed(self._sigmas)}{unit}"
+        noise = ""
+        if any(self._sigmas):
+            noise = f", with Gaussian noise of {_listed(self._sigmas)}{unit}"
         return _Study(
-            f"{adapted}, and shares the gradient of one batch: {_listed(sizes)} texts of "
-            f"{self._text}, each of {_listed(rows)} tokens{noise if any(self._sigmas) else ''}. The "
-            "server has the same weights, and reads the texts.",
+            f"{adapted}, and shares the gradient of one batch (texts in it: {_listed(sizes)}) of "
+            f"{self._text}, each text of {_listed(rows)} tokens{noise}. The server has the same "
+            "weights, and reads the texts.",
             lambda began: run_gradient_cells(
                 anatomy,
                 {length: ids[:most] for length, ids in rows.items()},

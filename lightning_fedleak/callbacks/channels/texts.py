@@ -72,18 +72,21 @@ class Inverted:
         real: (n, L) bool, False where padded.
         age: optimizer steps that the adversary's bottom model was behind; NaN where the attack
             does not say.
+        matched: whether the attack named texts without saying which is which, so that one that is
+            not named is missed.
     """
 
     guess: TextGuess
     input_ids: Tensor
     real: Tensor
     age: float
+    matched: bool = False
 
     @property
     def begun(self) -> Tensor:
         """(n,) bool, False for texts that the time budget left untouched."""
         some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
-        return torch.ones_like(some) if self.guess.finished else some
+        return torch.ones_like(some) if self.guess.finished or self.matched else some
 
     def pack(self, texts: int) -> list[float]:
         """Scores of the texts that were begun, as numbers in a fixed order.
@@ -133,9 +136,9 @@ class TextsChannel(Channel):
 
     Of those that read hidden states each process shows some texts of its own batch; who lists one
     has a split there. Texts that were guessed from gradients, which tell no order, are matched
-    with those of the batch so that as many tokens as possible are right. Texts that an attack's
-    time budget left untouched do not count; intervals take texts as independent, not their tokens
-    (:func:`~lightning_fedleak.metrics.texts.reconstruction_rates`).
+    with those of the batch so that as many tokens as possible are right. Texts of a split that an
+    attack's time budget left untouched do not count; intervals take texts as independent, not their
+    tokens (:func:`~lightning_fedleak.metrics.texts.reconstruction_rates`).
     """
 
     reads = TextAttack
@@ -390,6 +393,8 @@ class TextsChannel(Channel):
         Of a causal text does not count what no label hangs on, where the attack leaves that open:
         its last token, or all from the last one on whose label counts.
         """
+        if not guess.finished and not bool((guess.tokens >= 0).any()):
+            raise UnusableObservation("no time: the budget is over before any token is found")
         held = attack.last_token_open and self.run.anatomy.kind == "causal"
         every = self._choose(look.step, look.batches, every=True, in_gradients=held)
         drawn = self._choose(look.step, look.batches, in_gradients=held)
@@ -403,7 +408,7 @@ class TextsChannel(Channel):
         tokens = in_true_order(guess.tokens, ids, real)
         which = [every.rows.index(row) for row in drawn.rows]
         shown = TextGuess(tokens[which], finished=guess.finished, certified=guess.certified)
-        return Inverted(shown, ids[which], real[which], attack.age(look.step))
+        return Inverted(shown, ids[which], real[which], attack.age(look.step), matched=True)
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
         """Reveals texts, and draws at which places tokens were recovered."""

@@ -392,9 +392,8 @@ def _listed(values: Any) -> str:
 
 def table(cells: Sequence[Cell]) -> Table:
     """A line for each cell, in 80 columns; the token accuracy with its 95% interval."""
-    title = "what the hidden states at the split give away\n" + _budget(
-        cells, "the texts of a line"
-    )
+    budget = _budget(cells, "the texts of a line")
+    title = f"what the hidden states at the split give away\n{budget}"
     shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     shown.add_column("attack", no_wrap=True)
     for column in ("split", "len", "noise"):
@@ -420,7 +419,7 @@ def table(cells: Sequence[Cell]) -> Table:
 
 def gradient_table(cells: Sequence[GradientCell]) -> Table:
     """A line for each cell, in 80 columns; the share in place with its 95% interval."""
-    title = "what the gradient of a batch gives away\n" + _budget(cells, "a batch")
+    title = f"what the gradient of a batch gives away\n{_budget(cells, 'a batch')}"
     shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     shown.add_column("attack", no_wrap=True)
     for column in ("batch", "len", "noise"):

@@ -18,7 +18,12 @@ from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.commands.invert.cells import ROUGE_UP_TO, finite, numbers
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.metrics.texts import TextReconstruction, in_true_order
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.snapshots import (
+    GradientSnapshot,
+    Observation,
+    Stage,
+    UnusableObservation,
+)
 
 LR = 2e-4
 
@@ -102,12 +107,11 @@ def step_of_adamw(anatomy: Anatomy, input_ids: Tensor) -> None:
         anatomy: of a causal model, whose weights change.
         input_ids: (B, L) texts without padding.
     """
-    trained = {n: p for n, p in anatomy.model.named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in anatomy.root.named_parameters() if p.requires_grad}
     batch = TokenBatch(input_ids.to(anatomy.device), None, None, "causal")
-    names = {id(p): n for n, p in anatomy.root.named_parameters()}
-    found = gradient_of(anatomy, batch, [names[id(p)] for p in trained.values()])
-    for parameter in trained.values():
-        parameter.grad = found[names[id(parameter)]]
+    found = gradient_of(anatomy, batch, list(trained))
+    for name, parameter in trained.items():
+        parameter.grad = found[name]
     torch.optim.AdamW(trained.values(), lr=LR).step()
     for parameter in trained.values():
         parameter.grad = None
@@ -203,6 +207,8 @@ def _attacked(
             guess = attack.run(view)
             if not isinstance(guess, TextGuess):
                 raise TypeError(f"attack '{attack.name}' names no texts")
+            if not guess.finished and not bool((guess.tokens >= 0).any()):
+                raise UnusableObservation("no time: the budget is over before any token is found")
             seconds += time.perf_counter() - start
             spent += time.process_time() - busy
             held = batch.context_mask() if attack.last_token_open else torch.ones_like(ids).bool()
@@ -231,12 +237,13 @@ def _shared(
 ) -> Observation:
     """The gradient of a batch as it leaves the client."""
     found = gradient_of(anatomy, batch, roles)
-    entries = torch.cat([g.flatten().double() for g in found.values()])
+    tensors = {id(g): g for g in found.values()}.values()  # a tied matrix has two roles
+    entries = torch.cat([g.flatten().double() for g in tensors])
     unit = float(entries.square().mean().sqrt()) if cell.relative else 1.0
     std = cell.sigma * unit
     generator = torch.Generator().manual_seed(seed)
     if std:
-        for g in found.values():
+        for g in tensors:
             g += std * torch.randn(g.shape, generator=generator).to(g)
     return Observation((GradientSnapshot(0, Stage.SHARED, found, noise_std=std),))
 

@@ -197,11 +197,11 @@ class Known(TextAttack):
     last_token_open = True
     reads = ("model.layers.0.self_attn.q_proj.weight", "lm_head.weight")
 
-    def __init__(self, says: Sequence[Tensor | Exception], certified: bool | None = None) -> None:
+    def __init__(self, says: Sequence[Tensor | Exception], **more: Any) -> None:
         super().__init__()
         self.says = list(says)
         self.seen: list[Any] = []
-        self.certified = certified
+        self.more = more
 
     def needs(self, anatomy: Any) -> Surfaces:
         return Surfaces(gradients=self.reads)
@@ -211,7 +211,7 @@ class Known(TextAttack):
         said = self.says[len(self.seen) - 1]
         if isinstance(said, Exception):
             raise said
-        return TextGuess(said, certified=self.certified)
+        return TextGuess(said, **self.more)
 
 
 def ids(rows: int = 4, length: int = 6) -> Tensor:
@@ -273,6 +273,33 @@ def test_a_batch_without_an_answer_counts_in_no_number() -> None:
     assert "UnusableObservation: no word stands out" in said
     cut = gradient_explanation([replace(cell, finished=False, budget_seconds=0.5)])
     assert "*: cut off by the budget of 0.5 s" in cut
+
+
+def test_a_budget_that_is_over_at_once_is_unknown() -> None:
+    with own_rng(0):
+        made = llama().eval()
+    tokens = ids(2)
+    nothing = torch.full((1, 3), NOTHING)
+    attack = Known([nothing], finished=False)
+    [cell] = cells(made, attack, tokens, texts=2)
+    assert (cell.unknown, cell.rates) == (1, {})
+    assert "no time" in str(cell.problem)
+    [cell] = cells(made, Known([tokens[:1]], finished=False), tokens, texts=2)
+    assert cell.rates["token_accuracy"].value == 0.5, "what is not found in time is missed"
+    assert not cell.finished
+
+
+def test_a_tied_matrix_is_noised_once() -> None:
+    with own_rng(0):
+        made = llama(tie_word_embeddings=True).eval()
+    tokens = ids(2)
+    attack = Known([tokens] * 2)
+    attack.reads = ("head.weight", "embedding.weight")
+    cells(made, attack, tokens, sigmas=[0.0, 0.5], texts=2)
+    clean, noised = attack.seen
+    assert torch.equal(noised.tensors["head.weight"], noised.tensors["embedding.weight"])
+    added = noised.tensors["head.weight"] - clean.tensors["head.weight"]
+    assert float(added.std()) == pytest.approx(noised.noise_std, rel=0.03)
 
 
 def test_a_step_of_adamw_is_torchs() -> None:

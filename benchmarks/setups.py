@@ -1,23 +1,25 @@
-"""What a set-up gives away: words and membership, by what is trained and what is shared.
+"""What a set-up gives away: words, membership, texts; by what is trained and what is shared.
 
     python benchmarks/setups.py --model DIR --shape 8x64 --out FILE
     python benchmarks/setups.py --model DIR --setups whole "lora 8 q,v" --columns gradient AdamW:1 \
         --out FILE
     python benchmarks/setups.py --model DIR --setups whole --columns gradient \
         --defenses dpsgd:max_grad_norm=1,noise_multiplier=0.5/1 --out FILE
+    python benchmarks/setups.py --model DIR --shape 1x32 --columns texts --out FILE
     python benchmarks/setups.py --table FILE
 
 A cell is a fit with ``LeakageMonitor()``, whose attacks choose themselves, calibrated on
 ``--public``. It looks at ``--batches`` gradients, one after the other, or at as many rounds. A
 column is ``gradient`` (of every step of AdamW), or the weight change of a round: an optimizer of
-torch.optim, from a fresh state, and its steps. Before, the set-up is trained by ``--warm`` steps of
-AdamW on public text, so that no adapter is at its start. Dropout is 0 where the set-up does not
-say otherwise.
+torch.optim, from a fresh state, and its steps. ``texts`` is ``gradient`` again, looked at by
+``SubspaceTexts`` alone, which does not choose itself, in ``--texts-seconds`` a look. Before, the
+set-up is trained by ``--warm`` steps of AdamW on public text, so that no adapter is at its start.
+Dropout is 0 where the set-up does not say otherwise.
 
 Membership is asked of the texts of each batch and of as many others of the same set. Prints and
-appends to ``--out`` each attack's mean with its 95% interval: of F1 over looks (Student's t), of
-the AUC over batches. The same command goes on where it was stopped. ``--table`` prints what a file
-holds.
+appends to ``--out`` each attack's mean with its 95% interval: of F1, and of the share of tokens in
+their place, over looks (Student's t), of the AUC over batches. The same command goes on where it
+was stopped. ``--table`` prints what a file holds.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from word_recovery import read_texts
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
-from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks import PublicText, SubspaceTexts
 from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.commands.sweep.cell import quiet
 from lightning_fedleak.commands.sweep.specs import parse_defenses
@@ -58,9 +60,12 @@ SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
     "--setups 'lora 4 q,v' --columns gradient --defenses gradient_noise:clip=1,sigma=0.01 "
     "--out {out}/cells.jsonl",
+    "--model {model} --private {text} --public {text} --shape 1x8 --batches 2 --warm 1 "
+    "--setups whole norms --columns texts --texts-seconds 5 --out {out}/cells.jsonl",
 )
 RATES = {"AdamW": 1e-4, "SGD": 1e-3}
-FAMILIES = ("words", "membership")
+VALUES = {"words": "f1", "texts": "token_accuracy"}
+HEADS = {"words": "words F1", "membership": "membership AUC", "texts": "tokens in place"}
 VIRTUAL_TOKENS = 16
 BOTTLENECK = 32
 
@@ -246,15 +251,19 @@ def run_cell(
     optimizer, _, count = column.partition(":")
     steps = int(count or 1)
     inside, outside = private.tensor_split(2)
-    monitor = LeakageMonitor(
-        every_n_steps=steps,
-        local_steps=int(count) if count else None,
-        public_text=PublicText(public),
-        games=Games(held_out=PublicText(outside), targets=2 * texts),
-        look_seconds=options.look_seconds,
-        cache=False,
-        log_dir=folder,
-    )
+    if column == "texts":
+        reader = SubspaceTexts(budget_seconds=options.texts_seconds)
+        monitor = LeakageMonitor(reader, every_n_steps=1, texts=texts, log_dir=folder)
+    else:
+        monitor = LeakageMonitor(
+            every_n_steps=steps,
+            local_steps=int(count) if count else None,
+            public_text=PublicText(public),
+            games=Games(held_out=PublicText(outside), targets=2 * texts),
+            look_seconds=options.look_seconds,
+            cache=False,
+            log_dir=folder,
+        )
     given = [built for spec in parse_defenses(defense) for built in spec.build()]
     trainer = L.Trainer(
         max_steps=options.batches * steps,
@@ -274,6 +283,18 @@ def run_cell(
     return [json.loads(line) for line in lines]
 
 
+def family_of(attack: str) -> str:
+    """Of an attack by its name in the logs."""
+    if attack == SubspaceTexts.default_name:
+        return "texts"
+    return "membership" if "membership" in attack else "words"
+
+
+def families_in(column: str) -> tuple[str, ...]:
+    """What a column measures."""
+    return ("texts",) if column == "texts" else ("words", "membership")
+
+
 def summary(lines: list[dict]) -> dict[str, dict]:
     """By attack: mean and interval, and in how many looks it was unknown and why."""
     found: dict[str, dict] = {}
@@ -283,11 +304,17 @@ def summary(lines: list[dict]) -> dict[str, dict]:
         known = [line["metrics"] for line in mine if not line["unknown"] and line["exposed"]]
         of: dict[str, Any] = {"looks": len(known), "unknown": len(unknown)}
         of["why"] = unknown[-1] if unknown else "" if known else "what it reads is not shared"
-        if known and "auc" in known[-1]:
-            of |= {"family": "membership", **known[-1]["auc"]}
+        family = family_of(attack)
+        of["family"] = family
+        if known and family == "membership":
+            of |= known[-1]["auc"]
         elif known:
-            mean, half = mean_and_half([metrics["f1"]["value"] for metrics in known])
-            of |= {"family": "words", "value": mean, "low": mean - half, "high": mean + half}
+            mean, half = mean_and_half([metrics[VALUES[family]]["value"] for metrics in known])
+            of |= {"value": mean, "low": mean - half, "high": mean + half}
+        if known and family == "texts":
+            for name in ("exact_sentences", "certified"):
+                values = [metrics[name]["value"] for metrics in known if name in metrics]
+                of[name] = sum(values) / len(values) if values else None
         found[attack] = of
     return found
 
@@ -296,9 +323,7 @@ def shown(cell: dict[str, Any], family: str) -> str:
     """What the best attack of a family found."""
     if "skipped" in cell:
         return f"not run: {cell['skipped']}"
-    mine = {
-        n: of for n, of in cell["attacks"].items() if ("membership" in n) == (family != "words")
-    }
+    mine = {n: of for n, of in cell["attacks"].items() if family_of(n) == family}
     known = [of for of in mine.values() if "value" in of]
     if not known:
         tried = any(
@@ -306,7 +331,7 @@ def shown(cell: dict[str, Any], family: str) -> str:
         )
         return "*unknown*" if tried else "none reads it"
     best = max(known, key=lambda of: of["value"])
-    if family == "words":
+    if family != "membership":
         text = f"{best['value']:.3f} ± {(best['high'] - best['low']) / 2:.3f}"
     else:
         text = f"{best['value']:.3f} ({best['low']:.2f} to {best['high']:.2f})"
@@ -323,13 +348,14 @@ def print_table(path: Path) -> None:
         print(
             f"{model}, {shape}, {mine[-1]['day']}, {sum(c['seconds'] for c in mine) / 60:.0f} min"
         )
-        heads = " | ".join(f"{c}: words F1 | membership AUC" for c in columns)
-        print(f"\n| trained | {heads} |\n|---|{'---|---|' * len(columns)}")
+        pairs = [(column, family) for column in columns for family in families_in(column)]
+        heads = " | ".join(f"{column}: {HEADS[family]}" for column, family in pairs)
+        print(f"\n| trained | {heads} |\n|---|{'---|' * len(pairs)}")
         for setup, defense in dict.fromkeys((c["setup"], c["defense"]) for c in mine):
             found = {c["column"]: c for c in mine if (c["setup"], c["defense"]) == (setup, defense)}
             row = [
                 shown(found[column], family) if column in found else "not run"
-                for column, family in itertools.product(columns, FAMILIES)
+                for column, family in pairs
             ]
             label = setup if defense == "none" else f"{setup}; {defense}"
             print(f"| {label} | {' | '.join(row)} |")
@@ -352,6 +378,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--look-seconds", type=float, default=600.0)
+    parser.add_argument("--texts-seconds", type=float, default=60.0)
     parser.add_argument("--bos", type=int)
     parser.add_argument("--pool", type=int, default=2000)
     parser.add_argument("--device", default="cpu")

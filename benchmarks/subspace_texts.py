@@ -21,31 +21,18 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from subspace_words import Source, backward, built, observed
-from torch import Tensor
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import SubspaceTexts, UnusableObservation
 from lightning_fedleak.metrics import TextReconstruction
+from lightning_fedleak.metrics.texts import in_true_order
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --rank 0 --shapes 2x8 --batches 1",
     "--model {model} --private {text} --public {text} --rank 8 --targets q_proj,k_proj,v_proj "
     "--shapes 1x8 --batches 1",
 )
-
-
-def matched(tokens: Tensor, ids: Tensor) -> Tensor:
-    """Found texts (n, k) in the order of the true ones (B, L), -1 where nothing was found."""
-    length = ids.shape[1]
-    told = torch.full((len(tokens), length), -1)
-    told[:, : tokens.shape[1]] = tokens[:, :length]
-    hits = (told[:, None] == ids).sum(2)
-    found, true = linear_sum_assignment(hits.numpy(), maximize=True)
-    out = torch.full_like(ids, -1)
-    out[torch.from_numpy(true)] = told[torch.from_numpy(found)]
-    return out
 
 
 def main() -> None:
@@ -99,7 +86,7 @@ def main() -> None:
             sure, extra = False, False
             try:
                 guess = attack.run(view)
-                said = matched(guess.tokens.cpu(), truth)
+                said = in_true_order(guess.tokens, truth)
                 sure = bool(guess.certified)
                 extra = len(guess.tokens) != rows or guess.tokens.shape[1] != length - 1
             except UnusableObservation:

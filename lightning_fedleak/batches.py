@@ -107,21 +107,31 @@ class TokenBatch:
     def context_ids(self) -> Tensor:
         """Those of :meth:`read_ids` that a label hangs on, (n,) int64, repeats included.
 
-        A causal text's last token predicts nothing, and nothing predicts from it: no layer's
-        gradient hangs on it, so that it is given away as a label only. Nor has a text without a
-        label a part in any gradient. On CUDA this waits for the device.
+        Of an encoder-decoder those that its decoder reads come behind. On CUDA this waits for the
+        device.
         """
-        mask, labels = self.attention_mask, self.labels
-        ids = self.input_ids
-        kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
-        asked = kept if labels is None else labels != IGNORE_INDEX
-        if self.kind == "causal":
-            return ids[kept & _before_last(asked)].long()
-        some = asked.flatten(1).any(1) if asked.dim() > 1 else asked
-        read = ids[kept & some.to(ids.device)[:, None]].long()
+        ids, labels = self.input_ids, self.labels
+        read = ids[self.context_mask()].long()
         if self.kind != "seq2seq" or labels is None:
             return read
+        asked = labels != IGNORE_INDEX
         return torch.cat([read, labels[asked & _before_last(asked)].long().to(read.device)])
+
+    def context_mask(self) -> Tensor:
+        """(B, L) bool, which of the ``input_ids`` a label hangs on.
+
+        A causal text's last token predicts nothing, and nothing predicts from it: no layer's
+        gradient hangs on it, so that it is given away as a label only. So it is with all that
+        stands behind the last token whose label counts, and with that one. Nor has a text without
+        a label a part in any gradient.
+        """
+        mask, labels = self.attention_mask, self.labels
+        kept = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask != 0
+        asked = kept if labels is None else labels != IGNORE_INDEX
+        if self.kind == "causal":
+            return kept & _before_last(asked)
+        some = asked.flatten(1).any(1) if asked.dim() > 1 else asked
+        return kept & some.to(kept.device)[:, None]
 
     def check_values(self, readable: int | None, n_labels: int) -> None:
         """Refuses ids that the model does not know, and a mask that hides what is trained on.

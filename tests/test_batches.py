@@ -522,12 +522,13 @@ def test_batches_whose_values_contradict_each_other_are_refused(name: str) -> No
     assert "0000" not in str(refused.value)
 
 
-def _hangs_on(model: torch.nn.Module, batch: TokenBatch, **inputs: torch.Tensor) -> list[int]:
-    """Ids whose embedding has a gradient, position by position: what a label hangs on."""
+def _hangs_on(
+    model: torch.nn.Module, batch: TokenBatch, **inputs: torch.Tensor | None
+) -> torch.Tensor:
+    """(B, L) bool, whether the embedding at a position has a gradient: what a label hangs on."""
     embedded = model.get_input_embeddings()(batch.input_ids).detach().requires_grad_()
     model(inputs_embeds=embedded, **inputs).loss.backward()
-    moved = embedded.grad.abs().sum(-1) > 0
-    return sorted(batch.input_ids[moved].tolist())
+    return embedded.grad.abs().sum(-1) > 0
 
 
 @pytest.mark.parametrize("kind", ["causal", "masked"])
@@ -554,7 +555,8 @@ def test_context_ids_are_those_whose_embedding_has_a_gradient(kind: str) -> None
     labels[0, 5:] = -100
     batch = TokenBatch(ids, labels, mask, kind)
     expected = _hangs_on(model, batch, attention_mask=mask, labels=labels)
-    assert sorted(batch.context_ids().tolist()) == expected
+    assert torch.equal(batch.context_mask(), expected)
+    assert sorted(batch.context_ids().tolist()) == sorted(ids[expected].tolist())
 
 
 def test_context_ids_of_other_kinds() -> None:

@@ -7,7 +7,13 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 
-from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PrefixInversion
+from lightning_fedleak.attacks import (
+    AlignedFlatChat,
+    FCMembership,
+    FlatChat,
+    PrefixInversion,
+    SubspaceTexts,
+)
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.commands.fit import fit
 from lightning_fedleak.defenses import DPSGD, Freeze, GradientNoise
@@ -79,6 +85,8 @@ def test_every_fragment_is_tested() -> None:
         "gate_membership",
         "inversion",
         "gate_inversion",
+        "whole_texts",
+        "gate_whole_texts",
         "noise_gradients",
         "dp_sgd",
         "freeze_head_and_embeddings",
@@ -140,6 +148,20 @@ def test_inversion_and_its_gate(fitted) -> None:
     assert monitor.failures == 0
     assert 0 <= float(trainer.callback_metrics["leakage/prefix_inversion/token_accuracy"]) <= 1
     assert (gate.metric, gate.at_most) == ("leakage/prefix_inversion/token_accuracy", 0.5)
+
+
+def test_whole_texts_and_its_gate(fitted) -> None:
+    small = ("--data.batch_size=1", "--data.length=6")
+    trainer = fitted("whole_texts", "gate_whole_texts", more=small)
+    still_has_the_users_own(trainer)
+    monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
+    [attack] = monitor.attacks
+    assert isinstance(attack, SubspaceTexts)
+    assert (attack.budget_seconds, monitor.texts) == (30.0, 8)
+    assert monitor.failures == 0
+    assert 0 <= float(trainer.callback_metrics["leakage/subspace_texts/token_accuracy"]) <= 1
+    assert float(trainer.callback_metrics["leakage/subspace_texts/exposed"]) == 1
+    assert (gate.metric, gate.at_most) == ("leakage/subspace_texts/token_accuracy", 0.5)
 
 
 def test_gate_without_a_monitor_is_refused(fitted) -> None:

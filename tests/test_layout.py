@@ -25,7 +25,16 @@ GROUND = {
 # Of the command, what needs no command line.
 STUDIES = {
     f"commands.invert.{name}"
-    for name in ("__init__", "adversaries", "cells", "noise", "plots", "task", "texts")
+    for name in (
+        "__init__",
+        "adversaries",
+        "cells",
+        "gradients",
+        "noise",
+        "plots",
+        "task",
+        "texts",
+    )
 }
 # What each part of the package may import from the rest of it; absent: everything.
 ALLOWED = {

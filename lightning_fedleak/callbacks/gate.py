@@ -140,7 +140,7 @@ class RiskGate(L.Callback):
 
     ``"lower"`` and ``"upper"`` read the value of each look by itself, also where the logs pool it
     over looks, and need a metric with a known range: precision, recall, F1, accuracy, AUC,
-    advantage, a TPR, token accuracy, exact sentences, ROUGE-L, or one of them with
+    advantage, a TPR, token accuracy, exact sentences, texts found, ROUGE, or one of them with
     ``_worst_client``. That one is the largest of what was measured on the clients, whose mean lies
     above the worst client's own mean, the more so the more clients and the fewer games: ``"upper"``
     keeps its promise about each client then, ``"lower"`` would not, and is refused with several

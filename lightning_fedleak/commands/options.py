@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 GAME_ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full", "gradient", "subspace")
 INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper", "relaxation")
+GRADIENT_ATTACKS = ("subspace",)
 SWEEP_ATTACKS = ("flatchat", "aligned_flatchat", "fc", "attention", "prefix", "descent")
 _TARGETS = (
     "modules with a LoRA, with commas between (q_proj,v_proj), or all-linear; by default PEFT's "
@@ -203,51 +204,66 @@ class GameOptions:
 class InvertOptions:
     """The settings of ``fedleak invert``.
 
-    Without ``model`` and ``text`` the embedded ones are used. The model may be causal, masked or an
-    encoder without a head.
+    Without ``model`` and ``text`` the embedded ones are used. Of activations the model may be
+    causal, masked or an encoder without a head; of gradients it is causal.
     """
 
+    from_: Literal["activations", "gradients"] = _option(
+        "activations",
+        "what the client sends: hidden states at a split, or the gradient of a batch of texts",
+        choices=("activations", "gradients"),
+    )
     model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
     text: str | None = _option(None, f"the client's text: {_SOURCE}", "SOURCE")
     public: str | None = _option(
         None,
-        "text that the server owns and 'prefix' ranks tokens with, as --text; by default text "
-        "by the model itself",
+        "of activations: text that the server owns and 'prefix' ranks tokens with, as --text; by "
+        "default text by the model itself",
         "SOURCE",
     )
     layer: Sequence[int] | None = _option(
         None,
-        "splits: blocks whose output is sent, 0 for the embeddings; by default at a third and "
-        "two thirds",
+        "of activations: splits, blocks whose output is sent, 0 for the embeddings; by default at "
+        "a third and two thirds",
         "K",
         nargs="+",
         type=_at_least(0),
     )
-    noise: Sequence[float] = _option(
-        (0.0, 0.3, 1.0, 3.0),
-        "standard deviations of the noise",
+    lora_r: int = _count(
+        0, "of gradients: the client trains a LoRA of this rank; 0: the whole model", 0
+    )
+    targets: str | None = _option(None, f"of gradients: {_TARGETS}", "NAMES")
+    batch_sizes: Sequence[int] = _option(
+        (1, 4), "of gradients: texts of a batch", "B", type=_at_least(1)
+    )
+    noise: Sequence[float] | None = _option(
+        None,
+        "standard deviations of the noise; by default 0 0.3 1 3, of gradients 0",
         "S",
+        nargs="+",
         type=_number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0"),
     )
     relative: bool = _option(
         True,
-        "--noise counts in standard deviations of each dimension of the hidden states, or is "
-        "absolute",
+        "--noise counts in standard deviations of each dimension of the hidden states (of "
+        "gradients: in root mean squares of the entries that the attack reads), or is absolute",
     )
     lengths: Sequence[int] = _option((32,), "tokens a text", "N", type=_at_least(1))
-    texts: int = _count(4, "texts attacked in each cell")
+    texts: int = _count(
+        4, "texts attacked in each cell; of gradients in whole batches, one at least"
+    )
     attack: Sequence[str] | None = _option(
         None,
-        "by default 'prefix' for causal models, 'sweeps' (descent with verified changes) for "
-        "encoders",
+        "of activations by default 'prefix' for causal models, 'sweeps' (descent with verified "
+        f"changes) for encoders; of gradients '{GRADIENT_ATTACKS[0]}'",
         nargs="+",
-        choices=INVERT_ATTACKS,
+        choices=INVERT_ATTACKS + GRADIENT_ATTACKS,
     )
-    steps: int = _count(1000, "gradient steps of a descent, at most")
+    steps: int = _count(1000, "of activations: gradient steps of a descent, at most")
     budget_seconds: float = _option(
         60.0,
-        "wall time of an attack on the texts of one cell, after which its best so far counts; "
-        "'inf' for no bound",
+        "wall time of an attack on the texts of one cell (of gradients: on one batch), after which "
+        "its best so far counts; 'inf' for no bound",
         "X",
         type=_number(float, lambda x: x > 0, "a positive number"),
     )
@@ -334,11 +350,12 @@ _COMMANDS: dict[str, tuple[type, str, str]] = {
     ),
     "invert": (
         InvertOptions,
-        "read, as the server of a split model, a client's texts off what it sends",
+        "read, as the server, a client's texts off the hidden states or gradients that it sends",
         "Runs a model's bottom on texts, adds Gaussian noise to the hidden states at the split as "
         "a client might before it sends them, and reads the texts back (Zheng 2023), beside what "
-        "the noise costs the model. Model and text are on board; bring your own with --model and "
-        "--text.",
+        "the noise costs the model. With --from gradients the client sends the gradient of a batch "
+        "of texts instead, of the whole model or of a LoRA, and nothing else. Model and text are "
+        "on board; bring your own with --model and --text.",
     ),
     "capacity": (
         CapacityOptions,
@@ -378,8 +395,9 @@ def parser() -> argparse.ArgumentParser:
         )
         for one in fields(options):
             default = list(one.default) if isinstance(one.default, tuple) else one.default
+            spelled = one.name.rstrip("_").replace("_", "-")  # from_, as Python has a 'from'
             command.add_argument(
-                f"--{one.name.replace('_', '-')}", **{"default": default, **one.metadata}
+                f"--{spelled}", dest=one.name, **{"default": default, **one.metadata}
             )
     commands.add_parser(
         "fit", help="fine-tune any causal language model on any text, configured by LightningCLI"

@@ -8,24 +8,34 @@ as independent; those of rates over sentences are Clopper-Pearson's.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 from scipy.special import stdtrit
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.functional.text.rouge import rouge_score
 from torchmetrics.utilities import dim_zero_cat
 
-from lightning_fedleak.attacks.texts.base import TextGuess
+from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
 from lightning_fedleak.metrics.rates import UNKNOWN, Rate, flat, proportion
 
 Floats = NDArray[np.float64]
 
-RECONSTRUCTION_RATES = ("token_accuracy", "token_accuracy_pooled", "exact_sentences", "rouge_l")
+RECONSTRUCTION_RATES = (
+    "token_accuracy",
+    "token_accuracy_pooled",
+    "exact_sentences",
+    "texts_found",
+    "rouge_1",
+    "rouge_2",
+    "rouge_l",
+)
 """Names of the rates, in the order in which they are reported."""
 
 POSITIONS = 2048
@@ -40,11 +50,15 @@ class SentenceScores:
         hits: (n,) tokens guessed right at their place.
         lengths: (n,) tokens, without padding, at least 1.
         rouge_l: (n,) F measure of ROUGE-L in [0, 1]; NaN where it was not asked for.
+        rouge_1: (n,) that of ROUGE-1.
+        rouge_2: (n,) that of ROUGE-2.
     """
 
     hits: Tensor
     lengths: Tensor
     rouge_l: Tensor
+    rouge_1: Tensor
+    rouge_2: Tensor
 
 
 def token_hits(
@@ -84,6 +98,35 @@ def token_hits(
     return (guessed == truth) & real, real
 
 
+def in_true_order(
+    guessed: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
+) -> Tensor:
+    """Texts that were guessed in any order, beside the true ones that they are most like.
+
+    Every guessed text is given to one true one at most, so that as many tokens as possible are
+    right at their place.
+
+    Args:
+        guessed: (n, k) token ids, each text from the left.
+        input_ids: (B, L) the texts that were sent, each from the left.
+        attention_mask: (B, L), 0 where padded: these count neither as right nor as wrong.
+
+    Returns:
+        (B, L) guessed ids on the CPU,
+        :data:`~lightning_fedleak.attacks.texts.base.NOTHING` where there is none.
+    """
+    truth = input_ids.detach().cpu()
+    real = torch.ones_like(truth) if attention_mask is None else attention_mask.detach().cpu()
+    length = truth.shape[1]
+    said = guessed.detach().cpu()[:, :length]
+    said = torch.nn.functional.pad(said, (0, length - said.shape[1]), value=NOTHING)
+    hits = (said[:, None] == truth) & (real != 0)
+    found, true = linear_sum_assignment(hits.sum(2).numpy(), maximize=True)
+    told = torch.full_like(truth, NOTHING)
+    told[torch.from_numpy(true)] = said[torch.from_numpy(found)]
+    return told
+
+
 def sentence_scores(
     guessed: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None, *, rouge: bool = True
 ) -> SentenceScores:
@@ -93,28 +136,35 @@ def sentence_scores(
     is the longest common subsequence over the number of tokens: what accuracy would be if a
     reconstruction that slipped by some places were pushed back. What is right at both ends is left
     out before; the time grows with the square of the length between (0.3 s for 1,000 tokens).
+    ROUGE-1 and ROUGE-2 are the shares of tokens, and of pairs of neighbours, that are in both,
+    wherever they stand. A right text of one token, which has no pair, has 1.
 
     Args:
         guessed: (B, L) token ids; NOTHING is a word that matches none.
         input_ids: (B, L) the tokens that were sent.
         attention_mask: (B, L), 0 where padded.
-        rouge: False leaves ROUGE-L out.
+        rouge: False leaves all ROUGE out.
 
     Raises:
         ValueError: as :func:`token_hits`.
     """
     hits, real = token_hits(guessed, input_ids, attention_mask)
     guessed, truth = guessed.detach().cpu(), input_ids.detach().cpu()
-    scores = [
-        _rouge_l(guessed[row][real[row]].tolist(), truth[row][real[row]].tolist())
-        if rouge
-        else math.nan
-        for row in real.any(1).nonzero().flatten().tolist()
-    ]
     any_token = real.any(1)
-    return SentenceScores(
-        hits.sum(1)[any_token], real.sum(1)[any_token], torch.tensor(scores, dtype=torch.float64)
-    )
+    found = torch.full((int(any_token.sum()), 3), math.nan, dtype=torch.float64)
+    for i, row in enumerate(any_token.nonzero().flatten().tolist() if rouge else ()):
+        said, sent = guessed[row][real[row]].tolist(), truth[row][real[row]].tolist()
+        of = _rouge_l(said, sent), _rouge_n(said, sent, 1), _rouge_n(said, sent, 2)
+        found[i] = torch.tensor(of, dtype=torch.float64)
+    return SentenceScores(hits.sum(1)[any_token], real.sum(1)[any_token], *found.unbind(1))
+
+
+def _rouge_n(guessed: list[int], truth: list[int], n: int) -> float:
+    """F measure of two texts of equally many tokens: n-grams in both, over all of one."""
+    if guessed == truth:
+        return 1.0
+    grams = [Counter(zip(*(ids[i:] for i in range(n)), strict=False)) for ids in (guessed, truth)]
+    return (grams[0] & grams[1]).total() / max(1, len(truth) - n + 1)
 
 
 def _rouge_l(guessed: list[int], truth: list[int]) -> float:
@@ -142,15 +192,16 @@ def reconstruction_rates(
 
     ``token_accuracy``: Zheng's attack accuracy (Eq. 5), the mean over sentences of the share of
     their tokens that is right. ``token_accuracy_pooled``: the share of all tokens, so that long
-    sentences weigh more. ``exact_sentences``: share of sentences without an error. ``rouge_l``:
-    mean over sentences.
+    sentences weigh more. ``exact_sentences``: share of sentences without an error.
+    ``texts_found``: of those of which half the tokens are right at least. ``rouge_1``, ``rouge_2``,
+    ``rouge_l``: means over sentences.
 
-    The interval of ``exact_sentences`` is Clopper-Pearson's. Those of the means are
-    ``expit(logit(mean) +- t s)``, Student's t on one less than the number of sentences and s from
-    a bootstrap that draws sentences, but not less than for independent tokens. No lower end lies
-    above what a perfect score would get if the tokens of a sentence stood and fell together,
-    ``(alpha / 2) ** (1 / n)``, nor an upper end below the mirror image: ten perfect sentences read
-    [.69, 1].
+    The intervals of ``exact_sentences`` and ``texts_found`` are Clopper-Pearson's. Those of the
+    means are ``expit(logit(mean) +- t s)``, Student's t on one less than the number of sentences
+    and s from a bootstrap that draws sentences, but not less than for independent tokens. No lower
+    end lies above what a perfect score would get if the tokens of a sentence stood and fell
+    together, ``(alpha / 2) ** (1 / n)``, nor an upper end below the mirror image: ten perfect
+    sentences read [.69, 1].
 
     Args:
         scores: of all sentences.
@@ -168,9 +219,11 @@ def reconstruction_rates(
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
     if isinstance(resamples, bool) or resamples < 100:
         raise ValueError(f"resamples must be at least 100, got {resamples!r}")
-    columns = [c.double().numpy() for c in (scores.hits, scores.lengths, scores.rouge_l)]
+    of = (scores.rouge_1, scores.rouge_2, scores.hits, scores.lengths, scores.rouge_l)
+    columns = [column.double().numpy() for column in of]
     # One order, so that the bootstrap draws the same whichever process saw a sentence.
-    hits, lengths, rouge = (column[np.lexsort(columns)] for column in columns)
+    order = np.lexsort(columns)
+    rouge_1, rouge_2, hits, lengths, rouge_l = (column[order] for column in columns)
     n = hits.size
     if n == 0:
         return dict.fromkeys(RECONSTRUCTION_RATES, UNKNOWN)
@@ -181,7 +234,11 @@ def reconstruction_rates(
         "token_accuracy": _mean(hits / lengths, ones, times, each, alpha),
         "token_accuracy_pooled": _mean(hits, lengths, times, 1 / lengths.sum(), alpha),
         "exact_sentences": proportion(int((hits == lengths).sum()), n, confidence),
-        "rouge_l": UNKNOWN if np.isnan(rouge).any() else _mean(rouge, ones, times, each, alpha),
+        "texts_found": proportion(int((2 * hits >= lengths).sum()), n, confidence),
+        **{
+            name: UNKNOWN if np.isnan(rouge).any() else _mean(rouge, ones, times, each, alpha)
+            for name, rouge in (("rouge_1", rouge_1), ("rouge_2", rouge_2), ("rouge_l", rouge_l))
+        },
     }
 
 
@@ -219,7 +276,7 @@ class TextReconstruction(Metric):
 
     Args:
         confidence: of the intervals.
-        rouge: False leaves ROUGE-L out, whose time grows with the square of the length.
+        rouge: False leaves all ROUGE out; the time of ROUGE-L grows with the square of the length.
         positions: that :meth:`by_position` counts; tokens further back count in all other rates.
         resamples: of the bootstrap.
         seed: of the bootstrap.
@@ -291,16 +348,16 @@ class TextReconstruction(Metric):
 
     def add(self, scores: SentenceScores) -> None:
         """Adds sentences that were scored elsewhere, and are in no place's rate."""
-        columns = [scores.hits.double(), scores.lengths.double(), scores.rouge_l]
+        columns = [getattr(scores, field.name).double() for field in fields(SentenceScores)]
         # Flat, as the empty tensor is with which a process that saw no sentence takes part.
         self.sentences.append(torch.stack(columns, 1).flatten().to(self.device))
 
     def rates(self) -> dict[str, Rate]:
         """Each of ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
         held = dim_zero_cat(self.sentences) if len(self.sentences) else torch.zeros(0)
-        hits, lengths, rouge = held.reshape(-1, 3).cpu().double().unbind(1)
+        columns = held.reshape(-1, len(fields(SentenceScores))).cpu().double().unbind(1)
         return reconstruction_rates(
-            SentenceScores(hits, lengths, rouge),
+            SentenceScores(*columns),
             confidence=self.confidence,
             resamples=self.resamples,
             seed=self.seed,
@@ -330,6 +387,7 @@ __all__ = [
     "RECONSTRUCTION_RATES",
     "SentenceScores",
     "TextReconstruction",
+    "in_true_order",
     "reconstruction_rates",
     "sentence_scores",
     "token_hits",

@@ -3,9 +3,11 @@
 import ast
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -170,6 +172,27 @@ def test_a_text_attack_may_read_gradients(tmp_path: Path) -> None:
         right = monitor.latest[f"{prefix}/from_gradients/token_accuracy"]
         assert right == pytest.approx((length - 1) / length)
     assert attack.stages == ["local"] * 4  # the same gradient at all three: run once
+
+
+class OutOfTime(FromGradients):
+    """Names one text of the batch, and then its time is over; at first none."""
+
+    def run(self, view, query=None):
+        guess = super().run(view, query)
+        tokens = self.batches[view.gradients[-1].step]["input_ids"]
+        named = torch.full_like(tokens[:1], -1) if len(self.stages) == 1 else tokens[:1]
+        return replace(guess, tokens=named, finished=False)
+
+
+def test_what_a_text_attack_has_no_time_for_is_missed(tmp_path: Path) -> None:
+    loader = random_token_loader(8)
+    monitor = LeakageMonitor(OutOfTime(list(loader)), every_n_steps=1, texts=4)
+    with pytest.warns(UserWarning, match="no time"):
+        fit([monitor], tmp_path, loader=loader)
+    assert (monitor.failures, monitor.looks) == (1, 2), "of the first look nothing is known"
+    assert monitor.latest["leakage/from_gradients/token_accuracy"] == 0.25
+    assert monitor.latest["leakage/from_gradients/texts_found"] == 0.25
+    assert monitor.latest["leakage/from_gradients/finished"] == 0
 
 
 def test_frozen_surfaces_of_a_text_attack_are_not_exposed(tmp_path: Path) -> None:

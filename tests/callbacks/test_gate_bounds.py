@@ -12,7 +12,8 @@ import torch
 
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
-from lightning_fedleak.callbacks.gate_evidence import Evidence, default_warmup
+from lightning_fedleak.callbacks.channels.base import Channel
+from lightning_fedleak.callbacks.gate_evidence import RANGES, Evidence, default_warmup
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.test_gate import F1, Scripted
 
@@ -462,3 +463,10 @@ def test_a_new_fit_counts_breaches_anew(tmp_path):
 def test_arguments_that_cannot_be_meant_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         RiskGate(F1, at_most=0.3, **arguments)
+
+
+def test_every_rate_that_is_logged_has_a_range() -> None:
+    ours = [c for c in Channel.known.values() if c.__module__.startswith("lightning_fedleak.")]
+    names = {metric for channel in ours for metric in channel.metrics}
+    assert {"f1", "auc", "rouge_2", "texts_found"} <= names
+    assert {n for n in names if not any(n.startswith(known) for known in RANGES)} == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning_fedleak import DPSGD, DefendedStrategy, GradientNoise, with_canar
 from lightning_fedleak.attacks import SubspaceMembership, SubspaceTexts, SubspaceWords
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.callbacks.channels import Games
+from lightning_fedleak.callbacks.channels.texts import Inverted
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
 from tests.callbacks.runs import assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
@@ -273,6 +275,68 @@ def test_whole_texts_are_read_while_training(tmp_path: Path, side: str) -> None:
     assert monitor.latest[f"{of}/certified"] == 1
     assert monitor.latest[f"{of}/finished"] == 1
     assert monitor.latest[f"{of}/exposed"] == 1
+
+
+class Ends(L.LightningModule):
+    """Texts that go on behind their last label, ends of text within the mask, and one unlabelled.
+
+    Row 0 has all its labels, row 1 none on its last three tokens, row 2 ends of text from its
+    sixth token on, which are not padded out but have no labels, row 3 no label at all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = module().model
+        ids = torch.randint(5, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(3))
+        labels = ids.clone()
+        labels[1, -3:] = -100
+        ids[2, 5:], labels[2, 5:], labels[3] = 2, -100, -100
+        self.batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader([self.batch] * 2, batch_size=None)
+
+
+def watched_ends(root: Path, texts: int) -> tuple[list[dict[str, object]], LeakageMonitor]:
+    monitor = LeakageMonitor(SubspaceTexts(), every_n_steps=1, texts=texts, log_dir=root)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[monitor], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=root,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Ends())
+    lines = (root / "leakage.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], monitor
+
+
+@pytest.mark.parametrize(("texts", "counted"), [(8, 3), (1, 1)])
+def test_what_no_label_hangs_on_is_neither_found_nor_missed(
+    tmp_path: Path, texts: int, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+    pack = Inverted.pack
+
+    def counting(self: Inverted, texts: int) -> list[float]:
+        seen.append(self.real.sum(1).tolist())
+        return pack(self, texts)
+
+    monkeypatch.setattr(Inverted, "pack", counting)
+    lines, monitor = watched_ends(tmp_path, texts)
+    assert len(seen) == 2
+    assert all(row == [8, 5, 4] if texts == 8 else row[0] in (8, 5, 4) for row in seen)
+    assert monitor.failures == 0
+    assert [line["n"] for line in lines] == [counted] * 2
+    for line in lines:
+        assert line["metrics"]["token_accuracy"]["value"] == 1
+        assert line["metrics"]["exact_sentences"]["value"] == 1
 
 
 def test_frozen_blocks_give_no_texts_away(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from lightning_fedleak.metrics import TextReconstruction, proportion, reconstruc
 from lightning_fedleak.metrics.texts import (
     RECONSTRUCTION_RATES,
     SentenceScores,
+    in_true_order,
     sentence_scores,
     token_hits,
 )
@@ -74,8 +76,12 @@ def test_rouge_is_the_librarys() -> None:
     for mine, g, t in zip(got.rouge_l.tolist(), *words, strict=True):
         assert mine == pytest.approx(float(rouge_score(g, t, rouge_keys="rougeL")["rougeL_recall"]))
     assert float(got.rouge_l.min()) >= 29 / 30 - 1e-6
+    assert bool((got.rouge_1 == 1).all()), "the order is nothing to it"
+    assert float(got.rouge_2.min()) >= 28 / 29
     assert float((got.hits / got.lengths).max()) < 0.5
-    assert bool(sentence_scores(guessed, truth, rouge=False).rouge_l.isnan().all())
+    without = sentence_scores(guessed, truth, rouge=False)
+    for scores in (without.rouge_l, without.rouge_1, without.rouge_2):
+        assert bool(scores.isnan().all())
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 30), (7, 8), (5, 21), (29, 30)])
@@ -84,11 +90,40 @@ def test_rouge_is_the_librarys_where_the_ends_are_right(start: int, end: int) ->
     truth = torch.randint(0, 9, (6, 30), generator=generator)
     guessed = truth.clone()
     guessed[:, start:end] = torch.randint(0, 9, (6, end - start), generator=generator)
-    got = sentence_scores(guessed, truth).rouge_l.tolist()
-    for mine, g, t in zip(got, guessed.tolist(), truth.tolist(), strict=True):
+    got = sentence_scores(guessed, truth)
+    for row, (g, t) in enumerate(zip(guessed.tolist(), truth.tolist(), strict=True)):
         words = [" ".join(f"w{i}" for i in ids) for ids in (g, t)]
-        library = float(rouge_score(*words, rouge_keys="rougeL")["rougeL_fmeasure"])
-        assert mine == pytest.approx(library, rel=1e-6)
+        for key, mine in (("1", got.rouge_1), ("2", got.rouge_2), ("L", got.rouge_l)):
+            library = rouge_score(*words, rouge_keys=f"rouge{key}")[f"rouge{key}_fmeasure"]
+            assert float(mine[row]) == pytest.approx(float(library), rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sentence)
+def test_rouge_1_and_2_are_the_librarys_with_gaps_and_repeats(data) -> None:
+    guessed, truth, _ = as_tensors([data])
+    got = sentence_scores(guessed, truth)
+    words = [" ".join(f"w{i}" if i >= 0 else "gap" for i in ids[0]) for ids in (guessed, truth)]
+    found = rouge_score(*words, rouge_keys=("rouge1", "rouge2"))
+    assert float(got.rouge_1[0]) == pytest.approx(float(found["rouge1_fmeasure"]), rel=1e-6)
+    assert float(got.rouge_2[0]) == pytest.approx(float(found["rouge2_fmeasure"]), rel=1e-6)
+
+
+def test_texts_of_one_token() -> None:
+    got = sentence_scores(torch.tensor([[5], [6]]), torch.tensor([[5], [5]]))
+    assert got.rouge_1.tolist() == got.rouge_2.tolist() == got.rouge_l.tolist() == [1, 0]
+
+
+def test_a_text_is_found_where_half_of_it_is_right() -> None:
+    truth = torch.arange(5, 10).expand(3, 5)
+    guessed = truth.clone()
+    guessed[0, 3:] = NOTHING  # 3 of 5
+    guessed[1, 1:4] = NOTHING  # 2 of 5
+    mask = torch.ones(3, 5)
+    mask[2, 4] = 0
+    guessed[2, :2] = NOTHING  # 2 of 4
+    found = reconstruction_rates(sentence_scores(guessed, truth, mask))["texts_found"]
+    assert found == proportion(2, 3)
 
 
 def test_nothing_is_wrong_and_padding_is_neither() -> None:
@@ -112,9 +147,9 @@ def test_intervals_of_means_cover_the_truth() -> None:
         accuracy = rng.beta(2, 1, n)
         hits = rng.binomial(lengths, accuracy)
         nan = torch.full((n,), math.nan)
-        scores = SentenceScores(torch.tensor(hits), torch.tensor(lengths), nan)
+        scores = SentenceScores(torch.tensor(hits), torch.tensor(lengths), nan, nan, nan)
         rates = reconstruction_rates(scores, resamples=200, seed=world)
-        assert math.isnan(rates["rouge_l"].value)
+        assert all(math.isnan(rates[f"rouge_{n}"].value) for n in (1, 2, "l"))
         for name in covered:
             covered[name] += rates[name].low <= 2 / 3 <= rates[name].high
     assert min(covered.values()) / worlds > 0.92, covered
@@ -122,25 +157,25 @@ def test_intervals_of_means_cover_the_truth() -> None:
 
 @pytest.mark.parametrize("n", [1, 3, 10])
 def test_perfect_scores_leave_room(n: int) -> None:
-    scores = SentenceScores(*(torch.full((n,), float(v)) for v in (40, 40, 1)))
+    scores = SentenceScores(*(torch.full((n,), float(v)) for v in (40, 40, 1, 1, 1)))
     for rate in reconstruction_rates(scores).values():
         assert rate.value == rate.high == 1
         assert rate.low == pytest.approx(0.025 ** (1 / n))
 
 
 def test_sentences_that_are_all_alike_are_not_certain() -> None:
-    scores = SentenceScores(*(torch.full((8,), float(v)) for v in (31, 32, 31 / 32)))
+    scores = SentenceScores(*(torch.full((8,), float(v)) for v in (31, 32, *[31 / 32] * 3)))
     p, se = 31 / 32, math.sqrt(31 / 32 * 1 / 32 / (8 * 32))
     step = 2.3646 * se / (p * (1 - p))
     expected = 1 / (1 + math.exp(-(math.log(p / (1 - p)) + step)))
-    for name in ("token_accuracy", "token_accuracy_pooled", "rouge_l"):
+    for name in ("token_accuracy", "token_accuracy_pooled", "rouge_1", "rouge_2", "rouge_l"):
         assert reconstruction_rates(scores)[name].high == pytest.approx(expected, rel=1e-4)
 
 
 def test_intervals_shrink_with_sentences_not_with_tokens() -> None:
     def width(n: int, length: int) -> float:
         hits = torch.arange(n) % 2 * length
-        scores = SentenceScores(hits, torch.full((n,), length), hits / length)
+        scores = SentenceScores(hits, torch.full((n,), length), *[hits / length] * 3)
         rate = reconstruction_rates(scores)["token_accuracy"]
         return rate.high - rate.low
 
@@ -242,10 +277,36 @@ def test_bad_input_is_refused(change: dict[str, Tensor], message: str) -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    scores = SentenceScores(*(torch.ones(2) for _ in range(3)))
+    scores = SentenceScores(*(torch.ones(2) for _ in range(5)))
     with pytest.raises(ValueError, match="confidence"):
         reconstruction_rates(scores, confidence=1.0)
     with pytest.raises(ValueError, match="resamples"):
         reconstruction_rates(scores, resamples=10)
     with pytest.raises(ValueError, match="positions"):
         TextReconstruction(positions=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_texts_in_any_order_are_put_where_most_tokens_are_right(data) -> None:
+    n, rows = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    length, known = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    grid = st.integers(0, 2)
+    guessed = torch.tensor(data.draw(_grid(n, known, st.integers(-1, 2))))
+    truth = torch.tensor(data.draw(_grid(rows, length, grid)))
+    mask = torch.tensor(data.draw(_grid(rows, length, st.integers(0, 1))))
+    told = in_true_order(guessed, truth, mask)
+    padded = torch.full((n + rows, length), NOTHING)
+    padded[:n, : min(known, length)] = guessed[:, :length]
+    best = max(
+        int(((padded[list(order)] == truth) & (mask != 0)).sum())
+        for order in permutations(range(n + rows), rows)
+    )
+    assert int(((told == truth) & (mask != 0)).sum()) == best
+    given = [row.tolist() for row in padded]
+    assert all(given.count(row) >= told.tolist().count(row) for row in told.tolist())
+
+
+def _grid(rows: int, columns: int, of: st.SearchStrategy[int]):
+    row = st.lists(of, min_size=columns, max_size=columns)
+    return st.lists(row, min_size=rows, max_size=rows)

@@ -75,7 +75,7 @@ class TextAttack(Attack):
 
     Attributes:
         last_token_open: whether it leaves the last token of a text open, which a causal model's
-            gradients hold as a label alone.
+            gradients hold as a label alone; with it all that stands behind a text's last label.
     """
 
     last_token_open: ClassVar[bool] = False

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, UnusableObservation
-from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextAttack, TextGuess
+from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack, TextGuess
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.channels.base import (
     Channel,
@@ -37,7 +36,12 @@ from lightning_fedleak.callbacks.results import (
 )
 from lightning_fedleak.callbacks.tensorboard import add_place_histogram
 from lightning_fedleak.metrics import Rate, TextReconstruction
-from lightning_fedleak.metrics.texts import SentenceScores, sentence_scores, token_hits
+from lightning_fedleak.metrics.texts import (
+    SentenceScores,
+    in_true_order,
+    sentence_scores,
+    token_hits,
+)
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 from lightning_fedleak.taps.split import Crossed, SplitTap
@@ -46,7 +50,7 @@ from lightning_fedleak.threats import Capability
 CROSSING = (Stage.LOCAL, Stage.SHARED)
 """Where activations are: no server reduces them over clients."""
 RESAMPLES = 200
-
+COLUMNS = len(fields(SentenceScores))
 
 PLACES = 12
 """Ranges of places in a text: the first, the second, then each twice as long as the one before."""
@@ -68,25 +72,28 @@ class Inverted:
         real: (n, L) bool, False where padded.
         age: optimizer steps that the adversary's bottom model was behind; NaN where the attack
             does not say.
+        matched: whether the attack named texts without saying which is which, so that one that is
+            not named is missed.
     """
 
     guess: TextGuess
     input_ids: Tensor
     real: Tensor
     age: float
+    matched: bool = False
 
     @property
     def begun(self) -> Tensor:
         """(n,) bool, False for texts that the time budget left untouched."""
         some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
-        return torch.ones_like(some) if self.guess.finished else some
+        return torch.ones_like(some) if self.guess.finished or self.matched else some
 
     def pack(self, texts: int) -> list[float]:
         """Scores of the texts that were begun, as numbers in a fixed order.
 
         n; age; whether the attack finished; whether it certified its texts, NaN where it never
-        does; right tokens, tokens and ROUGE-L of each text, filled up to ``texts``; right tokens
-        and tokens by range of places.
+        does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
+        to ``texts``; right tokens and tokens by range of places.
         """
         begun = self.begun
         guessed, truth, real = self.guess.tokens[begun], self.input_ids[begun], self.real[begun]
@@ -98,7 +105,8 @@ class Inverted:
             float(self.guess.finished),
             math.nan if certified is None else float(certified),
         ]
-        for column in (scores.hits, scores.lengths, scores.rouge_l):
+        for of in fields(SentenceScores):
+            column: Tensor = getattr(scores, of.name)
             numbers += column.double().tolist() + [0.0] * (texts - len(column))
         hits, there = token_hits(guessed, truth, real)
         place = (there.cumsum(1) - 1)[there]
@@ -128,16 +136,28 @@ class TextsChannel(Channel):
 
     Of those that read hidden states each process shows some texts of its own batch; who lists one
     has a split there. Texts that were guessed from gradients, which tell no order, are matched
-    with those of the batch so that as many tokens as possible are right. Texts that an attack's
-    time budget left untouched do not count; intervals take texts as independent, not their tokens
-    (:func:`~lightning_fedleak.metrics.texts.reconstruction_rates`).
+    with those of the batch so that as many tokens as possible are right. Texts of a split that an
+    attack's time budget left untouched do not count; intervals take texts as independent, not their
+    tokens (:func:`~lightning_fedleak.metrics.texts.reconstruction_rates`).
     """
 
     reads = TextAttack
     family = "texts"
-    metrics = ("token_accuracy", "exact_sentences", "rouge_l")
+    metrics = (
+        "token_accuracy",
+        "exact_sentences",
+        "texts_found",
+        "rouge_1",
+        "rouge_2",
+        "rouge_l",
+    )
     headline = "token_accuracy"
-    charts = MappingProxyType({"whole texts": ("exact_sentences", "rouge_l")})
+    charts = MappingProxyType(
+        {
+            "whole texts": ("exact_sentences", "texts_found"),
+            "ROUGE": ("rouge_1", "rouge_2", "rouge_l"),
+        }
+    )
     extras = ("age", "finished", "certified")
     parted = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
@@ -154,7 +174,7 @@ class TextsChannel(Channel):
                 "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
                 "stages"
             )
-        self.width = 4 + 3 * texts + 2 * PLACES
+        self.width = 4 + COLUMNS * texts + 2 * PLACES
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossed: list[Crossed] = []
         self._tap: SplitTap | None = None
@@ -269,7 +289,12 @@ class TextsChannel(Channel):
                 look.said[Series.at(stage, attack.name)] = said
 
     def _choose(
-        self, step: int, batches: Sequence[TokenBatch], *, every: bool = False
+        self,
+        step: int,
+        batches: Sequence[TokenBatch],
+        *,
+        every: bool = False,
+        in_gradients: bool = False,
     ) -> _Chosen | None:
         """Draws texts by the step and the process alone, so that a resumed run draws the same.
 
@@ -277,6 +302,7 @@ class TextsChannel(Channel):
             step: optimizer step.
             batches: of this process.
             every: all texts, in their order.
+            in_gradients: without the tokens that no label hangs on.
 
         Returns:
             None where the batches hold no text.
@@ -285,7 +311,10 @@ class TextsChannel(Channel):
         truths: list[tuple[Tensor, Tensor]] = []
         for i, batch in enumerate(batches):
             ids, mask = batch.input_ids.cpu(), batch.attention_mask
-            real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
+            if in_gradients:
+                real = batch.context_mask().cpu()
+            else:
+                real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
             truths.append((ids, real))
             rows += [(i, row) for row in real.any(1).nonzero().flatten().tolist()]
         if not rows:
@@ -361,28 +390,25 @@ class TextsChannel(Channel):
     def _matched(self, guess: TextGuess, attack: TextAttack, look: Look) -> Inverted:
         """Texts guessed from gradients beside those of the batch that they are most like.
 
-        The last token of a causal text does not count where the attack leaves it open.
+        Of a causal text does not count what no label hangs on, where the attack leaves that open:
+        its last token, or all from the last one on whose label counts.
         """
-        every = self._choose(look.step, look.batches, every=True)
-        drawn = self._choose(look.step, look.batches)
-        assert every is not None
-        assert drawn is not None
-        length = every.input_ids.shape[1]
-        said = guess.tokens.cpu()[:, :length]
-        said = torch.nn.functional.pad(said, (0, length - said.shape[1]), value=NOTHING)
+        if not guess.finished and not bool((guess.tokens >= 0).any()):
+            raise UnusableObservation("no time: the budget is over before any token is found")
+        held = attack.last_token_open and self.run.anatomy.kind == "causal"
+        every = self._choose(look.step, look.batches, every=True, in_gradients=held)
+        drawn = self._choose(look.step, look.batches, in_gradients=held)
+        if every is None or drawn is None:
+            raise UnusableObservation(
+                "no text of this batch has a token that a label hangs on: each is one token long, "
+                "or without a label behind its first"
+            )
         order = (~every.real).int().argsort(dim=1, stable=True)  # such a text begins on the left
         ids, real = every.input_ids.gather(1, order), every.real.gather(1, order)
-        if attack.last_token_open and self.run.anatomy.kind == "causal":
-            real = real & (real.flip(1).cumsum(1).flip(1) > 1)
-        if not bool(real.any()):
-            raise UnusableObservation("every text of this batch is one token long")
-        hits = (said[:, None] == ids) & real
-        guessed, true = linear_sum_assignment(hits.sum(2).numpy(), maximize=True)
-        tokens = torch.full_like(ids, NOTHING)
-        tokens[torch.from_numpy(true)] = said[torch.from_numpy(guessed)]
+        tokens = in_true_order(guess.tokens, ids, real)
         which = [every.rows.index(row) for row in drawn.rows]
         shown = TextGuess(tokens[which], finished=guess.finished, certified=guess.certified)
-        return Inverted(shown, ids[which], real[which], attack.age(look.step))
+        return Inverted(shown, ids[which], real[which], attack.age(look.step), matched=True)
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
         """Reveals texts, and draws at which places tokens were recovered."""
@@ -426,9 +452,8 @@ class TextsChannel(Channel):
 
     def _scores(self, row: Sequence[float]) -> SentenceScores:
         n, texts = int(row[0]), self.settings.texts
-        columns = torch.tensor(list(row)[4 : 4 + 3 * texts], dtype=torch.float64)
-        hits, lengths, rouge = columns.reshape(3, texts)[:, :n]
-        return SentenceScores(hits, lengths, rouge)
+        columns = torch.tensor(list(row)[4 : 4 + COLUMNS * texts], dtype=torch.float64)
+        return SentenceScores(*columns.reshape(COLUMNS, texts)[:, :n])
 
     def _rates(self, metric: TextReconstruction) -> dict[str, Rate]:
         rates = metric.rates()

@@ -1,16 +1,18 @@
-"""The inversion attacks by the names that the command line and the benchmarks know them by."""
+"""The attacks on texts by the names that the command line and the benchmarks know them by."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.texts.base import InversionAttack
+from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
+from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
 from lightning_fedleak.commands.options import INVERT_ATTACKS
 
@@ -19,6 +21,9 @@ ADVERSARIES = INVERT_ATTACKS
 :class:`EmbeddingDescent` as it comes, ``sweeps`` with verified changes, ``paper`` with the paper's
 choices (Eq. 3 and 4 from 'hello') but for its stop at a cosine of .98: it goes on until settled;
 ``relaxation`` :class:`TokenRelaxation`."""
+
+READERS: Mapping[str, Callable[..., TextAttack]] = MappingProxyType({"subspace": SubspaceTexts})
+"""Attacks on gradients: classes that take ``budget_seconds`` and ``name``."""
 
 STEPS_A_SWEEP = 50
 PAPER_LR = 0.3
@@ -84,4 +89,19 @@ def make_adversary(
     raise ValueError(f"there is no attack {name!r}; choose from {', '.join(ADVERSARIES)}")
 
 
-__all__ = ["ADVERSARIES", "make_adversary"]
+def make_reader(name: str, *, budget_seconds: float | None = None) -> TextAttack:
+    """An attack on gradients by its name.
+
+    Args:
+        name: out of ``READERS``.
+        budget_seconds: wall time for one batch, or None.
+
+    Raises:
+        ValueError: an unknown name, or a setting that the attack refuses.
+    """
+    if name not in READERS:
+        raise ValueError(f"there is no attack {name!r}; choose from {', '.join(READERS)}")
+    return READERS[name](budget_seconds=budget_seconds, name=name)
+
+
+__all__ = ["ADVERSARIES", "READERS", "make_adversary", "make_reader"]

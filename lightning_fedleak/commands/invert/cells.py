@@ -19,7 +19,7 @@ from lightning_fedleak.metrics.texts import reconstruction_rates, sentence_score
 from lightning_fedleak.model_runs import hidden_states
 
 ROUGE_UP_TO = 512
-"""Tokens of a text, above which ROUGE-L is left out: its time grows with the square."""
+"""Tokens of a text, above which ROUGE is left out: the time of ROUGE-L grows with the square."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Cell:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; numbers that are not finite become None."""
-        found: dict[str, Any] = _finite(asdict(self) | {"rates": dict(self.rates)})
-        found["rates"] = {name: _finite(asdict(rate)) for name, rate in self.rates.items()}
+        found: dict[str, Any] = finite(asdict(self) | {"rates": dict(self.rates)})
+        found["rates"] = {name: finite(asdict(rate)) for name, rate in self.rates.items()}
         return found
 
     @classmethod
@@ -81,21 +81,23 @@ class Cell:
         """From :meth:`to_dict`."""
         values = dict(content)
         if values["utility"] is not None:
-            values["utility"] = Utility(**_numbers(values["utility"], ("accuracy",)))
+            values["utility"] = Utility(**numbers(values["utility"], ("accuracy",)))
         values["rates"] = {
-            name: Rate(**_numbers(rate, ("value", "low", "high")))
+            name: Rate(**numbers(rate, ("value", "low", "high")))
             for name, rate in values["rates"].items()
         }
-        return cls(**_numbers(values, ("seconds", "cpu_seconds", "prepare_seconds", "candidates")))
+        return cls(**numbers(values, ("seconds", "cpu_seconds", "prepare_seconds", "candidates")))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same, None in place of numbers that are not finite, also in dicts."""
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _numbers(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def numbers(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The same, NaN in place of None under some names."""
     return {k: math.nan if v is None and k in names else v for k, v in values.items()}
 
 
@@ -238,4 +240,4 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-__all__ = ["Cell", "run_cells"]
+__all__ = ["ROUGE_UP_TO", "Cell", "finite", "numbers", "run_cells"]

@@ -1,15 +1,15 @@
-"""``fedleak invert``: reads texts off noised hidden states at a split, and says how well."""
+"""``fedleak invert``: reads texts off noised hidden states or gradients, and says how well."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import transformers
 from rich.box import SIMPLE_HEAD
@@ -25,13 +25,19 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.commands.game import PRECISIONS, find_model
 from lightning_fedleak.commands.invert import (
     Cell,
+    GradientCell,
     TooLittleText,
+    batches_of,
     make_adversary,
+    make_reader,
     rows_of_length,
     run_cells,
+    run_gradient_cells,
+    step_of_adamw,
 )
 from lightning_fedleak.commands.invert.plots import Axis, draw, worth_drawing
-from lightning_fedleak.commands.options import InvertOptions
+from lightning_fedleak.commands.lora import with_lora
+from lightning_fedleak.commands.options import GRADIENT_ATTACKS, INVERT_ATTACKS, InvertOptions
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
@@ -43,6 +49,37 @@ PLOTS: dict[Axis, str] = {"sigma": "noise.png", "length": "length.png"}
 
 UTILITY_TEXTS = 16
 PUBLIC_TEXTS, PUBLIC_TOKENS = 64, 64
+
+NOISE = {"activations": (0.0, 0.3, 1.0, 3.0), "gradients": (0.0,)}
+ATTACKS = {"activations": INVERT_ATTACKS, "gradients": GRADIENT_ATTACKS}
+MEANT_FOR = {
+    "activations": ("public", "layer", "steps"),
+    "gradients": ("lora_r", "targets", "batch_sizes"),
+}
+"""Options that only one source has a use for."""
+
+C = TypeVar("C", bound=Cell | GradientCell)
+
+
+@dataclass(frozen=True)
+class _Study(Generic[C]):
+    """What is measured, of activations or of gradients.
+
+    Attributes:
+        introduction: who sends what to whom.
+        cells: yields them, and tells its argument the name of what comes next.
+        total: of the cells.
+        about: the run, for JSON.
+        table: of cells.
+        explanation: of that table.
+    """
+
+    introduction: str
+    cells: Callable[[Callable[[str], None]], Iterator[C]]
+    total: int
+    about: Mapping[str, Any]
+    table: Callable[[Sequence[C]], Table]
+    explanation: Callable[[Sequence[C]], str]
 
 
 @dataclass(frozen=True)
@@ -63,27 +100,144 @@ class InvertCommand(InvertOptions):
             AnatomyError: the model's parts could not be found.
         """
         console = console or Console()
+        self._check_options()
         self._make_folder()
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = load_tokenizer(self.model)
         anatomy = find_model(self.model, PRECISIONS[self.precision])
-        layers = self._layers(anatomy)
-        attacks = self._attacks(anatomy)
-        rows = self._rows(anatomy, tokenizer)
-        makers = self._makers(attacks, tokenizer)
-        self._introduce(console, anatomy, layers, rows)
-        cells, interrupted = self._measure(console, anatomy, tokenizer, layers, rows, makers)
+        if self.from_ == "gradients":
+            return self._carried_out(console, self._of_gradients(anatomy, tokenizer))
+        return self._carried_out(console, self._of_activations(anatomy, tokenizer))
+
+    def _carried_out(self, console: Console, study: _Study[C]) -> int:
+        console.print(study.introduction, highlight=False)
+        cells, interrupted = self._measure(console, study)
         if cells:
-            console.print(table(cells))
-            console.print(explanation(cells), highlight=False)
-            self._plot(console, cells)
+            console.print(study.table(cells))
+            console.print(study.explanation(cells), highlight=False)
+            self._plot(console, [c for c in cells if isinstance(c, Cell)])
             console.print(f"Results: {self._file}", highlight=False, soft_wrap=True)
         if interrupted:
             console.print(f"Interrupted after {len(cells)} cells.", highlight=False)
             return INTERRUPTED
         return 0 if any(c.rates for c in cells) else 1
 
+    # ---- what is measured -----------------------------------------------------------------
+
+    def _of_activations(self, anatomy: Anatomy, tokenizer: PreTrainedTokenizerBase) -> _Study[Cell]:
+        layers = self._layers(anatomy)
+        attacks = self._attacks(anatomy)
+        rows = self._rows(anatomy, tokenizer, self.texts, max(self.texts, UTILITY_TEXTS))
+        makers = self._makers(attacks, tokenizer)
+        unit = " standard deviations of each dimension" if self.relative else ""
+        return _Study(
+            f"A client holds {self._model} ({self.precision}) up to block "
+            f"{' or '.join(map(str, layers))} of {len(anatomy.blocks)}, and sends the hidden "
+            f"states of {self.texts} texts of {self._text}, each of {_listed(rows)} tokens, with "
+            f"Gaussian noise of {_listed(self._sigmas)}{unit}. The server has the same weights, "
+            "and reads the texts.",
+            lambda began: run_cells(
+                anatomy,
+                rows,
+                makers,
+                layers,
+                self._sigmas,
+                relative=self.relative,
+                texts=self.texts,
+                seed=self.seed,
+                mask_token_id=tokenizer.mask_token_id,
+                special_ids=tokenizer.all_special_ids,
+                began=began,
+            ),
+            len(layers) * len(makers) * len(rows) * len(self._sigmas),
+            {"steps": self.steps},
+            table,
+            explanation,
+        )
+
+    def _of_gradients(
+        self, anatomy: Anatomy, tokenizer: PreTrainedTokenizerBase
+    ) -> _Study[GradientCell]:
+        if anatomy.kind != "causal" or anatomy.head is None:
+            raise SourceError(
+                "--from gradients shares the gradient of next-token prediction, which this model "
+                "is not made for: give a causal language model"
+            )
+        attacks = list(dict.fromkeys(self.attack or GRADIENT_ATTACKS[:1]))
+        anatomy = with_lora(anatomy, self.lora_r, self.targets, self.seed)
+        sizes = sorted(set(self.batch_sizes))
+        most = max(size * batches_of(self.texts, size) for size in sizes)
+        others = max(sizes) if self.lora_r else 0
+        rows = self._rows(anatomy, tokenizer, most + min(others, 1), most + others)
+        if self.lora_r:
+            # Of the longest, which begin behind all that is attacked at any length.
+            step_of_adamw(anatomy, rows[max(rows)][most:])
+        adapted = (
+            f"A client trains a LoRA of rank {self.lora_r} on {self._model} ({self.precision}), "
+            "one step of AdamW behind its start"
+            if self.lora_r
+            else f"A client trains {self._model} ({self.precision})"
+        )
+        unit = " times the root mean square of what is read" if self.relative else ""
+        noise = ""
+        if any(self._sigmas):
+            noise = f", with Gaussian noise of {_listed(self._sigmas)}{unit}"
+        return _Study(
+            f"{adapted}, and shares the gradient of one batch (texts in it: {_listed(sizes)}) of "
+            f"{self._text}, each text of {_listed(rows)} tokens{noise}. The server has the same "
+            "weights, and reads the texts.",
+            lambda began: run_gradient_cells(
+                anatomy,
+                {length: ids[:most] for length, ids in rows.items()},
+                [(a, partial(make_reader, a, budget_seconds=self._budget)) for a in attacks],
+                sizes,
+                self._sigmas,
+                relative=self.relative,
+                texts=self.texts,
+                seed=self.seed,
+                began=began,
+            ),
+            len(attacks) * len(rows) * len(sizes) * len(self._sigmas),
+            {"lora_r": self.lora_r, "targets": self.targets},
+            gradient_table,
+            gradient_explanation,
+        )
+
+    @property
+    def _model(self) -> str:
+        return "the embedded model" if self.model is None else self.model
+
+    @property
+    def _text(self) -> str:
+        return "the embedded messages of a bank's customers" if self.text is None else self.text
+
+    @property
+    def _sigmas(self) -> list[float]:
+        return sorted(set(NOISE[self.from_] if self.noise is None else self.noise))
+
+    @property
+    def _budget(self) -> float | None:
+        return None if math.isinf(self.budget_seconds) else self.budget_seconds
+
     # ---- checked before anything is computed ----------------------------------------------
+
+    def _check_options(self) -> None:
+        """Refuses what the source of the texts has no use for."""
+        other = "activations" if self.from_ == "gradients" else "gradients"
+        given = {f.name: f.default for f in fields(InvertOptions)}
+        for name in MEANT_FOR[other]:
+            value = getattr(self, name)
+            if (tuple(value) if isinstance(value, list) else value) != given[name]:
+                raise SourceError(
+                    f"--{name.replace('_', '-')} is for --from {other}, and this is --from "
+                    f"{self.from_}: leave one of them out"
+                )
+        for attack in self.attack or ():
+            if attack not in ATTACKS[self.from_]:
+                raise SourceError(
+                    f"--attack {attack} reads {other}, and this is --from {self.from_}: give "
+                    f"{' or '.join(ATTACKS[self.from_])}, or --from {other}"
+                )
 
     def _make_folder(self) -> None:
         try:
@@ -113,7 +267,9 @@ class InvertCommand(InvertOptions):
             )
         return attacks
 
-    def _rows(self, anatomy: Anatomy, tokenizer: PreTrainedTokenizerBase) -> dict[int, Tensor]:
+    def _rows(
+        self, anatomy: Anatomy, tokenizer: PreTrainedTokenizerBase, least_rows: int, most: int
+    ) -> dict[int, Tensor]:
         context = context_length(anatomy)
         least = 2 if anatomy.kind == "causal" else 1
         texts = read_texts(EMBEDDED_MESSAGES if self.text is None else self.text)
@@ -135,8 +291,8 @@ class InvertCommand(InvertOptions):
                     texts,
                     tokenizer,
                     length,
-                    max(self.texts, UTILITY_TEXTS),
-                    least=self.texts,
+                    most,
+                    least=least_rows,
                     seed=self.seed,
                     start_token_id=self.bos,
                 )
@@ -150,7 +306,7 @@ class InvertCommand(InvertOptions):
         hello = tokenizer("hello", add_special_tokens=False)["input_ids"]
         settings: dict[str, Any] = {
             "steps": self.steps,
-            "budget_seconds": None if math.isinf(self.budget_seconds) else self.budget_seconds,
+            "budget_seconds": self._budget,
             "hello": hello[-1] if hello else None,
             "special_ids": tokenizer.all_special_ids,
         }
@@ -166,33 +322,9 @@ class InvertCommand(InvertOptions):
 
     # ---- the run --------------------------------------------------------------------------
 
-    def _introduce(
-        self, console: Console, anatomy: Anatomy, layers: Sequence[int], rows: Mapping[int, Tensor]
-    ) -> None:
-        model = "the embedded model" if self.model is None else self.model
-        text = "the embedded messages of a bank's customers" if self.text is None else self.text
-        unit = " standard deviations of each dimension" if self.relative else ""
-        console.print(
-            f"A client holds {model} ({self.precision}) up to block "
-            f"{' or '.join(map(str, layers))} of {len(anatomy.blocks)}, and sends the hidden "
-            f"states of {self.texts} texts of {text}, each of {_listed(rows)} tokens, with "
-            f"Gaussian noise of {_listed(self.noise)}{unit}. The server has the same weights, and "
-            "reads the texts.",
-            highlight=False,
-        )
-
-    def _measure(
-        self,
-        console: Console,
-        anatomy: Anatomy,
-        tokenizer: PreTrainedTokenizerBase,
-        layers: Sequence[int],
-        rows: Mapping[int, Tensor],
-        makers: Sequence[tuple[str, Any]],
-    ) -> tuple[list[Cell], bool]:
+    def _measure(self, console: Console, study: _Study[C]) -> tuple[list[C], bool]:
         """The cells that were done, and whether an interrupt cut them short."""
-        sigmas = sorted(set(self.noise))
-        cells: list[Cell] = []
+        cells: list[C] = []
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -200,25 +332,12 @@ class InvertCommand(InvertOptions):
             TimeElapsedColumn(),
         )
         with Progress(*columns, console=console, transient=True) as progress:
-            total = len(layers) * len(makers) * len(rows) * len(sigmas)
-            task = progress.add_task("starting", total=total)
+            task = progress.add_task("starting", total=study.total)
             try:
-                for cell in run_cells(
-                    anatomy,
-                    rows,
-                    makers,
-                    layers,
-                    sigmas,
-                    relative=self.relative,
-                    texts=self.texts,
-                    seed=self.seed,
-                    mask_token_id=tokenizer.mask_token_id,
-                    special_ids=tokenizer.all_special_ids,
-                    began=lambda what: progress.update(task, description=what),
-                ):
+                for cell in study.cells(lambda what: progress.update(task, description=what)):
                     cells.append(cell)
                     progress.advance(task)
-                    self._write(cells)
+                    self._write(study, cells)
             except KeyboardInterrupt:
                 return cells, True
         return cells, False
@@ -227,14 +346,15 @@ class InvertCommand(InvertOptions):
     def _file(self) -> Path:
         return self.out / "inversion.json"
 
-    def _write(self, cells: Sequence[Cell]) -> None:
+    def _write(self, study: _Study[C], cells: Sequence[C]) -> None:
         content = {
             "schema": 1,
+            "from": self.from_,
             "model": self.model or "embedded",
             "text": self.text or "embedded",
             "precision": self.precision,
-            "steps": self.steps,
-            "budget_seconds": None if math.isinf(self.budget_seconds) else self.budget_seconds,
+            **study.about,
+            "budget_seconds": self._budget,
             "seed": self.seed,
             "cells": [c.to_dict() for c in cells],
         }
@@ -251,6 +371,8 @@ class InvertCommand(InvertOptions):
     def _plot(self, console: Console, cells: Sequence[Cell]) -> None:
         for name in PLOTS.values():  # of an earlier run, with other numbers
             (self.out / name).unlink(missing_ok=True)
+        if not cells:
+            return
         if importlib.util.find_spec("matplotlib") is None:
             console.print(
                 "No plots: they need matplotlib (pip install 'lightning-fedleak\\[plots]').",
@@ -270,7 +392,8 @@ def _listed(values: Any) -> str:
 
 def table(cells: Sequence[Cell]) -> Table:
     """A line for each cell, in 80 columns; the token accuracy with its 95% interval."""
-    title = "what the hidden states at the split give away\n" + _budget(cells)
+    budget = _budget(cells, "the texts of a line")
+    title = f"what the hidden states at the split give away\n{budget}"
     shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     shown.add_column("attack", no_wrap=True)
     for column in ("split", "len", "noise"):
@@ -282,11 +405,11 @@ def table(cells: Sequence[Cell]) -> Table:
         useful = cell.utility
         perplexity = None if useful is None else useful.perplexity
         shown.add_row(
-            cell.attack + ("" if cell.finished or cell.problem else "*"),
+            cell.attack + ("" if cell.finished or not cell.rates else "*"),
             str(cell.layer),
             str(cell.length),
             f"{cell.sigma:g}",
-            *_rates(cell),
+            *_rates(cell, "failed"),
             "unknown" if useful is None else _short(useful.accuracy),
             "" if perplexity is None else f"{perplexity:.3g}",
             f"{1e3 * cell.seconds_per_token:.3g}" if cell.rates else "",
@@ -294,20 +417,82 @@ def table(cells: Sequence[Cell]) -> Table:
     return shown
 
 
-def _budget(cells: Sequence[Cell]) -> str:
+def gradient_table(cells: Sequence[GradientCell]) -> Table:
+    """A line for each cell, in 80 columns; the share in place with its 95% interval."""
+    title = f"what the gradient of a batch gives away\n{_budget(cells, 'a batch')}"
+    shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    shown.add_column("attack", no_wrap=True)
+    for column in ("batch", "len", "noise"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    shown.add_column("in place", no_wrap=True)
+    for column in ("exact", "certified", "s"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for cell in cells:
+        known = cell.batches - cell.unknown
+        sure = "" if cell.certified is None else f"{cell.certified}/{known}"
+        shown.add_row(
+            cell.attack + ("" if cell.finished or not cell.rates else "*"),
+            str(cell.batch),
+            str(cell.length),
+            f"{cell.sigma:g}",
+            *_rates(cell, "unknown")[:2],
+            sure,
+            f"{cell.seconds:.3g}" if cell.rates else "",
+        )
+    return shown
+
+
+def gradient_explanation(cells: Sequence[GradientCell]) -> str:
+    """What the table says, in sentences."""
+    unit = " in root mean squares of the entries that are read" if cells[0].relative else ""
+    lines = [
+        "",
+        "in place: the share of a text's tokens that are right at their place, mean over texts; in "
+        "brackets its 95% interval over texts. The last token of a text is in these gradients as a "
+        "label alone: it does not count where an attack leaves it open. exact: texts without an "
+        "error. certified: batches of which the server itself can tell that these are the texts, "
+        "and all of them. s: wall time for a batch. batch: texts. len: tokens. noise: standard "
+        f"deviations{unit}.",
+    ]
+    lines += [
+        f"Unknown: {c.attack}, batches of {c.batch} x {c.length}, noise {c.sigma:g}: {c.unknown} "
+        f"of {c.batches} batches, which count in no number of their line: {c.problem}"
+        for c in cells
+        if c.unknown
+    ]
+    return "\n".join([*lines, *_ends(cells)])
+
+
+def _budget(cells: Sequence[Cell] | Sequence[GradientCell], of: str) -> str:
     """The time that attacks were given."""
     budgets = dict.fromkeys(_seconds(c) for c in cells if c.rates)
-    return f"budget: {', '.join(budgets) or 'none'} for the texts of a line"
+    return f"budget: {', '.join(budgets) or 'none'} for {of}"
 
 
-def _seconds(cell: Cell) -> str:
+def _ends(cells: Sequence[Cell] | Sequence[GradientCell]) -> list[str]:
+    """What both explanations end with."""
+    cut = dict.fromkeys(_seconds(c) for c in cells if not c.finished and c.rates)
+    lines = []
+    if cut:
+        lines.append(
+            f"*: cut off by the budget of {', '.join(cut)}, the best that was found by then; "
+            "--budget-seconds gives more, inf for no bound."
+        )
+    lines.append(
+        "A low number says that these attacks fail here, not that none succeeds: a server may know "
+        "more, or search longer."
+    )
+    return lines
+
+
+def _seconds(cell: Cell | GradientCell) -> str:
     return "none" if cell.budget_seconds is None else f"{cell.budget_seconds:g} s"
 
 
-def _rates(cell: Cell) -> tuple[str, str, str]:
-    """Token accuracy, exact texts and ROUGE-L."""
+def _rates(cell: Cell | GradientCell, without: str) -> tuple[str, str, str]:
+    """Token accuracy, exact texts and ROUGE-L; a word where there are none."""
     if not cell.rates:
-        return "failed", "", ""
+        return without, "", ""
     accuracy, rouge = cell.rates["token_accuracy"], cell.rates["rouge_l"]
     low, high = (_short(v, 2) for v in (accuracy.low, accuracy.high))
     exact = round(cell.rates["exact_sentences"].value * cell.texts)
@@ -342,17 +527,7 @@ def explanation(cells: Sequence[Cell]) -> str:
         if c.problem
     )
     lines += [f"Failed: {problem}" for problem in problems]
-    cut = dict.fromkeys(_seconds(c) for c in cells if not c.finished and not c.problem)
-    if cut:
-        lines.append(
-            f"*: cut off by the budget of {', '.join(cut)}, the best that was found by then; "
-            "--budget-seconds gives more, inf for no bound."
-        )
-    lines.append(
-        "A low number says that these attacks fail here, not that none succeeds: a server may know "
-        "more, or search longer."
-    )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_ends(cells)])
 
 
 def _task(cells: Sequence[Cell]) -> str:
@@ -382,4 +557,11 @@ def _half(cells: Sequence[Cell], layer: int, length: int) -> list[str]:
     ]
 
 
-__all__ = ["InvertCommand", "UserError", "explanation", "table"]
+__all__ = [
+    "InvertCommand",
+    "UserError",
+    "explanation",
+    "gradient_explanation",
+    "gradient_table",
+    "table",
+]

@@ -64,6 +64,7 @@ def test_a_causal_model_is_read_exactly(model: str, text: str, tmp_path: Path) -
         )
     )
     content = json.loads((out / "inversion.json").read_text())
+    assert content["from"] == "activations"
     cells = [Cell.from_dict(c) for c in content["cells"]]
     assert {(c.attack, c.layer) for c in cells} == {("prefix", 1)}
     assert [(c.length, c.sigma) for c in cells] == [(8, 0.0), (8, 4.0), (12, 0.0), (12, 4.0)]

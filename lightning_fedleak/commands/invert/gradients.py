@@ -1,0 +1,255 @@
+"""Whole texts off a batch's gradient, over batch sizes, lengths and noise levels, cell by cell."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.texts.base import TextAttack, TextGuess
+from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.commands.invert.cells import ROUGE_UP_TO, finite, numbers
+from lightning_fedleak.metrics.rates import Rate
+from lightning_fedleak.metrics.texts import TextReconstruction, in_true_order
+from lightning_fedleak.snapshots import (
+    GradientSnapshot,
+    Observation,
+    Stage,
+    UnusableObservation,
+)
+
+LR = 2e-4
+
+
+class NotShared(ValueError):
+    """What an attack reads is not trained, and so in no gradient that is shared."""
+
+
+@dataclass(frozen=True)
+class GradientCell:
+    """One attack on the gradients of some batches of one shape, with one noise level.
+
+    Attributes:
+        attack: its name.
+        batch: texts of a batch.
+        length: tokens of each text.
+        sigma: of the noise.
+        relative: whether in units of the root mean square of the entries that the attack reads.
+        batches: attacked.
+        unknown: of them, those of which the attack said nothing; their texts do not count.
+        rates: over the texts of the others, by the names of
+            :func:`~lightning_fedleak.metrics.texts.reconstruction_rates`, each with its 95%
+            interval; empty where there are none.
+        certified: of the others, those whose texts the attack certified; None where it makes no
+            certificate.
+        seconds: wall time of the attack on a batch, mean over those that are known.
+        cpu_seconds: processor time of it, of all threads.
+        prepare_seconds: wall time of its preparation, once.
+        budget_seconds: wall time that the attack was given for a batch; None for no bound.
+        finished: False where the time budget cut anything off.
+        problem: why a batch is unknown, the last such reason; None where none is.
+    """
+
+    attack: str
+    batch: int
+    length: int
+    sigma: float
+    relative: bool
+    batches: int
+    unknown: int = 0
+    rates: Mapping[str, Rate] = field(default_factory=dict)
+    certified: int | None = None
+    seconds: float = math.nan
+    cpu_seconds: float = math.nan
+    prepare_seconds: float = math.nan
+    budget_seconds: float | None = None
+    finished: bool = True
+    problem: str | None = None
+
+    @property
+    def texts(self) -> int:
+        """Texts that count."""
+        return self.batch * (self.batches - self.unknown)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; numbers that are not finite become None."""
+        found: dict[str, Any] = finite(asdict(self) | {"rates": dict(self.rates)})
+        found["rates"] = {name: finite(asdict(rate)) for name, rate in self.rates.items()}
+        return found
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> GradientCell:
+        """From :meth:`to_dict`."""
+        values = dict(content)
+        values["rates"] = {
+            name: Rate(**numbers(rate, ("value", "low", "high")))
+            for name, rate in values["rates"].items()
+        }
+        return cls(**numbers(values, ("seconds", "cpu_seconds", "prepare_seconds")))
+
+
+def batches_of(texts: int, size: int) -> int:
+    """As many batches of ``size`` as ``texts`` make, one at least."""
+    return max(1, texts // size)
+
+
+def step_of_adamw(anatomy: Anatomy, input_ids: Tensor) -> None:
+    """Trains what is trained for one step, as PEFT's LoRA must be before its A has a gradient.
+
+    Args:
+        anatomy: of a causal model, whose weights change.
+        input_ids: (B, L) texts without padding.
+    """
+    trained = {n: p for n, p in anatomy.root.named_parameters() if p.requires_grad}
+    batch = TokenBatch(input_ids.to(anatomy.device), None, None, "causal")
+    found = gradient_of(anatomy, batch, list(trained))
+    for name, parameter in trained.items():
+        parameter.grad = found[name]
+    torch.optim.AdamW(trained.values(), lr=LR).step()
+    for parameter in trained.values():
+        parameter.grad = None
+
+
+def run_gradient_cells(
+    anatomy: Anatomy,
+    rows: Mapping[int, Tensor],
+    attacks: Sequence[tuple[str, Callable[[], TextAttack]]],
+    sizes: Sequence[int],
+    sigmas: Sequence[float],
+    *,
+    relative: bool,
+    texts: int,
+    seed: int = 0,
+    began: Callable[[str], None] = lambda _: None,
+) -> Iterator[GradientCell]:
+    """Yields each cell as soon as it is known: attacks, lengths, batch sizes, noise levels.
+
+    What is shared is the gradient of the mean loss of next-token prediction, of what is trained, in
+    eval mode, with Gaussian noise of which the attack is told how much. An attack that raises says
+    nothing of its batch. ``KeyboardInterrupt`` is passed on.
+
+    Args:
+        anatomy: of a causal model.
+        rows: (n, L) token ids without padding, by their length L; n enough for every size.
+        attacks: names, and how to make each.
+        sizes: texts of a batch.
+        sigmas: noise levels.
+        relative: whether these count in units of the root mean square of the entries that the
+            attack reads, or are absolute.
+        texts: attacked in each cell: as many whole batches as they make, one at least.
+        seed: of the noise.
+        began: told the name of what comes next.
+    """
+    for name, make in attacks:
+        began(f"preparing {name}")
+        attack, roles, prepared = _prepared(make, anatomy)
+        for length, ids in rows.items():
+            for size in sizes:
+                batches = torch.split(ids[: size * batches_of(texts, size)], size)
+                for sigma in sigmas:
+                    began(f"{name}, batches of {size} x {length}, noise {sigma:g}")
+                    cell = GradientCell(
+                        name, size, length, sigma, relative, len(batches), prepare_seconds=prepared
+                    )
+                    if isinstance(attack, Exception):
+                        yield replace(
+                            cell, unknown=len(batches), finished=False, problem=_said(attack)
+                        )
+                    else:
+                        yield _attacked(cell, attack, roles, anatomy, batches, seed)
+
+
+def _prepared(
+    make: Callable[[], TextAttack], anatomy: Anatomy
+) -> tuple[TextAttack | Exception, tuple[str, ...], float]:
+    start = time.perf_counter()
+    try:
+        attack = make()
+        roles = attack.needs(anatomy).gradients
+        frozen = [role for role in roles if not anatomy.trainable(role)]
+        if frozen:
+            raise NotShared(
+                f"it reads the gradient of {frozen[0]}, which is not trained here and so not "
+                "shared. That is 'unknown', not 'safe': other attacks may read what is shared"
+            )
+        attack.prepare(anatomy)
+    except Exception as error:
+        return error, (), math.nan
+    return attack, roles, time.perf_counter() - start
+
+
+def _attacked(
+    cell: GradientCell,
+    attack: TextAttack,
+    roles: Sequence[str],
+    anatomy: Anatomy,
+    batches: Sequence[Tensor],
+    seed: int,
+) -> GradientCell:
+    """The cell, with what the attack finds."""
+    metric = TextReconstruction(rouge=cell.length <= ROUGE_UP_TO, seed=seed, sync_on_compute=False)
+    guesses: list[TextGuess] = []
+    problem = None
+    seconds = spent = 0.0
+    for number, ids in enumerate(batches):
+        batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
+        start, busy = 0.0, 0.0
+        try:
+            view = _shared(anatomy, batch, roles, cell, 1_000_003 * seed + number)
+            start, busy = time.perf_counter(), time.process_time()
+            guess = attack.run(view)
+            if not isinstance(guess, TextGuess):
+                raise TypeError(f"attack '{attack.name}' names no texts")
+            if not guess.finished and not bool((guess.tokens >= 0).any()):
+                raise UnusableObservation("no time: the budget is over before any token is found")
+            seconds += time.perf_counter() - start
+            spent += time.process_time() - busy
+            held = batch.context_mask() if attack.last_token_open else torch.ones_like(ids).bool()
+            real = held.cpu()
+            metric.update(in_true_order(guess.tokens, ids, real), ids, real)
+        except Exception as error:
+            problem = _said(error)
+        else:
+            guesses.append(guess)
+    sure = [g.certified for g in guesses if g.certified is not None]
+    return replace(
+        cell,
+        unknown=len(batches) - len(guesses),
+        rates=metric.rates() if guesses else {},
+        certified=sum(sure) if sure else None,
+        seconds=seconds / len(guesses) if guesses else math.nan,
+        cpu_seconds=spent / len(guesses) if guesses else math.nan,
+        budget_seconds=getattr(attack, "budget_seconds", None),
+        finished=all(g.finished for g in guesses),
+        problem=problem,
+    )
+
+
+def _shared(
+    anatomy: Anatomy, batch: TokenBatch, roles: Sequence[str], cell: GradientCell, seed: int
+) -> Observation:
+    """The gradient of a batch as it leaves the client."""
+    found = gradient_of(anatomy, batch, roles)
+    tensors = {id(g): g for g in found.values()}.values()  # a tied matrix has two roles
+    entries = torch.cat([g.flatten().double() for g in tensors])
+    unit = float(entries.square().mean().sqrt()) if cell.relative else 1.0
+    std = cell.sigma * unit
+    generator = torch.Generator().manual_seed(seed)
+    if std:
+        for g in tensors:
+            g += std * torch.randn(g.shape, generator=generator).to(g)
+    return Observation((GradientSnapshot(0, Stage.SHARED, found, noise_std=std),))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+__all__ = ["GradientCell", "NotShared", "batches_of", "run_gradient_cells", "step_of_adamw"]

@@ -34,6 +34,8 @@ LABELS: tuple[Labels, ...] = ("learned", "text")
 _LABEL_RATE = 0.2
 _SOFTNESS = 0.1
 _BURN_IN = 0.1
+_ROUNDING = 1e-5
+"""Of the largest norm: biases of keys have no gradient but this."""
 
 
 class GradientMatching(TextAttack):
@@ -120,7 +122,7 @@ class GradientMatching(TextAttack):
         swap_every: int = 75,
         starts: int = 20,
         steps: int = 2000,
-        lr: float = 0.2,
+        lr: float = 0.5,
         parameters: Sequence[str] | None = None,
         budget_seconds: float | None = 120.0,
         seed: int = 0,
@@ -177,7 +179,7 @@ class GradientMatching(TextAttack):
     def dlg(cls, texts: int, length: int, **settings: Any) -> Self:
         """Deep Leakage from Gradients (Zhu et al. 2019); ``settings`` override its own."""
         own: dict[str, Any] = {"distance": "l2", "labels": "learned", "name": "dlg"}
-        plain = {"regularise": 0.0, "prior": 0.0, "swaps": 0, "starts": 1}
+        plain = {"regularise": 0.0, "prior": 0.0, "swaps": 0, "starts": 1, "lr": 0.2}
         return cls(texts, length, **(own | plain | settings))
 
     @classmethod
@@ -536,12 +538,12 @@ class Matching:
 
 
 def _cosine_distance(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """1 - cosine, mean over the tensors whose shared gradient is not zero."""
-    found = []
-    for a, b in parts:
-        if bool(b.any()):
-            found.append(1 - (a * b).sum() / (a.norm() * b.norm()).clamp_min(TINY))
-    return torch.stack(found).mean()
+    """1 - cosine, mean over the tensors whose shared gradient is more than rounding."""
+    norms = torch.stack([b.norm() for _, b in parts])
+    kept = (norms > _ROUNDING * norms.max()).tolist()
+    pairs = [pair for pair, keep in zip(parts, kept, strict=True) if keep]
+    cosines = [(a * b).sum() / (a.norm() * b.norm()).clamp_min(TINY) for a, b in pairs]
+    return 1 - torch.stack(cosines).mean()
 
 
 __all__ = ["DISTANCES", "LABELS", "Distance", "GradientMatching", "Labels"]

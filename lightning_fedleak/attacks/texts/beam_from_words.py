@@ -42,13 +42,14 @@ class BeamFromWords(TextAttack):
     one has, as for its own (the paper's penalty on repeats).
 
     The search begins with every word of the bag (the 256 surest), since a model gives no
-    probability to a first token. How often a word occurs is taken as unknown. Moves of the
+    probability to a first token. A causal text's last token is a label alone, which is not among
+    the words read: it is the model's likeliest of all, and does not count. How often a word occurs is taken as unknown. Moves of the
     reordering, each kept if it lowers perplexity + ``beta`` * gradient norm: pieces in another
     order first, then tokens exchanged, moved, or replaced by another word of the bag. (The paper
     deletes and inserts; here the length is told.)
 
     Args:
-        length: tokens of a text, at least 2.
+        length: tokens of a text, at least 3.
         texts: how many to look for.
         words: what names the words; by default
             :class:`~lightning_fedleak.attacks.words.direct.BagOfWords` where the embedding is
@@ -96,7 +97,7 @@ class BeamFromWords(TextAttack):
     ) -> None:
         super().__init__(name)
         for which, number, least in (
-            ("length", length, 2),
+            ("length", length, 3),
             ("texts", texts, 1),
             ("beam", beam, 1),
             ("ngram", ngram, 1),
@@ -211,7 +212,7 @@ class BeamFromWords(TextAttack):
                     break
                 found = search.beam(texts, deadline)
                 texts.append(search.reordered(found, deadline))
-            tokens = torch.stack(texts)
+            tokens = search.ended(torch.stack(texts))
             sure = search.log_probabilities(tokens).exp()
         finished = len(texts) == self.texts and not deadline.passed
         return TextGuess(tokens.cpu(), sure.cpu(), finished, search.tried)
@@ -245,14 +246,14 @@ class FluentTexts:
         self.tried = 0
 
     def beam(self, found: Sequence[Tensor], deadline: Deadline) -> Tensor:
-        """(L,) the likeliest text of the bag, less the penalty for n-grams of its own and others.
+        """(L - 1,) the likeliest text of the bag, less the penalty for n-grams of its own and others.
 
         Out of time each next token is the bag's likeliest alone.
         """
         known = {gram for text in found for gram in _grams(text.tolist(), self.attack.ngram)}
         beams = self.bag[:_STARTS, None]
         scores = torch.zeros(len(beams), device=beams.device)
-        for _ in range(self.attack.length - 1):
+        for _ in range(self.attack.length - 2):
             step = self._next(beams).index_select(1, self.bag)
             step = step - self.attack.penalty * self._repeats(beams, known)
             every = (scores[:, None] + step).flatten()
@@ -279,6 +280,10 @@ class FluentTexts:
                 if list(gram[:-1]) == text[len(text) - n + 1 :] and gram[-1] in places:
                     repeats[row, places[gram[-1]]] = 1
         return repeats.to(self.bag.device)
+
+    def ended(self, texts: Tensor) -> Tensor:
+        """Texts (B, L - 1) with the likeliest token behind them, of the bag or not."""
+        return torch.cat([texts, self._next(texts).argmax(-1, keepdim=True)], 1)
 
     def log_probabilities(self, texts: Tensor) -> Tensor:
         """(B, L) of each token behind those before it; 0 for the first."""

@@ -119,7 +119,7 @@ def main() -> None:
             rates = metric.rates()
             place, exact = rates["token_accuracy"], rates["exact_sentences"]
             print(
-                f"{Path(options.model).name} {options.private} r {options.rank} "
+                f"{Path(options.model).name} {Path(options.private).name} r {options.rank} "
                 f"{options.targets if options.rank else 'whole'} {shape} {name} | "
                 f"in place {place.value:.3f} ({place.low:.3f} to {place.high:.3f}) | "
                 f"exact {exact.value:.3f} | ROUGE-L {rates['rouge_l'].value:.3f} | "

@@ -43,10 +43,10 @@ class BeamFromWords(TextAttack):
 
     The search begins with every word of the bag (the 256 surest), since a model gives no
     probability to a first token. A causal text's last token is a label alone, which is not among
-    the words read: it is the model's likeliest of all, and does not count. How often a word occurs is taken as unknown. Moves of the
-    reordering, each kept if it lowers perplexity + ``beta`` * gradient norm: pieces in another
-    order first, then tokens exchanged, moved, or replaced by another word of the bag. (The paper
-    deletes and inserts; here the length is told.)
+    the words read: it is the model's likeliest of all, and does not count. How often a word occurs
+    is taken as unknown. Moves of the reordering, each kept if it lowers perplexity + ``beta`` *
+    gradient norm: pieces in another order first, then tokens exchanged, moved, or replaced by
+    another word of the bag. (The paper deletes and inserts; here the length is told.)
 
     Args:
         length: tokens of a text, at least 3.
@@ -246,7 +246,9 @@ class FluentTexts:
         self.tried = 0
 
     def beam(self, found: Sequence[Tensor], deadline: Deadline) -> Tensor:
-        """(L - 1,) the likeliest text of the bag, less the penalty for n-grams of its own and others.
+        """(L - 1,) the likeliest text of the bag, less the penalty for repeated n-grams.
+
+        Repeated are those of its own and of other texts.
 
         Out of time each next token is the bag's likeliest alone.
         """

@@ -255,7 +255,7 @@ class GradientMatching(TextAttack):
             ValueError: its gradient has no derivative (flash attention).
         """
         self._copy = ModelCopy(anatomy, self._names(anatomy), autocast=self._facts.autocast)
-        self._table = TokenTable.of(self._copy.word_embeddings())
+        self._table = TokenTable.by_cosine(self._copy.word_embeddings())
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Renews the copy; anew where something else is trained."""
@@ -263,7 +263,7 @@ class GradientMatching(TextAttack):
             self.prepare(anatomy)
         assert self._copy is not None
         self._copy.refresh(anatomy, step)
-        self._table = TokenTable.of(self._copy.word_embeddings())
+        self._table = TokenTable.by_cosine(self._copy.word_embeddings())
 
     def run(self, view: Observation, query: Query | None = None) -> TextGuess:
         """Reconstructs the texts of a batch.

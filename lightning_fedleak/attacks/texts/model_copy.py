@@ -44,7 +44,8 @@ class ModelCopy:
 
     Raises:
         AnatomyError: a name is none of the model's.
-        ValueError: the gradient of some texts' gradient cannot be computed.
+        TypeError: the model is sharded over processes (FSDP2).
+        ValueError: the gradient of a text's gradient cannot be computed.
     """
 
     def __init__(
@@ -63,7 +64,16 @@ class ModelCopy:
 
     @torch.no_grad()
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Copies the weights again; they are those of ``step``."""
+        """Copies the weights again; they are those of ``step``.
+
+        Raises:
+            TypeError: the model is sharded over processes (FSDP2).
+        """
+        if any(hasattr(m, "unshard") for m in anatomy.root.modules()):
+            raise TypeError(
+                f"{type(anatomy.model).__name__} is sharded over processes (FSDP2); attacks that "
+                "compare gradients of whole texts need it whole: remove the attack"
+            )
         self.anatomy, self.step = anatomy, step
         self._embedding = unwrap(anatomy.embedding)
         wanted: dict[int, str] = {}
@@ -74,12 +84,11 @@ class ModelCopy:
         with torch.inference_mode(False):
             self._weights, self._leaves = {}, {}
             for name, parameter in anatomy.model.named_parameters():
-                held = parameter.detach()
-                held = held.clone() if parameter.requires_grad else held
+                weight = parameter.detach()
+                weight = weight.clone() if parameter.requires_grad else weight
                 if id(parameter) in wanted:
-                    held = held.clone().requires_grad_()
-                    self._leaves[wanted[id(parameter)]] = held
-                self._weights[name] = held
+                    self._leaves[wanted[id(parameter)]] = weight.requires_grad_()
+                self._weights[name] = weight
 
     @property
     def device(self) -> torch.device:
@@ -140,6 +149,14 @@ class ModelCopy:
         out = torch.func.functional_call(self.anatomy.model, self._weights, kwargs=given)
         return logits_in(out)
 
+    def _without_padding(self, ids: Tensor) -> Tensor:
+        """A classifier counts its positions, or finds its last token, by the padding's id."""
+        config = getattr(self.anatomy.model, "config", None)
+        padding = getattr(config, "pad_token_id", None)
+        if self.anatomy.kind != "classifier" or padding is None:
+            return ids
+        return ids.masked_fill(ids == padding, 1 if padding == 0 else 0)
+
     def logits(self, ids: Tensor, words: Tensor | None = None) -> Tensor:
         """What the model gives for texts: (B, L, V), of a classifier (B, C), in float32 at least.
 
@@ -156,7 +173,7 @@ class ModelCopy:
         with self.session():
             handle = None if words is None else self._embedding.register_forward_hook(replaced)
             try:
-                logits = self._called(ids.to(self.device))
+                logits = self._called(self._without_padding(ids.to(self.device)))
             finally:
                 if handle is not None:
                     handle.remove()

@@ -29,7 +29,7 @@ from tests.attacks.row_space.models import (
     texts,
     with_lora,
 )
-from tests.helpers.models import tiny_bert_classifier
+from tests.helpers.models import tiny_bert_classifier, tiny_roberta_classifier
 
 QV = ["q_proj", "v_proj"]
 
@@ -64,7 +64,7 @@ def gradient_by_hand(model: nn.Module, ids: Tensor, words: Tensor, labels: Tenso
     """Of each parameter; an embedding's own part is added row by row, by the tokens read."""
     logits = model(inputs_embeds=words, use_cache=False).logits
     log = logits[:, :-1] - logits[:, :-1].logsumexp(-1, keepdim=True)
-    loss = -(labels[:, 1:] * log).sum() / labels[:, 1:].sum()
+    loss = -(labels[:, 1:] * log).sum() / (len(ids) * (ids.shape[1] - 1))
     named = dict(model.named_parameters())
     table = model.get_input_embeddings().weight
     *found, slopes = torch.autograd.grad(
@@ -80,12 +80,13 @@ def gradient_by_hand(model: nn.Module, ids: Tensor, words: Tensor, labels: Tenso
 def distance_by_hand(
     kind: str, found: list[Tensor], true: list[Tensor], layers: bool = False
 ) -> Tensor:
+    pairs = list(zip(found, true, strict=True))
     if kind == "cosine":
-        cosines = [F.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in zip(found, true)]
+        cosines = [F.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in pairs]
         return 1 - sum(cosines) / len(cosines)
-    total = sum((a - b).pow(2).sum() for a, b in zip(found, true))
+    total = sum((a - b).pow(2).sum() for a, b in pairs)
     if kind == "tag":
-        for k, (a, b) in enumerate(zip(found, true)):
+        for k, (a, b) in enumerate(pairs):
             total = total + 0.01 * (1 - k / len(true) if layers else 1) * (a - b).abs().sum()
     return total / sum(b.pow(2).sum() for b in true)
 
@@ -114,8 +115,7 @@ def test_loss_and_slopes_are_those_of_the_whole_model(family: Any, kind: str, la
     else:
         dummy, leaves = Dummy(words, None), [words]
         told = F.one_hot(near, 300).double().requires_grad_()
-        # The share of labels sums to the number of places, which is no function of the words.
-        by_hand = distance_by_hand(kind, gradient_of_text(model, near, words, told), true, layers)
+        by_hand = distance_by_hand(kind, gradient_by_hand(model, near, words, told), true, layers)
         direct, in_labels = torch.autograd.grad(by_hand, [words, told])
         soft = (cosines / 0.1).softmax(-1)
         expected = (direct + torch.autograd.grad(soft, words, in_labels)[0],)
@@ -125,12 +125,6 @@ def test_loss_and_slopes_are_those_of_the_whole_model(family: Any, kind: str, la
     torch.testing.assert_close(value, by_hand, rtol=1e-8, atol=1e-10)
     for got, want in zip(slopes, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-10)
-
-
-def gradient_of_text(model: nn.Module, ids: Tensor, words: Tensor, labels: Tensor) -> list[Tensor]:
-    places = labels[:, 1:].shape[0] * labels[:, 1:].shape[1]
-    scale = labels[:, 1:].sum() / places
-    return [g * scale for g in gradient_by_hand(model, ids, words, labels)]
 
 
 @pytest.mark.parametrize("family", [llama, gpt2, opt, gemma, neox])
@@ -239,6 +233,19 @@ def test_a_classifier_is_matched_with_learned_labels() -> None:
     assert read(attack, model, ids, labels=labels).tokens.shape == (2, 5)
 
 
+def test_a_word_near_the_paddings_is_no_padding() -> None:
+    """RoBERTa counts its positions by the padding's id."""
+    model = tiny_roberta_classifier(seed=1).eval()
+    padding = model.config.pad_token_id
+    ids = torch.tensor([[7, padding, 9, 11]])
+    run = matching(GradientMatching.dlg(1, 4), model, texts(1, 4, 80), labels=torch.tensor([1]))
+    words = run.table.embeddings[ids]
+    with run.copy.session(), torch.no_grad():
+        seen = run.copy.logits(ids, words)
+        expected = run.copy.logits(torch.full_like(ids, 7), words)
+    torch.testing.assert_close(seen, expected)
+
+
 # ---- what it refuses, and what it leaves alone ----------------------------------------------
 
 
@@ -270,8 +277,15 @@ def test_parameters_can_be_chosen() -> None:
     assert set(run.target) == {"head.weight", name}
     with pytest.raises(AnatomyError, match="nor one of"):
         GradientMatching(1, 6, parameters=["q_proj"]).needs(anatomy)
-    with pytest.raises(ThreatModelError, match="no 'head.bias'"):
+    with pytest.raises(ThreatModelError, match="this model has no"):
         GradientMatching(1, 6, parameters=["head.bias"]).needs(anatomy)
+
+
+def test_a_sharded_model_is_refused() -> None:
+    model = llama()
+    model.unshard = lambda: None
+    with pytest.raises(TypeError, match="sharded over processes"):
+        GradientMatching(1, 6).prepare(find_anatomy(model))
 
 
 def test_texts_longer_than_the_context() -> None:

@@ -45,20 +45,20 @@ class GradientMatching(TextAttack):
     how long they are, which the literature assumes; all are taken to be of one length.
     :meth:`dlg`, :meth:`tag` and :meth:`lamp` are the systems of three papers:
 
-    ============  ===========================  =======================  ========================
-    .             ``dlg``                      ``tag``                  ``lamp``
-    ============  ===========================  =======================  ========================
-    distance      squared l2                   l2 and ``alpha`` l1      1 - cosine, mean of all
-    labels        learned (paper)              learned                  the text itself (a)
-    start         one, random                  one, random              best of ``starts``
-    norms         free                         free                     near the vocabulary's
-    rearranged    no                           no                       ``swaps``, by ``prior``
-    ============  ===========================  =======================  ========================
+    ==========  ===============  ================  ========================
+    system      ``dlg``          ``tag``           ``lamp``
+    ==========  ===============  ================  ========================
+    distance    squared l2       + ``alpha`` * l1  1 - cosine, mean of all
+    labels      learned          learned           the text itself
+    start       one, random      one, random       best of ``starts``
+    norms       free             free              near the vocabulary's
+    rearranged  no               no                ``swaps``, by ``prior``
+    ==========  ===============  ================  ========================
 
-    (a) The papers attack classifiers: DLG learns their labels, TAG does without knowing them, LAMP
-    is told them. A causal model's labels are its text. Learned, they are free distributions at each
-    place. Taken from the text, each is the token nearest to the dummy word there; its gradient is
-    that of a softmax of the cosines.
+    In the papers DLG learns labels, TAG does without knowing them, and LAMP is told those of
+    classifiers. A causal model's labels are its text. Learned, they are free distributions at each
+    place. Taken from the text, each is the token nearest to the dummy word there, with the gradient
+    of a softmax of the cosines (a straight-through estimate).
 
     Unlike in the papers, all three descend by Adam whose rate falls linearly to zero (DLG used
     L-BFGS, LAMP a rate that falls in steps), and start at the mean norm of the vocabulary. Of a
@@ -449,7 +449,8 @@ class Matching:
             words.step(slopes[0])
             if labels is not None:
                 labels.step(slopes[1])
-            if attack.swaps and step >= _BURN_IN * attack.steps and step % attack.swap_every == 1:
+            due = step % attack.swap_every == 1 % attack.swap_every
+            if attack.swaps and due and step >= _BURN_IN * attack.steps:
                 moved = self._rearranged(now, deadline)
                 words.values.copy_(moved.words)
                 if labels is not None and moved.labels is not None:

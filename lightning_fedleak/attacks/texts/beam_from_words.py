@@ -23,12 +23,13 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
+from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.texts.base import Deadline, TextAttack, TextGuess
-from lightning_fedleak.attacks.texts.model_copy import ModelCopy
+from lightning_fedleak.attacks.texts.model_copy import ModelCopy, trained_names
 from lightning_fedleak.attacks.words.direct import BagOfWords
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.model_runs import LOGITS_AT_ONCE, context_length
-from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.snapshots import Observation, UpdateSnapshot
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 _STARTS = 256
@@ -173,12 +174,12 @@ class BeamFromWords(TextAttack):
     def prepare(self, anatomy: Anatomy) -> None:
         """Prepares what names the words, and copies the model."""
         self.words(anatomy).prepare(anatomy)
-        self._copy = ModelCopy(anatomy, _trained(anatomy), autocast=self._facts.autocast)
+        self._copy = ModelCopy(anatomy, trained_names(anatomy), autocast=self._facts.autocast)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Renews the copy; anew where something else is trained."""
         self.words(anatomy).refresh(anatomy, step)
-        if self._copy is None or self._copy.names != _trained(anatomy):
+        if self._copy is None or self._copy.names != trained_names(anatomy):
             self.prepare(anatomy)
         assert self._copy is not None
         self._copy.refresh(anatomy, step)
@@ -192,14 +193,16 @@ class BeamFromWords(TextAttack):
             model's own probability of each token; 1 for a first one.
 
         Raises:
-            UnusableObservation: the words cannot be read, or are none.
+            UnusableObservation: the words cannot be read, or are none, or an update is not read.
             TypeError: what names the words guesses something else.
             RuntimeError: ``prepare`` was not called.
         """
         if self._copy is None:
             raise RuntimeError(f"attack '{self.name}' has no copy of the model: call prepare")
         deadline = Deadline(self.budget_seconds)
-        guess = self.words(self._copy.anatomy).run(view)
+        words = self.words(self._copy.anatomy)
+        _check_update(view, words, self._facts)
+        guess = words.run(view)
         if not isinstance(guess, WordGuess):
             raise TypeError(f"attack '{self.name}': words guesses no words")
         if not len(guess.types):
@@ -224,11 +227,16 @@ class BeamFromWords(TextAttack):
         return {name: getattr(self, name) for name in names} | {"seed": self.seed, "words": given}
 
 
-def _trained(anatomy: Anatomy) -> tuple[str, ...]:
-    """Parameters whose gradient's norm is told; all where none is trained."""
-    inside = {id(p) for p in anatomy.model.parameters()}
-    every = [n for n, p in anatomy.root.named_parameters() if id(p) in inside]
-    return tuple([n for n in every if anatomy.trainable(n)] or every)
+def _check_update(view: Observation, words: Attack, facts: RunFacts) -> None:
+    """Refuses an adaptive optimizer's update where what names the words reads sums of gradients."""
+    if not isinstance(view.gradients[-1], UpdateSnapshot) or words.reads_adaptive_updates:
+        return
+    steps = LocalSteps.of(facts)
+    if steps is None or not steps.linear:
+        raise UnusableObservation(
+            f"this update is no sum of gradients, which '{words.name}' reads: give "
+            "words=SubspaceWords(), or measure single gradients (leave local_steps out)"
+        )
 
 
 class FluentTexts:
@@ -248,9 +256,8 @@ class FluentTexts:
     def beam(self, found: Sequence[Tensor], deadline: Deadline) -> Tensor:
         """(L - 1,) the likeliest text of the bag, less the penalty for repeated n-grams.
 
-        Repeated are those of its own and of other texts.
-
-        Out of time each next token is the bag's likeliest alone.
+        Repeated are those of its own and of found texts. Out of time, each next token is the
+        bag's likeliest alone.
         """
         known = {gram for text in found for gram in _grams(text.tolist(), self.attack.ngram)}
         beams = self.bag[:_STARTS, None]

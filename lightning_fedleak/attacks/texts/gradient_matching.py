@@ -21,7 +21,7 @@ from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableOb
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.texts.base import TINY, Deadline, TextAttack, TextGuess
 from lightning_fedleak.attacks.texts.descent import RowAdam, TokenTable
-from lightning_fedleak.attacks.texts.model_copy import ModelCopy
+from lightning_fedleak.attacks.texts.model_copy import ModelCopy, trained_names
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
@@ -236,13 +236,7 @@ class GradientMatching(TextAttack):
             )
 
     def _names(self, anatomy: Anatomy) -> tuple[str, ...]:
-        if self.parameters is not None:
-            names = self.parameters
-        else:
-            inside = {id(p) for p in anatomy.model.parameters()}
-            every = [n for n, p in anatomy.root.named_parameters() if id(p) in inside]
-            trained = [n for n in every if anatomy.trainable(n)]
-            names = tuple(trained or every)
+        names = trained_names(anatomy) if self.parameters is None else self.parameters
         absent = [n for n in names if anatomy.parameter(n) is None]
         if absent:
             raise ThreatModelError(f"attack '{self.name}': this model has no '{absent[0]}'")

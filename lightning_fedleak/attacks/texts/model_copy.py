@@ -226,4 +226,11 @@ class ModelCopy:
             ) from error
 
 
-__all__ = ["ModelCopy"]
+def trained_names(anatomy: Anatomy) -> tuple[str, ...]:
+    """Names in ``anatomy.root`` of the model's trained parameters; of all where none is trained."""
+    inside = {id(p) for p in anatomy.model.parameters()}
+    every = [n for n, p in anatomy.root.named_parameters() if id(p) in inside]
+    return tuple([n for n in every if anatomy.trainable(n)] or every)
+
+
+__all__ = ["ModelCopy", "trained_names"]

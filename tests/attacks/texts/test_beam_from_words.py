@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.attacks.texts.beam_from_words import BeamFromWords, FluentTexts
 from lightning_fedleak.attacks.words.direct import BagOfWords, BiasSign
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
     backward,
@@ -189,6 +189,22 @@ def test_what_it_cannot_read_is_unknown() -> None:
     zero = {"embedding.weight": torch.zeros(300, 64)}
     with pytest.raises(UnusableObservation, match="all zero"):
         attack.run(Observation((GradientSnapshot(0, Stage.SHARED, zero),)))
+
+
+@pytest.mark.parametrize(("optimizer", "known"), [("SGD", True), ("AdamW", False)])
+def test_rounds_are_read_as_by_what_names_the_words(optimizer: str, known: bool) -> None:
+    attack = BeamFromWords(10, moves=2)
+    attack.meet(RunFacts(optimizer=optimizer, optimizer_settings={"lr": 0.1}, local_steps=1))
+    anatomy = find_anatomy(MODEL)
+    attack.prepare(anatomy)
+    backward(MODEL, IDS)
+    tensors = shared(anatomy, attack).gradients[0].tensors
+    view = Observation((UpdateSnapshot(0, Stage.SHARED, tensors, learning_rate=0.1),))
+    if known:
+        assert attack.run(view).finished
+    else:
+        with pytest.raises(UnusableObservation, match="no sum of gradients"):
+            attack.run(view)
 
 
 def test_time_ends_it_and_it_says_so() -> None:

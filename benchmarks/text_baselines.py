@@ -23,7 +23,6 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from subspace_texts import matched
 from subspace_words import Source, backward, built, observed
 
 from lightning_fedleak.anatomy import find_anatomy
@@ -35,6 +34,7 @@ from lightning_fedleak.attacks import (
     UnusableObservation,
 )
 from lightning_fedleak.metrics import TextReconstruction
+from lightning_fedleak.metrics.texts import in_true_order
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --rank 0 --shapes 1x6 --batches 1 "
@@ -110,7 +110,7 @@ def main() -> None:
                 began = time.perf_counter()
                 try:
                     guess = attack.run(view)
-                    said = matched(guess.tokens.cpu(), truth)
+                    said = in_true_order(guess.tokens.cpu(), truth)
                     finished += guess.finished
                 except UnusableObservation:
                     unknown += 1

@@ -526,7 +526,8 @@ class _Search:
         ]
         found: list[_Text] = []
         while any(len(block.directions) for block in left):
-            text, finished = self._next(opened, left, deadline)
+            prior = 0.0 if self.precise or not self.speaks else _PRIOR
+            text, finished = self._next(opened, left, deadline, prior)
             if text is None:
                 return found, finished
             lost = self.precise and not text.exact

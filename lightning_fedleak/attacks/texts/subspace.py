@@ -76,7 +76,12 @@ class SubspaceTexts(TextAttack):
     The rows of whole projections name nearly every token exactly, as long as a batch has clearly
     fewer places than the hidden states have numbers. Of a LoRA more blocks are read, whose few rows
     each are evidence on the same text. A causal text's last token has no part in these gradients:
-    it is left open. Reads single gradients, and rounds of one plain step of SGD.
+    it is left open. Reads gradients, and rounds of plain steps of SGD; what the weights move in a
+    round blurs what is read.
+
+    Of an encoder, whose positions have to be added to its embeddings, the first block's rows name
+    pairs of token and position. Those of one text are the text, also behind a LoRA of few rows. Of
+    several texts the whole projections' rows tell pairs, and a descent which of them go together.
 
     Where positions are relative, a text that begins with one token several times looks like one
     that begins with it once, up to what follows: such texts are not found.
@@ -279,11 +284,10 @@ class SubspaceTexts(TextAttack):
         if not isinstance(update, UpdateSnapshot):
             return
         steps = LocalSteps.of(self._facts)
-        if update.local_steps != 1 or steps is None or not steps.plain:
+        if steps is None or not steps.plain:
             raise UnusableObservation(
-                "whole texts are read off single gradients and off rounds of one plain step of "
-                "SGD: measure rounds of one step, or leave local_steps out to see what the "
-                "client's data would give away"
+                "whole texts are read off gradients and off rounds of plain steps of SGD: leave "
+                "local_steps out to see what the gradients of the client's data would give away"
             )
 
     def _rows(self, known: SharedInput, anatomy: Anatomy, view: Observation) -> SharedRows:
@@ -298,7 +302,8 @@ class SubspaceTexts(TextAttack):
                 stored = 0.0
                 weight = anatomy.parameter(linear.name)
                 if isinstance(snapshot, UpdateSnapshot) and weight is not None:
-                    stored = rounding_error(whole_tensor(weight)) / snapshot.learning_rate
+                    stored = rounding_error(whole_tensor(weight)) * snapshot.local_steps**0.5
+                    stored /= snapshot.learning_rate
                 noise.append(math.hypot(snapshot.noise_std, stored))
         if not gradients:
             if any(m.factor == "A" for m in readers(known, anatomy)):

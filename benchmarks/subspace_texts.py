@@ -16,9 +16,9 @@ how often the attack certified its texts, and how often that was wrong; and seco
 
 ``--defenses``: ``noise:s`` adds Gaussian noise of s times the rms of the gradients that are read;
 ``dpsgd:s`` clips each text's gradient of all that is trained to norm 1 and adds noise of s to their
-sum; the attack is told both. It is not told that ``bf16`` rounds the gradients, ``int8`` each
-tensor to 255 evenly spaced values, nor that ``topk:p`` keeps a share p of each tensor's entries,
-the largest. ``sgd:k`` shares the weight change of k plain steps of SGD (learning rate ``--lr``),
+sum; ``int8`` rounds each tensor to 255 evenly spaced values: the attack is told how much noise that
+is, the most of all tensors. ``bf16`` rounds the gradients, which shows. It is not told that
+``topk:p`` keeps a share p of each tensor's entries, the largest. ``sgd:k`` shares the weight change of k plain steps of SGD (learning rate ``--lr``),
 each on texts of its own, k times as many in all.
 """
 
@@ -113,7 +113,7 @@ def shared(
             number, Stage.SHARED, moved, local_steps=len(parts), learning_rate=options.lr
         )
         return Observation((update,))
-    std = 0.0
+    std = told = 0.0
     if kind == "dpsgd":
         found = {r: torch.zeros_like(anatomy.parameter(r)) for r in roles}
         for row in ids:
@@ -136,10 +136,11 @@ def shared(
         elif kind == "int8":
             step = g.abs().max() / 127
             found[role] = (g / step).round() * step
+            told = max(told, float(step) / 12**0.5)
         elif kind == "topk":
             least = g.abs().flatten().topk(max(1, int(float(value) * g.numel()))).values[-1]
             found[role] = g.where(g.abs() >= least, 0.0)
-    return Observation((GradientSnapshot(number, Stage.SHARED, found, noise_std=std),))
+    return Observation((GradientSnapshot(number, Stage.SHARED, found, noise_std=max(std, told)),))
 
 
 def cells(options: argparse.Namespace) -> Iterator[tuple[str, str]]:

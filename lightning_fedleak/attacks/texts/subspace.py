@@ -50,8 +50,6 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
 )
 from lightning_fedleak.attacks.words.aligned_rows import rounding_error
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.model_runs import run_logits
 from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
@@ -621,7 +619,10 @@ class _Search:
                 known = known.of_rows(torch.tensor(short, device=self.bag.device))
                 beams = [beams[i] for i in short]
             grown: list[tuple[_Text, int]] = []
-            likely = prior * self._likely(beams) if prior else torch.zeros(len(beams), 1)
+            likely = torch.zeros(len(beams), 1)
+            if prior:
+                told = self.bottom.next_tokens([text.tokens for text in beams], self.bag)
+                likely = prior * told
             for row, (text, states) in enumerate(zip(beams, self._tried(known), strict=True)):
                 children, aside = self._children(text, states, likely[row])
                 if not children:
@@ -644,16 +645,6 @@ class _Search:
         """Tokens at which a text is given up, or is as long as it can be."""
         lost = self.precise and not text.exact
         return min(self.longest, 2 * len(self.bag) + _CONTEXT) if lost else self.longest
-
-    def _likely(self, texts: Sequence[_Text]) -> Tensor:
-        """(B, n) the model's log probability of each token of the bag as a text's next one."""
-        ends = torch.tensor([len(text.tokens) for text in texts], device=self.bag.device)
-        ids = torch.zeros(len(texts), int(ends.max()), dtype=torch.int64, device=self.bag.device)
-        for row, text in enumerate(texts):
-            ids[row, : len(text.tokens)] = torch.tensor(text.tokens)
-        logits = run_logits(self.bottom.anatomy.model, TokenBatch(ids, None, None, "causal"))
-        at_ends = logits[:, -ids.shape[1] :][torch.arange(len(texts)), ends - 1]
-        return at_ends.double().log_softmax(-1)[:, self.bag]
 
     def _starts(self, opened: Sequence[_Branch], left: tuple[_Left, ...]) -> list[_Text]:
         """The likeliest ways in which a text not found yet begins, or branches off from one."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_fedleak.commands.options import parser
+from lightning_fedleak.extras import install
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _demo(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("tensorboard") is None:
         print(
-            "fedleak: 'demo' writes TensorBoard logs: pip install 'lightning-fedleak[demo]'",
+            f"fedleak: 'demo' writes TensorBoard logs: {install('demo')}",
             file=sys.stderr,
         )
         return 1
@@ -79,21 +80,23 @@ def _run(module: str, command: str, options: argparse.Namespace) -> int:
 def _fit(arguments: Sequence[str] | None) -> int:
     # LightningCLI's own calls to jsonargparse are meant, and not the user's to mend.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    try:
-        from lightning_fedleak.commands.fit import fit
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] not in {"jsonargparse", "docstring_parser"}:
-            raise
-        print(
-            "fedleak: 'fit' needs LightningCLI: pip install 'lightning-fedleak[cli]'",
-            file=sys.stderr,
-        )
-        return 1
+    if importlib.util.find_spec("jsonargparse") is None:
+        return _without_lightning_cli()
+    from lightning_fedleak.commands.fit import fit
     from lightning_fedleak.finetuning.assets import SourceError
 
     try:
         fit(arguments)
+    except ModuleNotFoundError as error:
+        if "jsonargparse" not in str(error):  # Lightning's, of a part of it that is missing
+            raise
+        return _without_lightning_cli()
     except SourceError as error:
         print(f"fedleak: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _without_lightning_cli() -> int:
+    print(f"fedleak: 'fit' needs LightningCLI: {install('cli')}", file=sys.stderr)
+    return 1

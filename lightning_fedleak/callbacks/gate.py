@@ -254,6 +254,12 @@ class RiskGate(L.Callback):
         self._stopped = False
         self._known = False
 
+    def __repr__(self) -> str:
+        action = self.action if isinstance(self.action, str) else _name_of(self.action)
+        bound = "" if self.bound == "value" else f", bound='{self.bound}'"
+        fired = "" if self.fired is None else f", fired at step {self.fired.step}"
+        return f"RiskGate('{self.metric}', at_most={self.at_most:g}, {action}{bound}{fired})"
+
     @property
     def state_key(self) -> str:
         """Distinguishes several gates of one run in a checkpoint."""
@@ -577,6 +583,10 @@ class _Seen:
     watched: Mapping[str, float]
     of: str = ""
     why: str = ""
+
+
+def _name_of(called: Callable[[GateEvent], Any]) -> str:
+    return getattr(called, "__name__", type(called).__name__)
 
 
 def _is_worst(metric: str) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_fedleak.defenses import mean_of_sample_means
+from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL, SourceError
 
 
@@ -104,9 +105,7 @@ def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
     try:
         from peft import LoraConfig, TaskType, get_peft_model
     except ImportError as error:
-        raise ImportError(
-            "peft='lora' needs the package peft: pip install 'lightning-fedleak[peft]'"
-        ) from error
+        raise ImportError(f"peft='lora' needs the package peft: {install('peft')}") from error
     config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, lora_dropout=0.05)
     wrapped: torch.nn.Module = get_peft_model(model, config)
     return wrapped

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError
 
 _FILE_SUFFIXES = (".txt", ".jsonl", ".csv", ".md", ".gz")
@@ -112,7 +113,7 @@ def _read_hub(source: str, column: str | None) -> list[str]:
     except ImportError as error:
         raise SourceError(
             f"there is no file '{source}'. If it names a dataset of the hub, install what reads "
-            "those: pip install 'lightning-fedleak[datasets]'."
+            f"those: {install('datasets')}."
         ) from error
     parts = source.split(":")
     if len(parts) > 4:

@@ -128,5 +128,5 @@ def test_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_datasets_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(SourceError, match=r"lightning-fedleak\[datasets\]"):
+    with pytest.raises(SourceError, match=r"pip install .*\[datasets\]"):
         read_texts("imdb")

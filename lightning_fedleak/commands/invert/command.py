@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import transformers
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
@@ -38,6 +39,7 @@ from lightning_fedleak.commands.invert import (
 from lightning_fedleak.commands.invert.plots import Axis, draw, worth_drawing
 from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import GRADIENT_ATTACKS, INVERT_ATTACKS, InvertOptions
+from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
@@ -375,8 +377,7 @@ class InvertCommand(InvertOptions):
             return
         if importlib.util.find_spec("matplotlib") is None:
             console.print(
-                "No plots: they need matplotlib (pip install 'lightning-fedleak\\[plots]').",
-                highlight=False,
+                f"No plots: they need matplotlib ({escape(install('plots'))}).", highlight=False
             )
             return
         model = "embedded model" if self.model is None else Path(self.model).name

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_fedleak.anatomy import AnatomyError, find_anatomy
@@ -24,6 +25,7 @@ from lightning_fedleak.commands.sweep.cell import (
 from lightning_fedleak.commands.sweep.grid import Grid
 from lightning_fedleak.commands.sweep.plots import plot_pareto
 from lightning_fedleak.commands.sweep.specs import SpecError, parse_defenses
+from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.finetuning.data import TextDataModule
 from lightning_fedleak.finetuning.module import CausalLMFineTuning
@@ -140,7 +142,7 @@ class SweepCommand(SweepOptions):
         written = [str(self.out / "results.json")]
         if any(r.val_loss is not None for _, r in results):
             if importlib.util.find_spec("matplotlib") is None:
-                console.print("No plot: pip install 'lightning-fedleak[plots]'", highlight=False)
+                console.print(f"No plot: {escape(install('plots'))}", highlight=False)
             else:
                 plot_pareto(results, self.out / "pareto.png", loss_before=before)
                 written.append(str(self.out / "pareto.png"))

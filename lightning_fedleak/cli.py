@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from lightning_fedleak.commands.options import parser
 from lightning_fedleak.extras import install
+from lightning_fedleak.finetuning.assets import SourceError, check_model
+from lightning_fedleak.finetuning.texts import check_texts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,6 +64,11 @@ def _invert(options: argparse.Namespace) -> int:
 
 def _run(module: str, command: str, options: argparse.Namespace) -> int:
     """Runs a command's class, and says what the user can mend."""
+    try:
+        _check_given(options)
+    except SourceError as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return 1
     # Threads that spin while they wait starve each other where other programs use the cores too;
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -77,13 +84,28 @@ def _run(module: str, command: str, options: argparse.Namespace) -> int:
     return status
 
 
+def _check_given(options: argparse.Namespace) -> None:
+    """Refuses models and texts that are not there, before libraries are loaded: that takes long.
+
+    Raises:
+        SourceError: what is wrong with which of them.
+    """
+    check_model(options.model)
+    for given, column in (("text", "column"), ("public", "public_column")):
+        source, named = (getattr(options, name, None) for name in (given, column))
+        option = f"--{column.replace('_', '-')}"
+        if source is not None:
+            check_texts(source, named, option=option)
+        elif named is not None:
+            raise SourceError(f"{option} names a column of --{given}: give that too")
+
+
 def _fit(arguments: Sequence[str] | None) -> int:
     # LightningCLI's own calls to jsonargparse are meant, and not the user's to mend.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     if importlib.util.find_spec("jsonargparse") is None:
         return _without_lightning_cli()
     from lightning_fedleak.commands.fit import fit
-    from lightning_fedleak.finetuning.assets import SourceError
 
     try:
         fit(arguments)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -70,6 +71,48 @@ def test_unusable_text_and_model_are_said_in_one_line(
     assert f"fedleak: there is no file '{missing}'" in capsys.readouterr().err
     assert main(["demo", "--model", str(tmp_path), "--out", str(tmp_path)]) == 1
     assert f"could be loaded from '{tmp_path}'" in capsys.readouterr().err
+
+
+CHECKED = (
+    "import sys\n"
+    "from lightning_fedleak.cli import main\n"
+    "status = main(sys.argv[1:])\n"
+    "heavy = {'torch', 'lightning', 'transformers', 'datasets'} & set(sys.modules)\n"
+    "assert not heavy, heavy\n"
+    "sys.exit(status)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--text", "nofile.txt"], "there is no file 'nofile.txt'"),
+        (["game", "--public", "./letters"], "there is no file './letters'"),
+        (["game", "--text", "t.csv"], "name one with --column"),
+        (["invert", "--public", "t.csv"], "name one with --public-column"),
+        (["capacity", "--text", "empty.txt"], "'empty.txt' holds no text"),
+        (["sweep", "--model", "./nomodel"], "there is no folder './nomodel'"),
+        (["sweep", "--model", "t.csv"], "'t.csv' is a file"),
+        (["game", "--column", "review"], "--column names a column of --text: give that too"),
+    ],
+)
+def test_what_is_not_there_is_told_before_libraries_load(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "t.csv").write_text("id,review\n1,x\n")
+    (tmp_path / "empty.txt").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKED, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("fedleak: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_fit_says_in_one_line_what_it_cannot_use(

@@ -68,11 +68,18 @@ def _at_least(least: int) -> Callable[[str], float]:
 
 _POSITIVE = _number(float, lambda x: 0 < x < float("inf"), "a positive number")
 _SEED = _number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295")
-_SOURCE = "a .jsonl, .csv or text file, or a dataset as name:config:split:column"
+_SOURCE = (
+    "a .jsonl, .json, .csv, .tsv, .parquet or text file, a folder of .txt files, or a dataset of "
+    "the hub as name:config:split:column"
+)
 
 
 def _count(default: int, help: str, least: int = 1) -> int:
     return _option(default, help, "N", type=_at_least(least))
+
+
+def _column(of: str) -> str | None:
+    return _option(None, f"the column of --{of} that holds the text", "NAME")
 
 
 def _seed(of: str) -> int:
@@ -108,6 +115,7 @@ class DemoOptions:
         None, "causal language model: a folder or a name on the hub", "NAME"
     )
     text: str | None = _option(None, f"private text: {_SOURCE}", "SOURCE")
+    column: str | None = _column("text")
     steps: int = _count(100, "steps of the first run")
     batch_size: int = _count(8, "texts a batch")
     length: int = _count(64, "tokens a text, at most", 2)
@@ -136,12 +144,14 @@ class GameOptions:
 
     model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
     text: str | None = _option(None, f"the client's text: {_SOURCE}", "SOURCE")
+    column: str | None = _column("text")
     public: str | None = _option(
         None,
         "text that the server owns and calibrates on, as --text, or 'sampled' for text by the "
         "model itself; by default a quarter of --text (at most 200) is set aside for it",
         "SOURCE",
     )
+    public_column: str | None = _column("public")
     attack: Sequence[str] = _option(
         ("fc", "fc-full", "attention"),
         "adversaries; all play the same games. 'gradient' and 'subspace' add no layers and read "
@@ -215,12 +225,14 @@ class InvertOptions:
     )
     model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
     text: str | None = _option(None, f"the client's text: {_SOURCE}", "SOURCE")
+    column: str | None = _column("text")
     public: str | None = _option(
         None,
         "of activations: text that the server owns and 'prefix' ranks tokens with, as --text; by "
         "default text by the model itself",
         "SOURCE",
     )
+    public_column: str | None = _column("public")
     layer: Sequence[int] | None = _option(
         None,
         "of activations: splits, blocks whose output is sent, 0 for the embeddings; by default at "
@@ -295,6 +307,7 @@ class SweepOptions:
         None, "causal language model: a folder or a name on the hub", "NAME"
     )
     text: str | None = _option(None, f"private text: {_SOURCE}", "SOURCE")
+    column: str | None = _column("text")
     layer: int | None = _option(
         None,
         "block whose output fc, attention, prefix and descent read; by default the middle one",
@@ -325,6 +338,7 @@ class CapacityOptions:
 
     model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
     text: str | None = _option(None, f"texts like the clients': {_SOURCE}", "SOURCE")
+    column: str | None = _column("text")
     lora_r: int = _count(8, "rank of the LoRA; 0 for the whole model", 0)
     targets: str | None = _option(None, _TARGETS, "NAMES")
     batch: str = _option("8x64", "texts of a batch x tokens of a text", "BxL", type=_shape)

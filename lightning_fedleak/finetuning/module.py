@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_fedleak.defenses import mean_of_sample_means
 from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL, SourceError
+from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL, SourceError, check_model
 
 
 def load_model(name: str | None) -> PreTrainedModel:
@@ -20,6 +20,7 @@ def load_model(name: str | None) -> PreTrainedModel:
     Raises:
         SourceError: there is no such model, or no way to reach it.
     """
+    check_model(name)
     source = str(EMBEDDED_MODEL) if name is None else name
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)

@@ -115,6 +115,7 @@ class Demo(DemoOptions):
     def _data(self) -> TextDataModule:
         return TextDataModule(
             text=self.text,
+            column=self.column,
             tokenizer=self.model,
             batch_size=self.batch_size,
             length=self.length,

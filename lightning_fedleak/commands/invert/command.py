@@ -274,7 +274,7 @@ class InvertCommand(InvertOptions):
     ) -> dict[int, Tensor]:
         context = context_length(anatomy)
         least = 2 if anatomy.kind == "causal" else 1
-        texts = read_texts(EMBEDDED_MESSAGES if self.text is None else self.text)
+        texts = read_texts(self.text or EMBEDDED_MESSAGES, self.column, option="--column")
         if self.bos is not None and self.bos >= anatomy.vocab_size:
             raise SourceError(
                 f"--bos {self.bos} is no token id of a vocabulary of {anatomy.vocab_size}"
@@ -313,9 +313,10 @@ class InvertCommand(InvertOptions):
             "special_ids": tokenizer.all_special_ids,
         }
         if self.public is not None:
-            ids = tokenizer(
-                read_texts(self.public)[:PUBLIC_TEXTS], truncation=True, max_length=PUBLIC_TOKENS
-            )["input_ids"]
+            owned = read_texts(self.public, self.public_column, option="--public-column")
+            ids = tokenizer(owned[:PUBLIC_TEXTS], truncation=True, max_length=PUBLIC_TOKENS)[
+                "input_ids"
+            ]
             try:
                 settings["public_text"] = PublicText(ids)
             except ValueError as error:
@@ -354,6 +355,7 @@ class InvertCommand(InvertOptions):
             "from": self.from_,
             "model": self.model or "embedded",
             "text": self.text or "embedded",
+            "column": self.column,
             "precision": self.precision,
             **study.about,
             "budget_seconds": self._budget,

@@ -84,6 +84,7 @@ class SweepCommand(SweepOptions):
         return Setting(
             model=self.model,
             text=self.text,
+            column=self.column,
             attacks=tuple(dict.fromkeys(self.attack)),
             layer=self.layer,
             steps=self.steps,
@@ -114,6 +115,7 @@ class SweepCommand(SweepOptions):
             )
         data = TextDataModule(
             text=setting.text,
+            column=setting.column,
             tokenizer=setting.model,
             batch_size=setting.batch_size,
             length=setting.length,
@@ -124,6 +126,8 @@ class SweepCommand(SweepOptions):
     def _loss_before(self, setting: Setting) -> float:
         path = self.out / "before.json"
         about = {k: getattr(setting, k) for k in ("model", "text", "batch_size", "length", "seed")}
+        if setting.column is not None:
+            about["column"] = setting.column
         if path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
             if kept["setting"] == about:

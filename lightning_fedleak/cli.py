@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lightning_fedleak.commands.options import parser
+from lightning_fedleak.commands.options import parse
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError, check_model
 from lightning_fedleak.finetuning.texts import check_texts
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["fit"]:
         return _fit(None if argv is None else arguments)
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     run = {"demo": _demo, "game": _game, "invert": _invert, "sweep": _sweep, "capacity": _capacity}[
         options.command
     ]
@@ -105,18 +105,32 @@ def _fit(arguments: Sequence[str] | None) -> int:
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     if importlib.util.find_spec("jsonargparse") is None:
         return _without_lightning_cli()
-    from lightning_fedleak.commands.fit import fit
+    from lightning_fedleak.commands.fit_arguments import check_files
 
     try:
+        check_files((sys.argv[1:] if arguments is None else arguments)[1:])
+        from lightning_fedleak.commands.fit import fit
+
         fit(arguments)
     except ModuleNotFoundError as error:
         if "jsonargparse" not in str(error):  # Lightning's, of a part of it that is missing
             raise
         return _without_lightning_cli()
-    except SourceError as error:
+    except ValueError as error:
+        if not _is_meant_for_users(error):
+            raise
         print(f"fedleak: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _is_meant_for_users(error: ValueError) -> bool:
+    """Whether this package has raised it itself: what it raises says what to change."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    raised_in = "" if place is None else place.tb_frame.f_globals.get("__name__", "")
+    return raised_in.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _without_lightning_cli() -> int:

@@ -63,6 +63,35 @@ def test_refuses_numbers_that_mean_nothing(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["game", "--txt", "a b", "--batch-sizes=3", "--layr", "1"],
+            "--txt (did you mean --text?), ",
+        ),
+        (
+            ["game", "--txt", "a b", "--batch-sizes=3", "--layr", "1"],
+            "--layr (did you mean --layer?)",
+        ),
+        (["demo", "--batchsize", "3"], "no such option: --batchsize (did you mean --batch-size?)."),
+        (["sweep", "--zzz"], "no such option: --zzz. See fedleak sweep --help."),
+        (["sweep", "more"], "no such option: more"),
+        (["gmae"], "(did you mean game?)"),
+        (["game", "--attack", "atention"], "(did you mean attention?)"),
+    ],
+)
+def test_what_does_not_exist_is_answered_with_what_may_have_been_meant(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+
+
 def test_unusable_text_and_model_are_said_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,11 +7,13 @@ A field of these dataclasses is an option: its name, default and type are the op
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 GAME_ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full", "gradient", "subspace")
 INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper", "relaxation")
@@ -389,9 +391,45 @@ _COMMANDS: dict[str, tuple[type, str, str]] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """Reads the command line; ``command`` is the subcommand's name."""
-    fedleak = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """Says in a line what was wrong and what may have been meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program, with status 2."""
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if wrong is not None:
+            message += _meant(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+        self.exit(2, f"{self.prog}: error: {message}. See {self.prog} --help.\n")
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    spelled = {name.lstrip("-"): name for name in known}
+    close = difflib.get_close_matches(given.lstrip("-"), spelled, n=1)
+    return f" (did you mean {spelled[close[0]]}?)" if close else ""
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line; ``command`` is the subcommand's name.
+
+    What it cannot take ends the program with status 2, all options that do not exist at once.
+
+    Args:
+        arguments: without the program's name.
+    """
+    fedleak, commands = parsers()
+    options, unknown = fedleak.parse_known_args(arguments)
+    if unknown:
+        command = commands[options.command]
+        known = [name for action in command._actions for name in action.option_strings]
+        names = [one.partition("=")[0] for one in unknown if one.startswith("-")] or unknown
+        told = ", ".join(name + _meant(name, known) for name in names)
+        command.error(f"no such option{'s' * (len(names) > 1)}: {told}")
+    return options
+
+
+def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The reader of the command line, and that of each subcommand by its name."""
+    fedleak = _Parser(
         prog="fedleak",
         description="See, while a language model is being fine-tuned, what the gradients that "
         "leave a client give away.",
@@ -416,7 +454,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "fit", help="fine-tune any causal language model on any text, configured by LightningCLI"
     )
-    return fedleak
+    return fedleak, commands.choices
 
 
 __all__ = [
@@ -425,5 +463,6 @@ __all__ = [
     "GameOptions",
     "InvertOptions",
     "SweepOptions",
-    "parser",
+    "parse",
+    "parsers",
 ]

@@ -29,9 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["fit"]:
         return _fit(None if argv is None else arguments)
     options = parse(arguments)
-    run = {"demo": _demo, "game": _game, "invert": _invert, "sweep": _sweep, "capacity": _capacity}[
-        options.command
-    ]
+    run = {
+        "demo": _demo,
+        "game": _game,
+        "invert": _invert,
+        "sweep": _sweep,
+        "capacity": _capacity,
+        "recipes": _recipes,
+    }[options.command]
     del options.command
     return run(options)
 
@@ -60,6 +65,16 @@ def _capacity(options: argparse.Namespace) -> int:
 
 def _invert(options: argparse.Namespace) -> int:
     return _run("lightning_fedleak.commands.invert.command", "InvertCommand", options)
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    from lightning_fedleak.commands.recipes import run
+
+    try:
+        return run(options.names, options.to)
+    except SourceError as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(module: str, command: str, options: argparse.Namespace) -> int:

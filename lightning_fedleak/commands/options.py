@@ -436,7 +436,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     fedleak.add_argument("--version", action="version", version=version("lightning-fedleak"))
     commands = fedleak.add_subparsers(
-        required=True, dest="command", metavar="{demo,game,invert,capacity,sweep,fit}"
+        required=True, dest="command", metavar="{demo,game,invert,capacity,sweep,recipes,fit}"
     )
     for name, (options, brief, description) in _COMMANDS.items():
         command = commands.add_parser(
@@ -451,6 +451,13 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
             command.add_argument(
                 f"--{spelled}", dest=one.name, **{"default": default, **one.metadata}
             )
+    recipes = commands.add_parser(
+        "recipes",
+        help="list and copy ready-made configs for fit: monitors, gates, defences",
+        description="Lists the recipes, fragments of a LightningCLI config; copies those named.",
+    )
+    recipes.add_argument("names", nargs="*", metavar="NAME", help="of a recipe to copy")
+    recipes.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="where to")
     commands.add_parser(
         "fit", help="fine-tune any causal language model on any text, configured by LightningCLI"
     )

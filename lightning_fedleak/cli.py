@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sweep": _sweep,
         "capacity": _capacity,
         "recipes": _recipes,
+        "completion": _completion,
     }[options.command]
     del options.command
     return run(options)
@@ -75,6 +76,13 @@ def _recipes(options: argparse.Namespace) -> int:
     except SourceError as error:
         print(f"fedleak: {error}", file=sys.stderr)
         return 1
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from lightning_fedleak.commands.completion import script
+
+    print(script(options.shell), end="")
+    return 0
 
 
 def _run(module: str, command: str, options: argparse.Namespace) -> int:

@@ -436,7 +436,9 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     fedleak.add_argument("--version", action="version", version=version("lightning-fedleak"))
     commands = fedleak.add_subparsers(
-        required=True, dest="command", metavar="{demo,game,invert,capacity,sweep,recipes,fit}"
+        required=True,
+        dest="command",
+        metavar="{demo,game,invert,capacity,sweep,recipes,completion,fit}",
     )
     for name, (options, brief, description) in _COMMANDS.items():
         command = commands.add_parser(
@@ -458,6 +460,12 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     recipes.add_argument("names", nargs="*", metavar="NAME", help="of a recipe to copy")
     recipes.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="where to")
+    completion = commands.add_parser(
+        "completion",
+        help="print what makes a shell complete all this",
+        description='Prints a script for the shell: eval "$(fedleak completion bash)"',
+    )
+    completion.add_argument("shell", choices=("bash", "zsh"), help="which")
     commands.add_parser(
         "fit", help="fine-tune any causal language model on any text, configured by LightningCLI"
     )

@@ -297,7 +297,7 @@ class LeakageMonitor(L.Callback):
     def to_dataframe(self) -> pd.DataFrame:
         """What the newest fit has measured so far, one row for each look, attack and metric.
 
-        It is read from ``leakage.jsonl``, which the first process writes.
+        It is read from ``leakage.jsonl``, which the first process writes: on others it is empty.
 
         Returns:
             A table of pandas with the columns ``step``, ``stage``, ``client``, ``attack``, ``n``
@@ -307,7 +307,8 @@ class LeakageMonitor(L.Callback):
 
         Raises:
             ImportError: pandas is not installed.
-            RuntimeError: no fit has begun, or its ``leakage.jsonl`` is gone.
+            RuntimeError: no fit has begun.
+            OSError: its ``leakage.jsonl`` is gone.
         """
         try:
             import pandas as pd
@@ -318,8 +319,6 @@ class LeakageMonitor(L.Callback):
             ) from error
         if self._jsonl is None:
             raise RuntimeError("to_dataframe() tells of a fit: call trainer.fit(...) first")
-        if self.looks and not self._jsonl.path.exists():
-            raise RuntimeError(f"'{self._jsonl.path}', which this fit has written, is gone")
         return pd.DataFrame(self._jsonl.rows(), columns=list(COLUMNS))
 
     def canary_scores(self, attack: str | None = None) -> Tensor:

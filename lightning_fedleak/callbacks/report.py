@@ -58,6 +58,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run = uuid.uuid4().hex[:12]
+        self._written = False
 
     def append(
         self,
@@ -96,13 +97,17 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        self._written = True
 
     def rows(self) -> list[dict[str, Any]]:
         """What this fit has written: one row for each metric of each line, floats or NaN.
 
         A line without metrics, of an attack that is not played say, is one row that has none.
+
+        Raises:
+            OSError: the file cannot be read any more.
         """
-        if not self.path.exists():
+        if not self._written:
             return []
         with self.path.open(encoding="utf-8") as file:
             lines = [line for line in map(json.loads, file) if line.get("run") == self.run]

@@ -89,7 +89,7 @@ def test_the_table_is_of_the_newest_fit_alone(tmp_path, monkeypatch):
     lines = [json.loads(line) for line in (tmp_path / "leakage.jsonl").open()]
     assert [len({line["run"] for line in lines}), len(lines)] == [2, 4]
     (tmp_path / "leakage.jsonl").unlink()
-    with pytest.raises(RuntimeError, match="is gone"):
+    with pytest.raises(FileNotFoundError, match=r"leakage\.jsonl"):
         monitor.to_dataframe()
 
 

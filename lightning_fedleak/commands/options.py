@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 GAME_ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full", "gradient", "subspace")
 INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper", "relaxation")
-GRADIENT_ATTACKS = ("subspace",)
+GRADIENT_ATTACKS = ("subspace", "dlg", "tag", "lamp", "film")
 SWEEP_ATTACKS = ("flatchat", "aligned_flatchat", "fc", "attention", "prefix", "descent")
 _TARGETS = (
     "modules with a LoRA, with commas between (q_proj,v_proj), or all-linear; by default PEFT's "

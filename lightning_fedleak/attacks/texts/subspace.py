@@ -48,9 +48,8 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
     FoundText,
     readers,
 )
+from lightning_fedleak.attacks.words.aligned_rows import rounding_error
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.model_runs import run_logits
 from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
@@ -75,7 +74,12 @@ class SubspaceTexts(TextAttack):
     The rows of whole projections name nearly every token exactly, as long as a batch has clearly
     fewer places than the hidden states have numbers. Of a LoRA more blocks are read, whose few rows
     each are evidence on the same text. A causal text's last token has no part in these gradients:
-    it is left open. Reads single gradients, and rounds of one plain step of SGD.
+    it is left open. Reads gradients, and rounds of plain steps of SGD; what the weights move in a
+    round blurs what is read.
+
+    Of an encoder, whose positions have to be added to its embeddings, the first block's rows name
+    pairs of token and position. Those of one text are the text, also behind a LoRA of few rows. Of
+    several texts the whole projections' rows tell pairs, and a descent which of them go together.
 
     Where positions are relative, a text that begins with one token several times looks like one
     that begins with it once, up to what follows: such texts are not found.
@@ -248,8 +252,8 @@ class SubspaceTexts(TextAttack):
             raise RuntimeError(f"attack '{self.name}' has no copy of the model: call prepare")
         self._check_update(view)
         words = self._words.run(view)
-        bottom, noise = self._bottom, view.gradients[-1].noise_std
-        shared = [self._rows(known, bottom.anatomy, view, noise) for known in bottom.inputs]
+        bottom = self._bottom
+        shared = [self._rows(known, bottom.anatomy, view) for known in bottom.inputs]
         bag = words.types.sort().values.to(bottom.device)
         if not len(bag):
             raise UnusableObservation("no word stands out of the noise")
@@ -278,23 +282,27 @@ class SubspaceTexts(TextAttack):
         if not isinstance(update, UpdateSnapshot):
             return
         steps = LocalSteps.of(self._facts)
-        if update.local_steps != 1 or steps is None or not steps.plain:
+        if steps is None or not steps.plain:
             raise UnusableObservation(
-                "whole texts are read off single gradients and off rounds of one plain step of "
-                "SGD: measure rounds of one step, or leave local_steps out to see what the "
-                "client's data would give away"
+                "whole texts are read off gradients and off rounds of plain steps of SGD: leave "
+                "local_steps out to see what the gradients of the client's data would give away"
             )
 
-    def _rows(
-        self, known: SharedInput, anatomy: Anatomy, view: Observation, noise: float
-    ) -> SharedRows:
-        gradients = []
+    def _rows(self, known: SharedInput, anatomy: Anatomy, view: Observation) -> SharedRows:
+        snapshot = view.gradients[-1]
+        gradients, noise = [], []
         for linear in readers(known, anatomy):
             g = whole_tensor(view.gradient(linear.name)).to(anatomy.device)
             if not bool(g.isfinite().all()):
                 raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
             if bool(g.any()):
                 gradients.append(g if linear.axis == 1 else g.T)
+                stored = 0.0
+                weight = anatomy.parameter(linear.name)
+                if isinstance(snapshot, UpdateSnapshot) and weight is not None:
+                    stored = rounding_error(whole_tensor(weight)) * snapshot.local_steps**0.5
+                    stored /= snapshot.learning_rate
+                noise.append(math.hypot(snapshot.noise_std, stored))
         if not gradients:
             if any(m.factor == "A" for m in readers(known, anatomy)):
                 raise NotYet(
@@ -307,7 +315,7 @@ class SubspaceTexts(TextAttack):
             gradients,
             nothing,
             rounding=max(torch.finfo(d).eps for d in dtypes),
-            noise=[noise] * len(gradients),
+            noise=noise,
         )
 
     def config(self) -> dict[str, object]:
@@ -521,7 +529,8 @@ class _Search:
         ]
         found: list[_Text] = []
         while any(len(block.directions) for block in left):
-            text, finished = self._next(opened, left, deadline)
+            prior = 0.0 if self.precise or not self.speaks else _PRIOR
+            text, finished = self._next(opened, left, deadline, prior)
             if text is None:
                 return found, finished
             lost = self.precise and not text.exact
@@ -610,7 +619,10 @@ class _Search:
                 known = known.of_rows(torch.tensor(short, device=self.bag.device))
                 beams = [beams[i] for i in short]
             grown: list[tuple[_Text, int]] = []
-            likely = prior * self._likely(beams) if prior else torch.zeros(len(beams), 1)
+            likely = torch.zeros(len(beams), 1)
+            if prior:
+                told = self.bottom.next_tokens([text.tokens for text in beams], self.bag)
+                likely = prior * told
             for row, (text, states) in enumerate(zip(beams, self._tried(known), strict=True)):
                 children, aside = self._children(text, states, likely[row])
                 if not children:
@@ -633,16 +645,6 @@ class _Search:
         """Tokens at which a text is given up, or is as long as it can be."""
         lost = self.precise and not text.exact
         return min(self.longest, 2 * len(self.bag) + _CONTEXT) if lost else self.longest
-
-    def _likely(self, texts: Sequence[_Text]) -> Tensor:
-        """(B, n) the model's log probability of each token of the bag as a text's next one."""
-        ends = torch.tensor([len(text.tokens) for text in texts], device=self.bag.device)
-        ids = torch.zeros(len(texts), int(ends.max()), dtype=torch.int64, device=self.bag.device)
-        for row, text in enumerate(texts):
-            ids[row, : len(text.tokens)] = torch.tensor(text.tokens)
-        logits = run_logits(self.bottom.anatomy.model, TokenBatch(ids, None, None, "causal"))
-        at_ends = logits[:, -ids.shape[1] :][torch.arange(len(texts)), ends - 1]
-        return at_ends.double().log_softmax(-1)[:, self.bag]
 
     def _starts(self, opened: Sequence[_Branch], left: tuple[_Left, ...]) -> list[_Text]:
         """The likeliest ways in which a text not found yet begins, or branches off from one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import Place, states_in, text_blocks
+from lightning_fedleak.anatomy.wrappers import unwrap
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.row_space.linear_maps import LinearMap, SharedInput, block_of
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
@@ -72,6 +74,24 @@ class BlockInputs(BottomModel):
             return torch.cat([*(seen[id(known.reader)] for known in before), deepest], -1)
 
         self._run: Callable[..., Any] = run
+
+    def next_tokens(self, texts: Sequence[Sequence[int]], tokens: Tensor) -> Tensor:
+        """Log probabilities (B, n) of tokens (n,) as the next ones of texts, by the model itself.
+
+        The head alone: where a model scales its logits or caps them, that is left out.
+        """
+        head = unwrap(self.anatomy.head) if self.anatomy.head is not None else None
+        if head is None:
+            raise ValueError("this model has no head that predicts the next token")
+        ends = torch.tensor([len(text) for text in texts], device=tokens.device)
+        ids = torch.zeros(len(texts), int(ends.max()), dtype=torch.int64, device=tokens.device)
+        for row, text in enumerate(texts):
+            ids[row, : len(text)] = torch.tensor(text)
+        run = cut_at(self.anatomy.model, Place("head", head, "input"))
+        with self.session():
+            states = copy_context().run(run, input_ids=ids, **self._no_cache)[:, -ids.shape[1] :]
+            logits: Tensor = head(states[torch.arange(len(texts)), ends - 1])
+        return logits.double().log_softmax(-1)[:, tokens]
 
     def parts(self, states: Tensor) -> list[Tensor]:
         """What each block's projections read, (..., d) float64 of unit length, of (..., n d)."""

@@ -10,7 +10,9 @@ import torch
 
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack
+from lightning_fedleak.attacks.texts.beam_from_words import BeamFromWords
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
+from lightning_fedleak.attacks.texts.gradient_matching import GradientMatching
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
@@ -22,8 +24,18 @@ ADVERSARIES = INVERT_ATTACKS
 choices (Eq. 3 and 4 from 'hello') but for its stop at a cosine of .98: it goes on until settled;
 ``relaxation`` :class:`TokenRelaxation`."""
 
-READERS: Mapping[str, Callable[..., TextAttack]] = MappingProxyType({"subspace": SubspaceTexts})
-"""Attacks on gradients: classes that take ``budget_seconds`` and ``name``."""
+READERS: Mapping[str, Callable[..., TextAttack]] = MappingProxyType(
+    {
+        "subspace": lambda texts, length, **settings: SubspaceTexts(**settings),
+        "dlg": GradientMatching.dlg,
+        "tag": GradientMatching.tag,
+        "lamp": GradientMatching.lamp,
+        "film": lambda texts, length, **settings: BeamFromWords(length, texts, **settings),
+    }
+)
+"""Attacks on gradients: what makes each for batches of so many texts of so many tokens. ``dlg``,
+``tag`` and ``lamp`` are :class:`GradientMatching`, ``film`` :class:`BeamFromWords`; all but
+``subspace`` are told both numbers."""
 
 STEPS_A_SWEEP = 50
 PAPER_LR = 0.3
@@ -89,11 +101,15 @@ def make_adversary(
     raise ValueError(f"there is no attack {name!r}; choose from {', '.join(ADVERSARIES)}")
 
 
-def make_reader(name: str, *, budget_seconds: float | None = None) -> TextAttack:
+def make_reader(
+    name: str, texts: int, length: int, *, budget_seconds: float | None = None
+) -> TextAttack:
     """An attack on gradients by its name.
 
     Args:
         name: out of ``READERS``.
+        texts: of a batch, which all but ``subspace`` are told.
+        length: tokens of each text, likewise.
         budget_seconds: wall time for one batch, or None.
 
     Raises:
@@ -101,7 +117,7 @@ def make_reader(name: str, *, budget_seconds: float | None = None) -> TextAttack
     """
     if name not in READERS:
         raise ValueError(f"there is no attack {name!r}; choose from {', '.join(READERS)}")
-    return READERS[name](budget_seconds=budget_seconds, name=name)
+    return READERS[name](texts, length, budget_seconds=budget_seconds, name=name)
 
 
 __all__ = ["ADVERSARIES", "READERS", "make_adversary", "make_reader"]

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class GradientCell:
             certificate.
         seconds: wall time of the attack on a batch, mean over those that are known.
         cpu_seconds: processor time of it, of all threads.
-        prepare_seconds: wall time of its preparation, once.
+        prepare_seconds: wall time of its preparation.
         budget_seconds: wall time that the attack was given for a batch; None for no bound.
         finished: False where the time budget cut anything off.
         problem: why a batch is unknown, the last such reason; None where none is.
@@ -120,7 +121,7 @@ def step_of_adamw(anatomy: Anatomy, input_ids: Tensor) -> None:
 def run_gradient_cells(
     anatomy: Anatomy,
     rows: Mapping[int, Tensor],
-    attacks: Sequence[tuple[str, Callable[[], TextAttack]]],
+    attacks: Sequence[tuple[str, Callable[[int, int], TextAttack]]],
     sizes: Sequence[int],
     sigmas: Sequence[float],
     *,
@@ -138,7 +139,7 @@ def run_gradient_cells(
     Args:
         anatomy: of a causal model.
         rows: (n, L) token ids without padding, by their length L; n enough for every size.
-        attacks: names, and how to make each.
+        attacks: names, and how to make each for batches of so many texts of so many tokens.
         sizes: texts of a batch.
         sigmas: noise levels.
         relative: whether these count in units of the root mean square of the entries that the
@@ -148,10 +149,10 @@ def run_gradient_cells(
         began: told the name of what comes next.
     """
     for name, make in attacks:
-        began(f"preparing {name}")
-        attack, roles, prepared = _prepared(make, anatomy)
         for length, ids in rows.items():
             for size in sizes:
+                began(f"preparing {name} for {size} x {length}")
+                attack, roles, prepared = _prepared(partial(make, size, length), anatomy)
                 batches = torch.split(ids[: size * batches_of(texts, size)], size)
                 for sigma in sigmas:
                     began(f"{name}, batches of {size} x {length}, noise {sigma:g}")

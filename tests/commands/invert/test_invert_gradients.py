@@ -221,7 +221,7 @@ def ids(rows: int = 4, length: int = 6) -> Tensor:
 def cells(made: Any, attack: TextAttack, tokens: Tensor, **more: Any) -> list[GradientCell]:
     settings: dict[str, Any] = {"relative": True, "texts": 4, "sizes": [2], "sigmas": [0.0]}
     settings |= more
-    make: Callable[[], TextAttack] = lambda: attack  # noqa: E731
+    make: Callable[[int, int], TextAttack] = lambda texts, length: attack  # noqa: E731
     rows = {tokens.shape[1]: tokens}
     return list(run_gradient_cells(find_anatomy(made), rows, [("known", make)], **settings))
 
@@ -320,8 +320,8 @@ def test_a_step_of_adamw_is_torchs() -> None:
 def test_whole_batches_and_names() -> None:
     assert [batches_of(4, size) for size in (1, 2, 3, 8)] == [4, 2, 1, 1]
     assert tuple(READERS) == GRADIENT_ATTACKS
-    made = make_reader("subspace", budget_seconds=3.0)
+    made = make_reader("subspace", 2, 8, budget_seconds=3.0)
     assert isinstance(made, SubspaceTexts)
     assert (made.name, made.budget_seconds) == ("subspace", 3.0)
     with pytest.raises(ValueError, match="choose from subspace"):
-        make_reader("prefix")
+        make_reader("prefix", 2, 8)

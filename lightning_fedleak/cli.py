@@ -9,7 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lightning_fedleak.commands.options import parser
+from lightning_fedleak.commands.options import parse
+from lightning_fedleak.extras import install
+from lightning_fedleak.finetuning.assets import SourceError, check_model
+from lightning_fedleak.finetuning.texts import check_texts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,10 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["fit"]:
         return _fit(None if argv is None else arguments)
-    options = parser().parse_args(arguments)
-    run = {"demo": _demo, "game": _game, "invert": _invert, "sweep": _sweep, "capacity": _capacity}[
-        options.command
-    ]
+    options = parse(arguments)
+    run = {
+        "demo": _demo,
+        "game": _game,
+        "invert": _invert,
+        "sweep": _sweep,
+        "capacity": _capacity,
+        "recipes": _recipes,
+        "completion": _completion,
+    }[options.command]
     del options.command
     return run(options)
 
@@ -36,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _demo(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("tensorboard") is None:
         print(
-            "fedleak: 'demo' writes TensorBoard logs: pip install 'lightning-fedleak[demo]'",
+            f"fedleak: 'demo' writes TensorBoard logs: {install('demo')}",
             file=sys.stderr,
         )
         return 1
@@ -59,8 +68,30 @@ def _invert(options: argparse.Namespace) -> int:
     return _run("lightning_fedleak.commands.invert.command", "InvertCommand", options)
 
 
+def _recipes(options: argparse.Namespace) -> int:
+    from lightning_fedleak.commands.recipes import run
+
+    try:
+        return run(options.names, options.to)
+    except SourceError as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return 1
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from lightning_fedleak.commands.completion import script
+
+    print(script(options.shell), end="")
+    return 0
+
+
 def _run(module: str, command: str, options: argparse.Namespace) -> int:
     """Runs a command's class, and says what the user can mend."""
+    try:
+        _check_given(options)
+    except SourceError as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return 1
     # Threads that spin while they wait starve each other where other programs use the cores too;
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -76,24 +107,55 @@ def _run(module: str, command: str, options: argparse.Namespace) -> int:
     return status
 
 
+def _check_given(options: argparse.Namespace) -> None:
+    """Refuses models and texts that are not there, before libraries are loaded: that takes long.
+
+    Raises:
+        SourceError: what is wrong with which of them.
+    """
+    check_model(options.model)
+    for given, column in (("text", "column"), ("public", "public_column")):
+        source, named = (getattr(options, name, None) for name in (given, column))
+        option = f"--{column.replace('_', '-')}"
+        if source is not None:
+            check_texts(source, named, option=option)
+        elif named is not None:
+            raise SourceError(f"{option} names a column of --{given}: give that too")
+
+
 def _fit(arguments: Sequence[str] | None) -> int:
     # LightningCLI's own calls to jsonargparse are meant, and not the user's to mend.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    try:
-        from lightning_fedleak.commands.fit import fit
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] not in {"jsonargparse", "docstring_parser"}:
-            raise
-        print(
-            "fedleak: 'fit' needs LightningCLI: pip install 'lightning-fedleak[cli]'",
-            file=sys.stderr,
-        )
-        return 1
-    from lightning_fedleak.finetuning.assets import SourceError
+    if importlib.util.find_spec("jsonargparse") is None:
+        return _without_lightning_cli()
+    from lightning_fedleak.commands.fit_arguments import check_files
 
     try:
+        check_files((sys.argv[1:] if arguments is None else arguments)[1:])
+        from lightning_fedleak.commands.fit import fit
+
         fit(arguments)
-    except SourceError as error:
+    except ModuleNotFoundError as error:
+        if "jsonargparse" not in str(error):  # Lightning's, of a part of it that is missing
+            raise
+        return _without_lightning_cli()
+    except ValueError as error:
+        if not _is_meant_for_users(error):
+            raise
         print(f"fedleak: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _is_meant_for_users(error: ValueError) -> bool:
+    """Whether this package has raised it itself: what it raises says what to change."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    raised_in = "" if place is None else place.tb_frame.f_globals.get("__name__", "")
+    return raised_in.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _without_lightning_cli() -> int:
+    print(f"fedleak: 'fit' needs LightningCLI: {install('cli')}", file=sys.stderr)
+    return 1

@@ -21,6 +21,7 @@ GROUND = {
     "model_runs",
     "taps",
     "progress",
+    "extras",
 }
 # Of the command, what needs no command line.
 STUDIES = {
@@ -42,6 +43,7 @@ ALLOWED = {
     "threats": set(),
     "batches": {"anatomy"},
     "progress": set(),
+    "extras": set(),
     "snapshots": {"anatomy", "threats", "batches"},
     "model_state": set(),
     "model_runs": {"anatomy", "threats", "batches", "model_state"},

@@ -31,6 +31,11 @@ class Cadence(ABC):
             step_seconds: what a step without a look costs.
         """
 
+    @property
+    @abstractmethod
+    def argument(self) -> str:
+        """The monitor's argument that asks for this."""
+
 
 class EveryNSteps(Cadence):
     """Looks at steps 0, n, 2n, ..."""
@@ -44,6 +49,11 @@ class EveryNSteps(Cadence):
     def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
         """The next multiple of n after ``step``."""
         return (step // self.n + 1) * self.n
+
+    @property
+    def argument(self) -> str:
+        """``every_n_steps=50``."""
+        return f"every_n_steps={self.n}"
 
 
 class MaxOverhead(Cadence):
@@ -63,6 +73,11 @@ class MaxOverhead(Cadence):
         if step_seconds <= 0:
             return step + 1
         return step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
+
+    @property
+    def argument(self) -> str:
+        """``max_overhead=0.005``."""
+        return f"max_overhead={self.share:g}"
 
 
 def cadence_of(every_n_steps: int | None, max_overhead: float | None) -> Cadence:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -84,7 +84,10 @@ class GateEvent:
             shown = f"\n  evidence: {self.verdict.explain(self.at_most)}"
         if self.checkpoint is not None:
             saved = f"\n  saved:    {self.checkpoint}"
-            go_on = " To go on from here: trainer.fit(..., ckpt_path='<the file saved>')."
+            go_on = (
+                f" To go on from here: trainer.fit(..., ckpt_path='{self.checkpoint}'); this gate "
+                "judges again at the first look."
+            )
         start = (
             f"at step {self.step}\n  measured: {found}\n  allowed:  at most {self.at_most:g}{shown}"
         )
@@ -254,6 +257,12 @@ class RiskGate(L.Callback):
         self._stopped = False
         self._known = False
 
+    def __repr__(self) -> str:
+        action = self.action if isinstance(self.action, str) else _name_of(self.action)
+        bound = "" if self.bound == "value" else f", bound='{self.bound}'"
+        fired = "" if self.fired is None else f", fired at step {self.fired.step}"
+        return f"RiskGate('{self.metric}', at_most={self.at_most:g}, {action}{bound}{fired})"
+
     @property
     def state_key(self) -> str:
         """Distinguishes several gates of one run in a checkpoint."""
@@ -285,7 +294,7 @@ class RiskGate(L.Callback):
             hint = f" Did you mean '{close[0]}'?" if close else ""
             raise ValueError(
                 f"RiskGate watches '{self.metric}', which no LeakageMonitor of this run logs."
-                f"{hint} These exist: {', '.join(names)}"
+                f"{hint} These exist:\n{_by_attack(names)}"
             )
         twins = [
             c
@@ -577,6 +586,25 @@ class _Seen:
     watched: Mapping[str, float]
     of: str = ""
     why: str = ""
+
+
+_ENDS = ("_low", "_high", "_worst_client")
+
+
+def _by_attack(names: Sequence[str]) -> str:
+    """Logged names as a user reads them: a line for each attack, variants of a rate told once."""
+    of: dict[str, list[str]] = {}
+    for root, _, metric in (name.rpartition("/") for name in names):
+        if not metric.endswith(_ENDS):
+            of.setdefault(root, []).append(metric)
+    lines = [f"  {root}/: {', '.join(metrics)}" for root, metrics in of.items()]
+    varied = [name for name in names if name.endswith(_ENDS)]
+    more = f"  (of rates also {', '.join(_ENDS[:-1])} and {_ENDS[-1]}, as in {varied[0]})"
+    return "\n".join([*lines, more] if varied else lines)
+
+
+def _name_of(called: Callable[[GateEvent], Any]) -> str:
+    return getattr(called, "__name__", type(called).__name__)
 
 
 def _is_worst(metric: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as L
 import torch
@@ -37,6 +37,7 @@ from lightning_fedleak.callbacks.checks import (
 )
 from lightning_fedleak.callbacks.fit import Fit
 from lightning_fedleak.callbacks.report import (
+    COLUMNS,
     JsonLines,
     Report,
     RevealFiles,
@@ -45,8 +46,12 @@ from lightning_fedleak.callbacks.report import (
 )
 from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
 from lightning_fedleak.callbacks.tensorboard import add_layout
+from lightning_fedleak.extras import install
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.threats import Capability
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _MOVED = {
     "targets": "targets",
@@ -229,7 +234,14 @@ class LeakageMonitor(L.Callback):
         self._heard: list[str] = []
         self._ready: list[Callable[[], None]] = []
         self._not_set_up: dict[str, str] = {}
+        self._jsonl: JsonLines | None = None
         self._reset()
+
+    def __repr__(self) -> str:
+        attacks = "'auto'" if self.auto else f"[{', '.join(a.name for a in self.attacks)}]"
+        stages = "" if self.stages == (Stage.SHARED,) else f", stages={[*map(str, self.stages)]}"
+        looks = f", looks={self.looks}" if self.looks else ""
+        return f"LeakageMonitor({attacks}, {self.cadence.argument}{stages}{looks})"
 
     def _reset(self) -> None:
         self._fit: Fit | None = None
@@ -281,6 +293,33 @@ class LeakageMonitor(L.Callback):
     def last_step(self) -> int:
         """Optimizer step of the newest values."""
         return self._results.last_step
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """What the newest fit has measured so far, one row for each look, attack and metric.
+
+        It is read from ``leakage.jsonl``, which the first process writes: on others it is empty.
+
+        Returns:
+            A table of pandas with the columns ``step``, ``stage``, ``client``, ``attack``, ``n``
+            (what was counted), ``exposed``, ``metric``, ``value``, ``low`` and ``high`` (NaN where
+            unknown) and ``unknown`` (why). An attack that is not played has one row without a
+            metric.
+
+        Raises:
+            ImportError: pandas is not installed.
+            RuntimeError: no fit has begun.
+            OSError: its ``leakage.jsonl`` is gone.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError(
+                f"to_dataframe() needs pandas: {install('datasets')} brings it, as does "
+                "pip install pandas"
+            ) from error
+        if self._jsonl is None:
+            raise RuntimeError("to_dataframe() tells of a fit: call trainer.fit(...) first")
+        return pd.DataFrame(self._jsonl.rows(), columns=list(COLUMNS))
 
     def canary_scores(self, attack: str | None = None) -> Tensor:
         """(m,) one score for each of ``canaries=``, for a one-run audit.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from lightning_fedleak.callbacks.channels.base import Look
 
 SCHEMA_VERSION = 1
+COLUMNS = (
+    *("step", "stage", "client", "attack", "n", "exposed"),
+    "metric",
+    *("value", "low", "high"),
+    "unknown",
+)
+"""Of a row of :meth:`JsonLines.rows`."""
 HISTOGRAM_EVERY_LOOKS = 10
 GAP = "[?]"
 """Stands for tokens that were not guessed."""
@@ -42,10 +50,15 @@ class JsonLines:
 
     Args:
         path: the file; its folder is made when the first line is written.
+
+    Attributes:
+        run: names this fit in every line, since later fits may append to the same file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.run = uuid.uuid4().hex[:12]
+        self._written = False
 
     def append(
         self,
@@ -65,6 +78,7 @@ class JsonLines:
         """Writes one result, or why it is unknown."""
         line = {
             "schema": SCHEMA_VERSION,
+            "run": self.run,
             "step": step,
             "stage": stage,
             "client": client,
@@ -83,6 +97,32 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        self._written = True
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What this fit has written: one row for each metric of each line, floats or NaN.
+
+        A line without metrics, of an attack that is not played say, is one row that has none.
+
+        Raises:
+            OSError: the file cannot be read any more.
+        """
+        if not self._written:
+            return []
+        with self.path.open(encoding="utf-8") as file:
+            lines = [line for line in map(json.loads, file) if line.get("run") == self.run]
+        return [
+            {column: line[column] for column in COLUMNS[:6]}
+            | {"metric": metric}
+            | {end: _number(found.get(end)) for end in COLUMNS[7:10]}
+            | {"unknown": line["unknown"]}
+            for line in lines
+            for metric, found in (line["metrics"] or {None: {}}).items()
+        ]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _finite(value: float) -> float | None:

@@ -195,7 +195,7 @@ class Results:
         self.playing = set(channels)
         self.reset_families()
         self._waits: dict[Series, int] = {}
-        self._asked: set[Series] = set()
+        self._asked: dict[Series, str] = {}
         self._answered: set[Series] = set()
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
@@ -269,9 +269,9 @@ class Results:
         """
         looks = self.looks - self._looks_before
         if looks > 0:
-            why = "training ended before there was a first result"
-            silent = (s for s in self._channels if s in self._asked - self._answered)
-            return {series: unknown(self._channels[series].metrics, why) for series in silent}
+            why = "training ended before there was a first result: "
+            silent = (s for s in self._channels if s in self._asked.keys() - self._answered)
+            return {s: unknown(self._channels[s].metrics, why + self._asked[s]) for s in silent}
         if due or self.deferrals > 0:
             why = "training ended before anything that was shared could be looked at"
             return self._all_unknown(why)
@@ -334,7 +334,7 @@ class Results:
     def _wait(self, outcomes: Mapping[Series, Outcome]) -> dict[Series, Outcome]:
         """Counts who waits; in place of what has been pending for too long, *unknown*."""
         self._waits = {s: self._waits.get(s, 0) + 1 for s, o in outcomes.items() if o.pending}
-        self._asked |= outcomes.keys()
+        self._asked |= {series: outcome.pending or "" for series, outcome in outcomes.items()}
         self._answered |= {s for s, o in outcomes.items() if not o.pending or self._late(s)}
         why = f"for more than {MAX_WAITS} looks"
         return {

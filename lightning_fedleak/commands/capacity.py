@@ -87,7 +87,9 @@ class CapacityCommand(CapacityOptions):
         context = context_length(anatomy)
         if context is not None and length > context:
             raise SourceError(f"--batch: texts of {length} tokens exceed the context of {context}")
-        text = PublicText(read_texts(self.text or EMBEDDED_MESSAGES), tokenizer)
+        text = PublicText(
+            read_texts(self.text or EMBEDDED_MESSAGES, self.column, option="--column"), tokenizer
+        )
         known = self._known(anatomy)
         maps = [m for m in known.trained(anatomy) if m.factor != "B"]
         rows = sum(m.rows for m in maps)

@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
+from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import lightning_fedleak.attacks
 import lightning_fedleak.callbacks
 import lightning_fedleak.defenses
 import lightning_fedleak.strategies  # noqa: F401  (all four: their names work in class_path)
+from lightning_fedleak.commands.fit_arguments import misspelt
+from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.finetuning.data import TextDataModule
 from lightning_fedleak.finetuning.module import CausalLMFineTuning
+
+_LONGEST = 300
+_HELP = "'fedleak fit --help' lists the settings"
 
 
 class _FitCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("model.model", "data.tokenizer")
+        self.names = {
+            option.removeprefix("--")
+            for action in parser._actions
+            for option in action.option_strings
+            if option.startswith("--")
+        }
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Says all misspelt names at once, or else what LightningCLI cannot take, in short."""
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            given = sys.argv[1:] if args is None else list(args)
+            wrong = misspelt(given, self.names)
+            if wrong:
+                one = len(wrong) == 1
+                told = f"no such setting{'' if one else 's'}: {'; '.join(wrong)}"
+            else:
+                told = " ".join(str(error).replace("Parser key ", "").split())
+                told = told[max(0, told.find("Problem with given class_path")) :]
+                told = told if len(told) <= _LONGEST else f"{told[:_LONGEST]} ..."
+            raise SourceError(f"{told}. {_HELP}.") from error
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -28,12 +58,19 @@ def fit(arguments: Sequence[str] | None = None) -> None:
 
     Args:
         arguments: ``["fit", ...]``, as LightningCLI takes them; None reads the command line.
+
+    Raises:
+        SourceError: a model or text cannot be used, or a setting cannot be meant.
     """
     _FitCLI(
         CausalLMFineTuning,
         TextDataModule,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs={"prog": "fedleak"},
+        parser_kwargs={
+            "prog": "fedleak",
+            "exit_on_error": False,
+            "fit": {"exit_on_error": False},
+        },
         args=None if arguments is None else list(arguments),
     )

@@ -27,7 +27,12 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.public_gradients import begun
 from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import GameOptions
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL, SourceError
+from lightning_fedleak.finetuning.assets import (
+    EMBEDDED_MESSAGES,
+    EMBEDDED_MODEL,
+    SourceError,
+    check_model,
+)
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.games import GameConfig, GameError, GameResult, SentencePool, play
@@ -136,7 +141,7 @@ class GameCommand(GameOptions):
 
     def _texts(self, anatomy: Anatomy, tokenizer: Any) -> tuple[list[str], PublicText | None]:
         """The game's corpus, and the server's own text, which is no part of it."""
-        texts = read_texts(EMBEDDED_MESSAGES if self.text is None else self.text)
+        texts = read_texts(self.text or EMBEDDED_MESSAGES, self.column, option="--column")
         order = torch.randperm(
             len(texts), generator=torch.Generator().manual_seed(self.seed)
         ).tolist()
@@ -151,7 +156,9 @@ class GameCommand(GameOptions):
                 )
             owned, order = [texts[i] for i in order[:n]], order[n:]
         elif needed and self.public is not None and self.public != "sampled":
-            owned = read_texts(self.public)[:_PUBLIC_TEXTS]
+            owned = read_texts(self.public, self.public_column, option="--public-column")[
+                :_PUBLIC_TEXTS
+            ]
         known = set(owned)
         texts = [t for t in (texts[i] for i in sorted(order[: self.pool])) if t not in known]
         if not needed:
@@ -232,6 +239,7 @@ class GameCommand(GameOptions):
             "schema": 1,
             "model": self.model or "embedded",
             "text": self.text or "embedded",
+            "column": self.column,
             "pool": {"sentences": len(pool), "duplicates": pool.duplicates, "short": pool.short},
             "precision": self.precision,
             "results": [r.to_dict(games=True) for r in results],
@@ -257,6 +265,7 @@ def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
         SourceError: there is no such model, or no way to reach it.
         AnatomyError: its parts could not be found.
     """
+    check_model(name)
     source = str(EMBEDDED_MODEL) if name is None else name
     try:
         config = AutoConfig.from_pretrained(source)

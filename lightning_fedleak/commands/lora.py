@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError
 
 
@@ -30,8 +31,8 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise SourceError(
-            "--lora-r needs the package peft: pip install 'lightning-fedleak[peft]' "
-            "(--lora-r 0 trains the whole model)"
+            f"--lora-r needs the package peft: {install('peft')} (--lora-r 0 trains the whole "
+            "model)"
         ) from error
     names = None if targets is None else targets.split(",")
     torch.manual_seed(seed)

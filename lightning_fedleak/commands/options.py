@@ -7,11 +7,13 @@ A field of these dataclasses is an option: its name, default and type are the op
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 GAME_ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full", "gradient", "subspace")
 INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper", "relaxation")
@@ -68,11 +70,18 @@ def _at_least(least: int) -> Callable[[str], float]:
 
 _POSITIVE = _number(float, lambda x: 0 < x < float("inf"), "a positive number")
 _SEED = _number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295")
-_SOURCE = "a .jsonl, .csv or text file, or a dataset as name:config:split:column"
+_SOURCE = (
+    "a .jsonl, .json, .csv, .tsv, .parquet or text file, a folder of .txt files, or a dataset of "
+    "the hub as name:config:split:column"
+)
 
 
 def _count(default: int, help: str, least: int = 1) -> int:
     return _option(default, help, "N", type=_at_least(least))
+
+
+def _column(of: str) -> str | None:
+    return _option(None, f"the column of --{of} that holds the text", "NAME")
 
 
 def _seed(of: str) -> int:
@@ -108,6 +117,7 @@ class DemoOptions:
         None, "causal language model: a folder or a name on the hub", "NAME"
     )
     text: str | None = _option(None, f"private text: {_SOURCE}", "SOURCE")
+    column: str | None = _column("text")
     steps: int = _count(100, "steps of the first run")
     batch_size: int = _count(8, "texts a batch")
     length: int = _count(64, "tokens a text, at most", 2)
@@ -136,12 +146,14 @@ class GameOptions:
 
     model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
     text: str | None = _option(None, f"the client's text: {_SOURCE}", "SOURCE")
+    column: str | None = _column("text")
     public: str | None = _option(
         None,
         "text that the server owns and calibrates on, as --text, or 'sampled' for text by the "
         "model itself; by default a quarter of --text (at most 200) is set aside for it",
         "SOURCE",
     )
+    public_column: str | None = _column("public")
     attack: Sequence[str] = _option(
         ("fc", "fc-full", "attention"),
         "adversaries; all play the same games. 'gradient' and 'subspace' add no layers and read "
@@ -215,12 +227,14 @@ class InvertOptions:
     )
     model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
     text: str | None = _option(None, f"the client's text: {_SOURCE}", "SOURCE")
+    column: str | None = _column("text")
     public: str | None = _option(
         None,
         "of activations: text that the server owns and 'prefix' ranks tokens with, as --text; by "
         "default text by the model itself",
         "SOURCE",
     )
+    public_column: str | None = _column("public")
     layer: Sequence[int] | None = _option(
         None,
         "of activations: splits, blocks whose output is sent, 0 for the embeddings; by default at "
@@ -295,6 +309,7 @@ class SweepOptions:
         None, "causal language model: a folder or a name on the hub", "NAME"
     )
     text: str | None = _option(None, f"private text: {_SOURCE}", "SOURCE")
+    column: str | None = _column("text")
     layer: int | None = _option(
         None,
         "block whose output fc, attention, prefix and descent read; by default the middle one",
@@ -325,6 +340,7 @@ class CapacityOptions:
 
     model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
     text: str | None = _option(None, f"texts like the clients': {_SOURCE}", "SOURCE")
+    column: str | None = _column("text")
     lora_r: int = _count(8, "rank of the LoRA; 0 for the whole model", 0)
     targets: str | None = _option(None, _TARGETS, "NAMES")
     batch: str = _option("8x64", "texts of a batch x tokens of a text", "BxL", type=_shape)
@@ -375,16 +391,54 @@ _COMMANDS: dict[str, tuple[type, str, str]] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """Reads the command line; ``command`` is the subcommand's name."""
-    fedleak = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """Says in a line what was wrong and what may have been meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program, with status 2."""
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if wrong is not None:
+            message += _meant(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+        self.exit(2, f"{self.prog}: error: {message}. See {self.prog} --help.\n")
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    spelled = {name.lstrip("-"): name for name in known}
+    close = difflib.get_close_matches(given.lstrip("-"), spelled, n=1)
+    return f" (did you mean {spelled[close[0]]}?)" if close else ""
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line; ``command`` is the subcommand's name.
+
+    What it cannot take ends the program with status 2, all options that do not exist at once.
+
+    Args:
+        arguments: without the program's name.
+    """
+    fedleak, commands = parsers()
+    options, unknown = fedleak.parse_known_args(arguments)
+    if unknown:
+        command = commands[options.command]
+        known = [name for action in command._actions for name in action.option_strings]
+        names = [one.partition("=")[0] for one in unknown if one.startswith("-")] or unknown
+        told = ", ".join(name + _meant(name, known) for name in names)
+        command.error(f"no such option{'s' * (len(names) > 1)}: {told}")
+    return options
+
+
+def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The reader of the command line, and that of each subcommand by its name."""
+    fedleak = _Parser(
         prog="fedleak",
         description="See, while a language model is being fine-tuned, what the gradients that "
         "leave a client give away.",
     )
     fedleak.add_argument("--version", action="version", version=version("lightning-fedleak"))
     commands = fedleak.add_subparsers(
-        required=True, dest="command", metavar="{demo,game,invert,capacity,sweep,fit}"
+        required=True,
+        dest="command",
+        metavar="{demo,game,invert,capacity,sweep,recipes,completion,fit}",
     )
     for name, (options, brief, description) in _COMMANDS.items():
         command = commands.add_parser(
@@ -399,10 +453,23 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(
                 f"--{spelled}", dest=one.name, **{"default": default, **one.metadata}
             )
+    recipes = commands.add_parser(
+        "recipes",
+        help="list and copy ready-made configs for fit: monitors, gates, defences",
+        description="Lists the recipes, fragments of a LightningCLI config; copies those named.",
+    )
+    recipes.add_argument("names", nargs="*", metavar="NAME", help="of a recipe to copy")
+    recipes.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="where to")
+    completion = commands.add_parser(
+        "completion",
+        help="print what makes a shell complete all this",
+        description='Prints a script for the shell: eval "$(fedleak completion bash)"',
+    )
+    completion.add_argument("shell", choices=("bash", "zsh"), help="which")
     commands.add_parser(
         "fit", help="fine-tune any causal language model on any text, configured by LightningCLI"
     )
-    return fedleak
+    return fedleak, commands.choices
 
 
 __all__ = [
@@ -411,5 +478,6 @@ __all__ = [
     "GameOptions",
     "InvertOptions",
     "SweepOptions",
-    "parser",
+    "parse",
+    "parsers",
 ]

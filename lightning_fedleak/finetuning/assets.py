@@ -1,7 +1,8 @@
-"""What the package brings along: a small pretrained language model and private messages."""
+"""What the package brings along, and whether a name is meant as a place on this machine."""
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -11,3 +12,45 @@ EMBEDDED_MESSAGES = FOLDER / "private_messages.jsonl"
 
 class SourceError(ValueError):
     """A model, text or folder cannot be used; says what was looked for and what to give."""
+
+
+def is_path(name: str) -> bool:
+    """Whether a name cannot be one of the Hugging Face hub, ``name`` or ``owner/name``."""
+    return (
+        name.startswith((".", "~"))
+        or Path(name).is_absolute()
+        or "\\" in name
+        or name.endswith("/")
+        or name.count("/") > 1
+    )
+
+
+def check_model(name: str | Path | None) -> None:
+    """Refuses a model that is meant as a folder of this machine and is none.
+
+    Args:
+        name: folder or name on the hub; None for the embedded model.
+
+    Raises:
+        SourceError: there is no such folder.
+    """
+    if name is None or Path(name).is_dir():
+        return
+    if Path(name).is_file():
+        raise SourceError(f"'{name}' is a file; give the folder that holds the model.")
+    if is_path(str(name)):
+        raise SourceError(f"there is no folder '{name}'{nearest(Path(name))}")
+
+
+def nearest(path: Path) -> str:
+    """Where a path was looked for, and what there is of a similar name."""
+    folder = path.expanduser().parent
+    if not folder.is_dir():
+        return f" (there is no folder '{path.parent}' either; looked from {Path.cwd()})"
+    try:
+        names = [p.name for p in folder.iterdir()]
+    except OSError:  # may not be listed
+        names = []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    meant = f"; did you mean '{close[0]}'?" if close else ""
+    return f" (looked in {folder.resolve()}){meant}"

@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL, SourceError
+from lightning_fedleak.finetuning.assets import (
+    EMBEDDED_MESSAGES,
+    EMBEDDED_MODEL,
+    SourceError,
+    check_model,
+)
 from lightning_fedleak.finetuning.texts import read_texts
 
 IGNORED = -100
@@ -23,6 +28,7 @@ def load_tokenizer(name: str | Path | None) -> PreTrainedTokenizerBase:
     Raises:
         SourceError: there is no such tokenizer, or no way to reach it.
     """
+    check_model(name)
     source = EMBEDDED_MODEL if name is None else name
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
@@ -89,8 +95,8 @@ class TextDataModule(L.LightningDataModule):
     Texts, split and order follow from ``seed`` alone, never from the global random numbers.
 
     Args:
-        text: a ``.jsonl``, ``.csv`` or text file, or a dataset of the hub as
-            ``name:config:split:column``; None for the embedded private messages.
+        text: a file, folder or dataset as :func:`~lightning_fedleak.finetuning.texts.read_texts`
+            takes it; None for the embedded private messages.
         tokenizer: name, folder or object; None for the embedded model's.
         batch_size: rows a batch.
         length: tokens a row, at most; longer texts go on in the next row.

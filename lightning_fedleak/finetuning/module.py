@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_fedleak.defenses import mean_of_sample_means
-from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL, SourceError
+from lightning_fedleak.extras import install
+from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL, SourceError, check_model
 
 
 def load_model(name: str | None) -> PreTrainedModel:
@@ -19,6 +20,7 @@ def load_model(name: str | None) -> PreTrainedModel:
     Raises:
         SourceError: there is no such model, or no way to reach it.
     """
+    check_model(name)
     source = str(EMBEDDED_MODEL) if name is None else name
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -104,9 +106,7 @@ def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
     try:
         from peft import LoraConfig, TaskType, get_peft_model
     except ImportError as error:
-        raise ImportError(
-            "peft='lora' needs the package peft: pip install 'lightning-fedleak[peft]'"
-        ) from error
+        raise ImportError(f"peft='lora' needs the package peft: {install('peft')}") from error
     config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, lora_dropout=0.05)
     wrapped: torch.nn.Module = get_peft_model(model, config)
     return wrapped

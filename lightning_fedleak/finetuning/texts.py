@@ -1,4 +1,4 @@
-"""Reads texts, one string each, from a file or from a dataset of the Hugging Face hub."""
+"""Reads texts, one string each, from files of this machine or a dataset of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -6,113 +6,266 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Iterable, Mapping
+import shlex
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.extras import install
+from lightning_fedleak.finetuning.assets import SourceError, is_path, nearest
 
-_FILE_SUFFIXES = (".txt", ".jsonl", ".csv", ".md", ".gz")
+Rows = list[Mapping[str, Any]]
+
+_TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+_FILE_SUFFIXES = (*_TABLES, ".txt", ".md", ".gz")
+_CHATS = ("messages", "conversations")
+_SAID = ("content", "value")
+_NO_TEXT = {
+    b"PK\x03\x04": "a zip archive, as .docx and .xlsx are",
+    b"%PDF": "a PDF",
+    b"\x1f\x8b": "compressed with gzip, and must be named .gz then",
+    b"PAR1": "a parquet file, and must be named .parquet then",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "a picture",
+    b"\xd0\xcf\x11\xe0": "a file of an office program",
+}
+_LONGEST_FIELD = 2**31 - 1
 
 
-def read_texts(source: str | Path, column: str | None = None) -> list[str]:
+def read_texts(
+    source: str | Path, column: str | None = None, *, option: str = "column="
+) -> list[str]:
     """Reads the texts of ``source``, empty ones left out.
 
+    A chat, a list of turns with ``role`` and ``content``, is one text: what is said in it, a turn
+    a line.
+
     Args:
-        source: a ``.jsonl`` file (one object a line), a ``.csv`` file with a header, any other text
-            file (one text a line), each also as ``.gz``; or a dataset of the hub as
-            ``name:config:split:column``, where parts may be left out at the end or left empty
-            (``imdb``, ``imdb::test``, ``wikitext:wikitext-2-raw-v1``).
-        column: the field that holds the text. Default: ``text``, or the only field of strings.
+        source: a file, each also as ``.gz``: ``.jsonl`` (a JSON object, string or chat a line),
+            ``.json`` (an array of these), ``.csv`` or ``.tsv`` with a header, ``.parquet`` (with
+            the extra ``datasets``), any other text file (one text a line); a folder of ``.txt``
+            files (one text a file); or a dataset of the hub as ``name:config:split:column``, where
+            parts may be left out at the end or left empty (``imdb``, ``imdb::test``,
+            ``wikitext:wikitext-2-raw-v1``). What is spelled like a path is never looked for there.
+        column: the field that holds the text. Default: ``text``, or the only field of strings or
+            chats, or ``messages``.
+        option: how the user spells ``column``, for messages.
 
     Raises:
         SourceError: there is no such file or dataset, no such column, or no text in it.
     """
-    path = Path(source)
+    if not str(source):
+        raise SourceError("the name of the text is empty: give a file, a folder or a dataset.")
+    path = Path(source).expanduser()
     if path.is_dir():
-        raise SourceError(f"'{source}' is a folder; give a file or a dataset of the hub.")
-    if path.is_file():
-        texts = _read_file(path, column)
-    elif path.suffix in _FILE_SUFFIXES or path.is_absolute() or str(source).startswith("."):
-        raise SourceError(f"there is no file '{source}' (looked in {Path.cwd()}).")
+        texts = _read_folder(path, column, option)
+    elif path.is_file():
+        texts = _read_file(path, column, option)
     else:
-        texts = _read_hub(str(source), column)
+        _check_hub_name(str(source), option)
+        texts = _read_hub(str(source), column, option)
     texts = [text for text in (t.strip() for t in texts) if text]
     if not texts:
         raise SourceError(f"'{source}' holds no text.")
     return texts
 
 
-def _open(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(path), encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+def check_texts(source: str, column: str | None = None, *, option: str = "column=") -> None:
+    """Refuses what :func:`read_texts` would refuse, as far as that needs no network.
+
+    Raises:
+        SourceError: as there.
+    """
+    if Path(source).expanduser().exists():
+        read_texts(source, column, option=option)
+    else:
+        _check_hub_name(source, option)
 
 
-def _read_file(path: Path, column: str | None) -> list[str]:
-    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+def _check_hub_name(source: str, option: str) -> None:
+    """Refuses what is spelled like a path, and is none."""
+    path = Path(source)
+    file, colon, column = source.partition(":")
+    if colon and Path(file).suffix.lower() in _FILE_SUFFIXES and Path(file).exists():
+        raise SourceError(
+            f"there is no file '{source}'. If you mean a column of '{file}', name it with {option}"
+            f"{' ' * option.startswith('-')}{column or '...'}."
+        )
+    begun = not colon and len(path.parts) > 1 and Path(path.parts[0]).is_dir()
+    spelled = is_path(file) or "\\" in source
+    if spelled or Path(file).suffix.lower() in _FILE_SUFFIXES or begun:
+        hub = (
+            f". The folder '{path.parts[0]}' is here, so that this was not looked for on the hub; "
+            f"for the dataset of that name write '{source}:'."
+        )
+        raise SourceError(f"there is no file '{source}'{nearest(path)}{hub * begun}")
+
+
+# ---- files ----------------------------------------------------------------------------------
+
+
+def _read_folder(folder: Path, column: str | None, option: str) -> list[str]:
+    files = sorted(folder.rglob("*.txt"))
+    if not files:
+        kinds = sorted({p.suffix for p in folder.iterdir() if p.is_file() and p.suffix})
+        ends = f" (its files end in {', '.join(kinds)}: name one of them)" if kinds else ""
+        raise SourceError(f"the folder '{folder}' holds no .txt files{ends}.")
+    _no_columns(folder, column, option)
+    return [_decoded(file.read_bytes(), file) for file in files]
+
+
+def _read_file(path: Path, column: str | None, option: str) -> list[str]:
+    packed = path.suffix.lower() == ".gz"
+    kind = (Path(path.stem).suffix if packed else path.suffix).lower()
+    if kind == ".parquet":
+        return _pick_column(_parquet_rows(path), column, str(path), option)
+    data = path.read_bytes()
+    if packed:
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise SourceError(f"'{path}' is not a readable .gz file: {error}") from error
+    text = _decoded(data, path)
+    if kind not in _TABLES:
+        _no_columns(path, column, option)
+        return text.splitlines()
+    if kind == ".json":
+        rows = _json_rows(text, path)
+    elif kind in (".csv", ".tsv"):
+        rows = _separated_rows(text, kind, path)
+    else:
+        rows = _json_lines(text, path)
+    return _pick_column(rows, column, str(path), option)
+
+
+def _no_columns(path: Path, column: str | None, option: str) -> None:
+    if column is not None:
+        raise SourceError(f"'{path}' is plain text, which has no columns: leave {option} out.")
+
+
+def _decoded(data: bytes, path: Path) -> str:
+    """Text in UTF-8; what is none is refused by name, without a word of its content."""
+    what = next((what for magic, what in _NO_TEXT.items() if data.startswith(magic)), None)
+    if what is not None:
+        raise SourceError(f"'{path}' is no text file: it is {what}.")
     try:
-        with _open(path) as file:
-            if kind == ".jsonl":
-                return _pick_column(_json_lines(file, path), column, str(path))
-            if kind == ".csv":
-                return _pick_column(list(csv.DictReader(file)), column, str(path))
-            return file.read().splitlines()
-    except (UnicodeDecodeError, gzip.BadGzipFile, csv.Error) as error:
-        raise SourceError(f"'{path}' is not a readable {kind or 'text'} file: {error}") from error
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = None
+    if text is not None and "\0" not in text:
+        return text
+    encoding = _encoding(data)
+    if encoding is None:
+        raise SourceError(f"'{path}' is no text file: it holds bytes that no text has.")
+    new = path.with_name(f"{path.stem}.utf8{path.suffix}")
+    raise SourceError(
+        f"'{path}' is not UTF-8 but, as it seems, {encoding}; convert it with: iconv -f {encoding} "
+        f"-t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
+    )
 
 
-def _json_lines(lines: Iterable[str], path: Path) -> list[Mapping[str, Any]]:
-    rows: list[Mapping[str, Any]] = []
-    for number, line in enumerate(lines, 1):
+def _encoding(data: bytes) -> str | None:
+    """A guess at the encoding of what is not UTF-8; None where it is no text."""
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "UTF-16"
+    start = data[:4096]
+    pairs = len(start) // 2
+    for encoding, high in (("UTF-16LE", start[1::2]), ("UTF-16BE", start[::2])):
+        if pairs and high.count(0) > 0.7 * pairs:
+            return encoding
+    control = sum(byte < 32 and byte not in b"\t\n\v\f\r\x1b" for byte in start)
+    return "WINDOWS-1252" if b"\0" not in data and not control else None
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Python refuses fields above 128 KiB, which a text may well have."""
+    before = csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _separated_rows(text: str, kind: str, path: Path) -> Rows:
+    header = text.split("\n", 1)[0]
+    separator = "\t" if kind == ".tsv" else ","
+    if separator not in header:  # spreadsheets of many countries separate by semicolons
+        separator = next((one for one in ";\t" if one in header), separator)
+    try:
+        with _long_fields():
+            return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=separator))
+    except csv.Error as error:
+        raise SourceError(f"'{path}' is not a readable {kind} file: {error}") from error
+
+
+def _json_rows(text: str, path: Path) -> Rows:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and "\n" in text[: error.pos + 1]:
+            return _json_lines(text, path)  # lines of JSON are often named so
+        raise SourceError(f"'{path}' is not JSON: {error}") from None
+    if not isinstance(found, list):
+        raise SourceError(
+            f"'{path}' is a {type(found).__name__}; it must be an array of objects, like "
+            '[{"text": "..."}].'
+        )
+    return [_row(one, f"'{path}', element {n}", "element") for n, one in enumerate(found, 1)]
+
+
+def _json_lines(text: str, path: Path) -> Rows:
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise SourceError(f"'{path}', line {number} is not JSON: {error}") from error
-        if isinstance(row, str):
-            row = {"text": row}
-        if not isinstance(row, dict):
-            raise SourceError(
-                f"'{path}', line {number} is a {type(row).__name__}; each line must be an object "
-                'like {"text": "..."}.'
-            )
-        rows.append(row)
+            raise SourceError(f"'{path}', line {number} is not JSON: {error}") from None
+        rows.append(_row(row, f"'{path}', line {number}", "line"))
     return rows
 
 
-def _pick_column(rows: list[Mapping[str, Any]], column: str | None, source: str) -> list[str]:
-    if not rows:
-        return []
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    shown = _shown(names)
-    if column is None:
-        strings = [n for n in names if all(isinstance(row.get(n), str) for row in rows)]
-        column = "text" if "text" in names else strings[0] if len(strings) == 1 else None
-        if column is None:
-            raise SourceError(
-                f"which column of '{source}' holds the text? It has {shown}; name one with column=."
-            )
-    if column not in names:
-        raise SourceError(f"'{source}' has no column '{column}'; it has {shown}.")
-    return [value for row in rows if isinstance(value := row.get(column), str)]
+def _row(given: Any, place: str, unit: str) -> Mapping[str, Any]:
+    if isinstance(given, str):
+        return {"text": given}
+    if _is_chat(given):
+        return {"messages": given}
+    if not isinstance(given, dict):
+        raise SourceError(
+            f"{place} is a {type(given).__name__}; each {unit} must be an object like "
+            '{"text": "..."}.'
+        )
+    return given
 
 
-def _shown(names: list[str]) -> str:
-    """Column names for a message, unless they look like a line of private text."""
-    if all(name is not None and name.isidentifier() and len(name) <= 32 for name in names):
-        return str(names)
-    return f"{len(names)} columns, whose names (the first line of a .csv file) read like content"
+def _parquet_rows(path: Path) -> Rows:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise SourceError(
+            f"'{path}' is a parquet file; install what reads those: {install('datasets')}."
+        ) from error
+    try:
+        rows: Rows = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:
+        raise SourceError(f"'{path}' is not a readable .parquet file: {error}") from error
+    return rows
 
 
-def _read_hub(source: str, column: str | None) -> list[str]:
+# ---- the hub --------------------------------------------------------------------------------
+
+
+def _read_hub(source: str, column: str | None, option: str) -> list[str]:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise SourceError(
             f"there is no file '{source}'. If it names a dataset of the hub, install what reads "
-            "those: pip install 'lightning-fedleak[datasets]'."
+            f"those: {install('datasets')}."
         ) from error
     parts = source.split(":")
     if len(parts) > 4:
@@ -125,4 +278,71 @@ def _read_hub(source: str, column: str | None) -> list[str]:
             f"'{source}' is neither a file nor a dataset that could be loaded as "
             f"name:config:split:column: {type(error).__name__}: {error}"
         ) from error
-    return _pick_column(list(data), column or named_column or None, source)
+    return _pick_column(list(data), column or named_column or None, source, option)
+
+
+# ---- rows -----------------------------------------------------------------------------------
+
+
+def _pick_column(rows: Rows, column: str | None, source: str, option: str) -> list[str]:
+    if not rows:
+        return []
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    shown = _shown(names)
+    if column is None:
+        column = "text" if "text" in names else _only_text(rows, names)
+        if column is None:
+            raise SourceError(
+                f"which column of '{source}' holds the text? It has {shown}; name one with "
+                f"{option}."
+            )
+    if column not in names:
+        raise SourceError(f"'{source}' has no column '{column}'; it has {shown}.")
+    values = [row.get(column) for row in rows]
+    texts = [text for value in values if (text := _text_of(value)) is not None]
+    if not texts:
+        kinds = sorted({type(value).__name__ for value in values})
+        raise SourceError(
+            f"column '{column}' of '{source}' holds no text but {', '.join(kinds)}; it has {shown}."
+        )
+    return texts
+
+
+def _only_text(rows: Rows, names: list[str]) -> str | None:
+    texts = [n for n in names if all(_text_of(row.get(n)) is not None for row in rows)]
+    if len(texts) == 1:
+        return texts[0]
+    return next((name for name in _CHATS if name in texts), None)
+
+
+def _is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) and not turn.keys().isdisjoint(_SAID) for turn in value)
+    )
+
+
+def _text_of(value: Any) -> str | None:
+    """A text, or what is said in a chat; None where it is neither."""
+    if isinstance(value, str):
+        return value
+    if not _is_chat(value):
+        return None
+    turns = (_said(turn.get("content", turn.get("value"))) for turn in value)
+    return "\n".join(turn for turn in turns if turn)
+
+
+def _said(content: Any) -> str:
+    """The text of a turn, whose content may be a list of parts, or nothing beside a tool's call."""
+    if isinstance(content, list):
+        parts = (part.get("text") for part in content if isinstance(part, dict))
+        return "\n".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""
+
+
+def _shown(names: list[str]) -> str:
+    """Column names for a message, unless they look like a line of private text."""
+    if all(name is not None and name.isidentifier() and len(name) <= 32 for name in names):
+        return str(names)
+    return f"{len(names)} columns, whose names (the first line of a .csv file) read like content"

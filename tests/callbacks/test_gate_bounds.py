@@ -340,7 +340,7 @@ def test_a_metric_without_a_range_is_refused_before_the_first_step(tmp_path, met
     assert monitor.looks == 0
 
 
-@pytest.mark.parametrize("at_most", [0.0, 1.0, 1.5, -0.2])
+@pytest.mark.parametrize("at_most", [0.0, 1.0, 1.5, 60, -0.2])
 def test_a_threshold_that_nothing_can_be_shown_about_is_refused(tmp_path, at_most):
     with pytest.raises(ValueError, match=r"watches 'leakage/probe/f1'.*strictly between 0 and 1"):
         fit([RiskGate(F1, at_most=at_most, bound="upper"), LeakageMonitor(Probe())], tmp_path)

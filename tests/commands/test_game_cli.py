@@ -155,6 +155,20 @@ def test_an_encoder_is_not_asked_for_its_gradient(
     assert "play FCMembership (fedleak game --attack fc)" in capsys.readouterr().err
 
 
+def test_tables_are_read_by_the_columns_that_are_named(model: str, tmp_path: Path) -> None:
+    owned, private, found = (tmp_path / name for name in ("owned.tsv", "private.csv", "found.json"))
+    texts = many(60)
+    private.write_text("id,review\n" + "".join(f'{i},"{t}"\n' for i, t in enumerate(texts[:40])))
+    owned.write_text("id\tbody\n" + "".join(f"{i}\t{t}\n" for i, t in enumerate(texts[40:])))
+    given = ["game", "--model", model, "--batch", "4", "--games", "2", "--tokens", "12"]
+    given += ["--attack", "trained", "--text", str(private), "--column", "review"]
+    given += ["--public", str(owned), "--public-column", "body", "--json", str(found)]
+    assert main(given) == 0
+    content = json.loads(found.read_text())
+    assert content["column"] == "review"
+    assert content["pool"]["sentences"] + content["pool"]["duplicates"] <= 40
+
+
 def test_errors_are_one_line(
     model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,8 +87,10 @@ def test_refuses_what_cannot_work(text: str, tmp_path: Path) -> None:
     single.write_text("hi\n")
     with pytest.raises(SourceError, match="holds one text only"):
         TextDataModule(str(single), tiny_tokenizer(), batch_size=1).setup()
-    with pytest.raises(SourceError, match="no tokenizer could be loaded from"):
+    with pytest.raises(SourceError, match=r"no folder './nowhere'"):
         TextDataModule(text, "./nowhere").setup()
+    with pytest.raises(SourceError, match="no tokenizer could be loaded from"):
+        TextDataModule(text, str(tmp_path)).setup()
 
 
 def test_the_embedded_messages_are_many_and_differ() -> None:

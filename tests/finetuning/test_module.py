@@ -80,7 +80,7 @@ def test_lora_without_peft_says_what_to_install(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"lightning-fedleak\[peft\]"):
+    with pytest.raises(ImportError, match=r"pip install .*\[peft\]"):
         CausalLMFineTuning(folder, peft="lora")
 
 

@@ -268,6 +268,8 @@ def written(path: Path) -> Iterator[str]:
             yield line
             continue
         for key, value in json.loads(line).items():
+            if key == "run":  # an id of its own in every run
+                continue
             inner = value.items() if key == "metrics" else [("", value)]
             yield from (f"{key} {name}: {json.dumps(of)}" for name, of in inner)
 

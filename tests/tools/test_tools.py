@@ -66,7 +66,9 @@ def test_a_foreign_errors_place_does_not_count_and_all_else_in_a_line_does(tmp_p
     reasons = ["KeyError at look.py:138", "KeyError at fit.py:12", "TypeError at fit.py:12"]
     shown = []
     for reason in reasons:
-        log.write_text(json.dumps({"step": 1, "metrics": {"f1": 0.5}, "unknown": reason}) + "\n")
+        log.write_text(
+            json.dumps({"run": reason, "step": 1, "metrics": {"f1": 0.5}, "unknown": reason}) + "\n"
+        )
         shown.append([seeded_runs.plain(line) for line in seeded_runs.written(log)])
     assert shown[0] == ["step : 1", "metrics f1: 0.5", 'unknown : "KeyError at <place>"']
     assert shown[0] == shown[1] != shown[2]

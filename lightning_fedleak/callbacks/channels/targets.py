@@ -407,7 +407,9 @@ class Sources:
         targets = None
         if outside is not None:
             targets = self._deal.targets(inside, outside, generator)
-        return targets or Waiting("no text is known that is not in the batch")
+        return targets or Waiting(
+            "no text is known that is not in the batch (games=Games(held_out=...) gives some)"
+        )
 
     def canaries(self, step: int, batches: Sequence[TokenBatch]) -> Targets | Waiting:
         """The user's own canaries that are in the batch, and others that are not in the data.

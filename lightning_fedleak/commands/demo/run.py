@@ -105,8 +105,10 @@ class Demo(DemoOptions):
                 soft_wrap=True,
             )
         console.print(
-            f"\nLoss and leakage of both runs on one page:\n  {_tensorboard_command(folder)}\n"
-            "then open http://localhost:6006, tab 'Custom Scalars'.",
+            f"\nLoss and leakage of {'the run' if second is None else 'both runs'} on one page:\n"
+            f"  {_tensorboard_command(folder)}\n"
+            "then open http://localhost:6006, tab 'Custom Scalars' (with Smoothing at 0 a gate "
+            "that fired reads 1).",
             highlight=False,
             soft_wrap=True,
         )
@@ -115,6 +117,7 @@ class Demo(DemoOptions):
     def _data(self) -> TextDataModule:
         return TextDataModule(
             text=self.text,
+            column=self.column,
             tokenizer=self.model,
             batch_size=self.batch_size,
             length=self.length,

@@ -78,7 +78,7 @@ def summary(readings: Sequence[Reading], batch_size: int) -> str:
     )
     recall = _mean([r.recall for r in known if r.attack == best and r.recall is not None])
     lines = [
-        f"Off one shared update the server could have read {recall:.0%} of the private words "
+        f"Off one shared update the server could have read {_percent(recall)} of the private words "
         f"({best}).",
         "",
         f"Mean, lowest and highest of {len({r.step for r in known})} updates, each of {batch_size} "
@@ -113,7 +113,17 @@ def _sentence(readings: Sequence[Reading]) -> str:
 
 def _spread(shares: Sequence[float | None]) -> str:
     present = [s for s in shares if s is not None]
-    return f"{_mean(present):.0%} ({min(present):.0%} to {max(present):.0%})"
+    mean, low, high = map(_percent, (_mean(present), min(present), max(present)))
+    return f"{mean} ({low} to {high})"
+
+
+def _percent(share: float) -> str:
+    """A share; what is not all or nothing is not rounded to that."""
+    for digits in (0, 1, 2):
+        text = f"{share:.{digits}%}"
+        if share in (0, 1) or float(text[:-1]) not in (0, 100):
+            return text
+    return "nearly all" if share > 0.5 else "nearly none"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import transformers
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
@@ -38,6 +39,7 @@ from lightning_fedleak.commands.invert import (
 from lightning_fedleak.commands.invert.plots import Axis, draw, worth_drawing
 from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import GRADIENT_ATTACKS, INVERT_ATTACKS, InvertOptions
+from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
@@ -272,7 +274,7 @@ class InvertCommand(InvertOptions):
     ) -> dict[int, Tensor]:
         context = context_length(anatomy)
         least = 2 if anatomy.kind == "causal" else 1
-        texts = read_texts(EMBEDDED_MESSAGES if self.text is None else self.text)
+        texts = read_texts(self.text or EMBEDDED_MESSAGES, self.column, option="--column")
         if self.bos is not None and self.bos >= anatomy.vocab_size:
             raise SourceError(
                 f"--bos {self.bos} is no token id of a vocabulary of {anatomy.vocab_size}"
@@ -311,9 +313,10 @@ class InvertCommand(InvertOptions):
             "special_ids": tokenizer.all_special_ids,
         }
         if self.public is not None:
-            ids = tokenizer(
-                read_texts(self.public)[:PUBLIC_TEXTS], truncation=True, max_length=PUBLIC_TOKENS
-            )["input_ids"]
+            owned = read_texts(self.public, self.public_column, option="--public-column")
+            ids = tokenizer(owned[:PUBLIC_TEXTS], truncation=True, max_length=PUBLIC_TOKENS)[
+                "input_ids"
+            ]
             try:
                 settings["public_text"] = PublicText(ids)
             except ValueError as error:
@@ -352,6 +355,7 @@ class InvertCommand(InvertOptions):
             "from": self.from_,
             "model": self.model or "embedded",
             "text": self.text or "embedded",
+            "column": self.column,
             "precision": self.precision,
             **study.about,
             "budget_seconds": self._budget,
@@ -375,8 +379,7 @@ class InvertCommand(InvertOptions):
             return
         if importlib.util.find_spec("matplotlib") is None:
             console.print(
-                "No plots: they need matplotlib (pip install 'lightning-fedleak\\[plots]').",
-                highlight=False,
+                f"No plots: they need matplotlib ({escape(install('plots'))}).", highlight=False
             )
             return
         model = "embedded model" if self.model is None else Path(self.model).name

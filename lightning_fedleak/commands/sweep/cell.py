@@ -50,6 +50,7 @@ class Setting:
         model: causal language model, a folder or a name on the hub; None for the embedded one.
         text: private text as :func:`~lightning_fedleak.finetuning.texts.read_texts` takes it; None
             for the embedded messages.
+        column: the field that holds it; None as there.
         attacks: names out of ``SWEEP_ATTACKS``; all look at the same steps of the same run.
         layer: where ``fc``, ``attention``, ``prefix`` and ``descent`` read; None for the middle.
         steps: optimizer steps.
@@ -64,6 +65,7 @@ class Setting:
 
     model: str | None = None
     text: str | None = None
+    column: str | None = None
     attacks: tuple[str, ...] = ("flatchat", "aligned_flatchat", "fc")
     layer: int | None = None
     steps: int = 60
@@ -86,7 +88,10 @@ class Cell:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         defense = {"kind": self.defense.kind, "settings": dict(self.defense.settings)}
-        return {"setting": asdict(self.setting), "defense": defense}
+        setting = asdict(self.setting)
+        if self.setting.column is None:  # so that what was measured before there was one is found
+            del setting["column"]
+        return {"setting": setting, "defense": defense}
 
 
 @dataclass(frozen=True)
@@ -304,6 +309,7 @@ def _student(values: Sequence[float]) -> tuple[float, float | None, float | None
 def _data(setting: Setting) -> TextDataModule:
     return TextDataModule(
         text=setting.text,
+        column=setting.column,
         tokenizer=setting.model,
         batch_size=setting.batch_size,
         length=setting.length,

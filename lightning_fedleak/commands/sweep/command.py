@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_fedleak.anatomy import AnatomyError, find_anatomy
@@ -24,6 +25,7 @@ from lightning_fedleak.commands.sweep.cell import (
 from lightning_fedleak.commands.sweep.grid import Grid
 from lightning_fedleak.commands.sweep.plots import plot_pareto
 from lightning_fedleak.commands.sweep.specs import SpecError, parse_defenses
+from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.finetuning.data import TextDataModule
 from lightning_fedleak.finetuning.module import CausalLMFineTuning
@@ -82,6 +84,7 @@ class SweepCommand(SweepOptions):
         return Setting(
             model=self.model,
             text=self.text,
+            column=self.column,
             attacks=tuple(dict.fromkeys(self.attack)),
             layer=self.layer,
             steps=self.steps,
@@ -112,6 +115,7 @@ class SweepCommand(SweepOptions):
             )
         data = TextDataModule(
             text=setting.text,
+            column=setting.column,
             tokenizer=setting.model,
             batch_size=setting.batch_size,
             length=setting.length,
@@ -122,6 +126,8 @@ class SweepCommand(SweepOptions):
     def _loss_before(self, setting: Setting) -> float:
         path = self.out / "before.json"
         about = {k: getattr(setting, k) for k in ("model", "text", "batch_size", "length", "seed")}
+        if setting.column is not None:
+            about["column"] = setting.column
         if path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
             if kept["setting"] == about:
@@ -140,7 +146,7 @@ class SweepCommand(SweepOptions):
         written = [str(self.out / "results.json")]
         if any(r.val_loss is not None for _, r in results):
             if importlib.util.find_spec("matplotlib") is None:
-                console.print("No plot: pip install 'lightning-fedleak[plots]'", highlight=False)
+                console.print(f"No plot: {escape(install('plots'))}", highlight=False)
             else:
                 plot_pareto(results, self.out / "pareto.png", loss_before=before)
                 written.append(str(self.out / "pareto.png"))

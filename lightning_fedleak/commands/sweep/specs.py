@@ -85,6 +85,7 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
             f"{', '.join([NONE, *sorted(kinds)])}"
         )
     settings = _settings(kind, kinds[kind], rest)
+    _check_complete(kind, kinds[kind], settings)
     specs = [
         DefenseSpec(kind, dict(zip(settings, values, strict=True)))
         for values in itertools.product(*settings.values())
@@ -110,6 +111,21 @@ def _settings(kind: str, of: type[Defense], text: str) -> dict[str, list[Any]]:
             raise SpecError(f"'{name}' is given twice in '{kind}:{text}'; write {name}=a/b")
         found[name] = [_value(value) for value in values.split("/")]
     return found
+
+
+def _check_complete(kind: str, of: type[Defense], settings: Mapping[str, Any]) -> None:
+    """Refuses a defence without a setting that it cannot do without, with what to write."""
+    takes = inspect.signature(of).parameters.values()
+    named = [p for p in takes if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in settings]
+    if missing:
+        given = [f"{name}={'/'.join(map(_shown, values))}" for name, values in settings.items()]
+        others = [p.name for p in named if p.default is not p.empty]
+        raise SpecError(
+            f"'{kind}' needs {' and '.join(missing)}: write "
+            f"{kind}:{','.join([*given, *(f'{name}=VALUE' for name in missing)])}. It also takes "
+            f"{', '.join(others)}"
+        )
 
 
 def _value(text: str) -> Any:

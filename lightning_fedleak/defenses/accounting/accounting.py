@@ -43,6 +43,7 @@ from lightning_fedleak.defenses.accounting.ledger import (
     check_sample_rate,
 )
 from lightning_fedleak.defenses.base import DefenseError, State
+from lightning_fedleak.extras import install
 
 Floats = NDArray[np.float64]
 
@@ -108,9 +109,7 @@ def check_opacus() -> None:
     try:
         import opacus.accountants  # noqa: F401
     except ImportError as error:
-        raise DefenseError(
-            "accounting for DP-SGD needs Opacus: pip install 'lightning-fedleak[dp]'"
-        ) from error
+        raise DefenseError(f"accounting for DP-SGD needs Opacus: {install('dp')}") from error
 
 
 def tightened(epsilon: float, prv: Callable[[float], float]) -> float:

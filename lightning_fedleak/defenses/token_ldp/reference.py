@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer, the_threshold
+from lightning_fedleak.extras import install
 
 
 def reference_sample(
@@ -60,8 +61,8 @@ def clients() -> dict[str, Any]:
         from numba import njit
     except ImportError as error:
         raise ImportError(
-            "implementation='multi-freq-ldpy' needs the package: pip install "
-            "'lightning-fedleak[ldp]', or leave `implementation` out"
+            f"implementation='multi-freq-ldpy' needs the package: {install('ldp')}, or leave "
+            "`implementation` out"
         ) from error
 
     def seed(value: int) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from lightning_fedleak.commands.demo.summary import Reading, read_back, summary
 
 
@@ -58,3 +60,16 @@ def test_reads_back_the_shared_stage_only(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     expected = Reading(attack="a", step=5, n=7, recall=0.25, precision=None, exposed=True)
     assert read_back(path) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [
+        *((1.0, "100%"), (0.996, "99.6%"), (0.9996, "99.96%"), (0.99999, "nearly all")),
+        *((0.0, "0%"), (0.004, "0.4%"), (0.00001, "nearly none"), (0.7, "70%")),
+    ],
+)
+def test_what_is_not_all_is_not_said_to_be_all(share: float, shown: str) -> None:
+    text = summary([Reading("a", 0, 10, share, 0.5, True)], 8)
+    assert f"could have read {shown} of the private words" in text
+    assert f"recall {shown} ({shown} to {shown})" in text

@@ -56,6 +56,13 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
     assert rest.ran == [1, 2]
 
 
+def test_a_column_makes_other_cells_and_none_leaves_the_names_of_old_ones() -> None:
+    assert "column" not in CELLS[0].to_dict()["setting"]
+    named = Cell(Setting(text="a.csv", column="review"), SPECS[0])
+    assert named.to_dict()["setting"]["column"] == "review"
+    assert key_of(named) != key_of(Cell(Setting(text="a.csv"), SPECS[0]))
+
+
 def test_other_settings_are_other_cells(tmp_path: Path) -> None:
     Grid(CELLS, tmp_path).run(Runner())
     other = Cell(Setting(steps=61), SPECS[0])

@@ -42,7 +42,8 @@ def test_words_and_none() -> None:
         ("gradient_noise:clip=1,clip=2,sigma=0", r"'clip' is given twice"),
         ("gradient_noise:clip=1,sigma=[1]", r"'\[1\]' is neither a number nor a word"),
         ("gradient_noise:clip=-1,sigma=1", r"cannot be built: .*clip=-1 must be a positive"),
-        ("gradient_noise:clip=1", r"cannot be built: .*sigma"),
+        ("gradient_noise:clip=1", r"needs sigma: write gradient_noise:clip=1,sigma=VALUE\. "),
+        ("dpsgd", r"needs max_grad_norm: write dpsgd:max_grad_norm=VALUE\..* noise_multiplier, "),
         ("none:sigma=1", r"no defence 'none'"),
     ],
 )

@@ -406,7 +406,7 @@ def test_without_opacus_the_extra_is_named(monkeypatch) -> None:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(DefenseError, match=r"lightning-fedleak\[dp\]"):
+    with pytest.raises(DefenseError, match=r"pip install .*\[dp\]"):
         Accountant("rdp")
 
 

@@ -1,0 +1,76 @@
+"""``fedleak recipes``: lists and copies the ready-made LightningCLI fragments. Imports little."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_fedleak.finetuning.assets import SourceError
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+_WIDTH = 79
+_HOW = (
+    "Copy some with 'fedleak recipes NAME ...' and append them to a config of your own: fedleak "
+    "fit --config your_run.yaml --config NAME.yaml. A config to begin with: fedleak fit "
+    "--print_config > your_run.yaml"
+)
+
+
+def recipes() -> dict[str, str]:
+    """What each recipe does, the first sentence of its comment, by its name."""
+    return {path.stem: _first_sentence(path) for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def _first_sentence(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    said = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    return said.partition(". ")[0].removesuffix(".") + "."
+
+
+def run(names: Sequence[str], to: Path) -> int:
+    """Lists all recipes, or copies those that are named.
+
+    Args:
+        names: of recipes, with or without ``.yaml``; none lists all.
+        to: folder that gets the copies; is made.
+
+    Returns:
+        0.
+
+    Raises:
+        SourceError: there is no such recipe, or another file of its name is there.
+    """
+    known = recipes()
+    if not names:
+        wide = max(map(len, known)) + 2
+        for name, said in known.items():
+            first, *more = textwrap.wrap(said, _WIDTH - wide)
+            print(f"{name:<{wide}}{first}", *(" " * wide + line for line in more), sep="\n")
+        print("", *textwrap.wrap(_HOW, _WIDTH, break_on_hyphens=False), sep="\n")
+        return 0
+    wanted = list(dict.fromkeys(name.removesuffix(".yaml") for name in names))
+    wrong = [name for name in wanted if name not in known]
+    if wrong:
+        raise SourceError(f"no such recipe: {', '.join(_asked(name, known) for name in wrong)}.")
+    content = {f"{name}.yaml": (FOLDER / f"{name}.yaml").read_bytes() for name in wanted}
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        for name, text in content.items():
+            if (to / name).exists() and (to / name).read_bytes() != text:
+                raise SourceError(
+                    f"'{to / name}' is there and differs from the recipe: move it, or name another "
+                    "folder with --to. Nothing was copied."
+                )
+        for name, text in content.items():
+            (to / name).write_bytes(text)
+            print(to / name)
+    except OSError as error:
+        raise SourceError(f"'{to}' cannot be written to ({error.strerror}).") from error
+    return 0
+
+
+def _asked(name: str, known: dict[str, str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"'{name}'" + (f" (did you mean '{close[0]}'?)" if close else "")

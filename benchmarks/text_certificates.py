@@ -21,8 +21,8 @@ off both first: of copies all but one; of causal models what no label hangs on (
 and all behind its last label), texts that another one begins with, and all but one of the tokens of
 a text that repeats a single one, where positions are relative. Nothing else is excused. *Exact* are
 runs in which the texts are right by the same rule. *Unknown* are those of which the attack says
-nothing, and models that it refuses (with weights in bfloat16 those that add positions). A run that is wrong is printed with its seed;
-``--seed SEED --runs 1`` repeats it.
+nothing, and models that it refuses (with weights in bfloat16 those that add positions). A run that
+is wrong is printed with its seed; ``--seed SEED --runs 1`` repeats it.
 """
 
 from __future__ import annotations

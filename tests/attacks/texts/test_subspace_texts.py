@@ -39,6 +39,13 @@ from tests.attacks.row_space.models import (
 QKV = ["q_proj", "k_proj", "v_proj"]
 
 
+def deep_llama(blocks: int, seed: int) -> nn.Module:
+    config = llama().config
+    config.num_hidden_layers = blocks
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
+
+
 def shared(
     model: nn.Module, attack: SubspaceTexts, noise: float = 0.0, told: bool = True
 ) -> Observation:
@@ -68,7 +75,7 @@ def visible(ids: Tensor, mask: Tensor | None = None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", [llama, gpt2, opt, gemma, neox])
-@pytest.mark.parametrize(("rows", "length"), [(1, 9), (4, 9), (8, 7)])
+@pytest.mark.parametrize(("rows", "length"), [(1, 9), (4, 9), (8, 6)])
 def test_whole_projections_give_every_text_away(family: Any, rows: int, length: int) -> None:
     model, ids = ready(family()), texts(rows, length)
     guess = read(model, ids)
@@ -133,10 +140,7 @@ def test_a_lora_with_as_many_rows_as_tokens() -> None:
 
 def test_below_the_rank_more_blocks_tell_the_order() -> None:
     """Twelve directions a block, 19 tokens: block 2 alone does not do."""
-    config = llama().config
-    config.num_hidden_layers = 6
-    torch.manual_seed(3)
-    model, ids = LlamaForCausalLM(config), texts(1, 20)
+    model, ids = deep_llama(6, seed=3), texts(1, 20)
     model = with_lora(ready(model), 6, ["q_proj", "v_proj"])
     alone, together = (read(model, ids, settings={"blocks": n}) for n in (1, 5))
     assert said(together) == visible(ids)
@@ -341,8 +345,7 @@ def test_what_it_cannot_read_is_unknown() -> None:
 @pytest.mark.parametrize(("rank", "blocks"), [(None, 2), (8, 6)])
 def test_no_more_is_kept_of_an_update_than_is_read(rank: int | None, blocks: int) -> None:
     """Block 1 names the words; behind it one block's whole rows do, or all that few rows have."""
-    torch.manual_seed(0)
-    model: nn.Module = LlamaForCausalLM(llama(num_hidden_layers=6).config)
+    model = deep_llama(6, seed=0)
     if rank:
         model = with_lora(model, rank, QKV)
     anatomy = find_anatomy(model)

@@ -348,7 +348,7 @@ class Certificate:
         view = Observation((shared(anatomy, attack),))
         assert attack._bottom is not None
         self.bottom, first = attack._bottom, attack._blocks(anatomy).first
-        rows = [attack._rows(known, anatomy, view, 0.0) for known in self.bottom.inputs]
+        rows = [attack._rows(known, anatomy, view) for known in self.bottom.inputs]
         types = {token for text in client.texts for token in text if token >= 0}
         self.bag = torch.tensor(sorted(types))
         self.causal: _Search | None = None

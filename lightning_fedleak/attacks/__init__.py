@@ -21,8 +21,10 @@ from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack, TextGuess
+from lightning_fedleak.attacks.texts.beam_from_words import BeamFromWords
 from lightning_fedleak.attacks.texts.descent import DescentGuess
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
+from lightning_fedleak.attacks.texts.gradient_matching import GradientMatching
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
@@ -46,12 +48,14 @@ __all__ = [
     "Attack",
     "AttentionMembership",
     "BagOfWords",
+    "BeamFromWords",
     "BiasSign",
     "DescentGuess",
     "EmbeddingDescent",
     "FCMembership",
     "FlatChat",
     "FlatChatGuess",
+    "GradientMatching",
     "GradientMembership",
     "Guess",
     "InversionAttack",

@@ -95,7 +95,7 @@ class TokenTable:
     Attributes:
         embeddings: (V, e) float32 or wider.
         mean: (e,) of the vocabulary.
-        whitening: (e, e), to be applied from the right.
+        whitening: (e, e), to be applied from the right; empty where only cosines are asked for.
         directions: of each likeness (V, e), of unit length.
     """
 
@@ -119,6 +119,14 @@ class TokenTable:
             "cosine": F.normalize(table, dim=1),
         }
         return cls(table, mean, whitening, directions)
+
+    @classmethod
+    def by_cosine(cls, embeddings: Tensor) -> TokenTable:
+        """Of (V, e) word embeddings, for cosines alone: no covariance is computed."""
+        table = embeddings.detach()
+        table = table if table.dtype == torch.float64 else table.float()
+        directions: dict[Likeness, Tensor] = {"cosine": F.normalize(table, dim=1)}
+        return cls(table, table.mean(0), table.new_zeros(0, 0), directions)
 
     @property
     def scale(self) -> float:

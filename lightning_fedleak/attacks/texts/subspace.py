@@ -48,6 +48,7 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
     FoundText,
     readers,
 )
+from lightning_fedleak.attacks.words.aligned_rows import rounding_error
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import run_logits
@@ -248,8 +249,8 @@ class SubspaceTexts(TextAttack):
             raise RuntimeError(f"attack '{self.name}' has no copy of the model: call prepare")
         self._check_update(view)
         words = self._words.run(view)
-        bottom, noise = self._bottom, view.gradients[-1].noise_std
-        shared = [self._rows(known, bottom.anatomy, view, noise) for known in bottom.inputs]
+        bottom = self._bottom
+        shared = [self._rows(known, bottom.anatomy, view) for known in bottom.inputs]
         bag = words.types.sort().values.to(bottom.device)
         if not len(bag):
             raise UnusableObservation("no word stands out of the noise")
@@ -285,16 +286,20 @@ class SubspaceTexts(TextAttack):
                 "client's data would give away"
             )
 
-    def _rows(
-        self, known: SharedInput, anatomy: Anatomy, view: Observation, noise: float
-    ) -> SharedRows:
-        gradients = []
+    def _rows(self, known: SharedInput, anatomy: Anatomy, view: Observation) -> SharedRows:
+        snapshot = view.gradients[-1]
+        gradients, noise = [], []
         for linear in readers(known, anatomy):
             g = whole_tensor(view.gradient(linear.name)).to(anatomy.device)
             if not bool(g.isfinite().all()):
                 raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
             if bool(g.any()):
                 gradients.append(g if linear.axis == 1 else g.T)
+                stored = 0.0
+                weight = anatomy.parameter(linear.name)
+                if isinstance(snapshot, UpdateSnapshot) and weight is not None:
+                    stored = rounding_error(whole_tensor(weight)) / snapshot.learning_rate
+                noise.append(math.hypot(snapshot.noise_std, stored))
         if not gradients:
             if any(m.factor == "A" for m in readers(known, anatomy)):
                 raise NotYet(
@@ -307,7 +312,7 @@ class SubspaceTexts(TextAttack):
             gradients,
             nothing,
             rounding=max(torch.finfo(d).eps for d in dtypes),
-            noise=[noise] * len(gradients),
+            noise=noise,
         )
 
     def config(self) -> dict[str, object]:
@@ -521,7 +526,8 @@ class _Search:
         ]
         found: list[_Text] = []
         while any(len(block.directions) for block in left):
-            text, finished = self._next(opened, left, deadline)
+            prior = 0.0 if self.precise or not self.speaks else _PRIOR
+            text, finished = self._next(opened, left, deadline, prior)
             if text is None:
                 return found, finished
             lost = self.precise and not text.exact

@@ -208,7 +208,7 @@ def certificate(rows: int) -> tuple[Callable[[list[list[int]]], bool], list[list
     assert bottom is not None
     first = attack._blocks(anatomy).first
     assert first is not None
-    shared = [attack._rows(known, anatomy, view, 0.0) for known in bottom.inputs]
+    shared = [attack._rows(known, anatomy, view) for known in bottom.inputs]
     bag = ids.unique()
     search = EncoderSearch(bottom, first, attack._whitening, shared, bag, 0)
     pairs = search._pairs()

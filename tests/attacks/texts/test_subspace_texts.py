@@ -225,7 +225,7 @@ def prepared() -> tuple[_Search, Tensor, list[tuple[int, ...]]]:
     backward(model, ids)
     bottom = attack._bottom
     assert bottom is not None
-    rows = [attack._rows(known, anatomy, shared(model, attack), 0.0) for known in bottom.inputs]
+    rows = [attack._rows(known, anatomy, shared(model, attack)) for known in bottom.inputs]
     bag = ids[:, :-1].unique()
     search = _Search(bottom, attack._whitening, rows, bag, 3, 0)
     return search, bag, [tuple(row[:-1].tolist()) for row in ids]

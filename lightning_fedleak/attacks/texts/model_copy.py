@@ -1,0 +1,236 @@
+"""The whole model on the adversary's own copy of its weights: what texts give, and their gradients.
+
+A :class:`~lightning_fedleak.attacks.texts.bottom_model.BottomModel` ends at a block and its weights
+carry no gradient. Attacks that compare gradients need the model's loss, its gradient in the weights
+that are read, and that gradient's own gradient in the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.anatomy.wrappers import matrix_shape, unwrap
+from lightning_fedleak.model_runs import (
+    logits_in,
+    needed_hooks_only,
+    takes,
+    undisturbed,
+)
+
+_TRIAL = 3
+
+
+class ModelCopy:
+    """A causal model or a classifier, run in eval mode on weights of the adversary's own.
+
+    Weights that are trained are copied, frozen ones shared with the live model. Left as they were:
+    the user's parameters and their ``.grad``, training flags, hooks and global random states.
+    Attention runs in plain products (SDPA's ``MATH``), which have a second derivative.
+
+    Args:
+        anatomy: of the live model.
+        names: of the parameters whose gradient is taken, roles or names in ``anatomy.root``.
+        step: optimizer step whose weights the model has now.
+        autocast: dtype of the client's autocast region, or None.
+
+    Attributes:
+        step: optimizer step of the copied weights.
+
+    Raises:
+        AnatomyError: a name is none of the model's.
+        TypeError: the model is sharded over processes (FSDP2).
+        ValueError: the gradient of a text's gradient cannot be computed.
+    """
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        names: Sequence[str],
+        *,
+        step: int = 0,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.names = tuple(names)
+        self.autocast = autocast
+        self._inside = False
+        self.refresh(anatomy, step)
+        self._try()
+
+    @torch.no_grad()
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Copies the weights again; they are those of ``step``.
+
+        Raises:
+            TypeError: the model is sharded over processes (FSDP2).
+        """
+        if any(hasattr(m, "unshard") for m in anatomy.root.modules()):
+            raise TypeError(
+                f"{type(anatomy.model).__name__} is sharded over processes (FSDP2); attacks that "
+                "compare gradients of whole texts need it whole: remove the attack"
+            )
+        self.anatomy, self.step = anatomy, step
+        self._embedding = unwrap(anatomy.embedding)
+        wanted: dict[int, str] = {}
+        for name in self.names:
+            parameter = anatomy.parameter(name)
+            if parameter is not None:
+                wanted.setdefault(id(parameter), name)
+        with torch.inference_mode(False):
+            self._weights, self._leaves = {}, {}
+            for name, parameter in anatomy.model.named_parameters():
+                weight = parameter.detach()
+                weight = weight.clone() if parameter.requires_grad else weight
+                if id(parameter) in wanted:
+                    self._leaves[wanted[id(parameter)]] = weight.requires_grad_()
+                self._weights[name] = weight
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids must be."""
+        return self.anatomy.device
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradient is taken, each once, from the input on."""
+        return tuple(self._leaves)
+
+    def age(self, step: int) -> int:
+        """Optimizer steps that the copy is behind at ``step``."""
+        return step - self.step
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Within it the model stands ready for any number of calls."""
+        if self._inside:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(undisturbed(self.anatomy))
+            stack.enter_context(needed_hooks_only(self.anatomy.root))
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if self.autocast is not None:
+                stack.enter_context(torch.autocast(self.device.type, self.autocast))
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
+
+    @torch.no_grad()
+    def word_embeddings(self) -> Tensor:
+        """(V, e) what the embedding layer gives for each token of the vocabulary.
+
+        Raises:
+            ValueError: it holds no matrix.
+        """
+        shape = matrix_shape(self.anatomy.embedding)
+        if shape is None:
+            raise ValueError(
+                f"the input embeddings '{self.anatomy.embedding_name}' hold no matrix, so that "
+                "there is no vocabulary to search"
+            )
+        names = {id(p): n for n, p in self.anatomy.model.named_parameters()}
+        own = {n: self._weights[names[id(p)]] for n, p in self._embedding.named_parameters()}
+        with self.session():
+            ids = torch.arange(shape[0], device=self.device)
+            table: Tensor = torch.func.functional_call(self._embedding, own, (ids,))
+        return table.detach()
+
+    def _called(self, ids: Tensor) -> Tensor:
+        options = {"use_cache": False} if takes(self.anatomy.model, "use_cache") else {}
+        given = {"input_ids": ids, **options}
+        out = torch.func.functional_call(self.anatomy.model, self._weights, kwargs=given)
+        return logits_in(out)
+
+    def _without_padding(self, ids: Tensor) -> Tensor:
+        """A classifier counts its positions, or finds its last token, by the padding's id."""
+        config = getattr(self.anatomy.model, "config", None)
+        padding = getattr(config, "pad_token_id", None)
+        if self.anatomy.kind != "classifier" or padding is None:
+            return ids
+        return ids.masked_fill(ids == padding, 1 if padding == 0 else 0)
+
+    def logits(self, ids: Tensor, words: Tensor | None = None) -> Tensor:
+        """What the model gives for texts: (B, L, V), of a classifier (B, C), in float32 at least.
+
+        Args:
+            ids: (B, L).
+            words: (B, L, e) in place of what the embedding layer gives for ``ids``. A trained
+                embedding gets the gradient of the rows that ``ids`` name.
+        """
+
+        def replaced(_: nn.Module, __: object, output: Tensor) -> Tensor:
+            assert words is not None
+            return output - output.detach() + words.to(output.dtype)
+
+        with self.session():
+            handle = None if words is None else self._embedding.register_forward_hook(replaced)
+            try:
+                logits = self._called(self._without_padding(ids.to(self.device)))
+            finally:
+                if handle is not None:
+                    handle.remove()
+        if self.anatomy.kind == "causal":
+            logits = logits[:, -ids.shape[1] :]  # virtual tokens come first
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def loss(self, ids: Tensor, labels: Tensor, words: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy, as the client trains on it.
+
+        Args:
+            ids: (B, L).
+            labels: of a causal model (B, L), or (B, L, V) where they are distributions; each is
+                predicted one place before its own, the first nowhere. Of a classifier (B,) or
+                (B, C).
+            words: as for :meth:`logits`.
+        """
+        logits = self.logits(ids, words)
+        if self.anatomy.kind == "causal":
+            logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels)
+
+    def gradients(self, loss: Tensor, *, differentiable: bool = False) -> dict[str, Tensor]:
+        """The gradient of a loss in each weight that is read, in float32 at least, by name.
+
+        Args:
+            loss: of :meth:`loss`, computed with gradients enabled.
+            differentiable: whether they have a gradient themselves.
+        """
+        found = torch.autograd.grad(
+            loss, list(self._leaves.values()), create_graph=differentiable, allow_unused=True
+        )
+        pairs = zip(self._leaves, found, strict=True)
+        return {n: g if g.dtype == torch.float64 else g.float() for n, g in pairs if g is not None}
+
+    def _try(self) -> None:
+        ids = torch.ones(1, _TRIAL, dtype=torch.int64, device=self.device)
+        try:
+            with self.session(), torch.enable_grad():
+                words = self.word_embeddings()[ids].clone().requires_grad_()
+                labels = ids if self.anatomy.kind == "causal" else ids[:, 0] * 0
+                gradients = self.gradients(self.loss(ids, labels, words), differentiable=True)
+                size = torch.stack([g.square().sum() for g in gradients.values()]).sum()
+                torch.autograd.grad(size, words)
+        except Exception as error:
+            raise ValueError(
+                f"the gradient of {type(self.anatomy.model).__name__} cannot be differentiated: "
+                f"{type(error).__name__}: {error}. Load the model with "
+                "attn_implementation='eager'"
+            ) from error
+
+
+def trained_names(anatomy: Anatomy) -> tuple[str, ...]:
+    """Names in ``anatomy.root`` of the model's trained parameters; of all where none is trained."""
+    inside = {id(p) for p in anatomy.model.parameters()}
+    every = [n for n, p in anatomy.root.named_parameters() if id(p) in inside]
+    return tuple([n for n in every if anatomy.trainable(n)] or every)
+
+
+__all__ = ["ModelCopy", "trained_names"]

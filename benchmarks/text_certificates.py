@@ -1,7 +1,7 @@
 """How often a certificate of SubspaceTexts is given, and how often it is wrong.
 
     python benchmarks/text_certificates.py --runs 1000
-    python benchmarks/text_certificates.py dpsgd --runs 1000
+    python benchmarks/text_certificates.py dpsgd --runs 1000 --budget 0.5
 
 Every run is a small model of random weights (Llama, GPT-2, BERT as masked model or classifier;
 V 300, d 64, 2 or 4 blocks), whole or with a LoRA of rank 2 to 16, and a batch of 1 to 6 texts of 3
@@ -11,8 +11,10 @@ with labels masked at prompts, at ends or anywhere.
 ``attack`` runs the whole attack on the gradients of the batch. In most runs they are disturbed: by
 noise that the adversary is told of or not (1e-7 to 1e-1 of the entries' root mean square), by
 dropout, or by bfloat16: of the gradients, of these but handed on as float32, of the weights, or of
-the client's autocast, told or not. Behind it the certificate alone is asked about other texts,
-beside the right ones: with a token exchanged for another of the batch, removed, or doubled.
+the client's autocast, told or not; or they are what one step of SGD (rate 0.01) left in the
+weights. Then the certificate alone is asked about the right texts, and about others: with a token
+exchanged for another of the batch, removed, or doubled. (A token that is doubled at a text's end
+explains nothing: it is cut off, and the texts are the right ones again.)
 ``dpsgd`` has gradients clipped to 1 for each text, with noise of sigma 0.5, which the adversary is
 told of, and once more is not.
 
@@ -57,7 +59,7 @@ from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.texts.subspace import _Left, _Search, _Text
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_rows import FoundText
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
 SMOKE = ("--runs 3", "dpsgd --runs 2")
 VOCABULARY, POSITIONS, MASK = 300, 32, 4
@@ -72,10 +74,12 @@ DISTURBANCES = (
     "bf16 weights",
     "bf16 autocast, told",
     "bf16 autocast, not told",
+    "round of SGD",
 )
 TAMPERED = ("right", "exchanged", "removed", "doubled")
 TOLD = ("told of the noise", "not told of it")
 CLIP, SIGMA = 1.0, 0.5
+RATE = 0.01
 
 Texts = list[tuple[int, ...]]
 
@@ -290,6 +294,9 @@ def disturbed(client: Client, disturbance: str, budget: float, rng: random.Rando
     attack = SubspaceTexts(budget_seconds=budget)
     if disturbance == "bf16 autocast, told":
         attack.meet(RunFacts(autocast=torch.bfloat16))
+    elif disturbance == "round of SGD":
+        settings = {"lr": RATE}
+        attack.meet(RunFacts(optimizer="SGD", optimizer_settings=settings, local_steps=1))
     try:
         attack.prepare(anatomy)
     except ValueError:
@@ -309,7 +316,18 @@ def disturbed(client: Client, disturbance: str, budget: float, rng: random.Rando
         if disturbance.endswith("fp32"):
             tensors = {n: g.float() for n, g in tensors.items()}
         snapshot = replace(snapshot, tensors=tensors)
+    elif disturbance == "round of SGD":
+        attack.refresh(anatomy, 0)
+        moved = {n: stepped(anatomy.parameter(n), g) for n, g in snapshot.tensors.items()}
+        snapshot = UpdateSnapshot(0, Stage.SHARED, moved, learning_rate=RATE)
     return outcome(client, attack, snapshot)
+
+
+def stepped(weight: Tensor | None, gradient: Tensor) -> Tensor:
+    """What the weights tell of a gradient behind one step, rounded as they are."""
+    assert weight is not None
+    before = weight.detach()
+    return (before - (before - RATE * gradient)) / RATE
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,23 @@ def test_whole_texts_are_read_while_training(tmp_path: Path, side: str) -> None:
     assert monitor.latest[f"{of}/exposed"] == 1
 
 
+def test_an_encoders_text_is_read_while_training(tmp_path: Path) -> None:
+    def plain_bert() -> nn.Module:
+        return bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+    one = random_token_loader(n=4, batch_size=1, length=10, vocab=VOCABULARY)
+    monitor = LeakageMonitor(SubspaceTexts(), every_n_steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = fit([], tmp_path / "a", module=module(plain_bert), loader=one)
+        seen = fit([monitor], tmp_path / "b", module=module(plain_bert), loader=one)
+    assert_same(plain, seen)
+    of = "leakage/subspace_texts"
+    assert monitor.latest[f"{of}/token_accuracy"] == 1, "the last token counts"
+    assert monitor.latest[f"{of}/exact_sentences"] == 1
+    assert monitor.latest[f"{of}/certified"] == 1
+
+
 class Ends(L.LightningModule):
     """Texts that go on behind their last label, ends of text within the mask, and one unlabelled.
 
@@ -349,9 +366,11 @@ def test_frozen_blocks_give_no_texts_away(tmp_path: Path) -> None:
     assert monitor.latest["leakage/subspace_texts/exposed"] == 0
 
 
-def test_noise_hides_the_order_and_is_no_certificate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("private", [False, True])
+def test_noise_hides_the_order_and_is_no_certificate(tmp_path: Path, private: bool) -> None:
     monitor = LeakageMonitor(SubspaceTexts(budget_seconds=5), every_n_steps=1)
-    strategy = DefendedStrategy("auto", defenses=[GradientNoise(clip=1.0, sigma=0.5)])
+    defense = DPSGD(1.0, noise_multiplier=0.5) if private else GradientNoise(clip=1.0, sigma=0.5)
+    strategy = DefendedStrategy("auto", defenses=[defense])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit([monitor], tmp_path, module=module(), loader=loader(), strategy=strategy, devices=1)

@@ -24,17 +24,14 @@ from lightning_fedleak.snapshots import (
     Stage,
     UpdateSnapshot,
 )
-from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
     backward,
-    bert,
     gemma,
     gpt2,
     llama,
     neox,
     opt,
     ready,
-    t5,
     texts,
     with_lora,
 )
@@ -42,19 +39,29 @@ from tests.attacks.row_space.models import (
 QKV = ["q_proj", "k_proj", "v_proj"]
 
 
-def shared(model: nn.Module, attack: SubspaceTexts, noise: float = 0.0) -> Observation:
+def deep_llama(blocks: int, seed: int) -> nn.Module:
+    config = llama().config
+    config.num_hidden_layers = blocks
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
+
+
+def shared(
+    model: nn.Module, attack: SubspaceTexts, noise: float = 0.0, told: bool = True
+) -> Observation:
     anatomy = find_anatomy(model)
     tensors = {n: anatomy.parameter(n).grad.clone() for n in attack.needs(anatomy).gradients}
     for g in tensors.values():
         g += noise * torch.randn_like(g)
-    return Observation((GradientSnapshot(0, Stage.SHARED, tensors, noise_std=noise),))
+    std = noise if told else 0.0
+    return Observation((GradientSnapshot(0, Stage.SHARED, tensors, noise_std=std),))
 
 
 def read(model: nn.Module, ids: Tensor, noise: float = 0.0, **more: Any) -> TextGuess:
-    attack = SubspaceTexts(**more.pop("settings", {}))
+    told, attack = more.pop("told", True), SubspaceTexts(**more.pop("settings", {}))
     attack.prepare(find_anatomy(model))
     backward(model, ids, **more)
-    return attack.run(shared(model, attack, noise))
+    return attack.run(shared(model, attack, noise, told))
 
 
 def said(guess: TextGuess) -> list[list[int]]:
@@ -68,15 +75,24 @@ def visible(ids: Tensor, mask: Tensor | None = None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", [llama, gpt2, opt, gemma, neox])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_whole_projections_give_every_text_away(family: Any, rows: int) -> None:
-    model, ids = ready(family()), texts(rows, 9)
+@pytest.mark.parametrize(("rows", "length"), [(1, 9), (4, 9), (8, 6)])
+def test_whole_projections_give_every_text_away(family: Any, rows: int, length: int) -> None:
+    model, ids = ready(family()), texts(rows, length)
     guess = read(model, ids)
     assert said(guess) == visible(ids)
     assert guess.finished
     assert guess.certified
     assert guess.confidence is not None
     assert float(guess.confidence[guess.tokens >= 0].min()) > 1 - 1e-5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", [llama, gpt2])
+def test_tied_and_untied_heads(family: Any, tied: bool) -> None:
+    model, ids = ready(family(tie_word_embeddings=tied)), texts(2, 9)
+    guess = read(model, ids)
+    assert said(guess) == visible(ids)
+    assert guess.certified
 
 
 def test_texts_with_a_common_beginning_are_told_apart() -> None:
@@ -124,10 +140,7 @@ def test_a_lora_with_as_many_rows_as_tokens() -> None:
 
 def test_below_the_rank_more_blocks_tell_the_order() -> None:
     """Twelve directions a block, 19 tokens: block 2 alone does not do."""
-    config = llama().config
-    config.num_hidden_layers = 6
-    torch.manual_seed(3)
-    model, ids = LlamaForCausalLM(config), texts(1, 20)
+    model, ids = deep_llama(6, seed=3), texts(1, 20)
     model = with_lora(ready(model), 6, ["q_proj", "v_proj"])
     alone, together = (read(model, ids, settings={"blocks": n}) for n in (1, 5))
     assert said(together) == visible(ids)
@@ -154,21 +167,40 @@ def certified(say: Callable[[], TextGuess]) -> bool:
         return False
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("noise", [1e-4, 1e-2])
-def test_noise_takes_the_certificate(noise: float) -> None:
+def test_noise_takes_the_certificate(noise: float, told: bool) -> None:
     model, ids = ready(llama()), texts(2, 9)
-    assert not certified(lambda: read(model, ids, noise))
+    assert not certified(lambda: read(model, ids, noise, told=told))
 
 
-def test_half_precision_takes_the_certificate() -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_half_precision_takes_the_certificate(told: bool) -> None:
     model, ids = ready(llama()), texts(2, 9)
-    attack = SubspaceTexts()
+    attack = SubspaceTexts(budget_seconds=2)
     attack.prepare(find_anatomy(model))
     backward(model, ids)
     view = shared(model, attack)
     [snapshot] = view.gradients
     rounded = {n: g.bfloat16() for n, g in snapshot.tensors.items()}
-    assert not attack.run(Observation((replace(snapshot, tensors=rounded),))).certified
+    if not told:
+        rounded = {n: g.float() for n, g in rounded.items()}
+    rough = Observation((replace(snapshot, tensors=rounded),))
+    assert not certified(lambda: attack.run(rough))
+
+
+@pytest.mark.parametrize("of", ["embeddings and blocks", "attention", "adapters"])
+def test_dropout_takes_the_certificate(of: str) -> None:
+    if of == "adapters":
+        model = with_lora(ready(llama()), 8, QKV, lora_dropout=0.2)
+    else:
+        model = ready(gpt2() if of.startswith("emb") else llama(attention_dropout=0.1))
+    attack = SubspaceTexts(budget_seconds=1)
+    attack.prepare(find_anatomy(model))
+    model.train()
+    for _ in range(4):
+        backward(model, texts(2, 7))
+        assert not certified(lambda: attack.run(shared(model, attack)))
 
 
 def test_other_weights_than_the_clients_are_no_certificate() -> None:
@@ -310,10 +342,21 @@ def test_what_it_cannot_read_is_unknown() -> None:
             attack.run(Observation((replace(snapshot, tensors=spoilt),)))
 
 
-@pytest.mark.parametrize("family", [bert, t5])
-def test_models_that_read_both_ways_are_refused(family: Any) -> None:
-    with pytest.raises(ThreatModelError, match="left to right"):
-        SubspaceTexts().needs(find_anatomy(ready(family())))
+@pytest.mark.parametrize(("rank", "blocks"), [(None, 2), (8, 6)])
+def test_no_more_is_kept_of_an_update_than_is_read(rank: int | None, blocks: int) -> None:
+    """Block 1 names the words; behind it one block's whole rows do, or all that few rows have."""
+    model = deep_llama(6, seed=0)
+    if rank:
+        model = with_lora(model, rank, QKV)
+    anatomy = find_anatomy(model)
+    names = SubspaceTexts().needs(anatomy).gradients
+    found = {name.split("layers.")[1].split(".")[0] for name in names}
+    assert found == {str(block) for block in range(blocks)}
+    assert all("_proj" in name for name in names), "no head, no embedding"
+    assert len(names) == len(set(names))
+    kept = sum(anatomy.parameter(name).numel() for name in names)
+    trained = [p for n, p in model.named_parameters() if p.requires_grad and "layers" in n]
+    assert kept <= sum(p.numel() for p in trained) * blocks / 6
 
 
 @pytest.mark.parametrize(

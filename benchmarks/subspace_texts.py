@@ -12,7 +12,8 @@ Settings as in subspace_words.py, whose functions this uses. ``--classes`` makes
 which an encoder has to be, of two classes that alternate over the batch. Prints for each shape and
 defence: the share of tokens that are in their place (the last token of each causal text, which is
 not in these gradients, does not count) and of texts that are exact, with 95% intervals over texts;
-how often the attack certified its texts, and how often that was wrong; and processor seconds of a look, the median.
+how often the attack certified its texts, and how often that was wrong; and the median of a look's
+processor seconds.
 
 ``--config gpt2`` is that shape (two blocks of it) with random weights and Zipf-distributed tokens.
 

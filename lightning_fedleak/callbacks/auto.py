@@ -29,8 +29,9 @@ MAX_OVERHEAD = 0.005
 """Share of the training time that looks of ``attacks="auto"`` may take by default."""
 
 _ELSEWHERE = (
-    "Not among these: FlatChat and RevealLabels (AlignedFlatChat reads the same gradient); attacks "
-    "on hidden states at a split (list PrefixInversion(layer=...), say)"
+    "Not among these: FlatChat and RevealLabels (AlignedFlatChat reads the same gradient); whole "
+    "texts, which take seconds a look (list SubspaceTexts()); attacks on hidden states at a split "
+    "(list PrefixInversion(layer=...), say)"
 )
 _CRAFTED = "; a server that adds layers of its own (assume=DISHONEST_SERVER)"
 _ROWS, _LENGTH = 8, 64

@@ -77,7 +77,7 @@ class EncoderSearch:
 
     def run(self, deadline: Deadline) -> tuple[list[FoundText], bool, bool]:
         """The texts, whether it came to an end by itself, and whether they are certain."""
-        pairs = self._pairs().cut()
+        pairs = self._pairs(deadline).cut()
         likely = self._single(pairs)
         if not likely:
             return [], True, False
@@ -91,11 +91,11 @@ class EncoderSearch:
 
     # ---- pairs of token and position --------------------------------------------------------
 
-    def _pairs(self) -> _Pairs:
+    def _pairs(self, deadline: Deadline) -> _Pairs:
         """The pairs that explain block 1's rows, with as many positions as that takes."""
         length, tried = min(_SHORTEST, self.longest), None
         while tried is None or not tried.complete:
-            if length * len(self.bag) > _PAIRS and tried is not None:
+            if tried is not None and (deadline.passed or length * len(self.bag) > _PAIRS):
                 break
             more = self._pairs_of(length)
             if tried is None or more.residual < tried.residual:
@@ -150,7 +150,7 @@ class EncoderSearch:
             if deadline.passed:
                 break
             allowed = pairs.allowed[: ends[number % len(ends)]]
-            for tokens in self._descended(allowed, taken):
+            for tokens in self._descended(allowed, taken, deadline):
                 loss, tokens = self._swept(tokens, allowed, deadline)
                 if best is None or loss < best[0]:
                     best = (loss, tokens)
@@ -202,7 +202,7 @@ class EncoderSearch:
         parts = [self._distances(self.bottom.hidden(part)) for part in torch.split(texts, step)]
         return torch.cat(parts)
 
-    def _descended(self, allowed: Tensor, taken: Sequence[Tensor]) -> Tensor:
+    def _descended(self, allowed: Tensor, taken: Sequence[Tensor], deadline: Deadline) -> Tensor:
         """(s, L) texts that descents over weights of the allowed pairs end at.
 
         They start from random weights, smaller where texts that were taken have their tokens.
@@ -215,6 +215,8 @@ class EncoderSearch:
         adam = RowAdam(begun, _RATE)
         with torch.inference_mode(False), torch.enable_grad():
             for _ in range(_STEPS):
+                if deadline.passed:
+                    break
                 leaf = adam.values.detach().requires_grad_()
                 weights = leaf.masked_fill(~allowed, -torch.inf).softmax(-1)
                 states = self.bottom.hidden_from(weights @ self._words)

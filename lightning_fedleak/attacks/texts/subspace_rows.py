@@ -90,7 +90,7 @@ class BlockInputs(BottomModel):
         run = cut_at(self.anatomy.model, Place("head", head, "input"))
         with self.session():
             states = copy_context().run(run, input_ids=ids, **self._no_cache)[:, -ids.shape[1] :]
-            logits: Tensor = head(states[torch.arange(len(texts)), ends - 1])
+            logits: Tensor = head(states[torch.arange(len(texts), device=ends.device), ends - 1])
         return logits.double().log_softmax(-1)[:, tokens]
 
     def parts(self, states: Tensor) -> list[Tensor]:

@@ -134,14 +134,17 @@ def _positions(anatomy: Anatomy, known: KnownInput) -> tuple[Tensor, Tensor]:
             input_rows(anatomy, known, ids).double() for ids in (probe, every, repeated)
         )
         linear, more = _Linear(), first.new_zeros(0, known.width)
+        tolerance = _ADDITIVE
     else:
         place = Place("", norm, "input")
         sums, first, along = (_states(anatomy, place, ids) for ids in (probe, every, repeated))
-        linear = _Linear.of(norm, sums, input_rows(anatomy, known, probe).double())
+        made = input_rows(anatomy, known, probe)
+        tolerance = max(_ADDITIVE, 4 * torch.finfo(made.dtype).eps)
+        linear = _Linear.of(norm, sums, made.double(), tolerance)
         bias = norm._parameters.get("bias")
         more = first.new_zeros(0, known.width) if bias is None else bias.detach().double()[None]
     other = (sums[0] - sums[1]).flip(0)
-    if float((sums[0] - sums[1] + other).abs().max()) > _ADDITIVE * float(sums.abs().max()):
+    if float((sums[0] - sums[1] + other).abs().max()) > tolerance * float(sums.abs().max()):
         raise NotAdditive("the input is no sum of a part of the word and a part of the position")
     mean = first[:, 0].mean(0)
     types = [
@@ -167,7 +170,7 @@ class _Linear:
         return x if self.gain is None else x * self.gain
 
     @classmethod
-    def of(cls, norm: nn.Module, given: Tensor, made: Tensor) -> _Linear:
+    def of(cls, norm: nn.Module, given: Tensor, made: Tensor, tolerance: float) -> _Linear:
         """The one that explains what a norm made of its input.
 
         Raises:
@@ -176,12 +179,13 @@ class _Linear:
         weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
         gain = None if weight is None else weight.detach().double()
         shift = 0.0 if bias is None else bias.detach().double()
+        errors = []
         for centred in (True, False):
-            linear = cls(gain, centred)
-            x, y = linear(given), made - shift
+            x, y = cls(gain, centred)(given), made - shift
             scale = (x * y).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
-            if float((x * scale - y).abs().max()) <= _ADDITIVE * float(y.abs().max()):
-                return linear
+            errors.append(float((x * scale - y).abs().max() / y.abs().max()))
+        if min(errors) <= tolerance:
+            return cls(gain, errors[0] <= errors[1])
         raise NotAdditive(f"the norm before the input ({type(norm).__name__}) is of no known kind")
 
 

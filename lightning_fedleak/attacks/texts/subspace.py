@@ -56,6 +56,7 @@ from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 _BLOCKS = 12
 _CONTEXTS, _CONTEXT = 4, 8
 _PRIOR = 0.5
+_LOST = 2
 _TRIED = 16, 64
 _EXACT, _NEARLY = 1e-6, 1e-4
 _PRECISE = 1e-10
@@ -528,25 +529,27 @@ class _Search:
             _Branch((), int(token), tuple(x[i] for x in states)) for i, token in enumerate(self.bag)
         ]
         found: list[_Text] = []
-        while any(len(block.directions) for block in left):
+        lost: list[_Text] = []
+        while any(len(block.directions) for block in left) and len(lost) < _LOST:
             prior = 0.0 if self.precise or not self.speaks else _PRIOR
             text, finished = self._next(opened, left, deadline, prior)
             if text is None:
-                return found, finished
-            lost = self.precise and not text.exact
-            if lost and finished and self.speaks:
-                likely, finished = self._next(opened, left, deadline, _PRIOR)
-                lost = likely is None or not likely.exact
-                text = text if likely is None or lost else likely
-            found = _with(found, text)
-            if lost:  # a wrong token explains little, and all that follows would be made up
-                return found, finished
-            left = text.left
-            taken = {text.tokens[:n] for n in range(1, len(text.tokens) + 1)}
-            opened = [b for b in [*opened, *text.aside] if (*b.prefix, b.token) not in taken]
+                break
+            if self.precise and not text.exact and finished and self.speaks:
+                again, finished = self._next(opened, left, deadline, _PRIOR)
+                text = again if again is not None and again.exact else text
+            if self.precise and not text.exact:  # a wrong token, and all behind it is made up
+                lost.append(text)
+                begun = text.tokens[: len(text.tokens) - len(text.states) + 1]
+                opened = [b for b in opened if (*b.prefix, b.token) != begun]
+            else:
+                found = _with(found, text)
+                left = text.left
+                taken = {text.tokens[:n] for n in range(1, len(text.tokens) + 1)}
+                opened = [b for b in [*opened, *text.aside] if (*b.prefix, b.token) not in taken]
             if not finished:
-                return found, False
-        return found, True
+                return found or lost[:1], False
+        return found or lost[:1], True
 
     def _begun(self, prefixes: Sequence[tuple[int, ...]]) -> Prefixes:
         """Beginnings that are known."""

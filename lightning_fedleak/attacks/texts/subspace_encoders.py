@@ -37,7 +37,7 @@ _EXACT = 1e-6
 _STARTS, _STEPS, _RATE = 4, 50, 0.3
 _SWEEPS, _FAR = 8, 8
 _USED = 3.0
-_ROUNDS = 12
+_ROUNDS = 8
 _AT_ONCE = 1 << 12
 
 
@@ -83,10 +83,11 @@ class EncoderSearch:
             return [], True, False
         alone = torch.tensor([likely], device=self.bag.device)
         several = pairs.allowed.sum(1) > 1
-        if not self.precise or not pairs.complete or not bool(several.any()):
+        lengths = self._lengths(pairs)
+        if not (self.precise and pairs.complete and bool(several.any()) and lengths):
             texts = [FoundText(tuple(likely), tuple(self._fits(alone)[0].tolist()))]
             return texts, True, self._certain(texts, pairs)
-        texts, finished = self._told_apart(pairs, deadline)
+        texts, finished = self._told_apart(pairs, lengths, deadline)
         return texts, finished, finished and self._certain(texts, pairs)
 
     # ---- pairs of token and position --------------------------------------------------------
@@ -138,46 +139,54 @@ class EncoderSearch:
 
     # ---- texts that share positions ---------------------------------------------------------
 
-    def _told_apart(self, pairs: _Pairs, deadline: Deadline) -> tuple[list[FoundText], bool]:
+    def _told_apart(
+        self, pairs: _Pairs, lengths: Sequence[int], deadline: Deadline
+    ) -> tuple[list[FoundText], bool]:
         """Texts one after the other, each from several starts."""
         texts: list[FoundText] = []
         taken: list[Tensor] = []
-        ends = self._ends(pairs)
-        best: tuple[float, Tensor] | None = None
-        for number in range(_ROUNDS * len(ends)):
-            if not len(self._directions[0]):
-                return texts, True
-            if deadline.passed:
+        while len(self._directions[0]):
+            loss, tokens = self._next(pairs, lengths, taken, deadline)
+            fits = self._fits(tokens[None])[0]
+            texts.append(FoundText(tuple(tokens.tolist()), tuple(fits.tolist())))
+            if loss > _EXACT:
                 break
-            allowed = pairs.allowed[: ends[number % len(ends)]]
-            for tokens in self._descended(allowed, taken, deadline):
-                loss, tokens = self._swept(tokens, allowed, deadline)
-                if best is None or loss < best[0]:
-                    best = (loss, tokens)
-                if loss <= _EXACT:
-                    break
-            assert best is not None
-            if best[0] <= _EXACT:
-                fits = self._fits(best[1][None])[0]
-                texts.append(FoundText(tuple(best[1].tolist()), tuple(fits.tolist())))
-                self._take(best[1])
-                taken.append(best[1])
-                best = None
-        if best is not None:
-            fits = self._fits(best[1][None])[0]
-            texts.append(FoundText(tuple(best[1].tolist()), tuple(fits.tolist())))
+            self._take(tokens)
+            taken.append(tokens)
         return texts, not deadline.passed
 
-    def _ends(self, pairs: _Pairs) -> list[int]:
-        """Lengths of texts: they end as the longest one does, or fewer pairs come behind."""
+    def _next(
+        self, pairs: _Pairs, lengths: Sequence[int], taken: Sequence[Tensor], deadline: Deadline
+    ) -> tuple[float, Tensor]:
+        """The nearest text, and how near: the first that is exact."""
+        best: tuple[float, Tensor] | None = None
+        for length in lengths:
+            allowed = pairs.allowed[:length]
+            for text in self._descended(allowed, taken, deadline):
+                swept = self._swept(text, allowed, deadline)
+                if best is None or swept[0] < best[0]:
+                    best = swept
+                if best[0] <= _EXACT:
+                    return best
+            if deadline.passed:
+                break
+        assert best is not None
+        return best
+
+    def _lengths(self, pairs: _Pairs) -> list[int]:
+        """Lengths of texts, in the order in which they are tried.
+
+        First those of texts that end as the longest one does, then those behind which there are
+        fewer pairs.
+        """
         counts = [*pairs.allowed.sum(1).tolist(), 0]
         last = pairs.allowed[-1].nonzero()[:, 0]
-        if len(last) == 1:
-            ends = [p + 1 for p in pairs.allowed[:, int(last)].nonzero()[:, 0].tolist()]
-        else:
-            ends = [p + 1 for p in range(len(pairs.allowed)) if counts[p] > counts[p + 1]]
-        whole = [n for n in reversed(ends) if bool(pairs.allowed[:n].any(1).all())]
-        return whole or [len(pairs.allowed)]
+        fewer = [p + 1 for p in range(len(pairs.allowed)) if counts[p] > counts[p + 1]]
+        alike = (pairs.allowed[:, last[:1]].any(1).nonzero()[:, 0] + 1).tolist()
+        first = [n for n in reversed(alike) if len(last) == 1]
+        others = [n for n in reversed(fewer) if n not in first]
+        whole = int(pairs.allowed.any(1).long().cumprod(0).sum())
+        return [n for n in (first + first + others) * _ROUNDS if n <= whole]
 
     def _distances(self, states: Tensor) -> Tensor:
         """(...) share of what is new in states that the rows do not explain, mean of the blocks."""

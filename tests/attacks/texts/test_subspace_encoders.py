@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
-from lightning_fedleak.attacks.texts.base import TextGuess
+from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_rows import FoundText
@@ -211,7 +211,7 @@ def certificate(rows: int) -> tuple[Callable[[list[list[int]]], bool], list[list
     shared = [attack._rows(known, anatomy, view) for known in bottom.inputs]
     bag = ids.unique()
     search = EncoderSearch(bottom, first, attack._whitening, shared, bag, 0)
-    pairs = search._pairs()
+    pairs = search._pairs(Deadline())
 
     def certain(said: list[list[int]]) -> bool:
         found = [FoundText(tuple(text), (1.0,) * len(text)) for text in said]

@@ -104,7 +104,7 @@ def in_true_order(
     """Texts that were guessed in any order, beside the true ones that they are most like.
 
     Every guessed text is given to one true one at most, so that as many tokens as possible are
-    right at their place.
+    right at their place, and where that leaves it open as many as possible are in it anywhere.
 
     Args:
         guessed: (n, k) token ids, each text from the left.
@@ -121,10 +121,22 @@ def in_true_order(
     said = guessed.detach().cpu()[:, :length]
     said = torch.nn.functional.pad(said, (0, length - said.shape[1]), value=NOTHING)
     hits = (said[:, None] == truth) & (real != 0)
-    found, true = linear_sum_assignment(hits.sum(2).numpy(), maximize=True)
+    anywhere = torch.tensor(
+        [
+            [(Counter(one) & Counter(other)).total() for other in _known(truth, real)]
+            for one in _known(said, said >= 0)
+        ],
+        dtype=torch.int64,
+    ).view(len(said), len(truth))
+    likeness = hits.sum(2) * (truth.numel() + 1) + anywhere
+    found, true = linear_sum_assignment(likeness.numpy(), maximize=True)
     told = torch.full_like(truth, NOTHING)
     told[torch.from_numpy(true)] = said[torch.from_numpy(found)]
     return told
+
+
+def _known(tokens: Tensor, real: Tensor) -> list[list[int]]:
+    return [row[there != 0].tolist() for row, there in zip(tokens, real, strict=True)]
 
 
 def sentence_scores(

@@ -57,6 +57,7 @@ _BLOCKS = 12
 _CONTEXTS, _CONTEXT = 4, 8
 _PRIOR = 0.5
 _LOST = 2
+_NEAR, _SAME, _GAIN = 0.02, 1e-3, 3.0
 _TRIED = 16, 64
 _EXACT, _NEARLY = 1e-6, 1e-4
 _PRECISE = 1e-10
@@ -251,6 +252,7 @@ class SubspaceTexts(TextAttack):
         """
         if self._bottom is None:
             raise RuntimeError(f"attack '{self.name}' has no copy of the model: call prepare")
+        deadline = Deadline(self.budget_seconds)
         self._check_update(view)
         words = self._words.run(view)
         bottom = self._bottom
@@ -258,7 +260,6 @@ class SubspaceTexts(TextAttack):
         bag = words.types.sort().values.to(bottom.device)
         if not len(bag):
             raise UnusableObservation("no word stands out of the noise")
-        deadline = Deadline(self.budget_seconds)
         first = self._blocks(bottom.anatomy).first
         search: _Search | EncoderSearch
         if first is None:
@@ -726,7 +727,7 @@ class _Search:
             own = torch.split(first.own, [len(text.states) for text in texts])
             idle = [not float(part[-1]) >= RESIDUAL for part in own]
             if not any(idle):
-                certain = self._unique(texts, first)
+                certain = self._unique(texts, first) and self._ended(texts, first)
                 break
             texts = [_cut(t) if out else t for t, out in zip(texts, idle, strict=True)]
             texts = [text for text in texts if text.states]
@@ -736,6 +737,22 @@ class _Search:
             explained = Explained.of(shared, self._states(texts, block))
             certain = explained.residual <= RESIDUAL
         return texts, certain
+
+    def _ended(self, texts: Sequence[_Text], first: Explained) -> bool:
+        """Whether each text would show it if it went on.
+
+        It does not where what would come next reads nearly as tokens do that are there, as of a
+        model that has learned to repeat a text's last token, and explains some of what is left.
+        """
+        for text in texts:
+            states = self._tried(self._begun([text.tokens]))[0][0]
+            ways = {other.tokens[: len(text.tokens) + 1] for other in texts}
+            free = [(*text.tokens, int(token)) not in ways for token in self.bag]
+            x = self._plain(states, 0)[torch.tensor(free, device=states.device)]
+            outside, gain = first.further(self.shared[0], x)
+            if bool(((outside < _NEAR) & (gain > _GAIN) | (outside < _SAME)).any()):
+                return False
+        return True
 
     def _states(self, texts: Sequence[_Text], block: int) -> Tensor:
         """(n, d) of all tokens of texts, as they were before whitening."""

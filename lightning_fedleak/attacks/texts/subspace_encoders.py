@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.row_space.linear_maps import KnownInput, input_rows
 from lightning_fedleak.attacks.row_space.pursuit import Atoms, SharedRows, explain
 from lightning_fedleak.attacks.texts.base import Deadline
@@ -51,6 +52,9 @@ class EncoderSearch:
         shared: the rows of each block.
         bag: (n,) token ids that the texts are made of.
         seed: of the starts.
+
+    Raises:
+        UnusableObservation: the rows fill the space of the hidden states.
     """
 
     def __init__(
@@ -62,6 +66,11 @@ class EncoderSearch:
         bag: Tensor,
         seed: int,
     ) -> None:
+        if any(len(rows.kept) >= LARGEST_SHARE * rows.whole.shape[1] for rows in shared):
+            raise UnusableObservation(
+                "what was shared fills the space of the hidden states: more tokens than its "
+                "directions tell apart"
+            )
         self.bottom, self.known, self.shared, self.bag = bottom, known, shared, bag
         self.whitening = whitening
         self.precise = all(rows.exact for rows in shared)
@@ -315,7 +324,7 @@ class EncoderSearch:
         first = Explained.of(
             self.shared[0], torch.stack([pairs.states[p, index[t]] for p, t in every])
         )
-        if first.residual > RESIDUAL or not float(first.own.min()) >= CERTAIN:
+        if not (first.residual <= RESIDUAL and float(first.own.min()) >= CERTAIN):
             return False
         for number, (place, token) in enumerate(every):
             rest = ~pairs.allowed[place]
@@ -329,7 +338,7 @@ class EncoderSearch:
         explained = [
             Explained.of(shared, x) for shared, x in zip(self.shared[1:], states[1:], strict=True)
         ]
-        if any(block.residual > RESIDUAL for block in explained):
+        if not all(block.residual <= RESIDUAL for block in explained):
             return False
         return self._unique(rows, pairs, explained[0])
 

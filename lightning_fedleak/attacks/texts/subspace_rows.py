@@ -137,6 +137,19 @@ class Explained:
         """Numbers in a state."""
         return self.basis.shape[1]
 
+    def further(self, shared: SharedRows, others: Tensor) -> tuple[Tensor, Tensor]:
+        """Of other states (k, d), how far they lie outside of these, and what they explain besides.
+
+        Returns:
+            (k,) norms of what is outside of the basis, and (k,) what is left of the rows along it,
+            in units of what noise leaves along any direction.
+        """
+        outside = others - (others @ self.basis.T) @ self.basis
+        size = outside.norm(dim=1)
+        left = shared.whole - (shared.whole @ self.basis.T) @ self.basis
+        along = left @ (outside / size.clamp_min(1e-300)[:, None]).T
+        return size, along.norm(dim=0) / len(left) ** 0.5
+
     def exchanged(self, number: int, others: Tensor) -> Tensor:
         """(k,) what is left where others (k, d) stand in one state's place."""
         outside = (others - (others @ self.basis.T) @ self.basis).square().sum(1)

@@ -395,7 +395,7 @@ class TextsChannel(Channel):
         """
         if not guess.finished and not bool((guess.tokens >= 0).any()):
             raise UnusableObservation("no time: the budget is over before any token is found")
-        held = attack.last_token_open and self.run.anatomy.kind == "causal"
+        held = attack.last_token_open
         every = self._choose(look.step, look.batches, every=True, in_gradients=held)
         drawn = self._choose(look.step, look.batches, in_gradients=held)
         if every is None or drawn is None:

@@ -210,8 +210,7 @@ def _attacked(
                 raise TypeError(f"attack '{attack.name}' names no texts")
             if not guess.finished and not bool((guess.tokens >= 0).any()):
                 raise UnusableObservation("no time: the budget is over before any token is found")
-            seconds += time.perf_counter() - start
-            spent += time.process_time() - busy
+            took = time.perf_counter() - start, time.process_time() - busy
             held = batch.context_mask() if attack.last_token_open else torch.ones_like(ids).bool()
             real = held.cpu()
             metric.update(in_true_order(guess.tokens, ids, real), ids, real)
@@ -219,6 +218,8 @@ def _attacked(
             problem = _said(error)
         else:
             guesses.append(guess)
+            seconds += took[0]
+            spent += took[1]
     sure = [g.certified for g in guesses if g.certified is not None]
     return replace(
         cell,

@@ -260,7 +260,7 @@ class InvertOptions:
     relative: bool = _option(
         True,
         "--noise counts in standard deviations of each dimension of the hidden states (of "
-        "gradients: in root mean squares of the entries that the attack reads), or is absolute",
+        "gradients: in root mean squares of all gradients that are shared), or is absolute",
     )
     lengths: Sequence[int] = _option((32,), "tokens a text", "N", type=_at_least(1))
     texts: int = _count(

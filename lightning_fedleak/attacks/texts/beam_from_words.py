@@ -275,9 +275,13 @@ class FluentTexts:
     def _next(self, beams: Tensor) -> Tensor:
         """(n, V) log probabilities of what follows each beginning (n, l)."""
         self.tried += len(beams)
-        rows = max(1, LOGITS_AT_ONCE // (beams.shape[1] * self.copy.anatomy.vocab_size))
-        parts = [self.copy.logits(part)[:, -1] for part in torch.split(beams, rows)]
+        parts = [self.copy.logits(part)[:, -1].clone() for part in self._split(beams)]
         return torch.cat(parts).log_softmax(-1)
+
+    def _split(self, texts: Tensor) -> Sequence[Tensor]:
+        """Texts in parts whose logits fit side by side."""
+        rows = max(1, LOGITS_AT_ONCE // (texts.shape[1] * self.copy.anatomy.vocab_size))
+        return torch.split(texts, rows)
 
     def _repeats(self, beams: Tensor, known: set[tuple[int, ...]]) -> Tensor:
         """(n, k) 1 where a word of the bag would repeat an n-gram."""
@@ -296,9 +300,11 @@ class FluentTexts:
 
     def log_probabilities(self, texts: Tensor) -> Tensor:
         """(B, L) of each token behind those before it; 0 for the first."""
-        told = self.copy.logits(texts)[:, :-1].log_softmax(-1)
-        followed = told.gather(2, texts[:, 1:, None])[..., 0]
-        return torch.nn.functional.pad(followed, (1, 0))
+        followed = []
+        for part in self._split(texts):
+            told = self.copy.logits(part)[:, :-1].log_softmax(-1)
+            followed.append(told.gather(2, part[:, 1:, None])[..., 0])
+        return torch.nn.functional.pad(torch.cat(followed), (1, 0))
 
     def score(self, text: Tensor) -> float:
         """Perplexity + beta * norm of the loss's gradient, of a text (L,)."""

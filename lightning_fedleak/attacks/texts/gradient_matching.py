@@ -246,10 +246,17 @@ class GradientMatching(TextAttack):
         """Copies the model, and differentiates a gradient of it once.
 
         Raises:
-            ValueError: its gradient has no derivative (flash attention).
+            ValueError: its gradient has no derivative (flash attention), or a causal model predicts
+                other tokens than it embeds.
         """
         self._copy = ModelCopy(anatomy, self._names(anatomy), autocast=self._facts.autocast)
         self._table = TokenTable.by_cosine(self._copy.word_embeddings())
+        embedded = len(self._table.embeddings)
+        if anatomy.kind == "causal" and embedded != anatomy.vocab_size:
+            raise ValueError(
+                f"attack '{self.name}' takes labels from the tokens that are embedded "
+                f"({embedded}), and this model predicts {anatomy.vocab_size}: remove the attack"
+            )
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Renews the copy; anew where something else is trained."""
@@ -383,6 +390,8 @@ class Matching:
             loss = self.copy.loss(ids, labels, dummy.words)
             gradients = self.copy.gradients(loss, differentiable=differentiable)
             parts = [(gradients[n], g) for n, g in self.target.items() if n in gradients]
+            if not parts:
+                raise UnusableObservation("the loss of a text hangs on nothing that is matched")
             if self.attack.distance == "cosine":
                 return _cosine_distance(parts)
             total = torch.stack([(a - b).square().sum() for a, b in parts]).sum()
@@ -403,7 +412,7 @@ class Matching:
         directions = self.table.directions["cosine"]
         likeness = F.normalize(dummy.words, dim=-1) @ directions.T
         soft = (likeness / _SOFTNESS).softmax(-1)
-        hard = F.one_hot(ids, len(directions)).to(soft)
+        hard = torch.zeros_like(soft).scatter_(2, ids[..., None], 1.0)
         return ids, hard + soft - soft.detach()
 
     def tokens(self, words: Tensor) -> tuple[Tensor, Tensor]:

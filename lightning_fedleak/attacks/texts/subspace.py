@@ -151,7 +151,8 @@ class SubspaceTexts(TextAttack):
         """What names the words, and the trained projections of some blocks behind the first.
 
         Raises:
-            ThreatModelError: the model is not causal, or has no second block of linear maps.
+            ThreatModelError: an encoder-decoder, an encoder whose positions are not added to its
+                embeddings, or a model without a second block of linear maps.
         """
         if anatomy.kind == "seq2seq":
             raise ThreatModelError(
@@ -205,8 +206,7 @@ class SubspaceTexts(TextAttack):
         """Copies the model up to the blocks that are read, and runs it on random tokens.
 
         Raises:
-            ValueError: what a token is made to hangs on later ones, or the model cannot be run as
-                far as these blocks.
+            ValueError: the model cannot be run as far as these blocks.
         """
         self._words.prepare(anatomy)
         inputs = self._read(anatomy)
@@ -330,9 +330,6 @@ class SubspaceTexts(TextAttack):
         }
 
 
-# ---- one block's rows -----------------------------------------------------------------------
-
-
 class _Blocks(NamedTuple):
     """What is read of a model.
 
@@ -352,6 +349,9 @@ def _causal(anatomy: Anatomy, inputs: Sequence[SharedInput]) -> bool:
     one = states_at(anatomy, inputs, ids)[-1]
     other = states_at(anatomy, inputs, torch.cat([ids[:, :-1], ids[:, :1]], 1))[-1]
     return bool(torch.equal(one[:, 0], other[:, 0]))
+
+
+# ---- one block's rows -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

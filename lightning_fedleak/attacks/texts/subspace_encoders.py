@@ -216,9 +216,8 @@ class EncoderSearch:
     def _losses(self, texts: Tensor) -> Tensor:
         """(n, L) distances of texts (n, L)."""
         self.tried += len(texts)
-        step = max(1, _AT_ONCE // texts.shape[1])
-        parts = [self._distances(self.bottom.hidden(part)) for part in torch.split(texts, step)]
-        return torch.cat(parts)
+        parts = torch.split(texts, _at_once(texts.shape[1]))
+        return torch.cat([self._distances(self.bottom.hidden(part)) for part in parts])
 
     def _descended(self, allowed: Tensor, taken: Sequence[Tensor], deadline: Deadline) -> Tensor:
         """(s, L) texts that descents over weights of the allowed pairs end at.
@@ -254,27 +253,30 @@ class EncoderSearch:
             before = best
             for place in torch.randperm(len(text), generator=self.generator).tolist():
                 texts = self._with_others(text[None], place, allowed)
-                if len(texts) and best > _EXACT and not deadline.passed:
-                    best, text = self._nearest(best, text, texts)
+                if best > _EXACT:
+                    best, text = self._nearest(best, text, texts, deadline)
             if best >= before:
                 far = self._losses(text[None])[0].topk(min(_FAR, len(text))).indices.tolist()
                 for i, place in enumerate(far):
                     texts = self._with_others(text[None], place, allowed)
                     two = [self._with_others(texts, other, allowed) for other in far[:i]]
-                    if two and best > _EXACT and not deadline.passed:
-                        best, text = self._nearest(best, text, torch.cat(two))
+                    if two and best > _EXACT:
+                        best, text = self._nearest(best, text, torch.cat(two), deadline)
             if best >= before:
                 break
         return best, text
 
-    def _nearest(self, best: float, text: Tensor, others: Tensor) -> tuple[float, Tensor]:
+    def _nearest(
+        self, best: float, text: Tensor, others: Tensor, deadline: Deadline
+    ) -> tuple[float, Tensor]:
         """The nearest of texts (n, L) if it is nearer than ``best``, which ``text`` is."""
-        if not len(others):
-            return best, text
-        losses = self._losses(others).mean(1)
-        least = int(losses.argmin())
-        nearer = float(losses[least]) < best
-        return (float(losses[least]), others[least]) if nearer else (best, text)
+        for part in torch.split(others, _at_once(others.shape[1])):
+            if len(part) and not deadline.passed:
+                losses = self._losses(part).mean(1)
+                least = int(losses.argmin())
+                if float(losses[least]) < best:
+                    best, text = float(losses[least]), part[least]
+        return best, text
 
     def _with_others(self, texts: Tensor, place: int, allowed: Tensor) -> Tensor:
         """(m, L) texts (n, L), each with every other token that a place may hold."""
@@ -389,6 +391,11 @@ class _Pairs:
             allowed=self.allowed[:ends],
             scores=self.scores[:ends],
         )
+
+
+def _at_once(length: int) -> int:
+    """Texts of so many tokens that go through the model together."""
+    return max(1, _AT_ONCE // length)
 
 
 def _basis(rows: Tensor, least: float) -> Tensor:

@@ -180,7 +180,7 @@ class InvertCommand(InvertOptions):
             if self.lora_r
             else f"A client trains {self._model} ({self.precision})"
         )
-        unit = " times the root mean square of what is read" if self.relative else ""
+        unit = " times the root mean square of all gradients" if self.relative else ""
         noise = ""
         if any(self._sigmas):
             noise = f", with Gaussian noise of {_listed(self._sigmas)}{unit}"
@@ -447,7 +447,7 @@ def gradient_table(cells: Sequence[GradientCell]) -> Table:
 
 def gradient_explanation(cells: Sequence[GradientCell]) -> str:
     """What the table says, in sentences."""
-    unit = " in root mean squares of the entries that are read" if cells[0].relative else ""
+    unit = " in root mean squares of all gradients" if cells[0].relative else ""
     lines = [
         "",
         "in place: the share of a text's tokens that are right at their place, mean over texts; in "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.texts.base import TextAttack, TextGuess
+from lightning_fedleak.attacks.texts.model_copy import trained_names
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.commands.invert.cells import ROUGE_UP_TO, finite, numbers
@@ -42,7 +43,7 @@ class GradientCell:
         batch: texts of a batch.
         length: tokens of each text.
         sigma: of the noise.
-        relative: whether in units of the root mean square of the entries that the attack reads.
+        relative: whether in units of the root mean square of all entries that are shared.
         batches: attacked.
         unknown: of them, those of which the attack said nothing; their texts do not count.
         rates: over the texts of the others, by the names of
@@ -142,8 +143,8 @@ def run_gradient_cells(
         attacks: names, and how to make each for batches of so many texts of so many tokens.
         sizes: texts of a batch.
         sigmas: noise levels.
-        relative: whether these count in units of the root mean square of the entries that the
-            attack reads, or are absolute.
+        relative: whether these count in units of the root mean square of all entries of a batch's
+            gradient, or are absolute.
         texts: attacked in each cell: as many whole batches as they make, one at least.
         seed: of the noise.
         began: told the name of what comes next.
@@ -237,17 +238,18 @@ def _attacked(
 def _shared(
     anatomy: Anatomy, batch: TokenBatch, roles: Sequence[str], cell: GradientCell, seed: int
 ) -> Observation:
-    """The gradient of a batch as it leaves the client."""
-    found = gradient_of(anatomy, batch, roles)
-    tensors = {id(g): g for g in found.values()}.values()  # a tied matrix has two roles
-    entries = torch.cat([g.flatten().double() for g in tensors])
-    unit = float(entries.square().mean().sqrt()) if cell.relative else 1.0
+    """The gradient of a batch as it leaves the client: the part that an attack reads."""
+    found = gradient_of(anatomy, batch, [*roles, *trained_names(anatomy)])
+    every = {id(g): g for g in found.values()}.values()  # a tied matrix has two roles
+    squares = sum(float(g.double().square().sum()) for g in every)
+    unit = math.sqrt(squares / sum(g.numel() for g in every)) if cell.relative else 1.0
     std = cell.sigma * unit
     generator = torch.Generator().manual_seed(seed)
+    read = {role: found[role] for role in roles}
     if std:
-        for g in tensors:
+        for g in {id(g): g for g in read.values()}.values():
             g += std * torch.randn(g.shape, generator=generator).to(g)
-    return Observation((GradientSnapshot(0, Stage.SHARED, found, noise_std=std),))
+    return Observation((GradientSnapshot(0, Stage.SHARED, read, noise_std=std),))
 
 
 def _said(error: Exception) -> str:

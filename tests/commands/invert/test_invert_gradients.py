@@ -104,7 +104,7 @@ def test_a_whole_models_gradients_give_texts_away_and_noise_hides_them(
         assert not cell.rates or cell.rates["token_accuracy"].value < 0.5
         assert not cell.certified
     assert "3/3" in printed
-    assert "noise of 0, 3 times the root mean square of what is read" in printed
+    assert "noise of 0, 3 times the root mean square of all gradients" in printed
     assert not (tmp_path / "noise.png").exists()
     assert all(word not in (tmp_path / "inversion.json").read_text() for word in ("Piet", "Harrow"))
 
@@ -236,7 +236,7 @@ def test_what_is_shared_is_the_gradient_with_noise_in_its_unit(relative: bool) -
     clean, noised = attack.seen
     backward(made, tokens)
     wanted = {name: dict(made.named_parameters())[name].grad for name in Known.reads}
-    entries = torch.cat([g.flatten() for g in wanted.values()])
+    entries = torch.cat([p.grad.flatten() for p in made.parameters()])
     unit = float(entries.square().mean().sqrt()) if relative else 1.0
     assert clean.noise_std == 0
     assert noised.noise_std == pytest.approx(0.5 * unit, rel=1e-4)

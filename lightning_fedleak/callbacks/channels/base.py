@@ -19,7 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -58,6 +57,8 @@ from lightning_fedleak.taps.gradients import UpdateError
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, Capability
 
 if TYPE_CHECKING:
+    import lightning.pytorch as L
+
     from lightning_fedleak.callbacks.channels.targets import CanaryScores, Games
     from lightning_fedleak.callbacks.report import Report
 

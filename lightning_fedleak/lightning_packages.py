@@ -85,11 +85,13 @@ class _OwnFirst(ABCMeta):
     """Of several packages' classes, those of the first come before all of the others."""
 
     def mro(cls) -> list[type]:
-        """As usual, with the other package's classes last."""
+        """As usual, with the other package's classes behind the last of the own one's."""
         order = super().mro()
         own = next(filter(None, map(_home, order)), None)
         others = [kind for kind in order if _home(kind) not in (None, own)]
-        return [*(kind for kind in order[:-1] if kind not in others), *others, order[-1]]
+        kept = [kind for kind in order if kind not in others]
+        end = max((place for place, kind in enumerate(kept, 1) if _home(kind)), default=0)
+        return [*kept[:end], *others, *kept[end:]]
 
 
 class _Joins(MetaPathFinder):

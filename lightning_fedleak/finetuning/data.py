@@ -18,9 +18,10 @@ from lightning_fedleak.finetuning.assets import (
     check_model,
 )
 from lightning_fedleak.finetuning.texts import read_texts
+from lightning_fedleak.lightning_packages import mixed
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule
+    from lightning.pytorch import LightningDataModule, Trainer
 else:
     LightningDataModule = object
 
@@ -115,6 +116,7 @@ class TextBatches(LightningDataModule):
 
     Raises:
         ValueError: an argument is out of its range.
+        TypeError: in a fit, the Trainer is of the other package.
     """
 
     def __init__(
@@ -143,6 +145,17 @@ class TextBatches(LightningDataModule):
         self.seed = seed
         self._train: TokenRows | None = None
         self._val: TokenRows | None = None
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer that has it; None so far."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        if trainer is not None and (why := mixed(type(self).__name__, self, trainer)) is not None:
+            raise TypeError(why)
+        self._trainer = trainer
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

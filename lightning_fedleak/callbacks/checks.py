@@ -162,9 +162,9 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
     Raises:
         ValueError: the attack reads parameters of several optimizers, or no gradients.
     """
-    anatomy, strategy = run.anatomy, run.trainer.strategy
+    anatomy = run.anatomy
     # DDP reduces every trainable parameter, not only those that an optimizer owns.
-    reduces_all = isinstance(strategy, both("strategies.DDPStrategy")) and run.client == "rank"
+    reduces_all = run.under_ddp and run.client == "rank"
     surfaces = attack.needs(anatomy)
     roles = surfaces.gradients
     if not roles or surfaces.layers:

@@ -3,11 +3,11 @@
     python benchmarks/subspace_certificates.py --runs 1000
 
 Every run is a small model of random weights (Llama, GPT-2, BERT; V 300, d 64), whole or with a
-LoRA of random rank, and a batch of 1 to 8 texts of random length. Of Llama and BERT it is on queries
-and values, or on some others of queries, keys and values. A certificate is *false* if a type is
-missing whose part of the rows of the whole projections, be they shared or not (what the other true
-types do not explain of it) lies above rounding, 4 units in the last place of single precision.
-*Complete* are runs in which every type was named and none besides.
+LoRA of random rank, and a batch of 1 to 8 texts of random length. Of Llama and BERT the LoRA is on
+queries and values, or on some others of queries, keys and values. A certificate is *false* if a
+type is missing whose part of the rows of the whole projections, be they shared or not (what the
+other true types do not explain of it) lies above rounding, 4 units in the last place of single
+precision. *Complete* are runs in which every type was named and none besides.
 """
 
 from __future__ import annotations

@@ -270,12 +270,12 @@ def _other(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
 
 
 def to_last_block(anatomy: Anatomy, model: nn.Module) -> Callable[..., Tensor]:
-    """The model up to its last block's output; where no blocks are known to its logits.
+    """A classifier up to its last block's output; other models up to their logits.
 
-    What reads words lies before. Behind it a classifier's head asks more of texts than they have
-    here: a token that ends them, or padding.
+    What reads words lies before a classifier's head, which asks more of texts than they have here:
+    a token that ends them, or one that pads them.
     """
-    if anatomy.blocks:
+    if anatomy.kind == "classifier" and anatomy.blocks:
         return cut_at(model, Place("", unwrap(anatomy.blocks[-1]), "output"))
     return lambda **text: logits_in(model(**text))
 
@@ -336,7 +336,8 @@ def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, Any]:
     ids = ids.to(anatomy.device)
     text: dict[str, Any] = {"input_ids": ids}
     if anatomy.kind == "seq2seq" and takes(anatomy.model, "decoder_input_ids"):
-        text["decoder_input_ids"] = ids
+        rows = anatomy.target_rows
+        text["decoder_input_ids"] = ids if rows is None else ids % rows
     if takes(anatomy.model, "use_cache"):
         text["use_cache"] = False
     return text
@@ -360,7 +361,7 @@ def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict
         for module in readers:
             handle = module.register_forward_pre_hook(keep, with_kwargs=True)
             stack.callback(handle.remove)
-        model(**text_for(anatomy, ids))
+        to_last_block(anatomy, model)(**text_for(anatomy, ids))
     found = {}
     length = ids.shape[1] + virtual_tokens(anatomy)
     for key, calls in seen.items():

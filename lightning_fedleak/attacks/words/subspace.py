@@ -65,8 +65,9 @@ class SubspaceWords(Attack):
     model has to be known: the number of types comes out too.
 
     Which maps those are is found by running the model, so that parallel blocks, fused projections,
-    factorised embeddings, encoders and encoder-decoders are read as well. Where texts share
-    positions, block 1 tells types and not pairs of type and position.
+    factorised embeddings, encoders and encoder-decoders are read as well, and classifiers on them.
+    Where source and target have vocabularies of their own, the source's words are named. Where
+    texts share positions, block 1 tells types and not pairs of type and position.
 
     It reads single gradients, updates of SGD (with momentum and decay), and of one step of Adam or
     AdamW, where a round begins with a fresh optimizer. Of the first step of a LoRA, where B is
@@ -144,7 +145,10 @@ read_alone`), or one side alone of an encoder-decoder.
             ThreatModelError: it has none.
         """
         if self._inputs is None or self._inputs[0] is not anatomy:
-            found = known_inputs(anatomy, linear_maps(anatomy))
+            maps = linear_maps(anatomy)
+            if anatomy.target_rows is not None:  # a decoder's words are of another vocabulary
+                maps = [m for m in maps if not _of_decoder(m.name)]
+            found = known_inputs(anatomy, maps)
             self._inputs = (anatomy, tuple(sorted(found, key=_preferred(anatomy))))
             self._sides = _sides_read(anatomy)
         inputs = self._inputs[1]
@@ -371,9 +375,13 @@ def _sides_read(anatomy: Anatomy) -> frozenset[bool]:
 
     A classifier's decoder reads the encoder's words.
     """
-    if anatomy.kind == "seq2seq":
+    if anatomy.kind == "seq2seq" and anatomy.target_rows is None:
         return frozenset((False, True))
     return frozenset((False,)) if is_encoder_decoder(without_peft(anatomy.model)) else frozenset()
+
+
+def _of_decoder(name: str) -> bool:
+    return ".decoder." in f".{name}"
 
 
 def _preferred(anatomy: Anatomy) -> Any:
@@ -402,7 +410,7 @@ class _Readable:
         self.known = known
         self.maps = tuple(maps)
         self.dictionary = dictionary
-        self.decoder = ".decoder." in f".{maps[0].name}"
+        self.decoder = _of_decoder(maps[0].name)
         self.of_b = all(m.factor == "B" for m in maps)
         self._log_odds = log_odds
         self._atoms: tuple[int, Atoms] | None = None

@@ -45,7 +45,7 @@ from lightning_fedleak.callbacks.report import (
     privacy_values,
 )
 from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
-from lightning_fedleak.callbacks.tensorboard import add_layout
+from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.extras import install
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.threats import Capability
@@ -512,8 +512,14 @@ class LeakageMonitor(L.Callback):
             shown = {s: c for s, c in self._series.items() if s.attack in playing}
             families = {channel.family for channel in shown.values()}
             worst = [f"{WORST}/{f}" for f in self._results.families if f in families]
-            add_layout(
-                trainer.loggers, self.utility, shown, privacy_tags(trainer), self._heard, worst
+            add_pages(
+                self._report.boards,
+                self.utility,
+                shown,
+                privacy=privacy_tags(trainer),
+                decisions=self._heard,
+                worst=worst,
+                settings=self._report.settings(),
             )
         for begins in self._ready:
             begins()
@@ -610,12 +616,6 @@ class LeakageMonitor(L.Callback):
             listener(trainer)
 
     # ---- ends and checkpoints ---------------------------------------------------------------
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves a row in TensorBoard's table of runs."""
-        if self._report is not None:
-            headlines = [channel.headline for channel in self._series.values()]
-            self._report.write_summary(self.latest, headlines)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import ClassVar
 
 import lightning.pytorch as L
@@ -86,7 +85,7 @@ class WordsChannel(Channel):
     family = "words"
     metrics = ("precision", "recall", "f1")
     headline = "f1"
-    charts = MappingProxyType({"precision and recall": ("precision", "recall")})
+    charts = ("precision", "recall")
     width = WordRecovery.WIDTH
     extras = ("type_count_error", "certified", "capacity")
     reads_updates: ClassVar[bool] = True

@@ -104,32 +104,41 @@ class TokenBatch:
         decoded = self.labels[:, :-1]
         return torch.cat([read, decoded[decoded != IGNORE_INDEX].long().to(read.device)])
 
-    def context_ids(self) -> Tensor:
+    def context_ids(self, *, one_way: bool = False) -> Tensor:
         """Those of :meth:`read_ids` that a label hangs on, (n,) int64, repeats included.
 
         Of an encoder-decoder those that its decoder reads come behind. On CUDA this waits for the
         device.
+
+        Args:
+            one_way: as of :meth:`context_mask`.
         """
         ids, labels = self.input_ids, self.labels
-        read = ids[self.context_mask()].long()
+        read = ids[self.context_mask(one_way=one_way)].long()
         if self.kind != "seq2seq" or labels is None:
             return read
         asked = labels != IGNORE_INDEX
         return torch.cat([read, labels[asked & _before_last(asked)].long().to(read.device)])
 
-    def context_mask(self) -> Tensor:
+    def context_mask(self, *, one_way: bool = False) -> Tensor:
         """(B, L) bool, which of the ``input_ids`` a label hangs on.
 
         A causal text's last token predicts nothing, and nothing predicts from it: no layer's
         gradient hangs on it, so that it is given away as a label only. So it is with all that
         stands behind the last token whose label counts, and with that one. Nor has a text without
         a label a part in any gradient.
+
+        Args:
+            one_way: whether a classifier's tokens see none that come later; where each has a class
+                of its own, what stands behind the last that counts has no part then.
         """
         mask, labels = self.attention_mask, self.labels
         kept = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask != 0
         asked = kept if labels is None else labels != IGNORE_INDEX
         if self.kind == "causal":
             return kept & _before_last(asked)
+        if one_way and asked.shape == kept.shape:
+            return kept & (asked.flip(1).cumsum(1).flip(1) > 0)
         some = asked.flatten(1).any(1) if asked.dim() > 1 else asked
         return kept & some.to(kept.device)[:, None]
 

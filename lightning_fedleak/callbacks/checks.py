@@ -19,10 +19,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.threats import Capability, require
+from lightning_fedleak.threats import Capability, ThreatModelError, require
 
 if TYPE_CHECKING:
     from lightning_fedleak.callbacks.channels.base import Run
@@ -32,6 +33,7 @@ SURFACE_CAPABILITIES = {
     HEAD_BIAS: Capability.SEES_HEAD_BIAS_GRADIENT,
     EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
 }
+_OF_HEAD = frozenset((Capability.SEES_HEAD_GRADIENT, Capability.SEES_HEAD_BIAS_GRADIENT))
 
 
 def check_attacks(attacks: Sequence[Attack]) -> None:
@@ -140,25 +142,38 @@ class Plan:
 def require_capabilities(attack: Attack, run: Run, sees: AbstractSet[Capability]) -> None:
     """Refuses an attack whose adversary lacks what it needs. Who knows the model knows its bottom.
 
+    The rows of a classifier's head are classes: what reads words off it has nothing to read.
+
     Args:
         attack: the attack.
         run: with the model, and what the adversary is assumed to have.
         sees: what it sees besides gradients.
 
     Raises:
-        ThreatModelError: names every capability that is missing.
+        ThreatModelError: names every capability that is missing, or what the head is.
     """
     anatomy = run.anatomy
+    if anatomy.kind == "classifier" and _OF_HEAD & attack.threat_model.needs:
+        raise ThreatModelError(
+            f"attack '{attack.name}' reads words off an output head that has a row for each token, "
+            f"and this model's {_head(anatomy)}: remove the attack. BagOfWords reads the "
+            "embeddings' gradient, SubspaceWords that of the first block's projections"
+        )
     held = set(run.assumed)
     held.update(
         c for role, c in SURFACE_CAPABILITIES.items() if anatomy.parameter(role) is not None
     )
-    if anatomy.kind == "classifier":
-        held -= set(SURFACE_CAPABILITIES.values())
     held |= sees
     if Capability.KNOWS_MODEL in held:
         held.add(Capability.KNOWS_BOTTOM_MODEL)
     require(attack.name, attack.threat_model, held)
+
+
+def _head(anatomy: Anatomy) -> str:
+    if anatomy.head is None:
+        return "labels are classes"
+    of = f"head ('{anatomy.head_name}' of {type(without_peft(anatomy.model)).__name__})"
+    return f"{of} has a row for each of its {anatomy.vocab_size} outputs"
 
 
 def gradient_plan(attack: Attack, run: Run) -> Plan:
@@ -227,6 +242,8 @@ def warn_of_untested(plans: Sequence[Plan], anatomy: Anatomy) -> None:
     """Says once which attacks have nothing to read, and which surfaces no attack reads."""
     trained = unread_names(plans, anatomy)
     which = f" ({listed(trained)})" if trained else ""
+    classes = anatomy.kind == "classifier"
+    other = "BagOfWords() trained embeddings" if classes else "AlignedFlatChat() a trained head"
     for plan in plans:
         if not plan.exposed:
             rank_zero_warn(
@@ -235,7 +252,7 @@ def warn_of_untested(plans: Sequence[Plan], anatomy: Anatomy) -> None:
                 f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': "
                 f"the gradients of {len(trained)} other parameters{which} do leave the client, "
                 "and no attack of this monitor reads them. SubspaceWords() reads projections and "
-                "adapters of the first block, AlignedFlatChat() a trained head."
+                f"adapters of the first block, {other}."
             )
 
 
@@ -267,6 +284,7 @@ def _with_numbers(name: str, numbers: Sequence[int]) -> str:
 
 def _names(anatomy: Anatomy, roles: Collection[str]) -> set[str]:
     names = {anatomy.parameter_name(r) for r in roles}
-    if anatomy.tied and {HEAD_WEIGHT, EMBEDDING_WEIGHT} & set(roles):
+    one = anatomy.parameter(HEAD_WEIGHT) is anatomy.parameter(EMBEDDING_WEIGHT)
+    if one and {HEAD_WEIGHT, EMBEDDING_WEIGHT} & set(roles):
         names |= {anatomy.parameter_name(HEAD_WEIGHT), anatomy.parameter_name(EMBEDDING_WEIGHT)}
     return {n for n in names if n is not None}

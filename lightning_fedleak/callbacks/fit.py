@@ -133,8 +133,8 @@ class Fit:
             channel.leave_out(self._refused.keys())
             for attack in channel.attacks:
                 with self._left_out(attack):
-                    channel.plan(attack)
                     channel.admit(attack)
+                    channel.plan(attack)
             channel.leave_out(self._refused.keys())
 
     @contextmanager

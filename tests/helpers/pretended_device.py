@@ -1,4 +1,4 @@
-"""A device that is not there: tensors that say they lie on it, and computing that tells the two apart.
+"""A device that is not there: tensors that say they lie on it, and computing that tells them apart.
 
     with PretendedDevice() as device:
         moved = device.model(model)
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -100,6 +101,15 @@ class There(Tensor):
     def untyped_storage(self) -> Any:
         return self.held.untyped_storage()
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_without_lists(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_without_lists(index), value)
+
+    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None) -> Tensor:
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device)
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -113,6 +123,13 @@ class There(Tensor):
         cls, op: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         return _computed(op, args, kwargs or {}, Counter())
+
+
+def _without_lists(index: Any) -> Any:
+    """Lists of places as tensors of the host, which PyTorch would make without their numbers."""
+    if isinstance(index, tuple):
+        return tuple(map(_without_lists, index))
+    return torch.tensor(index, dtype=None if index else torch.int64) if isinstance(index, list) else index
 
 
 _there: dict[int, torch.Generator] = {}
@@ -131,6 +148,21 @@ class _Generator(torch.Generator):
     @property
     def device(self) -> torch.device:
         return DEVICE if self._cdata in _there else torch.device("cpu")
+
+
+class _Autocast(torch.autocast):
+    """The device has none of its own: nothing on it is cast."""
+
+    def __init__(self, device_type: str, *args: Any, **more: Any) -> None:
+        super().__init__("cpu" if device_type == DEVICE.type else device_type, *args, **more)
+
+
+def _of_autocast(asked: Callable[..., Any]) -> Callable[..., Any]:
+    def of(device_type: str | None = None) -> Any:
+        given = () if device_type is None else (device_type,)
+        return asked(*("cpu" if name == DEVICE.type else name for name in given))
+
+    return of
 
 
 class PretendedDevice(TorchDispatchMode):
@@ -156,6 +188,9 @@ class PretendedDevice(TorchDispatchMode):
             (torch, "tensor", _from_data(torch.tensor)),
             (torch, "as_tensor", _from_data(torch.as_tensor)),
             (torch, "Generator", _Generator),
+            (torch, "autocast", _Autocast),
+            (torch, "is_autocast_enabled", _of_autocast(torch.is_autocast_enabled)),
+            (torch, "get_autocast_dtype", _of_autocast(torch.get_autocast_dtype)),
         ):
             old = getattr(place, name)
             self._patches.callback(setattr, place, name, old)
@@ -210,6 +245,9 @@ def _computed(
 ) -> Any:
     """The operation on what the tensors hold."""
     flat, spec = tree_flatten((args, kwargs))
+    for t in flat:
+        if isinstance(t, Tensor) and t.device == DEVICE and not isinstance(t, There):
+            raise AssertionError(f"{op}: a tensor without numbers")
     there = [t for t in flat if isinstance(t, There)]
     here = [t for t in flat if isinstance(t, Tensor) and not isinstance(t, There)]
     asked = kwargs.get("device")
@@ -252,6 +290,10 @@ def _computed(
         # Else of the same kind and place: PyTorch would hand on the tensor itself.
         inner_args = (inner_args[0].clone(), *inner_args[1:])
     made = op(*inner_args, **inner_kwargs)
+    if torch.Tag.inplace_view in op.tags:
+        with no_dispatch():  # sizes of the outer tensor; the inner one has them
+            op(*args, **kwargs)
+        return args[0]
     if not goes_there:
         return made
 

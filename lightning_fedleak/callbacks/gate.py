@@ -7,17 +7,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as L
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.callbacks.channels import Channel
 from lightning_fedleak.callbacks.gate_evidence import Evidence, Verdict, range_of
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 from lightning_fedleak.callbacks.results import WORST
 from lightning_fedleak.defenses import DPSGD, Defense
+from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.strategies import DefendedStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as L
 
 _DPSGD_MEND = (
     " DPSGD can be only with accountant='filter' (with target_epsilon and target_delta, and "
@@ -120,7 +123,7 @@ class GateEvent:
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
 
-class RiskGate(L.Callback):
+class RiskGate(EitherCallback):
     """Acts when a metric of a :class:`LeakageMonitor` exceeds a threshold.
 
     Looks at every result of the monitor, at the level of steps. With several processes the first

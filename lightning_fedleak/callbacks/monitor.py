@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as L
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -47,10 +46,12 @@ from lightning_fedleak.callbacks.report import (
 from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
 from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.extras import install
+from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.threats import Capability
 
 if TYPE_CHECKING:
+    import lightning.pytorch as L
     import pandas as pd
 
 _MOVED = {
@@ -70,7 +71,7 @@ _WRITTEN = (
 )
 
 
-class LeakageMonitor(L.Callback):
+class LeakageMonitor(EitherCallback):
     """Attacks what a client would share, during training, and logs how much it gives away.
 
     Training is not disturbed: parameters, optimizer state, logged losses and random numbers are

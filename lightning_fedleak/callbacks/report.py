@@ -15,9 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as L
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.callbacks.results import Outcome, Series
@@ -28,6 +26,9 @@ from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 
 if TYPE_CHECKING:
+    import lightning.pytorch as L
+    from lightning.pytorch.loggers import TensorBoardLogger
+
     from lightning_fedleak.callbacks.auto import Row
     from lightning_fedleak.callbacks.channels.base import Look
 

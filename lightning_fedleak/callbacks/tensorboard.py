@@ -8,14 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.callbacks.results import Series
+from lightning_fedleak.lightning_packages import both
 
 if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger, TensorBoardLogger
+
     from lightning_fedleak.callbacks.channels.base import Channel
 
 FRAME: Mapping[str, float] = {"scale/0": 0.0, "scale/1": 1.0}
@@ -24,7 +26,7 @@ FRAME: Mapping[str, float] = {"scale/0": 0.0, "scale/1": 1.0}
 
 def tensorboards(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
     """The TensorBoard loggers among ``loggers``."""
-    return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
+    return [one for one in loggers if isinstance(one, both("loggers.TensorBoardLogger"))]
 
 
 def add_pages(

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -57,6 +56,8 @@ from lightning_fedleak.taps.gradients import UpdateError
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, Capability
 
 if TYPE_CHECKING:
+    import lightning.pytorch as L
+
     from lightning_fedleak.callbacks.channels.targets import CanaryScores, Games
     from lightning_fedleak.callbacks.report import Report
 

@@ -228,16 +228,19 @@ class RiskGate(EitherCallback):
         _check_bound(bound, alpha, warmup, patience, strict)
         rate = _rate_of(metric)
         span = range_of(rate.removesuffix("_low").removesuffix("_high"))
-        if _is_worst(metric) and span is not None and at_most < span[2]:
+        plain = range_of(rate)
+        if plain is not None and plain[0] <= at_most < plain[2]:
+            watched = f", the highest {rate} of several attacks" if _is_worst(metric) else ""
             raise ValueError(
-                f"RiskGate watches '{metric}', the highest {rate} of several attacks. "
-                f"{span[2]:g} is chance, so that at_most={at_most:g} would be exceeded by an "
-                f"attack that knows nothing: give {span[2]:g} or more"
+                f"RiskGate watches '{metric}'{watched}. {plain[2]:g} is chance, so that "
+                f"at_most={at_most:g} would be exceeded by an attack that knows nothing: "
+                f"give {plain[2]:g} or more"
             )
-        if bound == "value" and span is not None and at_most > span[1]:
+        if bound == "value" and span is not None and not span[0] <= at_most <= span[1]:
+            when = "never" if at_most > span[1] else "always"
             raise ValueError(
                 f"RiskGate watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
-                f"that at_most={at_most:g} could never be exceeded: rates are shares, not percent"
+                f"that at_most={at_most:g} would {when} be exceeded: rates are shares, not percent"
             )
         self.metric = metric
         self.at_most = float(at_most)

@@ -68,8 +68,7 @@ from lightning_fedleak.commands.sweep.cell import (
 from lightning_fedleak.commands.sweep.grid import Grid
 from lightning_fedleak.commands.sweep.plots import plot_pareto
 from lightning_fedleak.commands.sweep.specs import parse_defenses
-from lightning_fedleak.finetuning.data import TextDataModule
-from lightning_fedleak.finetuning.module import CausalLMFineTuning
+from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 

@@ -24,8 +24,7 @@ import torch
 from lightning_fedleak import AlignedFlatChat, FlatChat, PublicText
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.batches import read_batch
-from lightning_fedleak.finetuning.data import TextDataModule
-from lightning_fedleak.finetuning.module import CausalLMFineTuning
+from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.metrics import precision_recall_f1, word_counts
 from lightning_fedleak.snapshots import Observation, Stage
 from lightning_fedleak.taps.gradients import UpdateTap

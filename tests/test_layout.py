@@ -53,7 +53,8 @@ ALLOWED = {
     "games": GROUND | {"attacks", "metrics"},
     **{name: GROUND | {"attacks", "metrics"} for name in STUDIES},
     "defenses": GROUND,
-    "strategies": {"defenses", "snapshots", "anatomy"},
+    "strategies": {"defenses", "snapshots", "anatomy", "lightning_packages"},
+    "lightning_packages": set(),
     "split": GROUND | {"attacks"},
 }
 WITHOUT_LIGHTNING = (

@@ -8,19 +8,14 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.lightning_packages import EitherStrategy, both
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import Capability, ThreatModelError, require
@@ -97,7 +92,7 @@ def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
     return tuple(s for s in Stage if str(s) in given)
 
 
-def resolve_client(given: str | None, strategy: Strategy) -> str:
+def resolve_client(given: str | None, strategy: EitherStrategy) -> str:
     """Who is a client: what the user said, else what the strategy says, else each rank.
 
     Raises:
@@ -110,9 +105,9 @@ def resolve_client(given: str | None, strategy: Strategy) -> str:
             "leave the monitor's out"
         )
     client = str(given or of_strategy or "rank")
-    if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+    if isinstance(strategy, both("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")):
         return client
-    if isinstance(strategy, ModelParallelStrategy) and client == "world":
+    if isinstance(strategy, both("strategies.ModelParallelStrategy")) and client == "world":
         return client
     raise ValueError(
         f"LeakageMonitor does not know what {type(strategy).__name__} shares when. It works with a "
@@ -182,7 +177,7 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
             "SubspaceWords that of the first block's projections."
         )
     # DDP reduces every trainable parameter, not only those that an optimizer owns.
-    reduces_all = isinstance(strategy, DDPStrategy) and run.client == "rank"
+    reduces_all = isinstance(strategy, both("strategies.DDPStrategy")) and run.client == "rank"
     surfaces = attack.needs(anatomy)
     roles = surfaces.gradients
     if not roles or surfaces.layers:

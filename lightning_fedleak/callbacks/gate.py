@@ -7,17 +7,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as L
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.callbacks.channels import Channel
 from lightning_fedleak.callbacks.gate_evidence import Evidence, Verdict, range_of
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 from lightning_fedleak.callbacks.results import WORST
 from lightning_fedleak.defenses import DPSGD, Defense
+from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.strategies import DefendedStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as L
 
 _DPSGD_MEND = (
     " DPSGD can be only with accountant='filter' (with target_epsilon and target_delta, and "
@@ -120,7 +123,7 @@ class GateEvent:
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
 
-class RiskGate(L.Callback):
+class RiskGate(EitherCallback):
     """Acts when a metric of a :class:`LeakageMonitor` exceeds a threshold.
 
     Looks at every result of the monitor, at the level of steps. With several processes the first
@@ -225,16 +228,19 @@ class RiskGate(L.Callback):
         _check_bound(bound, alpha, warmup, patience, strict)
         rate = _rate_of(metric)
         span = range_of(rate.removesuffix("_low").removesuffix("_high"))
-        if _is_worst(metric) and span is not None and at_most < span[2]:
+        plain = range_of(rate)
+        if plain is not None and plain[0] <= at_most < plain[2]:
+            watched = f", the highest {rate} of several attacks" if _is_worst(metric) else ""
             raise ValueError(
-                f"RiskGate watches '{metric}', the highest {rate} of several attacks. "
-                f"{span[2]:g} is chance, so that at_most={at_most:g} would be exceeded by an "
-                f"attack that knows nothing: give {span[2]:g} or more"
+                f"RiskGate watches '{metric}'{watched}. {plain[2]:g} is chance, so that "
+                f"at_most={at_most:g} would be exceeded by an attack that knows nothing: "
+                f"give {plain[2]:g} or more"
             )
-        if bound == "value" and span is not None and at_most > span[1]:
+        if bound == "value" and span is not None and not span[0] <= at_most <= span[1]:
+            when = "never" if at_most > span[1] else "always"
             raise ValueError(
                 f"RiskGate watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
-                f"that at_most={at_most:g} could never be exceeded: rates are shares, not percent"
+                f"that at_most={at_most:g} would {when} be exceeded: rates are shares, not percent"
             )
         self.metric = metric
         self.at_most = float(at_most)

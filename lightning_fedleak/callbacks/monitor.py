@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as L
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -45,12 +44,14 @@ from lightning_fedleak.callbacks.report import (
     privacy_values,
 )
 from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
-from lightning_fedleak.callbacks.tensorboard import add_layout
+from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.extras import install
+from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.threats import Capability
 
 if TYPE_CHECKING:
+    import lightning.pytorch as L
     import pandas as pd
 
 _MOVED = {
@@ -70,7 +71,7 @@ _WRITTEN = (
 )
 
 
-class LeakageMonitor(L.Callback):
+class LeakageMonitor(EitherCallback):
     """Attacks what a client would share, during training, and logs how much it gives away.
 
     Training is not disturbed: parameters, optimizer state, logged losses and random numbers are
@@ -512,8 +513,14 @@ class LeakageMonitor(L.Callback):
             shown = {s: c for s, c in self._series.items() if s.attack in playing}
             families = {channel.family for channel in shown.values()}
             worst = [f"{WORST}/{f}" for f in self._results.families if f in families]
-            add_layout(
-                trainer.loggers, self.utility, shown, privacy_tags(trainer), self._heard, worst
+            add_pages(
+                self._report.boards,
+                self.utility,
+                shown,
+                privacy=privacy_tags(trainer),
+                decisions=self._heard,
+                worst=worst,
+                settings=self._report.settings(),
             )
         for begins in self._ready:
             begins()
@@ -610,12 +617,6 @@ class LeakageMonitor(L.Callback):
             listener(trainer)
 
     # ---- ends and checkpoints ---------------------------------------------------------------
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves a row in TensorBoard's table of runs."""
-        if self._report is not None:
-            headlines = [channel.headline for channel in self._series.values()]
-            self._report.write_summary(self.latest, headlines)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.canaries.items import check_alike, digest_of, token_ids_of
 from lightning_fedleak.canaries.record import Game, InclusionMismatch, InclusionRecord, key_of
+from lightning_fedleak.lightning_packages import both
 
 
 class CanarySet:
@@ -199,6 +199,7 @@ def with_canaries(
     if not examples:
         raise ValueError("canaries must be a sequence of at least one example")
     names = [f"canaries[{i}]" for i in range(len(examples))]
+    [isolate_rng, *_] = both("utilities.seed.isolate_rng")
     with isolate_rng(include_cuda=False):
         first = dataset[0] if len(dataset) else None
     ids = []

@@ -15,8 +15,7 @@ import lightning_fedleak.defenses
 import lightning_fedleak.strategies  # noqa: F401  (all four: their names work in class_path)
 from lightning_fedleak.commands.fit_arguments import misspelt
 from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.data import TextDataModule
-from lightning_fedleak.finetuning.module import CausalLMFineTuning
+from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
 
 _LONGEST = 300
 _HELP = "'fedleak fit --help' lists the settings"

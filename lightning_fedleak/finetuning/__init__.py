@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL, SourceError
-    from lightning_fedleak.finetuning.data import TextDataModule
-    from lightning_fedleak.finetuning.module import CausalLMFineTuning
+    from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
     from lightning_fedleak.finetuning.texts import read_texts
 
 _HOMES = {
     "assets": ("EMBEDDED_MESSAGES", "EMBEDDED_MODEL", "SourceError"),
-    "data": ("TextDataModule",),
-    "module": ("CausalLMFineTuning",),
+    "lightning": ("CausalLMFineTuning", "TextDataModule"),
     "texts": ("read_texts",),
 }
 

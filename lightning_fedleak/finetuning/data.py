@@ -1,11 +1,11 @@
-"""A DataModule over any text, for causal language models."""
+"""Any text as batches for causal language models, for either package of Lightning."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import lightning.pytorch as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -18,6 +18,12 @@ from lightning_fedleak.finetuning.assets import (
     check_model,
 )
 from lightning_fedleak.finetuning.texts import read_texts
+from lightning_fedleak.lightning_packages import mixed
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, Trainer
+else:
+    LightningDataModule = object
 
 IGNORED = -100
 
@@ -89,10 +95,14 @@ class PadRight:
         return batch
 
 
-class TextDataModule(L.LightningDataModule):
+class TextBatches(LightningDataModule):
     """Any text as batches for a causal language model, split into train and validation.
 
     Texts, split and order follow from ``seed`` alone, never from the global random numbers.
+
+    For a Trainer of ``lightning`` it is :class:`lightning_fedleak.finetuning.TextDataModule`, for
+    one of ``pytorch_lightning``
+    :class:`lightning_fedleak.finetuning.pytorch_lightning.TextDataModule`.
 
     Args:
         text: a file, folder or dataset as :func:`~lightning_fedleak.finetuning.texts.read_texts`
@@ -106,6 +116,7 @@ class TextDataModule(L.LightningDataModule):
 
     Raises:
         ValueError: an argument is out of its range.
+        TypeError: in a fit, the Trainer is of the other package.
     """
 
     def __init__(
@@ -134,6 +145,17 @@ class TextDataModule(L.LightningDataModule):
         self.seed = seed
         self._train: TokenRows | None = None
         self._val: TokenRows | None = None
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer that has it; None so far."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        if trainer is not None and (why := mixed(type(self).__name__, self, trainer)) is not None:
+            raise TypeError(why)
+        self._trainer = trainer
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -1,10 +1,9 @@
-"""Fine-tuning of a causal language model, whole or in part, as a LightningModule."""
+"""Fine-tuning of a causal language model, whole or in part, for either package of Lightning."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import lightning.pytorch as L
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -12,6 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lightning_fedleak.defenses import mean_of_sample_means
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL, SourceError, check_model
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+else:
+    LightningModule = object
 
 
 def load_model(name: str | None) -> PreTrainedModel:
@@ -34,10 +38,14 @@ def load_model(name: str | None) -> PreTrainedModel:
     return model
 
 
-class CausalLMFineTuning(L.LightningModule):
+class NextTokenTraining(LightningModule):
     """AdamW on the next-token loss of any Hugging Face causal language model.
 
     Logs ``train_loss`` each step and ``val_loss`` at each validation.
+
+    For a Trainer of ``lightning`` it is
+    :class:`lightning_fedleak.finetuning.CausalLMFineTuning`, for one of ``pytorch_lightning``
+    :class:`lightning_fedleak.finetuning.pytorch_lightning.CausalLMFineTuning`.
 
     Args:
         model: name on the hub, folder or object; None for the embedded model.
@@ -65,7 +73,8 @@ class CausalLMFineTuning(L.LightningModule):
         super().__init__()
         if loss not in ("token_mean", "sample_mean"):
             raise ValueError(f"loss must be 'token_mean' or 'sample_mean', got {loss!r}")
-        self.save_hyperparameters("lr", "weight_decay", "peft", "loss")
+        settings = {"lr": lr, "weight_decay": weight_decay, "peft": peft, "loss": loss}
+        self.save_hyperparameters(settings)
         self.loss = loss
         self.lr = lr
         self.weight_decay = weight_decay

@@ -296,11 +296,11 @@ class _Table:
 
     def _client(self, number: int, deal: Deal) -> _Client:
         mask: Tensor | None
+        device = self.anatomy.device
         if self.config.protocol == "authors":
-            ids, mask = padded(deal.data, self.pool.pad_id, self.pool.tokens)[0], None
+            ids, mask = padded(deal.data, self.pool.pad_id, self.pool.tokens)[0].to(device), None
         else:
-            ids, mask = padded(deal.data, self.pool.pad_id)
-            mask = mask.to(self.anatomy.device)
+            ids, mask = (t.to(device) for t in padded(deal.data, self.pool.pad_id))
         if self.defend is not None:
             ids = self.defend(ids, mask)
         if self.config.gradients == "autograd" or not self.layers:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-    StrategyRegistry,
-)
-from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
-from lightning.pytorch.strategies.xla import XLAStrategy
 
+from lightning_fedleak import lightning_packages
 from lightning_fedleak.defenses import Defense, DefenseError
+from lightning_fedleak.lightning_packages import EitherStrategy, both, package_of, twin
 from lightning_fedleak.strategies.release import CanaryHook, Client, Release, Tap
-from lightning_fedleak.strategies.seams import DDPSeam, ModelParallelSeam, Seam
+from lightning_fedleak.strategies.seams import DDPSeam, ModelParallelSeam, Seam, combined
 
-_LATE = ("auto", "single_device")
+_OWN = ("auto", "single_device")
 _SUPPORTED = (
     "'auto', 'single_device', a registered DDP name ('ddp', 'ddp_spawn', "
     "'ddp_find_unused_parameters_true', ...), or an instance of SingleDeviceStrategy, DDPStrategy, "
@@ -32,7 +21,7 @@ _SUPPORTED = (
 )
 
 
-class DefendedStrategy(Strategy):
+class DefendedStrategy(EitherStrategy):
     """A strategy with defences; ``Trainer(strategy=DefendedStrategy("auto", defenses=[...]))``.
 
     In every optimizer step there are three real places, by the names of
@@ -64,8 +53,9 @@ class DefendedStrategy(Strategy):
     own parameters, so a clip bounds each by itself. Without defences training is bit-identical to
     the plain strategy's.
 
-    ``"auto"`` is resolved when the Trainer takes the strategy, as the Trainer itself would. From
-    then on the object is also one of that strategy's class, an instance of ``DDPStrategy`` say.
+    A name is resolved when the Trainer takes the strategy, ``"auto"`` as the Trainer itself would.
+    From then on the object is also one of that strategy's class, an instance of ``DDPStrategy``
+    say: of ``lightning`` or of ``pytorch_lightning``, as the Trainer is.
 
     Args:
         strategy: what to wrap: a name or an instance. An instance is taken over: use it nowhere
@@ -75,28 +65,31 @@ class DefendedStrategy(Strategy):
 
     Raises:
         DefenseError: a strategy that is not supported, or defences that do not fit it; some of it
-            only at ``trainer.fit``, when the model is known.
+            only when a Trainer has it, or at ``trainer.fit``, when the model is known; one that is
+            given an instance of the other package than the Trainer's.
         StepError: at ``trainer.fit``, an optimizer without one moment between its gradients and its
             update (LBFGS, or a fused one under a GradScaler).
     """
 
     def __init__(
         self,
-        strategy: str | Strategy = "auto",
+        strategy: str | lightning_packages.AnyStrategy = "auto",
         defenses: Sequence[Defense] = (),
         client: Client = "rank",
     ) -> None:
         super().__init__()
         self._fedleak = Release(defenses, client)
-        self._fedleak_name = strategy if isinstance(strategy, str) else ""
-        if self._fedleak_name in _LATE:
-            # What the Trainer fills in before it calls `_configure_launcher`.
-            self.cluster_environment = None
-            self.parallel_devices: list[torch.device] | None = None
-            self.num_nodes = 1
-            self._layer_sync = None
-        else:
-            self._become(_by_name(strategy) if isinstance(strategy, str) else strategy)
+        if not isinstance(strategy, str):
+            self._become(strategy)
+            return
+        if strategy not in _OWN:
+            _registries(strategy)
+        self._fedleak_name = strategy
+        # What the Trainer fills in before it calls `_configure_launcher`.
+        self.cluster_environment: Any = None
+        self.parallel_devices: list[torch.device] | None = None
+        self.num_nodes = 1
+        self._layer_sync: Any = None
 
     @property
     def defenses(self) -> tuple[Defense, ...]:
@@ -143,13 +136,16 @@ class DefendedStrategy(Strategy):
         """
         return self._fedleak.add_canaries(fn)
 
-    def _become(self, inner: Strategy) -> None:
+    def _become(self, inner: EitherStrategy) -> None:
         """Turns this object into a defended one of the inner strategy's class."""
         _check_inner(inner)
         state = {**vars(inner), "_fedleak": self._fedleak}
         vars(self).clear()
         vars(self).update(state)
-        self.__class__ = defended_class(type(inner))  # type: ignore[assignment]
+        kind = type(inner)
+        self.__class__ = combined(
+            f"Defended{kind.__name__}", _seam_of(kind), kind, DefendedStrategy
+        )
         assert isinstance(self, Seam)
         self._check_combination()
 
@@ -161,22 +157,26 @@ class DefendedStrategy(Strategy):
         inner = self._resolve()
         assert self.accelerator is not None
         inner.accelerator = self.accelerator
-        inner._checkpoint_io = self._checkpoint_io
         inner._precision_plugin = self._precision_plugin
-        if isinstance(inner, DDPStrategy):
-            inner.cluster_environment = self.cluster_environment
-            inner.parallel_devices = self.parallel_devices
+        if self._checkpoint_io is not None:
+            inner._checkpoint_io = self._checkpoint_io
+        if isinstance(inner, twin("strategies.DDPStrategy", self.accelerator)):
+            inner.cluster_environment = inner.cluster_environment or self.cluster_environment
+            inner.parallel_devices = inner.parallel_devices or self.parallel_devices
             inner.num_nodes = self.num_nodes
             inner._layer_sync = self._layer_sync
             inner.set_world_ranks()
         self._become(inner)
         self._configure_launcher()
 
-    def _resolve(self) -> Strategy:
-        """The Trainer's own choice for ``strategy="auto"``."""
+    def _resolve(self) -> Any:
+        """A strategy of the Trainer's package: the named one, for ``"auto"`` its own choice."""
+        accelerator = self.accelerator
+        if self._fedleak_name not in _OWN:
+            return _by_name(self._fedleak_name, accelerator)
         devices = self.parallel_devices or []
-        known = (CPUAccelerator, CUDAAccelerator, MPSAccelerator)
-        if not isinstance(self.accelerator, known):
+        known = ("CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")
+        if not isinstance(accelerator, both(*(f"accelerators.{name}" for name in known))):
             raise DefenseError(
                 f"DefendedStrategy('{self._fedleak_name}') does not support the accelerator "
                 f"{type(self.accelerator).__name__}; it runs on CPU, CUDA and MPS."
@@ -189,9 +189,10 @@ class DefendedStrategy(Strategy):
                 "Trainer(devices=1, num_nodes=1)."
             )
         if single:
-            return SingleDeviceStrategy(device=devices[0])
-        interactive = _IS_INTERACTIVE and self.num_nodes == 1
-        return _by_name("ddp_fork" if interactive else "ddp")
+            return twin("strategies.SingleDeviceStrategy", accelerator)(device=devices[0])
+        interactive = twin("trainer.connectors.accelerator_connector._IS_INTERACTIVE", accelerator)
+        forks = interactive and self.num_nodes == 1
+        return _by_name("ddp_fork" if forks else "ddp", accelerator)
 
     # An instance is concrete before it is resolved too: it can be built from a config.
     @property
@@ -225,52 +226,55 @@ class DefendedStrategy(Strategy):
         _not_attached()
 
 
-@functools.cache
-def defended_class(inner: type[Strategy]) -> type[Strategy]:
-    """The class of defended strategies that also are ``inner``."""
-    bases = (_seam_of(inner), inner, DefendedStrategy)
-    members = {"__module__": __name__, "__reduce_ex__": _reduce, "_fedleak_inner": inner}
-    return type(f"Defended{inner.__name__}", bases, members)
-
-
-def _seam_of(inner: type[Strategy]) -> type:
-    if issubclass(inner, DDPStrategy):
+def _seam_of(inner: type) -> type:
+    if issubclass(inner, both("strategies.DDPStrategy")):
         return DDPSeam
-    return ModelParallelSeam if issubclass(inner, ModelParallelStrategy) else Seam
-
-
-def _reduce(strategy: Any, _protocol: Any) -> tuple[Any, ...]:
-    """Pickles an instance of a class that is made at run time (for DDP's spawn)."""
-    return _rebuild, (strategy._fedleak_inner,), strategy.__getstate__()
-
-
-def _rebuild(inner: type[Strategy]) -> Strategy:
-    kind = defended_class(inner)
-    return kind.__new__(kind)
+    return (
+        ModelParallelSeam if issubclass(inner, both("strategies.ModelParallelStrategy")) else Seam
+    )
 
 
 def _not_attached() -> NoReturn:
     raise RuntimeError("this DefendedStrategy has not been given to a Trainer yet")
 
 
-def _by_name(name: str) -> Strategy:
-    kind = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else object
-    if not (issubclass(kind, DDPStrategy) and _supported(kind)):
+def _registries(name: str) -> list[Any]:
+    """The registries of the packages that are loaded in which a name is a DDP strategy's.
+
+    Raises:
+        DefenseError: there is none.
+    """
+    found = [r for r in both("strategies.StrategyRegistry") if name in r]
+    kinds = {id(registry): registry[name]["strategy"] for registry in found}
+    ddp = both("strategies.DDPStrategy")
+    fit = [r for r in found if issubclass(kinds[id(r)], ddp) and _supported(kinds[id(r)])]
+    if not fit:
         raise DefenseError(
             f"DefendedStrategy: strategy={name!r} is not supported; pass {_SUPPORTED}."
         )
-    strategy: Strategy = StrategyRegistry.get(name)
-    return strategy
+    return fit
+
+
+def _by_name(name: str, accelerator: object) -> Any:
+    own = twin("strategies.StrategyRegistry", accelerator)
+    if all(registry is not own for registry in _registries(name)):
+        raise DefenseError(
+            f"DefendedStrategy: strategy={name!r} is registered in the other package than the "
+            f"Trainer's, which is of `{package_of(accelerator)}`: import both from one of the two."
+        )
+    return own.get(name)
 
 
 def _supported(kind: type) -> bool:
     """Lightning derives DeepSpeed's and XLA's strategies from those that are supported."""
-    foreign = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
-    known = SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy
-    return issubclass(kind, known) and not issubclass(kind, foreign)
+    known = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+    foreign = ("DeepSpeedStrategy", "single_xla.SingleDeviceXLAStrategy", "xla.XLAStrategy")
+    return issubclass(kind, both(*(f"strategies.{name}" for name in known))) and not issubclass(
+        kind, both(*(f"strategies.{name}" for name in foreign))
+    )
 
 
-def _check_inner(inner: Strategy) -> None:
+def _check_inner(inner: EitherStrategy) -> None:
     kind = type(inner).__name__
     if isinstance(inner, DefendedStrategy):
         raise DefenseError(

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import LBFGS, Optimizer
+
+from lightning_fedleak.lightning_packages import both
 
 _CHAIN = "_fedleak_before_step"
 
@@ -46,7 +47,7 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
             ones) or not at all, or a fused one under a GradScaler, whose gradients are still scaled
             and which skips steps inside its kernel.
     """
-    if isinstance(optimizer, LightningOptimizer):
+    if isinstance(optimizer, both("core.optimizer.LightningOptimizer")):
         optimizer = optimizer.optimizer
     check_optimizer(optimizer)
     chain: _Chain = getattr(optimizer.step, _CHAIN, None) or _Chain(optimizer)

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
+from lightning_fedleak.lightning_packages import both
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies.optimizer_step import before_real_step
 
@@ -156,7 +156,7 @@ class Release:
 
     def guard(self, optimizer: Optimizer) -> None:
         """Puts the release before the optimizer's update, once."""
-        if isinstance(optimizer, LightningOptimizer):
+        if isinstance(optimizer, both("core.optimizer.LightningOptimizer")):
             optimizer = optimizer.optimizer
         if id(optimizer) not in self._removers:
             remove = before_real_step(optimizer, lambda: self._release(optimizer))

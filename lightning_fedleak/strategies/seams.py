@@ -5,26 +5,32 @@ from __future__ import annotations
 import functools
 import io
 import os
+from abc import ABC
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import DefenseContext, DefenseError
+from lightning_fedleak.lightning_packages import mixed, twin
 from lightning_fedleak.strategies.optimizer_step import check_optimizer
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY, Release
 
+if TYPE_CHECKING:
+    import lightning.pytorch as L
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+else:  # what stands before a strategy, or a launcher, of one package or the other
+    DDPStrategy = ModelParallelStrategy = Strategy = ABC  # in memory as strategies are
+    _MultiProcessingLauncher = object
+
 _STATES = "lightning_fedleak_defenses"
+_FITTING = "fit"
 
 # Settings of DistributedDataParallel that change how its reducer works, not what it computes.
 _REDUCER_SETTINGS = {
@@ -41,23 +47,44 @@ _REDUCER_SETTINGS = {
 }
 
 
+@functools.cache
+def combined(name: str, *bases: type) -> type:
+    """A class of several, whose instances can be pickled (for DDP's spawn).
+
+    Args:
+        name: of the class.
+        bases: in the order of the method resolution.
+    """
+    return type(name, bases, {"__module__": __name__, "__reduce_ex__": _reduce})
+
+
+def _reduce(made: Any, _protocol: Any) -> tuple[Any, ...]:
+    kind = type(made)
+    return _rebuild, (kind.__name__, *kind.__bases__), made.__getstate__()
+
+
+def _rebuild(name: str, *bases: type) -> Any:
+    kind: Any = combined(name, *bases)
+    return kind.__new__(kind)
+
+
 class BringsBackStates(_MultiProcessingLauncher):
-    """Lightning's launcher for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
+    """Goes before Lightning's launcher for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
 
     It hands the trained weights to the main process. The defences there would know nothing of what
     was released for them, and begin to count anew with the next fit.
     """
 
-    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
+    def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
         """In the first process, at its end: also the defences' states after a fit."""
         extra = super().get_extra_results(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == _FITTING:
             buffer = io.BytesIO()
             torch.save(trainer.strategy._fedleak.state_dict(), buffer)  # type: ignore[attr-defined]
             extra[_STATES] = buffer.getvalue()
         return extra
 
-    def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
+    def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
         """In the main process: hands each defence its state."""
         super().update_main_process_results(trainer, extra)
         if _STATES in extra:
@@ -74,9 +101,16 @@ class Seam(Strategy):
     def _check_combination(self) -> None:
         """Refuses defences that cannot hold their guarantee with this strategy."""
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def _configure_launcher(self) -> None:
+        """The Trainer's last word to a new strategy: its accelerator is of its own package."""
+        why = mixed(f"DefendedStrategy({inner_of(self).__name__})", self, self.accelerator)
+        if why is not None:
+            raise DefenseError(why)
+        super()._configure_launcher()
+
+    def setup(self, trainer: L.Trainer) -> None:
         """Lets the defences prepare the model before it is wrapped and optimizers exist."""
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        fitting = trainer.state.fn == _FITTING
         if fitting:
             assert self.lightning_module is not None
             self._check_model(self.lightning_module)
@@ -91,7 +125,7 @@ class Seam(Strategy):
             for optimizer in self.optimizers:
                 self._guard(optimizer)
 
-    def _open(self, trainer: pl.Trainer) -> None:
+    def _open(self, trainer: L.Trainer) -> None:
         """Once in a fit: at setup, or when a module asks for its loader before."""
         if self._fedleak.is_open:
             return
@@ -145,7 +179,7 @@ class Seam(Strategy):
         self,
         optimizer: Optimizer,
         closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
+        model: L.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
         """Also an optimizer that was put in after setup is guarded."""
@@ -165,7 +199,7 @@ class Seam(Strategy):
         with self._fedleak.paused():
             checkpoint = super().load_checkpoint(*args, **kwargs)
         module = self.lightning_module
-        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        if module is not None and module.trainer.state.fn == _FITTING:
             self._fedleak.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
         return checkpoint
 
@@ -193,16 +227,17 @@ class DDPSeam(Seam, DDPStrategy):
         other = sorted(set(self._ddp_kwargs) - _REDUCER_SETTINGS)
         if other:
             _refuse(", ".join(f"`{name}`" for name in other), "leave it out")
-        inner: Any = type(self)._fedleak_inner  # type: ignore[attr-defined]
+        inner, plain = inner_of(self), twin("strategies.DDPStrategy", self)
         for method in ("configure_ddp", "_setup_model"):
-            if getattr(inner, method) is not getattr(DDPStrategy, method):
+            if getattr(inner, method) is not getattr(plain, method):
                 _refuse(f"{inner.__name__}.{method}", "pass a plain DDPStrategy")
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._fedleak.defenses and type(self._launcher) is _MultiProcessingLauncher:
-            assert self._start_method != "popen"
-            self._launcher = BringsBackStates(self, start_method=self._start_method)
+        plain = twin("strategies.launchers._MultiProcessingLauncher", self)
+        brings_back: Any = combined("BringsBackStates", BringsBackStates, plain)
+        if self._fedleak.defenses and type(self._launcher) is plain:
+            self._launcher = brings_back(self, start_method=self._start_method)
 
     def _process(self) -> int:
         return int(self.global_rank)
@@ -228,7 +263,7 @@ class DDPSeam(Seam, DDPStrategy):
         """Wraps in DistributedDataParallel only where that may reduce."""
         if self._fedleak.reduces:
             assert self.lightning_module is not None
-            _sync_module_states(self.lightning_module)
+            twin("overrides.distributed._sync_module_states", self)(self.lightning_module)
         else:
             super().configure_ddp()
 
@@ -330,6 +365,11 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
         return int(self.device_mesh["data_parallel"].get_local_rank())
 
 
+def inner_of(strategy: Seam) -> type:
+    """The class of the strategy that a seam was put before."""
+    return type(strategy).__bases__[1]
+
+
 def _refuse(what: str, mend: str) -> None:
     raise DefenseError(
         f"DefendedStrategy: {what} cannot be used when each rank is a client and defences act on "
@@ -337,4 +377,4 @@ def _refuse(what: str, mend: str) -> None:
     )
 
 
-__all__ = ["BringsBackStates", "DDPSeam", "ModelParallelSeam", "Seam"]
+__all__ = ["BringsBackStates", "DDPSeam", "ModelParallelSeam", "Seam", "combined", "inner_of"]

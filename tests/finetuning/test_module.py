@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.module import CausalLMFineTuning
+from lightning_fedleak.finetuning.lightning import CausalLMFineTuning
 from tests.helpers.folders import save_tiny_causal_lm
 
 

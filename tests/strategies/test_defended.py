@@ -103,7 +103,6 @@ def test_auto_in_torchrun(monkeypatch) -> None:
 
 
 def test_auto_in_a_notebook_forks(monkeypatch) -> None:
-    monkeypatch.setattr(defended, "_IS_INTERACTIVE", True)
     monkeypatch.setattr(
         "lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True
     )
@@ -118,9 +117,9 @@ def test_auto_in_a_notebook_forks(monkeypatch) -> None:
 )
 def test_ddp_by_name(strategy: str, start: str) -> None:
     ours = DefendedStrategy(strategy, NOISE)
+    chosen, plain = choice(ours, devices=2), choice(strategy, devices=2)
     assert isinstance(ours, DDPStrategy)
     assert isinstance(ours, DefendedStrategy)
-    chosen, plain = choice(ours, devices=2), choice(strategy, devices=2)
     assert issubclass(chosen.pop("launcher"), plain.pop("launcher"))
     assert chosen == plain
     assert ours._start_method == start
@@ -175,9 +174,11 @@ def test_pickles_and_copies(strategy: str) -> None:
         assert [d.name for d in twin.defenses] == ["gradient_noise", "freeze"]
         assert twin.defenses[0].clip == 2.0
         assert twin.client == "world"
-    if strategy == "auto":
-        trainer(ours)
-        assert isinstance(pickle.loads(pickle.dumps(ours)), SingleDeviceStrategy)
+    trainer(ours, devices=2 if "ddp" in strategy else 1)
+    twin = pickle.loads(pickle.dumps(ours))
+    assert type(twin) is type(ours)
+    assert isinstance(twin, DDPStrategy if "ddp" in strategy else SingleDeviceStrategy)
+    assert type(twin.launcher) is type(ours.launcher)
 
 
 class Nameless(Defense):

@@ -16,10 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -58,6 +56,8 @@ from lightning_fedleak.taps.gradients import UpdateError
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, Capability
 
 if TYPE_CHECKING:
+    import lightning.pytorch as L
+
     from lightning_fedleak.callbacks.channels.targets import CanaryScores, Games
     from lightning_fedleak.callbacks.report import Report
 
@@ -267,7 +267,7 @@ class Channel(ABC):
         family: its name in the logs.
         metrics: names of its rates, each logged with ``_low`` and ``_high``.
         headline: the one that stands for the others on a page or in a table.
-        charts: titles of further charts, and the metrics in each.
+        charts: the further rates that have a chart.
         width: numbers in a packed result.
         extras: names of its values that have no interval.
         parted: each process holds a part of the result, also where all are one client.
@@ -285,7 +285,7 @@ class Channel(ABC):
     family: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str]
-    charts: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    charts: ClassVar[tuple[str, ...]] = ()
     width: int
     extras: ClassVar[tuple[str, ...]] = ()
     parted: ClassVar[bool] = False

@@ -13,12 +13,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import lightning.pytorch as L
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
@@ -58,6 +55,7 @@ from lightning_fedleak.callbacks.results import (
     Waiting,
 )
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
+from lightning_fedleak.lightning_packages import both
 from lightning_fedleak.metrics import MembershipInference, Rate
 from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR, RATES
 from lightning_fedleak.model_runs import hidden_states
@@ -65,6 +63,9 @@ from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.taps.activations import ActivationTap
 from lightning_fedleak.taps.split import ModelIds
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS, Capability
+
+if TYPE_CHECKING:
+    import lightning.pytorch as L
 
 AUDIT = "audit"
 RESAMPLES = 200
@@ -204,12 +205,7 @@ class MembershipChannel(Channel):
     family = "membership"
     metrics = RATES
     headline = "auc"
-    charts = MappingProxyType(
-        {
-            "accuracy and advantage": ("accuracy", "advantage"),
-            "TPR at a small FPR": tuple(name for name in RATES if name.startswith("tpr")),
-        }
-    )
+    charts = ("accuracy", "advantage", "tpr_at_fpr_0.01")
     adversary = DISHONEST_SERVER
 
     def __init__(self, attacks: Sequence[Any], settings: Settings) -> None:
@@ -266,7 +262,7 @@ class MembershipChannel(Channel):
             return
         strategy = trainer.strategy
         who = f"LeakageMonitor: '{self.attacks[0].name}' plays membership games, which"
-        if isinstance(strategy, ModelParallelStrategy):
+        if isinstance(strategy, both("strategies.ModelParallelStrategy")):
             raise ValueError(
                 f"{who} need whole layers; {type(strategy).__name__} shards them. Use DDP with "
                 "client='rank', or one device; attacks on words and texts run under FSDP2 too."

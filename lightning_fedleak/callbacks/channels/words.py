@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import lightning.pytorch as L
 import torch
 from torch import Tensor
 
@@ -37,6 +35,9 @@ from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.taps.gradients import HeadOwnPart
+
+if TYPE_CHECKING:
+    import lightning.pytorch as L
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class WordsChannel(Channel):
     family = "words"
     metrics = ("precision", "recall", "f1")
     headline = "f1"
-    charts = MappingProxyType({"precision and recall": ("precision", "recall")})
+    charts = ("precision", "recall")
     width = WordRecovery.WIDTH
     extras = ("type_count_error", "certified", "capacity")
     reads_updates: ClassVar[bool] = True

@@ -28,8 +28,7 @@ from lightning_fedleak.commands.demo.live import LiveTable
 from lightning_fedleak.commands.demo.summary import Reading, read_back, summary
 from lightning_fedleak.commands.options import DemoOptions
 from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.data import TextDataModule
-from lightning_fedleak.finetuning.module import CausalLMFineTuning
+from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.threats import ThreatModelError
 
 UserError = (SourceError, AnatomyError, ThreatModelError)

@@ -34,8 +34,7 @@ from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.callbacks.channels.base import family_of
 from lightning_fedleak.commands.options import SWEEP_ATTACKS
 from lightning_fedleak.commands.sweep.specs import DefenseSpec
-from lightning_fedleak.finetuning.data import TextDataModule
-from lightning_fedleak.finetuning.module import CausalLMFineTuning
+from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.strategies import DefendedStrategy
 
 _PUBLIC_TEXTS = 256
@@ -58,7 +57,7 @@ class Setting:
         length: tokens a text, at most.
         every_n_steps: steps between two looks.
         lr: learning rate of AdamW.
-        peft: as in :class:`~lightning_fedleak.finetuning.module.CausalLMFineTuning`.
+        peft: as in :class:`~lightning_fedleak.finetuning.CausalLMFineTuning`.
         budget_seconds: for one run of ``prefix`` or ``descent``.
         seed: of split, order, dropout, public text and calibration.
     """

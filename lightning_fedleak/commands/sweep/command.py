@@ -27,8 +27,7 @@ from lightning_fedleak.commands.sweep.plots import plot_pareto
 from lightning_fedleak.commands.sweep.specs import SpecError, parse_defenses
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.data import TextDataModule
-from lightning_fedleak.finetuning.module import CausalLMFineTuning
+from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
 
 UserError = (SourceError, AnatomyError, SpecError)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from lightning_fedleak.commands.demo import run as run_module
 from lightning_fedleak.commands.demo.run import INTERRUPTED, Demo
 from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.module import CausalLMFineTuning
+from lightning_fedleak.finetuning.lightning import CausalLMFineTuning
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 

@@ -1,0 +1,156 @@
+"""Lightning is two packages, ``lightning.pytorch`` and ``pytorch_lightning``, of twin classes.
+
+Both are often installed, and may both be loaded. A run is of one of them: that of its Trainer. Here
+only a package that the program has loaded is looked at; ``lightning`` where it has loaded none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from abc import ABCMeta
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Union
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback as EitherCallback
+    from lightning.pytorch.strategies import Strategy as AnyStrategy
+    from lightning.pytorch.strategies import Strategy as EitherStrategy
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def both(*names: str) -> tuple[Any, ...]:
+    """What has one of these names in a package that is loaded; of classes, for ``isinstance``.
+
+    Args:
+        names: below the package: ``"strategies.DDPStrategy"``.
+    """
+    return tuple(_named(p, name) for name in names for p in PACKAGES if p in sys.modules)
+
+
+def package_of(of: object) -> str:
+    """The package that a Trainer, a strategy, an accelerator or a class of them comes from.
+
+    Raises:
+        TypeError: from neither.
+    """
+    for kind in (of if isinstance(of, type) else type(of)).__mro__:
+        if (package := _home(kind)) is not None:
+            return package
+    raise TypeError(f"{of!r} is an object of neither {' nor '.join(PACKAGES)}")
+
+
+def twin(name: str, of: object) -> Any:
+    """What has a name in the package that something comes from.
+
+    Args:
+        name: below the package: ``"strategies.DDPStrategy"``.
+        of: as :func:`package_of` takes it.
+    """
+    return _named(package_of(of), name)
+
+
+def mixed(what: str, of: object, with_: object) -> str | None:
+    """One sentence where two things are of different packages; None where they are of one.
+
+    Args:
+        what: names the first of them.
+        of: the first.
+        with_: the Trainer, or what it has chosen itself.
+    """
+    own, other = package_of(of), package_of(with_)
+    if own == other:
+        return None
+    return f"{what} is of `{own}` and this Trainer of `{other}`: import both from one of the two."
+
+
+def _named(package: str, name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(f"{package}.{module}"), attribute)
+
+
+def _home(kind: type) -> str | None:
+    names = (p for p in PACKAGES if f"{kind.__module__}.".startswith(f"{p}."))
+    return next(names, None)
+
+
+# ---- classes that both packages take for their own ------------------------------------------
+
+
+class _OwnFirst(ABCMeta):
+    """Of several packages' classes, those of the first come before all of the others."""
+
+    def mro(cls) -> list[type]:
+        """As usual, with the other package's classes behind the last of the own one's."""
+        order = super().mro()
+        own = next(filter(None, map(_home, order)), None)
+        others = [kind for kind in order if _home(kind) not in (None, own)]
+        kept = [kind for kind in order if kind not in others]
+        end = max((place for place, kind in enumerate(kept, 1) if _home(kind)), default=0)
+        return [*kept[:end], *others, *kept[end:]]
+
+
+class _Joins(MetaPathFinder):
+    """Makes a package that is loaded later known to the classes below."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """What the other finders say, with a last step when the package has run."""
+        if fullname != self.package:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_join(module: ModuleType) -> None:
+                run(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    EitherCallback.__bases__ += (_named(self.package, "callbacks.Callback"),)
+                    EitherStrategy.__bases__ += (_named(self.package, "strategies.Strategy"),)
+
+            spec.loader.exec_module = run_and_join  # type: ignore[method-assign]
+        return spec
+
+
+if not TYPE_CHECKING:
+    if not any(package in sys.modules for package in PACKAGES):
+        importlib.import_module(PACKAGES[0])
+
+    class EitherCallback(*both("callbacks.Callback")):
+        """A callback for the Trainers of both packages."""
+
+    class EitherStrategy(*both("strategies.Strategy"), metaclass=_OwnFirst):
+        """A strategy for the Trainers of both packages.
+
+        One that also is a class of one package has its methods, never the other's.
+        """
+
+    sys.meta_path[:0] = [_Joins(package) for package in PACKAGES if package not in sys.modules]
+
+    def __getattr__(name: str) -> Any:
+        if name == "AnyStrategy":  # for type hints that are read while the program runs
+            return Union[both("strategies.Strategy")]  # noqa: UP007
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+__all__ = [
+    "PACKAGES",
+    "AnyStrategy",
+    "EitherCallback",
+    "EitherStrategy",
+    "both",
+    "mixed",
+    "package_of",
+    "twin",
+]

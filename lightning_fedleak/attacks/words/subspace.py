@@ -90,6 +90,7 @@ class SubspaceWords(Attack):
         Capability.KNOWS_MODEL,
     )
     default_name = "subspace_words"
+    needs_float64 = True
     reads_adaptive_updates = True
     restores_fully = False
 

@@ -14,7 +14,6 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.snapshots import Observation, UnusableObservation
 from lightning_fedleak.threats import ThreatModel
 
-
 WITHOUT_FLOAT64 = frozenset({"mps"})
 """Kinds of devices that have no float64: Apple's GPUs."""
 

@@ -131,7 +131,11 @@ def _without_lists(index: Any) -> Any:
     """Lists of places as tensors of the host, which PyTorch would make without their numbers."""
     if isinstance(index, tuple):
         return tuple(map(_without_lists, index))
-    return torch.tensor(index, dtype=None if index else torch.int64) if isinstance(index, list) else index
+    return (
+        torch.tensor(index, dtype=None if index else torch.int64)
+        if isinstance(index, list)
+        else index
+    )
 
 
 _there: dict[int, torch.Generator] = {}

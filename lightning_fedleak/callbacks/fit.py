@@ -133,6 +133,7 @@ class Fit:
             channel.leave_out(self._refused.keys())
             for attack in channel.attacks:
                 with self._left_out(attack):
+                    attack.check_device(self._run.anatomy)
                     channel.plan(attack)
                     channel.admit(attack)
             channel.leave_out(self._refused.keys())

@@ -199,6 +199,11 @@ class Fit:
         return self._run.anatomy.trainable_names()
 
     @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Of the attacks that give results, in the order of the logs."""
+        return tuple(self._plans)
+
+    @property
     def playing(self) -> frozenset[str]:
         """Names of the attacks that give results, exposed or not."""
         return frozenset(plan.attack.name for plan in self._plans)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -161,6 +161,8 @@ class LeakageMonitor(EitherCallback):
             are not played.
         cache: keep calibrations in the user's cache folder (``FEDLEAK_CACHE``), by model, text and
             settings, for the next fit.
+        report: write ``report.html``, ``report.json`` and ``report.yaml`` beside the logs when
+            the fit ends in order, as ``fedleak report`` does.
 
     Raises:
         ValueError: contradictory or unknown arguments.
@@ -187,6 +189,7 @@ class LeakageMonitor(EitherCallback):
         public_text: Given | None = None,
         look_seconds: float = 30.0,
         cache: bool = True,
+        report: bool = False,
         **moved: Any,
     ) -> None:
         if moved:
@@ -207,6 +210,7 @@ class LeakageMonitor(EitherCallback):
             raise ValueError(f"look_seconds must be positive, got {look_seconds!r}")
         self.look_seconds = look_seconds
         self.cache = cache
+        self.report = report
         self.attacks = _listed(attacks)
         check_attacks(self.attacks)
         self.cadence = cadence_of(every_n_steps, max_overhead)
@@ -653,8 +657,15 @@ class LeakageMonitor(EitherCallback):
     # ---- ends and checkpoints ---------------------------------------------------------------
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Ends the run's record."""
+        """Ends the run's record, and writes the report where it is asked for."""
         self._end(trainer, "finished")
+        if self.report and self._record is not None:
+            from lightning_fedleak.report import ReportError, write
+
+            try:
+                rank_zero_info(f"LeakageMonitor: {write([self._record.path.parent])[0]}")
+            except ReportError as error:
+                rank_zero_warn(f"LeakageMonitor: no report: {error}")
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException

@@ -135,6 +135,13 @@ def test_imports_follow_the_arrows(path: Path) -> None:
         assert not {n for n in names if n.split(".")[0] in LIGHTNING}
 
 
+@pytest.mark.parametrize("part", ["callbacks", "strategies", "canaries"])
+def test_what_a_trainer_gets_is_of_either_package_of_lightning(part: str) -> None:
+    for path in (path for name, path in MODULES.items() if part_of(name) == part):
+        names = imported(path, at_import_time=True)
+        assert not {n for n in names if n.split(".")[0] in LIGHTNING}, path
+
+
 def test_no_circles() -> None:
     graph = {
         name: {n for n in imported(path, at_import_time=True) if n in MODULES and n != name}

@@ -32,7 +32,6 @@ from lightning_fedleak.callbacks.checks import (
 from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.results import Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.defenses import Defense, DefenseContext
-from lightning_fedleak.lightning_packages import both
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.progress import bars, track
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
@@ -160,7 +159,7 @@ class Fit:
             for optimizer in trainer.optimizers:
                 remove = before_real_step(optimizer, partial(self._on_real_step, optimizer))
                 self._removers.append(remove)
-        ddp = isinstance(strategy, both("strategies.DDPStrategy"))
+        ddp = self._run.under_ddp
         self._keeps_local = ddp and self._run.client == "rank" and not separated
 
     def follow(self) -> None:

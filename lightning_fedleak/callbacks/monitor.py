@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.auto import ASSUMED, candidates
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.public_text import Given
+from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.batches import BatchAdapter
 from lightning_fedleak.callbacks import auto
 from lightning_fedleak.callbacks.cache import CalibrationCache
@@ -31,9 +31,12 @@ from lightning_fedleak.callbacks.channels.base import (
 )
 from lightning_fedleak.callbacks.checks import (
     check_attacks,
+    check_batch_type,
     check_rounds,
+    check_texts,
     known_stages,
     resolve_client,
+    warn_of_other_tokenizers,
 )
 from lightning_fedleak.callbacks.fit import Fit
 from lightning_fedleak.callbacks.report import (
@@ -487,6 +490,9 @@ class LeakageMonitor(EitherCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
         run = Run(trainer, self._find_anatomy(pl_module), self.client, self.assume)
+        self._check_texts(run.anatomy)
+        if self.batch_adapter is None:
+            check_batch_type(pl_module, run.anatomy.kind)
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder = folder if self.log_dir is None else self.log_dir
         self._jsonl = JsonLines(folder / "leakage.jsonl")
@@ -542,6 +548,14 @@ class LeakageMonitor(EitherCallback):
             self._record.begins(
                 facts_of(run, self._fit, self._series, gates=self._gates, monitor=self._settings())
             )
+
+    def _check_texts(self, anatomy: Anatomy) -> None:
+        """Refuses public text of another vocabulary, and warns of another model's tokenizer."""
+        held_out = self.games.held_out
+        check_texts(self.attacks, {"games=Games(held_out=)": held_out}, anatomy)
+        texts = [held_out, *(getattr(attack, "public_text", None) for attack in self.attacks)]
+        tokenizers = [t.tokenizer for t in texts if isinstance(t, PublicText)]
+        warn_of_other_tokenizers([self.tokenizer, *tokenizers], anatomy)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers how many looks came before this fit, and where it starts."""

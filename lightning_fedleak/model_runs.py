@@ -269,7 +269,7 @@ class _Reached(Exception):
         self.states = states
 
 
-def cut_at(model: nn.Module, place: Place) -> Callable[..., Any]:
+def cut_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
     """``model`` as a function that stops at ``place`` and returns the hidden states there."""
     block = place.module
 

@@ -137,23 +137,15 @@ class Plan:
 def require_capabilities(attack: Attack, run: Run, sees: AbstractSet[Capability]) -> None:
     """Refuses an attack whose adversary lacks what it needs. Who knows the model knows its bottom.
 
-    The rows of a classifier's head are classes: what reads words off it has nothing to read.
-
     Args:
         attack: the attack.
         run: with the model, and what the adversary is assumed to have.
         sees: what it sees besides gradients.
 
     Raises:
-        ThreatModelError: names every capability that is missing, or what the head is.
+        ThreatModelError: names every capability that is missing.
     """
     anatomy = run.anatomy
-    if anatomy.kind == "classifier" and _OF_HEAD & attack.threat_model.needs:
-        raise ThreatModelError(
-            f"attack '{attack.name}' reads words off an output head that has a row for each token, "
-            f"and this model's {_head(anatomy)}: remove the attack. BagOfWords reads the "
-            "embeddings' gradient, SubspaceWords that of the first block's projections"
-        )
     held = set(run.assumed)
     held.update(
         c for role, c in SURFACE_CAPABILITIES.items() if anatomy.parameter(role) is not None
@@ -164,20 +156,26 @@ def require_capabilities(attack: Attack, run: Run, sees: AbstractSet[Capability]
     require(attack.name, attack.threat_model, held)
 
 
-def _head(anatomy: Anatomy) -> str:
-    if anatomy.head is None:
-        return "labels are classes"
-    of = f"head ('{anatomy.head_name}' of {type(without_peft(anatomy.model)).__name__})"
-    return f"{of} has a row for each of its {anatomy.vocab_size} outputs"
-
-
 def gradient_plan(attack: Attack, run: Run) -> Plan:
     """Checks an attack on gradients of the client's own parameters against this model and run.
 
     Raises:
+        ThreatModelError: it reads words off a head whose rows are a classifier's outputs.
         ValueError: the attack reads parameters of several optimizers, or no gradients.
     """
     anatomy, strategy = run.anatomy, run.trainer.strategy
+    if anatomy.kind == "classifier" and _OF_HEAD & attack.threat_model.needs:
+        model = type(without_peft(anatomy.model)).__name__
+        n = anatomy.vocab_size
+        head = f"the labels of {model} are classes"
+        if anatomy.head is not None:
+            outputs = "one output" if n == 1 else f"{n} outputs"
+            head = f"the rows of '{anatomy.head_name}' of {model} are its {outputs}"
+        raise ThreatModelError(
+            f"attack '{attack.name}' reads words off an output head with a row for each token, and "
+            f"{head}. Remove the attack; BagOfWords reads the gradient of the embeddings, "
+            "SubspaceWords that of the first block's projections."
+        )
     # DDP reduces every trainable parameter, not only those that an optimizer owns.
     reduces_all = isinstance(strategy, both("strategies.DDPStrategy")) and run.client == "rank"
     surfaces = attack.needs(anatomy)

@@ -133,8 +133,9 @@ class Fit:
             channel.leave_out(self._refused.keys())
             for attack in channel.attacks:
                 with self._left_out(attack):
-                    channel.admit(attack)
+                    attack.check_device(self._run.anatomy)
                     channel.plan(attack)
+                    channel.admit(attack)
             channel.leave_out(self._refused.keys())
 
     @contextmanager
@@ -196,6 +197,11 @@ class Fit:
     def trained(self) -> tuple[str, ...]:
         """Names of the trained parameters."""
         return self._run.anatomy.trainable_names()
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Of the attacks that give results, in the order of the logs."""
+        return tuple(self._plans)
 
     @property
     def playing(self) -> frozenset[str]:

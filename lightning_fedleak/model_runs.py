@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import Place, place_of, states_in, states_out
-from lightning_fedleak.anatomy.wrappers import walk, without_peft
+from lightning_fedleak.anatomy.wrappers import matrix_shape, unwrap, walk, without_peft
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model_state import HOOKS, hook_home, model_kept, modules_of, process_kept
 
@@ -160,6 +160,23 @@ def hidden_states(
     return torch.cat([states_of_text(s, length, anatomy, layer) for s in states]).detach()
 
 
+def sees_no_later(anatomy: Anatomy) -> bool:
+    """Whether no hidden state hangs on a later token, seen by running the blocks on two texts.
+
+    False for a model whose blocks are not known.
+    """
+    if not anatomy.blocks:
+        return False
+    rows = matrix_shape(anatomy.embedding)
+    tokens = anatomy.vocab_size if rows is None else rows[0]
+    ids = torch.arange(4, device=anatomy.device).repeat(2, 1) % tokens
+    ids[1, -1] = ids[1, 0]
+    place = Place("", unwrap(anatomy.blocks[-1]), "output")
+    with undisturbed(anatomy) as model, torch.no_grad(), needed_hooks_only(anatomy.root):
+        states = cut_at(model, place)(input_ids=ids)
+    return bool(torch.equal(states[0, 0], states[1, 0]))
+
+
 @contextmanager
 def whole_model(root: nn.Module) -> Iterator[None]:
     """Within it every process has the whole parameters of what FSDP2 shards, and runs alone.
@@ -252,7 +269,7 @@ class _Reached(Exception):
         self.states = states
 
 
-def cut_at(model: nn.Module, place: Place) -> Callable[..., Any]:
+def cut_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
     """``model`` as a function that stops at ``place`` and returns the hidden states there."""
     block = place.module
 
@@ -522,6 +539,7 @@ __all__ = [
     "needed_hooks_only",
     "predicting",
     "run_logits",
+    "sees_no_later",
     "states_of_text",
     "takes",
     "token_logits",

@@ -56,6 +56,7 @@ ALLOWED = {
     "strategies": {"defenses", "snapshots", "anatomy", "lightning_packages"},
     "lightning_packages": set(),
     "split": GROUND | {"attacks"},
+    "report": {"auditing", "defenses"},
 }
 WITHOUT_LIGHTNING = (
     *GROUND,
@@ -65,6 +66,7 @@ WITHOUT_LIGHTNING = (
     "games",
     *STUDIES,
     "split",
+    "report",
 )
 FILES = sorted(ROOT.rglob("*.py"))
 

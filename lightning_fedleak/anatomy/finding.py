@@ -239,7 +239,24 @@ def find_anatomy(
         vocab_size=rows,
         hidden_size=shape[1],
         peft=peft_kind(scope),
+        target_rows=_target_rows(core, the_embedding) if is_encoder_decoder(core) else None,
     )
+
+
+def _target_rows(model: nn.Module, embedding: nn.Module) -> int | None:
+    """Rows of the decoder's embedding, where its vocabulary is another than the encoder's.
+
+    So it is where their sizes differ, and where the model's configuration says that the two are not
+    shared. Two matrices of one size are of one vocabulary otherwise.
+    """
+    decoder = side_of(model, "decoder")
+    other = None if decoder is None else asked(decoder, "get_input_embeddings")
+    if other is None or leaf(other) is leaf(embedding):
+        return None
+    config = getattr(model, "config", None)
+    apart = getattr(config, "share_encoder_decoder_embeddings", True) is False
+    rows = rows_of(other)
+    return rows if apart or rows != rows_of(embedding) else None
 
 
 def _find_model(root: nn.Module) -> nn.Module | None:

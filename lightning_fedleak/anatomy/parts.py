@@ -46,6 +46,9 @@ class Anatomy:
             the number of classes.
         hidden_size: columns of the embedding.
         peft: kind of PEFT wrapping (``"LORA"``, ``"PROMPT_TUNING"``, ...), None without.
+        target_rows: tokens that the decoder reads, where they are of another vocabulary than those
+            of ``embedding`` (Marian's with separate vocabularies): the same id is then another word
+            on each side. None where there is one vocabulary.
     """
 
     root: nn.Module
@@ -61,6 +64,7 @@ class Anatomy:
     vocab_size: int
     hidden_size: int
     peft: str | None = None
+    target_rows: int | None = None
 
     def _role(self, role: str) -> tuple[nn.Module | None, str | None, str] | None:
         """(module, its path, the parameter's name in it) of a role; None for other names."""

@@ -13,9 +13,14 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query
-from lightning_fedleak.attacks.words.public_gradients import begun, gradient_of
+from lightning_fedleak.attacks.words.public_gradients import (
+    begun,
+    gradient_of,
+    gradient_through_blocks,
+)
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.checks import Plan, listed
+from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     Observation,
@@ -68,9 +73,14 @@ def look_seconds(
         return {}
     roles = dict.fromkeys(role for plan in tried for role in plan.roles)
     generator = torch.Generator().manual_seed(0)
-    tensors = gradient_of(
-        anatomy, _batch(anatomy, generator), list(roles), instead=begun(anatomy, generator)
-    )
+    begins = begun(anatomy, generator)
+    ids = _tokens(anatomy, _ROWS, generator)
+    if anatomy.kind == "classifier":
+        tensors = gradient_through_blocks(anatomy, ids, list(roles), generator, instead=begins)
+    else:
+        labels = ids if anatomy.target_rows is None else ids % anatomy.target_rows
+        batch = TokenBatch(ids, labels, torch.ones_like(ids), anatomy.kind)
+        tensors = gradient_of(anatomy, batch, list(roles), instead=begins)
     shown = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
     if local_steps is not None:
         shown = UpdateSnapshot(
@@ -94,16 +104,9 @@ def look_seconds(
     return found
 
 
-def _batch(anatomy: Anatomy, generator: torch.Generator) -> TokenBatch:
-    ids = _tokens(anatomy, _ROWS, generator)
-    classes = anatomy.kind == "classifier"
-    labels = torch.zeros(_ROWS, dtype=torch.long) if classes else ids
-    return TokenBatch(ids, labels, torch.ones_like(ids), anatomy.kind)
-
-
 def _tokens(anatomy: Anatomy, rows: int, generator: torch.Generator) -> Tensor:
     config = getattr(anatomy.model, "config", None)
-    length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    length = min(_LENGTH, context_length(anatomy) or _LENGTH)
     size = getattr(config, "vocab_size", None) or anatomy.vocab_size
     weights = 1 / (10.0 + torch.arange(size))
     drawn = torch.multinomial(weights, rows * length, replacement=True, generator=generator)

@@ -18,7 +18,13 @@ from torch.optim import Optimizer
 from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.public_text import sampled_once
-from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
+from lightning_fedleak.batches import (
+    BatchAdapter,
+    BatchError,
+    TokenBatch,
+    adapter_to_copy,
+    read_batch,
+)
 from lightning_fedleak.callbacks.auto import Row, in_short, look_seconds, reads_of
 from lightning_fedleak.callbacks.cache import CalibrationCache, hash_of_weights
 from lightning_fedleak.callbacks.cadence import Cadence, StepClock
@@ -132,6 +138,7 @@ class Fit:
             channel.leave_out(self._refused.keys())
             for attack in channel.attacks:
                 with self._left_out(attack):
+                    attack.check_device(self._run.anatomy)
                     channel.plan(attack)
                     channel.admit(attack)
             channel.leave_out(self._refused.keys())
@@ -195,6 +202,11 @@ class Fit:
     def trained(self) -> tuple[str, ...]:
         """Names of the trained parameters."""
         return self._run.anatomy.trainable_names()
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Of the attacks that give results, in the order of the logs."""
+        return tuple(self._plans)
 
     @property
     def playing(self) -> frozenset[str]:
@@ -370,6 +382,9 @@ class Fit:
             self._read(batch)
         except Exception as refusal:
             error = refusal
+            if self._adapter is None and batch is not None:
+                kind = self._run.anatomy.kind
+                error = BatchError(f"{refusal}\n{adapter_to_copy(batch, kind)}")
         strategy = self._run.trainer.strategy
         if strategy.reduce_boolean_decision(error is not None, all=False):
             raise error or BatchError("another process could not read its first batch")

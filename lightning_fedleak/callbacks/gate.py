@@ -228,16 +228,19 @@ class RiskGate(EitherCallback):
         _check_bound(bound, alpha, warmup, patience, strict)
         rate = _rate_of(metric)
         span = range_of(rate.removesuffix("_low").removesuffix("_high"))
-        if _is_worst(metric) and span is not None and at_most < span[2]:
+        plain = range_of(rate)
+        if plain is not None and plain[0] <= at_most < plain[2]:
+            watched = f", the highest {rate} of several attacks" if _is_worst(metric) else ""
             raise ValueError(
-                f"RiskGate watches '{metric}', the highest {rate} of several attacks. "
-                f"{span[2]:g} is chance, so that at_most={at_most:g} would be exceeded by an "
-                f"attack that knows nothing: give {span[2]:g} or more"
+                f"RiskGate watches '{metric}'{watched}. {plain[2]:g} is chance, so that "
+                f"at_most={at_most:g} would be exceeded by an attack that knows nothing: "
+                f"give {plain[2]:g} or more"
             )
-        if bound == "value" and span is not None and at_most > span[1]:
+        if bound == "value" and span is not None and not span[0] <= at_most <= span[1]:
+            when = "never" if at_most > span[1] else "always"
             raise ValueError(
                 f"RiskGate watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
-                f"that at_most={at_most:g} could never be exceeded: rates are shares, not percent"
+                f"that at_most={at_most:g} would {when} be exceeded: rates are shares, not percent"
             )
         self.metric = metric
         self.at_most = float(at_most)
@@ -334,7 +337,11 @@ class RiskGate(EitherCallback):
         logs = [f"gate/{self.name}", *notches]
         self._known = self._stopped = False
         self._monitor.subscribe(
-            self._decide, logs, at_start=self._check_read, at_end=self._conclude
+            self._decide,
+            logs,
+            about=self._about(),
+            at_start=self._check_read,
+            at_end=self._conclude,
         )
 
     def _check_read(self) -> None:
@@ -349,6 +356,19 @@ class RiskGate(EitherCallback):
             "block, AlignedFlatChat() a trained head; LeakageMonitor() alone takes all that can), "
             "or leave this gate out"
         )
+
+    def _about(self) -> dict[str, Any]:
+        """For the run's record."""
+        return {
+            "name": self.name,
+            "metric": self.metric,
+            "at_most": self.at_most,
+            "action": self.action if isinstance(self.action, str) else _name_of(self.action),
+            "bound": self.bound,
+            "alpha": None if self.bound == "value" else self.alpha,
+            "strict": self.strict,
+            "patience": self.patience,
+        }
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers where this fit starts."""
@@ -516,6 +536,20 @@ class RiskGate(EitherCallback):
             seen.why,
         )
         first, self.fired = self.fired is None, self.fired or event
+        did = "hardened" if hardened else "stopped" if stops else f"{self._about()['action']}"
+        monitor.record_decision(
+            {
+                "gate": self.name,
+                "did": did,
+                "step": event.step,
+                "measured": None if math.isnan(event.value) else event.value,
+                "metric": event.metric,
+                "of": event.of,
+                "at_most": event.at_most,
+                "hardened": list(event.hardened),
+                "why": event.why,
+            }
+        )
         if checkpoint is not None:
             trainer.save_checkpoint(checkpoint)
         if self.action == "raise":

@@ -24,6 +24,7 @@ RANGES: dict[str, tuple[float, float, float]] = {
     "auc": (0.0, 1.0, 0.5),
     "advantage": (-1.0, 1.0, 0.0),
     "tpr_at_fpr": (0.0, 1.0, 0.0),
+    "certified": (0.0, 1.0, 0.0),
 }
 """Smallest and largest possible value by metric, and that of an attack that knows nothing."""
 

@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.callbacks.results import Outcome, Series
-from lightning_fedleak.callbacks.tensorboard import add_hparams, tensorboards
+from lightning_fedleak.callbacks.tensorboard import add_frame, tensorboards
 from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import Stage
@@ -231,6 +231,7 @@ class Report:
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
         for logger in self._trainer.loggers:
             logger.log_metrics(finite, step=look.step)
+        add_frame(self.boards, look.step)
         if self._trainer.is_global_zero:
             try:
                 self._write_lines(look, outcomes)
@@ -292,18 +293,19 @@ class Report:
             except OSError as error:
                 self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
 
-    def write_summary(self, latest: Mapping[str, float], headlines: Sequence[str]) -> None:
-        """Leaves a row in TensorBoard's table of runs: settings, and the last headlines."""
-        if not self.boards or not latest:
-            return
-        strategy = self._trainer.strategy
-        settings = {f"fedleak/{a.name}": repr(a.config()) for a in self._attacks}
-        settings["fedleak/strategy"] = type(strategy).__name__
-        defenses = getattr(strategy, "defenses", ())
-        settings["fedleak/defenses"] = ", ".join(d.name for d in defenses) or "none"
-        ends = tuple(f"/{headline}" for headline in headlines)
-        chosen = (n for n in latest if n.startswith("utility/") or n.endswith(ends))
-        add_hparams(self.boards, settings, {f"hp/{n}": latest[n] for n in chosen})
+    def settings(self) -> dict[str, Any]:
+        """The user's settings as Lightning logs them, and this run's attacks and defences."""
+        trainer = self._trainer
+        found: dict[str, Any] = {}
+        for holder in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+            if holder is not None and holder._log_hyperparams:
+                found |= holder.hparams_initial
+        found.pop("_class_path", None)  # LightningCLI's own
+        defenses = getattr(trainer.strategy, "defenses", ())
+        found |= {f"fedleak/{a.name}": repr(a.config()) for a in self._attacks}
+        found["fedleak/strategy"] = type(trainer.strategy).__name__
+        found["fedleak/defenses"] = ", ".join(d.name for d in defenses) or "none"
+        return found
 
 
 # ---- what defences say that their releases have cost ----------------------------------------

@@ -1,13 +1,14 @@
-"""What only TensorBoard shows: one page of charts, histograms, and a row in its table of runs."""
+"""What only TensorBoard shows: a page of charts, histograms, leakage in its table of settings."""
 
 from __future__ import annotations
 
-import math
+import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import WordGuess
@@ -19,64 +20,106 @@ if TYPE_CHECKING:
 
     from lightning_fedleak.callbacks.channels.base import Channel
 
+FRAME: Mapping[str, float] = {"scale/0": 0.0, "scale/1": 1.0}
+"""Lines that are logged for TensorBoard alone: its charts have no setting for their axes."""
+
 
 def tensorboards(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
     """The TensorBoard loggers among ``loggers``."""
     return [one for one in loggers if isinstance(one, both("loggers.TensorBoardLogger"))]
 
 
-def add_layout(
-    loggers: Sequence[Logger],
+def add_pages(
+    loggers: Sequence[TensorBoardLogger],
     utility: Sequence[str],
     series: Mapping[Series, Channel],
-    privacy: Sequence[str] = (),
-    decisions: Sequence[str] = (),
-    worst: Sequence[str] = (),
+    *,
+    privacy: Sequence[str],
+    decisions: Sequence[str],
+    worst: Sequence[str],
+    settings: Mapping[str, Any],
 ) -> None:
-    """Puts utility, leakage, epsilon, gates and the monitor's cost on one page of TensorBoard.
+    """Lays out Custom Scalars, and puts leakage beside the settings in HPARAMS.
+
+    One line a chart, named in its title, since TensorBoard draws all lines of a run in one colour;
+    rates run from 0 to 1. TensorBoard keeps the first table of settings that a run writes, and
+    Lightning writes its own after this: the user's settings are in this one.
 
     Args:
-        loggers: the run's loggers; only TensorBoard's are used.
+        loggers: TensorBoard's.
         utility: names of the user's metrics.
         series: the channel of each series, in the order of the logs.
         privacy: names of what defences account for.
         decisions: names of what gates log.
         worst: names of the highest headlines.
+        settings: of the run, by name.
     """
-    page: dict[str, list[Any]] = {
-        "utility": _lines([f"utility/{name}" for name in utility]),
-    }
-    if privacy:
-        page["privacy: epsilon"] = _lines(privacy)
-    if worst:
-        page["leakage: worst of each family"] = _lines(worst)
-    for prefix in dict.fromkeys(one.prefix for one in series):
-        seen = {one: channel for one, channel in series.items() if one.prefix == prefix}
-        for headline in dict.fromkeys(channel.headline for channel in seen.values()):
-            names = [one.log_name for one, channel in seen.items() if channel.headline == headline]
-            page[f"{prefix}: {_title(headline)}"] = _lines([f"{n}/{headline}" for n in names])
-        for one, channel in seen.items():
-            root, headline = one.log_name, channel.headline
-            for title, metrics in channel.charts.items():
-                page[f"{root}: {title}"] = _lines([f"{root}/{metric}" for metric in metrics])
-            page[f"{root}: {_title(headline)} and its 95% interval"] = [
-                "Margin",
-                [f"{root}/{headline}{end}" for end in ("", "_low", "_high")],
-            ]
-    if decisions:
-        page["gates"] = _lines(decisions)
-    page["cost of monitoring (seconds a look)"] = _lines(["monitor/seconds"])
-    for logger in tensorboards(loggers):
-        logger.experiment.add_custom_scalars({"leakage and utility": page})
+    if not loggers:
+        return
+    if importlib.util.find_spec("tensorboard") is None:
+        rank_zero_info(
+            "LeakageMonitor: 'tensorboard' is not installed, so that its page of charts and its "
+            "table of settings are not written; every number is. pip install tensorboard"
+        )
+        return
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from torch.utils.tensorboard.summary import custom_scalars, hparams
+
+    def line(tag: str, *frame: str) -> layout_pb2.Chart:
+        tags = [f"^{re.escape(one)}$" for one in (tag, *frame)]  # read as regular expressions
+        return layout_pb2.Chart(title=tag, multiline=layout_pb2.MultilineChartContent(tag=tags))
+
+    def interval(root: str, metric: str) -> layout_pb2.Chart:
+        ends = [(f"{root}/{metric}", f"{root}/{metric}_low", f"{root}/{metric}_high")]
+        ends += [(tag, tag, tag) for tag in FRAME]
+        shown = [
+            layout_pb2.MarginChartContent.Series(value=value, lower=low, upper=high)
+            for value, low, high in ends
+        ]
+        title = f"{root}: {metric.replace('_', ' ').upper()}, 95% interval (0 to 1)"
+        return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=shown))
+
+    headlines = {one: channel.headline for one, channel in series.items()}
+    page = [line(f"utility/{name}") for name in utility]
+    page += [line(name) for name in privacy]
+    page += [line(name, *FRAME) for name in worst]
+    page += [interval(one.log_name, headline) for one, headline in headlines.items()]
+    page += [line(name) for name in decisions]
+    page += [line("monitor/seconds")]
+    more = [interval(one.log_name, m) for one, channel in series.items() for m in channel.charts]
+    named = [("leakage and utility", page), ("more of each attack", more)]
+    layout = layout_pb2.Layout(
+        category=[layout_pb2.Category(title=title, chart=charts) for title, charts in named]
+    )
+    pages = custom_scalars({})  # type: ignore[no-untyped-call]  # its own charts have no frames
+    pages.value[0].tensor.string_val[0] = layout.SerializeToString()
+    metrics = [f"{one.log_name}/{headline}" for one, headline in headlines.items()]
+    metrics = [*worst, *metrics, *(f"utility/{name}" for name in utility), *privacy]
+    for logger in loggers:
+        of_lightning = ["hp_metric"] if logger._default_hp_metric else []
+        named_by = dict.fromkeys(metrics + of_lightning, 0.0)
+        table = hparams(_flat(settings), named_by)  # type: ignore[no-untyped-call]
+        writer = logger.experiment._get_file_writer()
+        for part in (pages, *table):
+            writer.add_summary(part)
 
 
-def _title(metric: str) -> str:
-    return metric.replace("_", " ").upper()
+def add_frame(loggers: Sequence[TensorBoardLogger], step: int) -> None:
+    """Logs the two lines that keep the axis of every rate at 0 to 1."""
+    for logger in loggers:
+        logger.log_metrics(FRAME, step=step)
 
 
-def _lines(tags: Sequence[str]) -> list[Any]:
-    """A chart of lines, whose tags TensorBoard reads as regular expressions."""
-    return ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]]
+def _flat(settings: Mapping[str, Any], root: str = "") -> dict[str, bool | int | float | str]:
+    """Settings as TensorBoard takes them: one level, numbers and strings."""
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{root}{name}/")
+        else:
+            plain = isinstance(value, bool | int | float | str)
+            flat[f"{root}{name}"] = value if plain else str(value)
+    return flat
 
 
 def add_score_histograms(
@@ -125,12 +168,3 @@ def add_place_histogram(
             bucket_counts=counts,
             global_step=step,
         )
-
-
-def add_hparams(
-    loggers: Sequence[Logger], settings: Mapping[str, Any], results: Mapping[str, float]
-) -> None:
-    """One row in TensorBoard's HParams table: the monitor's settings and the last results."""
-    known = {name: value for name, value in results.items() if math.isfinite(value)}
-    for logger in tensorboards(loggers):
-        logger.log_hyperparams(dict(settings), known)

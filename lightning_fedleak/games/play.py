@@ -166,6 +166,7 @@ class _Table:
                         f"have for a {anatomy.kind} model; crafted layers need none: play "
                         "FCMembership (fedleak game --attack fc)"
                     )
+                attack.check_device(anatomy)
                 attack.prepare(anatomy)
                 if isinstance(attack, PassiveMembership):
                     attack.refresh(anatomy, 0)
@@ -226,7 +227,7 @@ class _Table:
                 collides = self._collides(attack, deal)
             self.seconds[a] += time.perf_counter() - began
             said["guesses"].append(guess.members.detach().cpu())
-            said["scores"].append(guess.scores.detach().double().cpu())
+            said["scores"].append(guess.scores.detach().cpu().double())
             said["collides"].append(collides)
         self.truth["bits"].append(deal.bits)
         self.truth["positions"].append(deal.positions)
@@ -296,11 +297,11 @@ class _Table:
 
     def _client(self, number: int, deal: Deal) -> _Client:
         mask: Tensor | None
+        device = self.anatomy.device
         if self.config.protocol == "authors":
-            ids, mask = padded(deal.data, self.pool.pad_id, self.pool.tokens)[0], None
+            ids, mask = padded(deal.data, self.pool.pad_id, self.pool.tokens)[0].to(device), None
         else:
-            ids, mask = padded(deal.data, self.pool.pad_id)
-            mask = mask.to(self.anatomy.device)
+            ids, mask = (t.to(device) for t in padded(deal.data, self.pool.pad_id))
         if self.defend is not None:
             ids = self.defend(ids, mask)
         if self.config.gradients == "autograd" or not self.layers:

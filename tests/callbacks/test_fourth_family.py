@@ -56,7 +56,7 @@ def test_it_is_logged_beside_the_others(tmp_path: Path) -> None:
     events = EventAccumulator(str(board)).Reload()
     assert [e.value for e in events.Scalars(RIGHT)] == [0.0] * monitor.looks
     layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
-    assert b"leakage/text_count: wrong counts" in layout
+    assert b"leakage/text_count: WRONG, 95% interval (0 to 1)" in layout
 
 
 def test_it_is_gated_and_resumed(tmp_path: Path) -> None:

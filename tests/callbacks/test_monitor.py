@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import re
@@ -282,8 +283,33 @@ def test_an_unknown_batch_stops_before_the_first_step(tmp_path):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=tmp_path,
     )  # fmt: skip
-    with pytest.raises(BatchError, match="batch_adapter"):
+    with pytest.raises(BatchError, match=r"(?s)LeakageMonitor\(..., batch_adapter=batch_adapter\)"):
         trainer.fit(Odd(tiny_gpt2().train()), loader)
+
+
+@dataclasses.dataclass
+class Texts:
+    tokens: torch.Tensor
+    targets: torch.Tensor
+
+
+def test_a_batch_of_one_s_own_type_is_refused_before_anything_is_calibrated(tmp_path):
+    class Typed(CausalLMModule):
+        def training_step(self, batch: Texts, batch_idx: int) -> torch.Tensor:
+            return self.model(input_ids=batch.tokens, labels=batch.targets).loss
+
+    probe = Probe()
+    with pytest.raises(BatchError, match=r"takes a Texts(?s:.*)input_ids=batch\.tokens") as refused:
+        fit([LeakageMonitor(probe)], tmp_path, module=Typed(tiny_gpt2().train()))
+    assert "labels=batch.targets" in str(refused.value)
+    assert probe.prepared == 0
+    ids = torch.randint(5, 90, (4, 9), generator=torch.Generator().manual_seed(0))
+    loader = DataLoader([Texts(ids, ids)], batch_size=None)
+    monitor = LeakageMonitor(
+        probe, batch_adapter=lambda batch: TokenBatch(batch.tokens, batch.targets, None, "causal")
+    )
+    fit([monitor], tmp_path, module=Typed(tiny_gpt2().train()), loader=loader)
+    assert monitor.failures == 0
 
 
 def test_an_adversary_that_sees_no_bias_is_refused_by_name(tmp_path):
@@ -416,7 +442,6 @@ def test_values_reach_every_logger_at_the_steps_looked_at(tmp_path):
     assert {"utility/train_loss", "monitor/seconds", "monitor/failures"} <= set(tags["scalars"])
     assert "leakage/probe/score_of_used_types" in tags["histograms"]
     assert any("custom_scalars" in t for t in tags["tensors"])
-    assert "hparams" in events.SummaryMetadata("_hparams_/experiment").plugin_data.plugin_name
     assert "leakage/probe/f1" in next((tmp_path / "csv").rglob("metrics.csv")).read_text()
 
 
@@ -436,19 +461,63 @@ def test_layout_names_only_tags_that_are_logged(tmp_path):
     (event,) = events.Tensors(metadata.CONFIG_SUMMARY_TAG)
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     logged = set(events.Tags()["scalars"])
-    lines = [tag for c in layout.category for chart in c.chart for tag in chart.multiline.tag]
+    charts = [chart for category in layout.category for chart in category.chart]
+    lines = [tag for chart in charts for tag in chart.multiline.tag]
     matches = {tag: [name for name in logged if re.search(tag, name)] for tag in lines}
     assert [tag for tag, found in matches.items() if len(found) != 1] == ["^utility/val_loss$"]
     assert {"^gate/probe/f1$", "^gate/probe/f1_notches$"} <= set(lines)
     margins = {
         name
-        for category in layout.category
-        for chart in category.chart
+        for chart in charts
         for series in chart.margin.series
         for name in (series.value, series.lower, series.upper)
     }
     assert margins <= logged
     assert {"leakage/probe/f1", "leakage_local/probe/f1_low"} <= margins
+    frame = {"^scale/0$", "^scale/1$"}
+    titles = [chart.title for chart in charts]
+    assert len(set(titles)) == len(titles)
+    for chart in charts:  # one line each, which the title names; rates between 0 and 1
+        shown = [tag for tag in chart.multiline.tag if tag not in frame]
+        shown += [s.value for s in chart.margin.series if f"^{s.value}$" not in frame]
+        assert len(shown) == 1
+        assert chart.title.startswith(shown[0].strip("^$").replace("\\", "").rpartition("/")[0])
+        if chart.margin.series:
+            assert {s.value for s in chart.margin.series} == {*shown, "scale/0", "scale/1"}
+    assert [e.value for e in events.Scalars("scale/1")] == [1.0] * monitor.looks
+
+
+class WithSettings(CausalLMModule):
+    def __init__(self, rate: float, **more) -> None:
+        super().__init__(tiny_gpt2().train())
+        self.save_hyperparameters()
+
+
+def test_the_table_of_runs_has_leakage_beside_the_settings(tmp_path):
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    board = TensorBoardLogger(tmp_path)
+    module = WithSettings(0.5, nested={"depth": 2}, names=["a"], nothing=None)
+    trainer = fit([LeakageMonitor(Probe())], tmp_path, logger=board, module=module)
+    events = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    [run] = events.Runs()
+
+    def first(tag: str) -> HParamsPluginData:
+        content = events.SummaryMetadata(run, f"_hparams_/{tag}").plugin_data.content
+        return HParamsPluginData.FromString(content)
+
+    experiment = first("experiment").experiment
+    metrics = [info.name.tag for info in experiment.metric_infos]
+    assert {"leakage/probe/f1", "leakage/worst/words", "utility/train_loss"} <= set(metrics)
+    assert set(metrics) - {"utility/val_loss"} <= set(events.Runs()[run]["scalars"])
+    found = first("session_start_info").session_start_info.hparams
+    assert {info.name for info in experiment.hparam_infos} == set(found)
+    assert found["rate"].number_value == 0.5
+    assert found["nested/depth"].number_value == 2
+    assert found["names"].string_value == "['a']"
+    assert found["fedleak/defenses"].string_value == "none"
+    assert found["fedleak/strategy"].string_value == type(trainer.strategy).__name__
 
 
 def test_every_look_appends_a_line_for_each_attack_and_stage(tmp_path):

@@ -169,6 +169,14 @@ def test_what_does_not_apply_is_no_evidence_and_what_failed_is() -> None:
 def test_a_share_below_chance_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the highest auc of several attacks\. 0\.5 is chance"):
         RiskGate("leakage/worst/membership", at_most=0.4)
+    with pytest.raises(ValueError, match=r"0\.5 is chance, so that at_most=0\.3 would be exceeded"):
+        RiskGate("leakage/fc_membership/auc", at_most=0.3)
+    RiskGate("leakage/fc_membership/auc_low", at_most=0.3)
+    with pytest.raises(ValueError, match="would always be exceeded"):
+        RiskGate("leakage/probe/f1", at_most=-0.1)
+    RiskGate("leakage/subspace_texts/certified", at_most=0)
+    with pytest.raises(ValueError, match="would never be exceeded"):
+        RiskGate("leakage/subspace_texts/certified", at_most=1.5)
     with pytest.raises(ValueError, match="rates are shares"):
         RiskGate(WORDS, at_most=30)
     RiskGate("leakage/worst/membership", at_most=0.6, bound="lower")

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ class CountsChannel(Channel):
     family = "counts"
     metrics = ("right", "wrong")
     headline = "right"
-    charts = MappingProxyType({"wrong counts": ("wrong",)})
+    charts = ("wrong",)
     width = 2
     extras = ("off",)
 

@@ -21,6 +21,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     KnownInput,
     input_rows,
     text_for,
+    to_last_block,
     vocabulary,
 )
 from lightning_fedleak.model_runs import context_length, cut_at, needed_hooks_only, undisturbed
@@ -208,7 +209,7 @@ def _norm_before(anatomy: Anatomy, known: KnownInput, ids: Tensor) -> nn.Module 
     ]
     try:
         with undisturbed(anatomy) as model, torch.no_grad():
-            model(**text_for(anatomy, ids))
+            to_last_block(anatomy, model)(**text_for(anatomy, ids))
     finally:
         for handle in handles:
             handle.remove()

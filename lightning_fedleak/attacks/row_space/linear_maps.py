@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.anatomy.text_layers import Place, states_in
-from lightning_fedleak.anatomy.wrappers import walk
+from lightning_fedleak.anatomy.wrappers import unwrap, walk
 from lightning_fedleak.model_runs import (
     TOKENS_AT_ONCE,
     cut_at,
+    logits_in,
     needed_hooks_only,
     takes,
     undisturbed,
@@ -40,6 +41,7 @@ class LinearMap:
     Attributes:
         name: of the parameter, in ``anatomy.root``.
         reader: the module that is called with the input.
+        layer: the module whose output the map's is a part of, with its adapters.
         axis: the parameter's axis along the input: 1 of ``nn.Linear`` and of LoRA's factors, 0 of
             GPT-2's ``Conv1D``.
         rows: numbers in its output.
@@ -52,6 +54,7 @@ class LinearMap:
 
     name: str
     reader: nn.Module
+    layer: nn.Module
     axis: int
     rows: int
     factor: str
@@ -77,7 +80,7 @@ def linear_maps(anatomy: Anatomy) -> list[LinearMap]:
 
 
 def _own_map(
-    module: nn.Module, reader: nn.Module, factor: str, names: dict[int, str]
+    module: nn.Module, layer: nn.Module, factor: str, names: dict[int, str]
 ) -> Iterator[LinearMap]:
     weight = module._parameters.get("weight")
     fused = type(module).__name__ == "Conv1D"
@@ -85,7 +88,7 @@ def _own_map(
         return
     if id(weight) in names:
         axis = 0 if fused else 1
-        yield LinearMap(names[id(weight)], reader, axis, weight.shape[1 - axis], factor)
+        yield LinearMap(names[id(weight)], module, layer, axis, weight.shape[1 - axis], factor)
 
 
 def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
@@ -103,6 +106,7 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
                     yield LinearMap(
                         names[id(matrix)],
                         module,
+                        module,
                         1,
                         len(matrix),
                         "A",
@@ -112,7 +116,7 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
             elif isinstance(factors, nn.ModuleDict) and adapter in factors:
                 inner = factors[adapter]
                 before = _dropouts(module, adapter) if factor == "A" else ()
-                for linear in _own_map(inner, inner, factor, names):
+                for linear in _own_map(inner, module, factor, names):
                     yield replace(linear, dropouts=before)
 
 
@@ -158,10 +162,12 @@ class KnownInput(SharedInput):
 
     Attributes:
         positional: whether it hangs on the position too.
+        alone: of :func:`read_alone`.
         dropouts: that the model comes to before it, such as that of the embeddings.
     """
 
     positional: bool
+    alone: frozenset[str]
     dropouts: tuple[nn.Module, ...] = ()
 
 
@@ -216,12 +222,62 @@ def known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[KnownInput
         if _equal(a[:, 1::2], b[:, 1::2]) and not _equal(a[:, 1], a[:, 3]):
             own.append(linear)
     found = []
+    alone = read_alone(anatomy, own)
     for x, members in _grouped(own, first):
         repeated = third[id(members[0].reader)]
         positional = not _equal(repeated[:, 1], repeated[:, 3])
         before = _dropouts_before(anatomy, members[0].reader, ids)
-        found.append(KnownInput(tuple(members), x.shape[-1], positional, before))
+        mine = alone & {m.name for m in members}
+        found.append(KnownInput(tuple(members), x.shape[-1], positional, mine, before))
     return sorted(found, key=lambda known: -known.width)
+
+
+def read_alone(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[str]:
+    """Names of the maps whose gradient shows a token that stands alone.
+
+    Values, outputs and feed-forwards do; queries and keys do not, since a softmax over a single key
+    is 1 whatever they are. So the gradient of queries shows no causal text's first token, and that
+    of keys none where only one of a text's predictions counts: the two of a text of two tokens. In
+    an encoder it is a text of one token that neither shows. What such maps share is explained
+    without these tokens.
+
+    Found by running the model on a text of one token, each map's output changed in turn.
+
+    Args:
+        anatomy: the model.
+        maps: of :func:`linear_maps`.
+    """
+    ids = _distinct(anatomy, 1)[None]
+    layers = {id(m.layer): m.layer for m in maps}
+    with undisturbed(anatomy) as model, torch.no_grad(), needed_hooks_only(anatomy.root):
+        run = to_last_block(anatomy, model)
+        plain = run(**text_for(anatomy, ids))
+        seen = set()
+        for key, layer in layers.items():
+            handle = layer.register_forward_hook(_other)
+            try:
+                moved = run(**text_for(anatomy, ids))
+            finally:
+                handle.remove()
+            if not torch.equal(plain, moved):
+                seen.add(key)
+    return frozenset(m.name for m in maps if id(m.layer) in seen)
+
+
+def _other(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Another output, that no norm behind it makes the same again."""
+    return output.flip(-1) + 1
+
+
+def to_last_block(anatomy: Anatomy, model: nn.Module) -> Callable[..., Tensor]:
+    """A classifier up to its last block's output; other models up to their logits.
+
+    What reads words lies before a classifier's head, which asks more of texts than they have here:
+    a token that ends them, or one that pads them.
+    """
+    if anatomy.kind == "classifier" and anatomy.blocks:
+        return cut_at(model, Place("", unwrap(anatomy.blocks[-1]), "output"))
+    return lambda **text: logits_in(model(**text))
 
 
 def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[nn.Module, ...]:
@@ -280,7 +336,8 @@ def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, Any]:
     ids = ids.to(anatomy.device)
     text: dict[str, Any] = {"input_ids": ids}
     if anatomy.kind == "seq2seq" and takes(anatomy.model, "decoder_input_ids"):
-        text["decoder_input_ids"] = ids
+        rows = anatomy.target_rows
+        text["decoder_input_ids"] = ids if rows is None else ids % rows
     if takes(anatomy.model, "use_cache"):
         text["use_cache"] = False
     return text
@@ -304,7 +361,7 @@ def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict
         for module in readers:
             handle = module.register_forward_pre_hook(keep, with_kwargs=True)
             stack.callback(handle.remove)
-        model(**text_for(anatomy, ids))
+        to_last_block(anatomy, model)(**text_for(anatomy, ids))
     found = {}
     length = ids.shape[1] + virtual_tokens(anatomy)
     for key, calls in seen.items():

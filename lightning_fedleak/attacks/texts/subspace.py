@@ -29,6 +29,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     SharedInput,
     block_of,
     linear_maps,
+    read_alone,
     shared_inputs,
     states_at,
     vocabulary,
@@ -88,7 +89,8 @@ class SubspaceTexts(TextAttack):
 
     Certified means that no text is missing whose part lies above rounding, and that none of those
     said is wrong, up to copies, texts that another begins with, repeats of a token at the
-    beginning, and tokens whose inputs are equal up to rounding.
+    beginning, and tokens whose inputs are equal up to rounding. Where queries and keys alone are
+    trained it is not said: they do not show every token.
 
     Args:
         blocks: behind the first that are read at most; by default one where its rows could fill the
@@ -109,6 +111,7 @@ class SubspaceTexts(TextAttack):
         Capability.KNOWS_MODEL,
     )
     default_name = "subspace_texts"
+    needs_float64 = True
     reads_adaptive_updates = True
     restores_fully = False
     last_token_open = True
@@ -136,6 +139,7 @@ class SubspaceTexts(TextAttack):
         self._facts = RunFacts()
         self._found: tuple[Anatomy, _Blocks] | None = None
         self._bottom: BlockInputs | None = None
+        self._alone: frozenset[str] = frozenset()
         self._whitening: list[Tensor] = []
 
     def meet(self, facts: RunFacts) -> None:
@@ -215,6 +219,7 @@ class SubspaceTexts(TextAttack):
             return
         bottom = BlockInputs(anatomy, inputs, self._facts)
         self._bottom = bottom
+        self._alone = read_alone(anatomy, inputs[0].maps)
         self._learn()
 
     def _learn(self) -> None:
@@ -268,7 +273,7 @@ class SubspaceTexts(TextAttack):
             search = EncoderSearch(bottom, first, self._whitening, shared, bag, self.seed)
         with bottom.session():
             texts, finished, certain = search.run(deadline)
-        certain = certain and bool(words.certified)
+        certain = certain and bool(words.certified) and self._shows_all(view)
         if not texts:
             raise UnusableObservation("no text explains what the second block's rows hold")
         length = max(len(t.tokens) for t in texts)
@@ -278,6 +283,13 @@ class SubspaceTexts(TextAttack):
             tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
             sure[row, : len(text.tokens)] = torch.tensor(text.fits)
         return TextGuess(tokens, sure, finished, search.tried, certain)
+
+    def _shows_all(self, view: Observation) -> bool:
+        """Whether the block that names texts has maps that show every token."""
+        assert self._bottom is not None
+        known, anatomy = self._bottom.inputs[0], self._bottom.anatomy
+        shown = {m.name for m in readers(known, anatomy) if bool(view.gradient(m.name).any())}
+        return bool(shown & self._alone)
 
     def _check_update(self, view: Observation) -> None:
         update = view.gradients[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, Anatomy
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import (
     Attack,
     Query,
@@ -73,7 +73,7 @@ class BagOfWords(Attack):
         Raises:
             ThreatModelError: head and embedding are one matrix.
         """
-        if anatomy.tied:
+        if anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT):
             raise ThreatModelError(
                 f"attack '{self.name}' reads which rows of the embedding's gradient are non-zero, "
                 "but this model ties its embedding to its output head, so that the softmax reaches "

@@ -23,13 +23,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.anatomy.text_layers import Place
+from lightning_fedleak.anatomy.wrappers import unwrap
 from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import (
     LOGITS_AT_ONCE,
+    cut_at,
     inputs_of,
     labels_of,
     micro_batches,
+    needed_hooks_only,
     predicting,
     run_logits,
     token_logits,
@@ -64,6 +68,73 @@ def gradient_of(
     Raises:
         ValueError: the model has no parameter of that role, or no label is left to predict.
     """
+    views, leaf_of = _leaves(anatomy, roles, instead)
+    distinct = {id(leaf): leaf for leaf in leaf_of.values()}
+    total = {key: torch.zeros_like(leaf, dtype=torch.float32) for key, leaf in distinct.items()}
+    n_tokens = 0
+    with undisturbed(anatomy) as model, torch.enable_grad():
+        for part in micro_batches(anatomy, batch):
+            logits, labels = token_logits(model, part, views)
+            loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+            grads = torch.autograd.grad(loss, list(distinct.values()), allow_unused=True)
+            for key, grad in zip(distinct, grads, strict=True):
+                if grad is not None:
+                    total[key] += grad
+            n_tokens += len(labels)
+    if n_tokens == 0:
+        raise ValueError("no label in this batch is left to predict (all are -100)")
+    mean = {key: (total[key] / n_tokens).to(leaf.dtype) for key, leaf in distinct.items()}
+    return {role: mean[id(leaf)] for role, leaf in leaf_of.items()}
+
+
+def gradient_through_blocks(
+    anatomy: Anatomy,
+    ids: Tensor,
+    roles: Sequence[str],
+    generator: torch.Generator,
+    *,
+    instead: Mapping[str, Tensor] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """The gradient of a random linear function of the last block's output: no head, no labels.
+
+    Args:
+        anatomy: the model, with blocks.
+        ids: (B, L) texts, moved to the model's device.
+        roles: as of :func:`gradient_of`; what the blocks do not hang on has a gradient of zero.
+        generator: CPU generator, of the function.
+        instead: as of :func:`gradient_of`.
+
+    Returns:
+        role -> gradient, detached, shaped as the parameter.
+
+    Raises:
+        ValueError: as of :func:`gradient_of`.
+    """
+    views, leaf_of = _leaves(anatomy, roles, instead)
+    place = Place("", unwrap(anatomy.blocks[-1]), "output")
+    with undisturbed(anatomy) as model, torch.enable_grad(), needed_hooks_only(anatomy.root):
+
+        def run(**text: Any) -> Any:
+            return torch.func.functional_call(model, views, kwargs=text)
+
+        states: Tensor = cut_at(run, place)(input_ids=ids.to(anatomy.device))
+        weights = torch.randn(states.shape, generator=generator).to(states)
+        leaves = list(leaf_of.values())
+        grads = torch.autograd.grad((states * weights).sum(), leaves, allow_unused=True)
+    return {
+        role: torch.zeros_like(leaf) if grad is None else grad
+        for (role, leaf), grad in zip(leaf_of.items(), grads, strict=True)
+    }
+
+
+def _leaves(
+    anatomy: Anatomy, roles: Sequence[str], instead: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Views of the model's parameters by name, and those of roles, which take a gradient.
+
+    Raises:
+        ValueError: the model has no parameter of a role.
+    """
     targets = {}
     for role in roles:
         parameter = anatomy.parameter(role)
@@ -82,22 +153,7 @@ def gradient_of(
         raise ValueError(
             f"the parameters of {absent} are not inside the language model ({type(anatomy.model)})"
         )
-    distinct = {id(p): leaves[id(p)] for p in targets.values()}
-    total = {key: torch.zeros_like(leaf, dtype=torch.float32) for key, leaf in distinct.items()}
-    n_tokens = 0
-    with undisturbed(anatomy) as model, torch.enable_grad():
-        for part in micro_batches(anatomy, batch):
-            logits, labels = token_logits(model, part, views)
-            loss = F.cross_entropy(logits.float(), labels, reduction="sum")
-            grads = torch.autograd.grad(loss, list(distinct.values()), allow_unused=True)
-            for key, grad in zip(distinct, grads, strict=True):
-                if grad is not None:
-                    total[key] += grad
-            n_tokens += len(labels)
-    if n_tokens == 0:
-        raise ValueError("no label in this batch is left to predict (all are -100)")
-    mean = {key: (total[key] / n_tokens).to(leaf.dtype) for key, leaf in distinct.items()}
-    return {role: mean[id(p)] for role, p in targets.items()}
+    return views, {role: leaves[id(p)] for role, p in targets.items()}
 
 
 def begun(anatomy: Anatomy, generator: torch.Generator) -> dict[str, Tensor]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
+from lightning_fedleak.anatomy.blocks import is_encoder_decoder
+from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.base import (
     Attack,
     Query,
@@ -63,15 +65,18 @@ class SubspaceWords(Attack):
     model has to be known: the number of types comes out too.
 
     Which maps those are is found by running the model, so that parallel blocks, fused projections,
-    factorised embeddings, encoders and encoder-decoders are read as well. Where texts share
-    positions, block 1 tells types and not pairs of type and position.
+    factorised embeddings, encoders and encoder-decoders are read as well, and classifiers on them.
+    Where source and target have vocabularies of their own, the source's words are named. Where
+    texts share positions, block 1 tells types and not pairs of type and position.
 
     It reads single gradients, updates of SGD (with momentum and decay), and of one step of Adam or
     AdamW, where a round begins with a fresh optimizer. Of the first step of a LoRA, where B is
     zero, there is no result: A has no gradient then, and the r directions of B's tell next to
     nothing apart; the second step is looked at too. The last token of a causal text has no part in
     these gradients. Dropout before what is read is noise to it, as what a defence adds: the loudest
-    tokens are named, and nothing is certified.
+    tokens are named, and nothing is certified. Nor is it where queries and keys alone are trained,
+    which do not show every token (:func:`~lightning_fedleak.attacks.row_space.linear_maps.\
+read_alone`), or one side alone of an encoder-decoder.
 
     Args:
         public_text: text like the clients', or ``"sampled"``, for how frequent tokens are. Helps
@@ -90,6 +95,7 @@ class SubspaceWords(Attack):
         Capability.KNOWS_MODEL,
     )
     default_name = "subspace_words"
+    needs_float64 = True
     reads_adaptive_updates = True
     restores_fully = False
 
@@ -113,6 +119,7 @@ class SubspaceWords(Attack):
         self._before: dict[str, Tensor] = {}
         self._facts = RunFacts()
         self._inputs: tuple[Anatomy, tuple[KnownInput, ...]] | None = None
+        self._sides: frozenset[bool] = frozenset()
         self._roles: tuple[str, ...] = ()
         self._readable: list[_Readable] = []
 
@@ -139,8 +146,12 @@ class SubspaceWords(Attack):
             ThreatModelError: it has none.
         """
         if self._inputs is None or self._inputs[0] is not anatomy:
-            found = known_inputs(anatomy, linear_maps(anatomy))
+            maps = linear_maps(anatomy)
+            if anatomy.target_rows is not None:  # a decoder's words are of another vocabulary
+                maps = [m for m in maps if not _of_decoder(m.name)]
+            found = known_inputs(anatomy, maps)
             self._inputs = (anatomy, tuple(sorted(found, key=_preferred(anatomy))))
+            self._sides = _sides_read(anatomy)
         inputs = self._inputs[1]
         if not inputs:
             raise ThreatModelError(
@@ -254,7 +265,7 @@ class SubspaceWords(Attack):
                 raise next(error for error in refusals if isinstance(error, NotYet))
             raise Inapplicable(why) if kinds == {Inapplicable} else UnusableObservation(why)
         parts = list(found.values())
-        sides = {readable.decoder for readable in self._readable}
+        sides = self._sides | {readable.decoder for readable in self._readable}
         return WordGuess(
             types=parts[0].types if len(parts) == 1 else _joined(parts),
             scores=torch.stack([p.scores for p in parts]).amax(0),
@@ -360,12 +371,29 @@ def _joined(parts: Sequence[Found]) -> Tensor:
     return torch.tensor(list(dict.fromkeys(both.tolist())), device=both.device)
 
 
-def _preferred(anatomy: Anatomy) -> Any:
-    """Order in which inputs are read: B's last, as wide as the model first, then the narrower."""
+def _sides_read(anatomy: Anatomy) -> frozenset[bool]:
+    """Sides of an encoder-decoder (True: the decoder) that read words which the other does not.
 
-    def key(known: KnownInput) -> tuple[bool, bool, int]:
+    A classifier's decoder reads the encoder's words.
+    """
+    if anatomy.kind == "seq2seq" and anatomy.target_rows is None:
+        return frozenset((False, True))
+    return frozenset((False,)) if is_encoder_decoder(without_peft(anatomy.model)) else frozenset()
+
+
+def _of_decoder(name: str) -> bool:
+    return ".decoder." in f".{name}"
+
+
+def _preferred(anatomy: Anatomy) -> Any:
+    """Order in which inputs are read.
+
+    B's last, those that show every token first, as wide as the model first, then the narrower.
+    """
+
+    def key(known: KnownInput) -> tuple[bool, bool, bool, int]:
         of_b = all(m.factor == "B" for m in known.maps)
-        return of_b, known.width != anatomy.hidden_size, known.width
+        return of_b, not known.alone, known.width != anatomy.hidden_size, known.width
 
     return key
 
@@ -383,7 +411,7 @@ class _Readable:
         self.known = known
         self.maps = tuple(maps)
         self.dictionary = dictionary
-        self.decoder = ".decoder." in f".{maps[0].name}"
+        self.decoder = _of_decoder(maps[0].name)
         self.of_b = all(m.factor == "B" for m in maps)
         self._log_odds = log_odds
         self._atoms: tuple[int, Atoms] | None = None
@@ -429,6 +457,7 @@ class _Readable:
             UnusableObservation: as :meth:`SubspaceWords.run`.
         """
         gradients, levels, uneven = [], [], []
+        every_token = False
         for linear in self.maps:
             g = whole_tensor(view.gradient(linear.name))
             g = g if linear.axis == 1 else g.T
@@ -436,6 +465,7 @@ class _Readable:
                 raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
             if bool(g.any()):
                 gradients.append(g)
+                every_token |= linear.name in self.known.alone
                 if errors is not None:
                     e = errors[linear.name]
                     uneven.append(e if linear.axis == 1 else e.T)
@@ -460,7 +490,7 @@ class _Readable:
         if seen and not found.certified and not any(levels):
             further = self._explained(gradients, seen * 8 // 5 + 8, rounding, levels)
             found = further if further.certified else found
-        return self._words(found)
+        return replace(self._words(found), certified=found.certified and every_token)
 
     def _finder(self, positions: int, rounding: float) -> Find:
         """Explains rows, and gives the atoms that do, those that are no words among them."""

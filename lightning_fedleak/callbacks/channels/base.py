@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -275,7 +274,7 @@ class Channel(ABC):
         family: its name in the logs.
         metrics: names of its rates, each logged with ``_low`` and ``_high``.
         headline: the one that stands for the others on a page or in a table.
-        charts: titles of further charts, and the metrics in each.
+        charts: the further rates that have a chart.
         width: numbers in a packed result.
         extras: names of its values that have no interval.
         parted: each process holds a part of the result, also where all are one client.
@@ -293,7 +292,7 @@ class Channel(ABC):
     family: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str]
-    charts: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    charts: ClassVar[tuple[str, ...]] = ()
     width: int
     extras: ClassVar[tuple[str, ...]] = ()
     parted: ClassVar[bool] = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -152,12 +151,7 @@ class TextsChannel(Channel):
         "rouge_l",
     )
     headline = "token_accuracy"
-    charts = MappingProxyType(
-        {
-            "whole texts": ("exact_sentences", "texts_found"),
-            "ROUGE": ("rouge_1", "rouge_2", "rouge_l"),
-        }
-    )
+    charts = ("exact_sentences", "texts_found", "rouge_1", "rouge_2", "rouge_l")
     extras = ("age", "finished", "certified")
     parted = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})

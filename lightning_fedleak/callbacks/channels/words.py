@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -18,6 +17,7 @@ from lightning_fedleak.callbacks.channels.base import (
     Channel,
     Look,
     Moment,
+    Run,
     Settings,
     guess,
     reason,
@@ -32,6 +32,7 @@ from lightning_fedleak.callbacks.results import (
 )
 from lightning_fedleak.callbacks.tensorboard import add_score_histograms
 from lightning_fedleak.metrics import WordRecovery
+from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.taps.gradients import HeadOwnPart
 
@@ -46,7 +47,7 @@ class WordTruth:
     Attributes:
         output_types: sorted distinct ids that the loss was computed on.
         input_types: sorted distinct ids that were read and that a label hangs on.
-        n_targets: tokens the loss was computed on.
+        n_targets: tokens the loss was computed on, of a classifier texts.
     """
 
     output_types: Tensor
@@ -54,14 +55,29 @@ class WordTruth:
     n_targets: int
 
     @classmethod
-    def of(cls, batches: Sequence[TokenBatch]) -> WordTruth:
-        """Joins the micro-batches of one step. Synchronises with the device."""
-        targets = [b.target_ids() for b in batches]
-        reads = [b.context_ids() for b in batches]
+    def of(
+        cls, batches: Sequence[TokenBatch], *, one_way: bool = False, source_only: bool = False
+    ) -> WordTruth:
+        """Joins the micro-batches of one step. Synchronises with the device.
+
+        A classifier's labels are classes and no words.
+
+        Args:
+            batches: of the step.
+            one_way: as of :meth:`TokenBatch.context_mask`.
+            source_only: count as read what the encoder reads alone: the decoder reads labels, of a
+                vocabulary of their own.
+        """
+        targets = [b.target_ids() for b in batches if b.kind != "classifier"]
+        texts = [b.context_mask() for b in batches if b.kind == "classifier"]
+        if source_only:
+            reads = [b.input_ids[b.context_mask()].long() for b in batches]
+        else:
+            reads = [b.context_ids(one_way=one_way) for b in batches]
         return cls(
             torch.unique(torch.cat(targets)) if targets else torch.empty(0, dtype=torch.long),
             torch.unique(torch.cat(reads)) if reads else torch.empty(0, dtype=torch.long),
-            sum(int(t.numel()) for t in targets),
+            sum(int(t.numel()) for t in targets) + sum(int(t.any(1).sum()) for t in texts),
         )
 
     def types(self, surface: str) -> Tensor:
@@ -88,7 +104,7 @@ class WordsChannel(Channel):
     family = "words"
     metrics = ("precision", "recall", "f1")
     headline = "f1"
-    charts = MappingProxyType({"precision and recall": ("precision", "recall")})
+    charts = ("precision", "recall")
     width = WordRecovery.WIDTH
     extras = ("type_count_error", "certified", "capacity")
     reads_updates: ClassVar[bool] = True
@@ -97,6 +113,7 @@ class WordsChannel(Channel):
         super().__init__(attacks, settings)
         self._own_part: HeadOwnPart | None = None
         self._truth: WordTruth | None = None
+        self._one_way = False
         self._own_series: dict[str, Series] = {}
         if settings.head_own_part:
             self._own_series = {
@@ -131,6 +148,11 @@ class WordsChannel(Channel):
                 "own and is attacked as it is shared"
             )
         self._own_part = HeadOwnPart(found.head)
+
+    def open(self, run: Run) -> None:
+        """Sees whether a classifier's tokens see later ones."""
+        super().open(run)
+        self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
 
     def close(self) -> None:
         """Gives the head its own forward back."""
@@ -182,7 +204,11 @@ class WordsChannel(Channel):
         truth = None
         try:
             if look.truth_error is None:
-                truth = WordTruth.of(look.batches)
+                truth = WordTruth.of(
+                    look.batches,
+                    one_way=self._one_way,
+                    source_only=self.run.anatomy.target_rows is not None,
+                )
                 if together:
                     mask += truth.mask(size).to(mask.device)
                     tokens += truth.n_targets

@@ -58,6 +58,24 @@ def test_an_input_is_its_word_once_what_is_beside_is_projected_out(family: str) 
         assert float(cosine.abs().min()) > 1 - 1e-9
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "t5"])
+def test_queries_and_keys_do_not_show_a_token_that_stands_alone(family: str) -> None:
+    build = FAMILIES.get(family, t5)
+    _, found = known_of(ready(build()))
+    for known in found:
+        blind = {m.name.split(".")[-2] for m in known.maps if m.name not in known.alone}
+        assert blind in ({"q_proj", "k_proj"}, {"query", "key"}, {"q", "k"}, set())
+        assert bool(blind) == (family not in ("gpt2", "neox", "albert"))
+        assert known.alone
+
+
+def test_adapters_show_what_their_layers_do() -> None:
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    _, found = known_of(model.eval())
+    shown = {m.name for known in found for m in known.maps if m.name in known.alone}
+    assert shown == {m.name for known in found for m in known.maps if ".v_proj." in m.name}
+
+
 def test_encoder_and_decoder_are_told_apart() -> None:
     _, found = known_of(t5().eval())
     assert [len(k.maps) for k in found] == [3, 3]

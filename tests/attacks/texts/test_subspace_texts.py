@@ -105,6 +105,21 @@ def test_texts_with_a_common_beginning_are_told_apart() -> None:
     assert guess.certified
 
 
+@pytest.mark.parametrize("second", [["q_proj", "k_proj"], ["k_proj"]])
+def test_no_certificate_of_the_second_block_s_queries_and_keys(second: list[str]) -> None:
+    """They do not show a text of which one token counts, even if the first block does."""
+    model = ready(llama())
+    for name, parameter in model.named_parameters():
+        of_second = any(f"layers.1.self_attn.{target}" in name for target in second)
+        parameter.requires_grad_("layers.0.self_attn" in name or of_second)
+    ids = torch.tensor([[30, 31, 32, 33, 34, 35, 36], [33, 41, 0, 0, 0, 0, 0]])
+    mask = torch.ones_like(ids)
+    mask[1, 2:] = 0
+    guess = read(model, ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+    assert [33] not in said(guess)
+    assert not guess.certified
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_texts_of_several_lengths(side: str) -> None:
     model, ids = ready(llama()), texts(3, 10)

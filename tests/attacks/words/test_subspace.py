@@ -11,7 +11,7 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.attacks.base import RunFacts, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from lightning_fedleak.threats import ThreatModelError
@@ -261,6 +261,88 @@ def test_an_encoder_alone_is_no_certificate_of_both_sides() -> None:
     view = observed(attack, anatomy).gradients[0]
     silent = {r: g * ("decoder" not in r) for r, g in view.tensors.items()}
     guess = attack.run(Observation((GradientSnapshot(0, Stage.SHARED, silent),)))
+    assert len(guess.types) > 5
+    assert not guess.certified
+
+
+QUERIES_AND_KEYS = {
+    "llama": (["q_proj"], ["k_proj"], ["q_proj", "k_proj"]),
+    "opt": (["q_proj"], ["k_proj"], ["q_proj", "k_proj"]),
+    "bert": (["query"], ["key"], ["query", "key"]),
+}
+VALUES = {"llama": "v_proj", "opt": "v_proj", "bert": "value"}
+
+
+def of_a_text_and_a_lone_token(
+    family: str, targets: list[str], *, lora: bool
+) -> tuple[WordGuess, set[int]]:
+    """What is said of a text and of one with a single token that counts, and what was there."""
+    model = ready(FAMILIES[family]())
+    if lora:
+        model = with_lora(model, 16, targets)
+    else:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(target in name for target in targets))
+    attack, anatomy = prepared(model)
+    ids = torch.tensor([[30, 31, 32, 33, 34, 35, 36], [40, 41, 0, 0, 0, 0, 0]])
+    mask = torch.ones_like(ids)
+    mask[1, 2 if is_causal(model) else 1 :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    backward(model, ids, attention_mask=mask, labels=labels)
+    truth = {*range(30, 36 if is_causal(model) else 37), 40}
+    return attack.run(observed(attack, anatomy)), truth
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize(
+    ("family", "targets"), [(f, t) for f, kinds in QUERIES_AND_KEYS.items() for t in kinds]
+)
+def test_queries_and_keys_alone_are_no_certificate(
+    family: str, targets: list[str], lora: bool
+) -> None:
+    """A softmax over one key has no gradient, so that they miss words without a trace."""
+    guess, truth = of_a_text_and_a_lone_token(family, targets, lora=lora)
+    first = {30} if family != "bert" and len(targets) == 1 and targets[0] == "q_proj" else set()
+    assert set(guess.types.tolist()) == truth - {40} - first
+    assert not guess.certified
+
+
+@pytest.mark.parametrize("beside", [[], ["q_proj"], ["k_proj"]])
+@pytest.mark.parametrize("family", QUERIES_AND_KEYS)
+def test_values_show_every_token(family: str, beside: list[str]) -> None:
+    named = {"q_proj": "query", "k_proj": "key"} if family == "bert" else {}
+    targets = [VALUES[family], *(named.get(b, b) for b in beside)]
+    guess, truth = of_a_text_and_a_lone_token(family, targets, lora=True)
+    assert set(guess.types.tolist()) == truth
+    assert guess.certified
+
+
+def test_values_that_are_silent_certify_nothing() -> None:
+    model = with_lora(ready(llama()), 16, ["q_proj", "v_proj"])
+    attack, anatomy = prepared(model)
+    backward(model, texts(3, 7))
+    view = observed(attack, anatomy).gradients[0]
+    silent = {r: g * ("v_proj" not in r) for r, g in view.tensors.items()}
+    guess = attack.run(Observation((GradientSnapshot(0, Stage.SHARED, silent),)))
+    assert len(guess.types) > 5
+    assert not guess.certified
+
+
+def test_the_b_of_values_is_read_before_that_of_queries() -> None:
+    model = get_peft_model(ready(llama()), LoraConfig(r=24, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in model.eval().named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    check_exact(model, texts(1, 9))
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_a_side_that_is_not_trained_is_no_certificate_either(side: str) -> None:
+    model = ready(t5())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f"{side}." in name)
+    attack, anatomy = prepared(model)
+    backward(model, texts(2, 8), labels=texts(2, 7))
+    guess = attack.run(observed(attack, anatomy))
     assert len(guess.types) > 5
     assert not guess.certified
 

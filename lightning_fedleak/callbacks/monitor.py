@@ -44,12 +44,13 @@ from lightning_fedleak.callbacks.report import (
     JsonLines,
     Report,
     RevealFiles,
+    RunRecord,
     accounting_defenses,
     privacy_tags,
     privacy_values,
 )
 from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
-from lightning_fedleak.callbacks.run_record import RunRecord, facts_of
+from lightning_fedleak.callbacks.run_facts import facts_of
 from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.extras import install
 from lightning_fedleak.lightning_packages import EitherCallback

@@ -30,6 +30,7 @@ _FAMILIES = {
     "membership": "whether a given text is in a batch",
     "texts": "whole texts",
 }
+NEXT_TO_NONE = 0.1
 _FPR = 0.01
 _DISHONEST = "chooses"
 
@@ -286,19 +287,20 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
         of["poisson"] = settings.get("poisson")
         of["trust"] = settings.get("trust", NOT_RECORDED)
         of["max_grad_norm"] = settings.get("max_grad_norm")
-        of["ledger"] = _ledger(settings.get("ledger"))
+        of["ledger"] = _ledgers(settings.get("ledger"))
         of["without_sampling"] = _without_sampling(of)
         of["statement"] = _statement(of)
     return list(found.values())
 
 
-def _ledger(path: object) -> dict[str, str] | None:
+def _ledgers(path: object) -> dict[str, str] | None:
+    """SHA-256 of the ledger, or of each client's, by the file's name; None without one."""
     if not isinstance(path, str):
         return None
     place = Path(path)
-    if not place.is_file():
-        return {"file": place.name, "sha256": "the file is not there"}
-    return {"file": place.name, "sha256": hashlib.sha256(place.read_bytes()).hexdigest()}
+    files = [place] if place.is_file() else sorted(place.parent.glob(f"{place.name}.*-of-*"))
+    hashes = {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
+    return hashes or {place.name: "the file is not there"}
 
 
 def _without_sampling(spent: Mapping[str, Any]) -> float | str | None:
@@ -313,21 +315,25 @@ def _epsilon(
     if not history or not delta or any(not sigma for sigma, _, _ in history):
         return None
     try:
-        from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+        from lightning_fedleak.defenses.accounting.accounting import (
+            LARGEST_EPSILON,
+            epsilon_of,
+        )
 
         found = epsilon_of(history, delta, "prv" if accountant == "prv" else "rdp")
     except (ImportError, ValueError) as error:
         return f"not computed: {error}"
-    return "infinite" if math.isinf(found) else found
+    return f"more than {LARGEST_EPSILON:g}" if math.isinf(found) else found
 
 
 def _statement(spent: Mapping[str, Any]) -> str:
     """What was promised, in words."""
-    epsilon, delta = _said(spent["epsilon"]), _said(spent["delta"])
+    epsilon, delta = _bound(spent["epsilon"]), _said(spent["delta"])
     sampled = "Poisson samples" if spent["poisson"] else "batches that were not sampled by chance"
     text = (
         f"After {spent['releases']} releases the privacy loss is at most epsilon = {epsilon} at "
-        f"delta = {delta}, by the accountant {spent['accountant']}. {spent['guarantee'].strip()} "
+        f"delta = {delta}, by the accountant {spent['accountant']}. The guarantee: "
+        f"{spent['guarantee'].strip().rstrip('.')}. "
     )
     if spent["noise_multiplier"] is not None and spent["poisson"] is not None:
         text += (
@@ -337,7 +343,7 @@ def _statement(spent: Mapping[str, Any]) -> str:
     if spent["without_sampling"] is not None:
         text += (
             "Without counting on the sampling, epsilon of the same releases would be "
-            f"{_said(spent['without_sampling'])}. "
+            f"{_bound(spent['without_sampling'])}. "
         )
     return text + (
         "It covers every update that was shared, not the leakage logs, validation metrics, the "
@@ -432,17 +438,26 @@ def _verdict(fits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         named = f", run {fit['name']}" if several else ""
         sentences.append(f"{begins} {_could(family, attack)}{named}).")
         before = who
-    untested = [what for family, what in _FAMILIES.items() if family not in best]
+    tried = {
+        a["family"]
+        for fit in fits
+        for a in fit["attacks"]
+        if a["stage"] == "shared" and a["exposed"] and a["unknown"]
+    }
+    unknown = [what for family, what in _FAMILIES.items() if family in tried - best.keys()]
+    untested = [what for family, what in _FAMILIES.items() if family not in tried | best.keys()]
     if not sentences:
         sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
-        untested = []
+        unknown, untested = [], []
+    if unknown:
+        sentences.append(f"Attacks gave no result, so that it is unknown: {'; '.join(unknown)}.")
     if untested:
         sentences.append(f"Nobody tested {' or '.join(untested)}.")
     spent = [p for fit in fits for p in fit["privacy"]]
     if spent:
         worst = max(spent, key=lambda p: number(p["epsilon"]))
         sentences.append(
-            f"Differential privacy was accounted: epsilon {_said(worst['epsilon'])} at delta "
+            f"Differential privacy was accounted: epsilon {_bound(worst['epsilon'])} at delta "
             f"{_said(worst['delta'])}."
         )
     else:
@@ -473,8 +488,12 @@ def _who(dishonest: bool | None) -> str:
 def _could(family: str, attack: Mapping[str, Any]) -> str:
     """What an attack did, as the middle of a sentence that goes on in its last bracket."""
     of = f"mean of {attack['looks']} looks" if attack["looks"] > 1 else "one look"
+    if attack["unknown"]:
+        of += f", unknown at {attack['unknown']} more"
     means = attack["means"]
-    if family == "words":
+    if family == "words" and attack["mean"] < NEXT_TO_NONE:
+        done = f"read next to none of the words, with an F1 of {attack['mean']:.2f}"
+    elif family == "words":
         done = (
             f"read {_percent(means['recall'])} of the words, where "
             f"{_percent(means['precision'])} of what it named was right"
@@ -513,6 +532,14 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _plain(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _bound(epsilon: object) -> str:
+    """An upper bound, rounded up."""
+    if not isinstance(epsilon, int | float) or epsilon <= 0:
+        return _said(epsilon)
+    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 2)
+    return f"{math.ceil(epsilon / unit - 1e-9) * unit:.3g}"
 
 
 def _said(value: object) -> str:

@@ -51,6 +51,16 @@ def test_the_verdict_names_adversaries_and_what_nobody_tested(tmp_path):
     assert verdict["level"] == "high"
 
 
+def test_what_was_tried_in_vain_is_unknown_and_not_untested(tmp_path):
+    attacks = [about("flatchat", "words"), about("st", "texts")]
+    lines = [result(0, f1=0.5, recall=0.5, precision=0.5), result(0, "st")]
+    found = found_in(tmp_path, lines, [begin(attacks=attacks)])
+    _, unknown, untested, _ = found["verdict"]["sentences"]
+    assert unknown == "Attacks gave no result, so that it is unknown: whole texts."
+    assert untested == "Nobody tested whether a given text is in a batch."
+    assert "whole texts: no attack gave a result" in found["runs"][0]["not_tested"]
+
+
 def test_nothing_known_is_not_safe(tmp_path):
     verdict = found_in(tmp_path, [result(0)], [begin()])["verdict"]
     assert verdict["sentence"].startswith("Nothing was measured")
@@ -89,6 +99,22 @@ def test_epsilon_with_and_without_sampling_and_what_it_implies(tmp_path):
     assert fit["implied"]["largest_tpr_at_fpr_0.01"] == dp_tpr(0.01, 1.25, 1e-5)
     assert fit["implied"]["measured_auc"] is None
     assert fit["ended"] == "in order"
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "said"),
+    [(1.2501, "1.26"), (7.9996, "8"), (0.123, "0.123"), ("infinite", "infinite")],
+)
+def test_a_bound_is_never_rounded_down(tmp_path, epsilon, said):
+    record = [begin(defenses=[dpsgd()]), look(1, privacy=[spent(epsilon, 1)])]
+    verdict = found_in(tmp_path, [result(1, f1=0.0)], record)["verdict"]
+    assert f"epsilon {said} at delta 1e-05" in verdict["sentence"]
+
+
+def test_a_few_lucky_words_are_not_called_reading(tmp_path):
+    lines = [result(0, f1=0.03, recall=0.4, precision=0.02), result(1)]
+    sentence = found_in(tmp_path, lines, [begin()])["verdict"]["sentences"][0]
+    assert "next to none of the words, with an F1 of 0.03 (one look, unknown at 1 more" in sentence
 
 
 def test_infinite_epsilon_is_said_and_implies_nothing(tmp_path):

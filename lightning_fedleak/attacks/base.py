@@ -14,6 +14,9 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.snapshots import Observation, UnusableObservation
 from lightning_fedleak.threats import ThreatModel
 
+WITHOUT_FLOAT64 = frozenset({"mps"})
+"""Kinds of devices that have no float64: Apple's GPUs."""
+
 
 @dataclass(frozen=True)
 class Surfaces:
@@ -117,8 +120,25 @@ class Attack(ABC):
     restores_fully: ClassVar[bool] = True
     """Whether :meth:`state_dict` holds all that :meth:`prepare` finds, so that it need not run."""
 
+    needs_float64: ClassVar[bool] = False
+    """Whether it computes in float64 where the model lies, which Apple's GPUs do not do."""
+
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.default_name
+
+    def check_device(self, anatomy: Anatomy) -> None:
+        """Refuses a device that cannot compute what this attack does, before :meth:`prepare`.
+
+        Raises:
+            ValueError: says which device, and what to do.
+        """
+        kind = anatomy.device.type
+        if self.needs_float64 and kind in WITHOUT_FLOAT64:
+            raise ValueError(
+                f"attack '{self.name}' computes in float64, which the device '{kind}' does not "
+                "have: put the model on the CPU (Trainer(accelerator='cpu')), or leave this attack "
+                "out"
+            )
 
     def meet(self, facts: RunFacts) -> None:  # noqa: B027
         """Learns about the run, before :meth:`prepare` and whenever the facts change.

@@ -97,7 +97,7 @@ def columns(scores: Tensor, members: Tensor) -> tuple[Floats, NDArray[np.bool_]]
     Raises:
         ValueError: lengths differ.
     """
-    score = scores.detach().reshape(-1).double().cpu().numpy()
+    score = scores.detach().reshape(-1).cpu().double().numpy()
     member = members.detach().reshape(-1).bool().cpu().numpy()
     if score.size != member.size:
         raise ValueError(

@@ -193,7 +193,7 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
         ThreatModelError: it reads words off a head whose rows are a classifier's outputs.
         ValueError: the attack reads parameters of several optimizers, or no gradients.
     """
-    anatomy, strategy = run.anatomy, run.trainer.strategy
+    anatomy = run.anatomy
     if anatomy.kind == "classifier" and _OF_HEAD & attack.threat_model.needs:
         model = type(without_peft(anatomy.model)).__name__
         n = anatomy.vocab_size
@@ -207,7 +207,7 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
             "SubspaceWords that of the first block's projections."
         )
     # DDP reduces every trainable parameter, not only those that an optimizer owns.
-    reduces_all = isinstance(strategy, both("strategies.DDPStrategy")) and run.client == "rank"
+    reduces_all = run.under_ddp and run.client == "rank"
     surfaces = attack.needs(anatomy)
     roles = surfaces.gradients
     if not roles or surfaces.layers:

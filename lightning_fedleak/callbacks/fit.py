@@ -38,7 +38,6 @@ from lightning_fedleak.callbacks.checks import (
 from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.results import Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.defenses import Defense, DefenseContext
-from lightning_fedleak.lightning_packages import both
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.progress import bars, track
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
@@ -139,6 +138,7 @@ class Fit:
             channel.leave_out(self._refused.keys())
             for attack in channel.attacks:
                 with self._left_out(attack):
+                    attack.check_device(self._run.anatomy)
                     channel.plan(attack)
                     channel.admit(attack)
             channel.leave_out(self._refused.keys())
@@ -165,7 +165,7 @@ class Fit:
             for optimizer in trainer.optimizers:
                 remove = before_real_step(optimizer, partial(self._on_real_step, optimizer))
                 self._removers.append(remove)
-        ddp = isinstance(strategy, both("strategies.DDPStrategy"))
+        ddp = self._run.under_ddp
         self._keeps_local = ddp and self._run.client == "rank" and not separated
 
     def follow(self) -> None:
@@ -202,6 +202,11 @@ class Fit:
     def trained(self) -> tuple[str, ...]:
         """Names of the trained parameters."""
         return self._run.anatomy.trainable_names()
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Of the attacks that give results, in the order of the logs."""
+        return tuple(self._plans)
 
     @property
     def playing(self) -> frozenset[str]:

@@ -337,7 +337,11 @@ class RiskGate(EitherCallback):
         logs = [f"gate/{self.name}", *notches]
         self._known = self._stopped = False
         self._monitor.subscribe(
-            self._decide, logs, at_start=self._check_read, at_end=self._conclude
+            self._decide,
+            logs,
+            about=self._about(),
+            at_start=self._check_read,
+            at_end=self._conclude,
         )
 
     def _check_read(self) -> None:
@@ -352,6 +356,19 @@ class RiskGate(EitherCallback):
             "block, AlignedFlatChat() a trained head; LeakageMonitor() alone takes all that can), "
             "or leave this gate out"
         )
+
+    def _about(self) -> dict[str, Any]:
+        """For the run's record."""
+        return {
+            "name": self.name,
+            "metric": self.metric,
+            "at_most": self.at_most,
+            "action": self.action if isinstance(self.action, str) else _name_of(self.action),
+            "bound": self.bound,
+            "alpha": None if self.bound == "value" else self.alpha,
+            "strict": self.strict,
+            "patience": self.patience,
+        }
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers where this fit starts."""
@@ -519,6 +536,20 @@ class RiskGate(EitherCallback):
             seen.why,
         )
         first, self.fired = self.fired is None, self.fired or event
+        did = "hardened" if hardened else "stopped" if stops else f"{self._about()['action']}"
+        monitor.record_decision(
+            {
+                "gate": self.name,
+                "did": did,
+                "step": event.step,
+                "measured": None if math.isnan(event.value) else event.value,
+                "metric": event.metric,
+                "of": event.of,
+                "at_most": event.at_most,
+                "hardened": list(event.hardened),
+                "why": event.why,
+            }
+        )
         if checkpoint is not None:
             trainer.save_checkpoint(checkpoint)
         if self.action == "raise":

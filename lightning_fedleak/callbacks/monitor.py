@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -43,10 +44,12 @@ from lightning_fedleak.callbacks.report import (
     JsonLines,
     Report,
     RevealFiles,
+    accounting_defenses,
     privacy_tags,
     privacy_values,
 )
 from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
+from lightning_fedleak.callbacks.run_record import RunRecord, facts_of
 from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.extras import install
 from lightning_fedleak.lightning_packages import EitherCallback
@@ -161,6 +164,8 @@ class LeakageMonitor(EitherCallback):
             are not played.
         cache: keep calibrations in the user's cache folder (``FEDLEAK_CACHE``), by model, text and
             settings, for the next fit.
+        report: write ``report.html``, ``report.json`` and ``report.yaml`` beside the logs when
+            the fit ends in order, as ``fedleak report`` does.
 
     Raises:
         ValueError: contradictory or unknown arguments.
@@ -187,6 +192,7 @@ class LeakageMonitor(EitherCallback):
         public_text: Given | None = None,
         look_seconds: float = 30.0,
         cache: bool = True,
+        report: bool = False,
         **moved: Any,
     ) -> None:
         if moved:
@@ -207,6 +213,7 @@ class LeakageMonitor(EitherCallback):
             raise ValueError(f"look_seconds must be positive, got {look_seconds!r}")
         self.look_seconds = look_seconds
         self.cache = cache
+        self.report = report
         self.attacks = _listed(attacks)
         check_attacks(self.attacks)
         self.cadence = cadence_of(every_n_steps, max_overhead)
@@ -236,6 +243,7 @@ class LeakageMonitor(EitherCallback):
         self._listeners: list[Callable[[L.Trainer], None]] = []
         self._at_end: list[Callable[[L.Trainer], None]] = []
         self._heard: list[str] = []
+        self._gates: list[Mapping[str, Any]] = []
         self._ready: list[Callable[[], None]] = []
         self._not_set_up: dict[str, str] = {}
         self._jsonl: JsonLines | None = None
@@ -250,6 +258,7 @@ class LeakageMonitor(EitherCallback):
     def _reset(self) -> None:
         self._fit: Fit | None = None
         self._report: Report | None = None
+        self._record: RunRecord | None = None
 
     # ---- names ------------------------------------------------------------------------------
 
@@ -374,6 +383,7 @@ class LeakageMonitor(EitherCallback):
         listener: Callable[[L.Trainer], None],
         logs: Sequence[str] = (),
         *,
+        about: Mapping[str, Any] | None = None,
         at_start: Callable[[], None] | None = None,
         at_end: Callable[[L.Trainer], None] | None = None,
     ) -> None:
@@ -382,11 +392,14 @@ class LeakageMonitor(EitherCallback):
         Args:
             listener: is called.
             logs: names of what it logs then, for TensorBoard's page.
+            about: what the run's record says of it.
             at_start: is called once it is known what is read, before the first step.
             at_end: is called when training ends, after what the monitor had left to say.
         """
         self._listeners.append(listener)
         self._heard += logs
+        if about is not None:
+            self._gates.append(about)
         if at_start is not None:
             self._ready.append(at_start)
         if at_end is not None:
@@ -530,6 +543,11 @@ class LeakageMonitor(EitherCallback):
             )
         for begins in self._ready:
             begins()
+        if trainer.is_global_zero:
+            self._record = RunRecord(folder / "run.jsonl", self._jsonl.run, self._report.warn_once)
+            self._record.begins(
+                facts_of(run, self._fit, self._series, gates=self._gates, monitor=self._settings())
+            )
 
     def _check_texts(self, anatomy: Anatomy) -> None:
         """Refuses public text of another vocabulary, and warns of another model's tokenizer."""
@@ -627,16 +645,52 @@ class LeakageMonitor(EitherCallback):
                 self._report.warn_once(f"not all of a look was written: {reason(error)}")
         new = {name: value for name, value in values.items() if name in self.look_values}
         self._report.write(look, outcomes, new)
+        if self._record is not None:
+            utility = {n: beside[f"utility/{n}"] for n in self.utility if n in known}
+            seconds = values.get("monitor/seconds", math.nan)
+            defenses = accounting_defenses(trainer)
+            self._record.looked(look.step, utility, seconds, self.failures, defenses)
         for listener in self._listeners:
             listener(trainer)
 
+    def record_decision(self, facts: Mapping[str, Any]) -> None:
+        """Leaves a line in ``run.jsonl``: what a gate has done, on the first process."""
+        if self._record is not None:
+            self._record.decided(facts)
+
+    def _settings(self) -> dict[str, Any]:
+        """For the run's record."""
+        return {
+            "looks": self.cadence.argument,
+            "stages": [str(stage) for stage in self.stages],
+            "local_steps": self.local_steps,
+            "attacks": "auto" if self.auto else "listed",
+            "reveal": self.reveal,
+        }
+
     # ---- ends and checkpoints ---------------------------------------------------------------
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Ends the run's record, and writes the report where it is asked for."""
+        self._end(trainer, "finished")
+        if self.report and self._record is not None:
+            from lightning_fedleak.report import ReportError, write
+
+            try:
+                rank_zero_info(f"LeakageMonitor: {write([self._record.path.parent])[0]}")
+            except ReportError as error:
+                rank_zero_warn(f"LeakageMonitor: no report: {error}")
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """Removes every tap; Lightning calls no teardown after an exception."""
+        self._end(trainer, type(exception).__name__)
         self._close()
+
+    def _end(self, trainer: L.Trainer, how: str) -> None:
+        if self._record is not None:
+            self._record.ends(int(trainer.global_step), how, accounting_defenses(trainer))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Removes every tap."""
@@ -651,6 +705,7 @@ class LeakageMonitor(EitherCallback):
         self._ready.clear()
         self._at_end.clear()
         self._heard.clear()
+        self._gates.clear()
         self._reset()
 
     def state_dict(self) -> dict[str, Any]:

@@ -183,6 +183,12 @@ class Defense(ABC):
         """Whether ``harden`` may change something."""
         return type(self).harden is not Defense.harden
 
+    def settings(self) -> dict[str, bool | int | float | str]:
+        """What it was built with, for the record of a run: its public plain attributes."""
+        known = (bool, int, float, str)
+        public = {n: v for n, v in vars(self).items() if not n.startswith("_")}
+        return {n: v for n, v in public.items() if isinstance(v, known) and v == v}
+
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
         """Refuses an order of defences in which one of them would not do what it says.
 

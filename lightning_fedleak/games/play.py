@@ -166,6 +166,7 @@ class _Table:
                         f"have for a {anatomy.kind} model; crafted layers need none: play "
                         "FCMembership (fedleak game --attack fc)"
                     )
+                attack.check_device(anatomy)
                 attack.prepare(anatomy)
                 if isinstance(attack, PassiveMembership):
                     attack.refresh(anatomy, 0)
@@ -226,7 +227,7 @@ class _Table:
                 collides = self._collides(attack, deal)
             self.seconds[a] += time.perf_counter() - began
             said["guesses"].append(guess.members.detach().cpu())
-            said["scores"].append(guess.scores.detach().double().cpu())
+            said["scores"].append(guess.scores.detach().cpu().double())
             said["collides"].append(collides)
         self.truth["bits"].append(deal.bits)
         self.truth["positions"].append(deal.positions)

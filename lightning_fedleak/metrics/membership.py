@@ -227,7 +227,7 @@ def _columns(
     scores: Tensor, members: Tensor, clusters: Tensor | None, decisions: Tensor | None
 ) -> tuple[Floats, Bools, Ints, Bools | None]:
     """As numpy; clusters are numbered from 0 in the order of their ids."""
-    score = scores.detach().reshape(-1).double().cpu().numpy()
+    score = scores.detach().reshape(-1).cpu().double().numpy()
     member = members.detach().reshape(-1).bool().cpu().numpy()
     _check_length("members", member.size, score.size)
     code = np.arange(score.size, dtype=np.int64)

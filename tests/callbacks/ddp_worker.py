@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +23,9 @@ from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.finetuning import CausalLMFineTuning
+from lightning_fedleak.finetuning import pytorch_lightning as of_pytorch_lightning
+from lightning_fedleak.lightning_packages import package_of
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit, footprint, logged_losses
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
@@ -148,6 +152,35 @@ def run(root: Path, callbacks: list[L.Callback], **settings: Any) -> L.Trainer:
     module = CausalLMModule(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
     settings = {"strategy": "ddp", "devices": 2, "n": 16} | settings
     return fit(callbacks, root, module=module, **settings)
+
+
+def of_either_package(root: Path) -> dict[str, Any]:
+    """One defended run until its gate stops it, by the Trainer of each package."""
+    found = {}
+    for kind, module in (
+        (L.Trainer, CausalLMFineTuning),
+        (pl.Trainer, of_pytorch_lightning.CausalLMFineTuning),
+    ):
+        model = module(tiny_gpt2(dropout=0.0), lr=1e-2)
+        strategy = DefendedStrategy("ddp", defenses=[GradientNoise(1.0, 0.01, seed=0)])
+        monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=("local", "shared", "aggregate"))
+        gate = RiskGate("leakage/probe/recall", at_most=0.0, patience=1)
+        trainer = fit(
+            [monitor, gate], root / kind.__module__, module=model, n=32, kind=kind,
+            strategy=strategy, devices=2,
+        )  # fmt: skip
+        found[package_of(trainer)] = {
+            "strategy": type(trainer.strategy).__mro__[3].__module__,
+            "steps": trainer.global_step,
+            "values": {
+                name: value
+                for name, value in monitor.latest.items()
+                if name.startswith("leakage") and not name.endswith("_worst_client")
+            },
+            "weights": sum(float(p.double().abs().sum()) for p in model.parameters()),
+            "saved": gate.fired is not None and Path(str(gate.fired.checkpoint)).exists(),
+        }
+    return found
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -337,6 +370,8 @@ def main(root: Path) -> None:
     trainer = run(root / "gate", [gate, LeakageMonitor(WorseOnOne(), every_n_steps=1)])
     out["gate"] = (trainer.global_step, gate.fired is not None and gate.fired.step)
     out["gate saved"] = gate.fired is not None and Path(str(gate.fired.checkpoint)).exists()
+
+    out["either package"] = of_either_package(root / "either")
 
     (root / f"rank{rank}.json").write_text(json.dumps(out))
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Query, Surfaces, WordGuess
+from lightning_fedleak.lightning_packages import twin
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
@@ -59,6 +59,7 @@ def fit(
     n: int = 32,
     loader: Any = None,
     ckpt_path: str | None = None,
+    kind: type[L.Trainer] = L.Trainer,
     **trainer: Any,
 ) -> L.Trainer:
     """Fits a tiny GPT-2 with dropout on random tokens; the same seed gives the same run."""
@@ -68,14 +69,14 @@ def fit(
     settings = {
         "accelerator": "cpu",
         "max_epochs": 1,
-        "logger": CSVLogger(root, flush_logs_every_n_steps=1),
+        "logger": twin("loggers.CSVLogger", kind)(root, flush_logs_every_n_steps=1),
         "log_every_n_steps": 1,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_checkpointing": False,
         "default_root_dir": root,
     } | trainer
-    trainer_ = L.Trainer(callbacks=callbacks, **settings)
+    trainer_ = kind(callbacks=callbacks, **settings)
     given = random_token_loader(n) if loader is None else loader
     trainer_.fit(module, given, ckpt_path=ckpt_path, weights_only=False)
     return trainer_

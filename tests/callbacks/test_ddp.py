@@ -110,6 +110,19 @@ def test_the_gate_stops_everywhere_at_once_and_saves(ranks):
         assert rank["gate saved"]
 
 
+def test_both_packages_of_lightning_defend_measure_and_stop_alike(ranks):
+    for rank in ranks:
+        found = rank["either package"]
+        lightning, pytorch_lightning = found["lightning.pytorch"], found["pytorch_lightning"]
+        assert lightning.pop("strategy") == "lightning.pytorch.strategies.ddp"
+        assert pytorch_lightning.pop("strategy") == "pytorch_lightning.strategies.ddp"
+        assert lightning["steps"] == 2
+        assert lightning["saved"]
+        assert lightning["values"]["leakage/probe/recall"] > 0
+        assert pytorch_lightning == lightning
+    assert ranks[0]["either package"] == ranks[1]["either package"]
+
+
 @pytest.mark.parametrize("case", ["plain", "defended"])
 def test_each_client_plays_its_own_games_and_training_is_the_same(ranks, case):
     first, second = (rank[f"games/{case}"] for rank in ranks)

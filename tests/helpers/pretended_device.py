@@ -24,6 +24,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -231,6 +233,40 @@ class PretendedDevice(TorchDispatchMode):
         return model
 
 
+class _Accelerator(Accelerator):
+    """The pretended device, as a Trainer knows devices."""
+
+    def setup_device(self, device: torch.device) -> None:
+        assert device == DEVICE
+
+    def teardown(self) -> None: ...
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        return int(devices)
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [DEVICE] * int(devices)
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return "pretended"
+
+
+def single_device() -> SingleDeviceStrategy:
+    """For ``Trainer(strategy=...)``, wrapped or not; the model must lie there already."""
+    return SingleDeviceStrategy(DEVICE, accelerator=_Accelerator())
+
+
 def _from_data(made: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``torch.tensor`` forgets the data where the device is ``meta``."""
 
@@ -323,4 +359,4 @@ def _check(op: Any, args: Any, here: list[Tensor]) -> None:
             )
 
 
-__all__ = ["DEVICE", "MixedDevices", "PretendedDevice", "There"]
+__all__ = ["DEVICE", "MixedDevices", "PretendedDevice", "There", "single_device"]

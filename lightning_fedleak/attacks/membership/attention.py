@@ -214,6 +214,7 @@ class AttentionMembership(MembershipAttack):
         Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "attention_membership"
+    needs_float64 = True
 
     def __init__(
         self,

@@ -88,6 +88,7 @@ class GradientMembership(PassiveMembership):
     """
 
     default_name = "gradient_membership"
+    needs_float64 = True
     reads_adaptive_updates = True
 
     def __init__(

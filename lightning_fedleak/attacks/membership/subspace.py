@@ -67,6 +67,7 @@ class SubspaceMembership(PassiveMembership):
     """
 
     default_name = "subspace_membership"
+    needs_float64 = True
 
     def __init__(
         self,

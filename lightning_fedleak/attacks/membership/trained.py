@@ -453,7 +453,7 @@ class TrainedMembership(MembershipAttack):
             )
         if not bool(target.isfinite().all()):
             raise ValueError("a target is not finite: the server's copy of the model gave no text")
-        key = hashlib.sha256(target.double().cpu().numpy().tobytes() + str(dtype).encode()).digest()
+        key = hashlib.sha256(target.cpu().double().numpy().tobytes() + str(dtype).encode()).digest()
         if key not in self._neurons:
             public = self._public.to(target)
             scale = Scale(self._scale.mean.to(target), self._scale.spread.to(target))

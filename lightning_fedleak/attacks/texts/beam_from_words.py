@@ -171,6 +171,14 @@ class BeamFromWords(TextAttack):
             )
         return self.words(anatomy).needs(anatomy)
 
+    def check_device(self, anatomy: Anatomy) -> None:
+        """Refuses a device that what names the words cannot compute on.
+
+        Raises:
+            ValueError: says which device, and what to do.
+        """
+        self.words(anatomy).check_device(anatomy)
+
     def prepare(self, anatomy: Anatomy) -> None:
         """Prepares what names the words, and copies the model."""
         self.words(anatomy).prepare(anatomy)

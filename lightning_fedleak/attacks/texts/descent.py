@@ -204,6 +204,8 @@ class DescentAttack(InversionAttack):
         ValueError: a setting out of range.
     """
 
+    needs_float64 = True
+
     def __init__(
         self,
         layer: int,

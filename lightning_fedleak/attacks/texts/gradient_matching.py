@@ -103,6 +103,7 @@ class GradientMatching(TextAttack):
         Capability.KNOWS_MODEL,
     )
     default_name = "gradient_matching"
+    needs_float64 = True
     reads_adaptive_updates = True
     restores_fully = False
     last_token_open = True

@@ -111,6 +111,7 @@ class SubspaceTexts(TextAttack):
         Capability.KNOWS_MODEL,
     )
     default_name = "subspace_texts"
+    needs_float64 = True
     reads_adaptive_updates = True
     restores_fully = False
     last_token_open = True

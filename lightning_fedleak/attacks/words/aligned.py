@@ -134,6 +134,7 @@ class AlignedFlatChat(Attack):
         Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "aligned_flatchat"
+    needs_float64 = True
     reads_adaptive_updates = True
 
     def __init__(

@@ -95,6 +95,7 @@ read_alone`), or one side alone of an encoder-decoder.
         Capability.KNOWS_MODEL,
     )
     default_name = "subspace_words"
+    needs_float64 = True
     reads_adaptive_updates = True
     restores_fully = False
 

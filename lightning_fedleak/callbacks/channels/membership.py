@@ -173,7 +173,7 @@ class _Window:
         """Goes on with the window."""
         self.clear()
         if "games" in state:
-            games = state["games"].double().cpu()
+            games = state["games"].cpu().double()
             looks = sorted(set(games[:, 0].tolist()))
             self._looks.extend(games[games[:, 0] == look] for look in looks)
             self._next = int(games[-1, 0]) + 1
@@ -709,7 +709,7 @@ class PassiveMembershipChannel(MembershipChannel):
 def _played(guess: Any, members: Tensor) -> Played | Unknown:
     """A guess beside the secret bits; unknown where it is about other targets than asked."""
     try:
-        scores = guess.scores.detach().double().cpu()
+        scores = guess.scores.detach().cpu().double()
         if scores.shape != members.shape or bool(scores.isnan().any()):
             raise UnusableObservation("the attack gave no score for some of its targets")
         decisions = guess.members.detach().bool().cpu()

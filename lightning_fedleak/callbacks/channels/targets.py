@@ -507,7 +507,7 @@ class CanaryScores:
         assert isinstance(looks, Mapping)
         assert isinstance(kept, Mapping)
         self._looks = {name: int(looks.get(name, 0)) for name in self._attacks}
-        self._kept = {n: kept[n].double().cpu() for n in self._attacks if n in kept}
+        self._kept = {n: kept[n].cpu().double() for n in self._attacks if n in kept}
 
 
 __all__ = [

@@ -225,10 +225,10 @@ def _principal(model: nn.Module, place: Place, ids: Tensor, k: int) -> tuple[Ten
         for rows in torch.split(ids, _ROWS_AT_ONCE):
             kept.clear()
             model(input_ids=rows)
-            tokens = kept[0].flatten(0, 1).double()
+            tokens = kept[0].flatten(0, 1).cpu().double()  # not all devices have float64
             count += len(tokens)
-            total = total + tokens.sum(0).cpu()
-            square = square + (tokens.T @ tokens).cpu()
+            total = total + tokens.sum(0)
+            square = square + tokens.T @ tokens
     finally:
         handle.remove()
     mean = total / count

@@ -206,6 +206,15 @@ class DPSGD(Defense):
         self._team = Team()
         self._step: WatchedStep | None = None
 
+    def settings(self) -> dict[str, bool | int | float | str]:
+        """As :meth:`Defense.settings`, and how it accounts."""
+        found = super().settings() | {"accountant": self._budget.kind}
+        if self.noise_multiplier is not None:
+            found["noise_multiplier"] = self.noise_multiplier
+        if self._ledger is not None:
+            found["ledger"] = os.fspath(self._ledger)
+        return found
+
     @property
     def accountant(self) -> Accountant | RenyiFilter:
         """Counts releases."""

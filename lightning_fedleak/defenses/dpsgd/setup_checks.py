@@ -26,6 +26,11 @@ def check_trainer(context: DefenseContext) -> None:
             f"DPSGD: precision={context.precision!r} is not supported: a gradient scaler unscales "
             "the summed gradient only, not each sample's. Use 'bf16-mixed' or '32-true'."
         )
+    if context.device.type == "mps":
+        raise DefenseError(
+            "DPSGD adds up squared norms in float64, which an Apple GPU (mps) does not have. Use "
+            "Trainer(accelerator='cpu')."
+        )
     if not getattr(context.root, "automatic_optimization", True):
         raise DefenseError(
             "DPSGD: manual optimization hides the loss, and with it whether it is a mean of "

@@ -137,6 +137,7 @@ class PrefixInversion(InversionAttack):
     """
 
     default_name: ClassVar[str] = "prefix_inversion"
+    needs_float64 = True
 
     def __init__(
         self,

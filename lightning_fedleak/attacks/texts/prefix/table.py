@@ -234,7 +234,7 @@ def _representatives(words: Tensor, commonest: Tensor) -> Tensor:
     """
     generator = torch.Generator().manual_seed(0)
     turn = torch.randn(words.shape[1], generator=generator, dtype=torch.float64)
-    hashes = (words.double().cpu() * turn).sum(1).to(words.device)
+    hashes = (words.cpu().double() * turn).sum(1).to(words.device)
     own = torch.arange(len(words), device=words.device)
     _, group = torch.unique(hashes, return_inverse=True)
     first = torch.full_like(own, len(own)).scatter_reduce_(

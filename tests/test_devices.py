@@ -1,0 +1,486 @@
+"""Models on another device: nothing mixes it with the host, and only looks wait for it.
+
+There is no GPU here: a pretended device stands in (:mod:`tests.helpers.pretended_device`), which
+computes on the host, refuses what a GPU refuses, and counts what makes the host wait.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_fedleak import LeakageMonitor, attacks
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.attacks import (
+    AlignedFlatChat,
+    Attack,
+    AttentionMembership,
+    BagOfWords,
+    BeamFromWords,
+    BiasSign,
+    EmbeddingDescent,
+    FCMembership,
+    FlatChat,
+    GradientMatching,
+    GradientMembership,
+    Guess,
+    MembershipAttack,
+    PassiveMembership,
+    PrefixInversion,
+    PublicText,
+    Query,
+    RevealLabels,
+    RunFacts,
+    SubspaceMembership,
+    SubspaceTexts,
+    SubspaceWords,
+    TokenRelaxation,
+    TrainedMembership,
+    gradient_of,
+)
+from lightning_fedleak.attacks import base as attacks_base
+from lightning_fedleak.attacks.membership.base import CRAFTED
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.callbacks import Games
+from lightning_fedleak.defenses import (
+    DPSGD,
+    Defense,
+    DefenseError,
+    GradientNoise,
+    mean_of_sample_means,
+)
+from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
+from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
+from lightning_fedleak.games.inserted import generic_upstream
+from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.snapshots import ActivationSnapshot, GradientSnapshot, Observation, Stage
+from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.threats import DISHONEST_SERVER
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
+from tests.helpers.pretended_device import DEVICE, MixedDevices, PretendedDevice, single_device
+
+ROWS, LENGTH = 2, 6
+
+
+def ids_of(rows: int, length: int, seed: int) -> Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+PUBLIC = PublicText(ids_of(24, 12, seed=1))
+ATTACKS: dict[str, Callable[[], Attack]] = {
+    "flatchat": lambda: FlatChat(PUBLIC, shapes=((2, 4), (3, 6))),
+    "aligned, sign": lambda: AlignedFlatChat(PUBLIC, readout="sign", calibration_tokens=200),
+    "aligned, learned": lambda: AlignedFlatChat(PUBLIC, calibration_tokens=100, n_directions=4),
+    "reveal_labels": RevealLabels,
+    "bag_of_words": BagOfWords,
+    "bias_sign": BiasSign,
+    "subspace_words": lambda: SubspaceWords(PUBLIC, capacity_seconds=1e-9),
+    "fc, token": lambda: FCMembership(1),
+    "fc, full": lambda: FCMembership(1, "full", tokens=LENGTH),
+    "attention": lambda: AttentionMembership(1, PUBLIC, batch=2),
+    "trained": lambda: TrainedMembership(1, PUBLIC, hidden_units=8, steps=3, public_rows=8),
+    "gradient": lambda: GradientMembership(PUBLIC, public_rows=8, controls=3),
+    "subspace": lambda: SubspaceMembership(PUBLIC, public_rows=8),
+    "subspace_texts": lambda: SubspaceTexts(beam=1, budget_seconds=None),
+    "beam_from_words": lambda: BeamFromWords(
+        LENGTH, texts=ROWS, beam=4, moves=2, budget_seconds=None
+    ),
+    "gradient_matching": lambda: GradientMatching(
+        ROWS, LENGTH, starts=1, steps=3, swap_every=3, swaps=1, budget_seconds=None
+    ),
+    "prefix_inversion": lambda: PrefixInversion(1, PUBLIC, types=32),
+    "embedding_descent": lambda: EmbeddingDescent(1, steps=3, sweeps=1, candidates=4),
+    "token_relaxation": lambda: TokenRelaxation(1, steps=3),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_kernel_of_attention():
+    """The one that every device has; else the two would differ by rounding."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def model_for(name: str) -> nn.Module:
+    return (tiny_bert_mlm() if name == "bias_sign" else tiny_llama()).eval()
+
+
+def seen_by(
+    attack: Attack, anatomy: Anatomy, put: Callable[[Tensor], Tensor]
+) -> tuple[Observation, Query | None]:
+    """What leaves a client that trains on two texts, and what is asked; all where the model is."""
+    ids = put(ids_of(ROWS, LENGTH, seed=2))
+    if isinstance(attack, MembershipAttack):
+        hidden = hidden_states(anatomy, attack.layer, ids)
+        targets = attack.embed(hidden, Query(ids))
+        generator = torch.Generator().manual_seed(3)
+        upstream = generic_upstream(hidden, attack.granularity == "full", generator)
+        crafted = attack.gradient(targets, hidden, None, upstream).sum(0)
+        return Observation((GradientSnapshot(0, Stage.SHARED, {CRAFTED: crafted}),)), Query(ids)
+    needs = attack.needs(anatomy)
+    if needs.layers:
+        hidden = hidden_states(anatomy, 1, ids)
+        sent = ActivationSnapshot(0, Stage.SHARED, {needs.layers[0]: hidden})
+        return Observation((), (sent,)), None
+    batch = TokenBatch(ids, ids, None, anatomy.kind)
+    shared = gradient_of(anatomy, batch, needs.gradients)
+    query = Query(ids) if isinstance(attack, PassiveMembership) else None
+    return Observation((GradientSnapshot(0, Stage.SHARED, shared, anatomy.tied),)), query
+
+
+def look(attack: Attack, model: nn.Module, put: Callable[[Tensor], Tensor]) -> Guess:
+    """A whole look: the run is met, the attack calibrates, follows the model and guesses."""
+    anatomy = find_anatomy(model)
+    attack.meet(RunFacts())
+    attack.prepare(anatomy)
+    attack.refresh(anatomy, 0)
+    return attack.run(*seen_by(attack, anatomy, put))
+
+
+def unchanged(value: Tensor) -> Tensor:
+    return value
+
+
+def assert_same(one: Guess, other: Guess) -> None:
+    for field in fields(one):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            assert isinstance(a, Tensor) == isinstance(b, Tensor), field.name
+            continue
+        b = b.cpu()
+        if field.name == "types":  # near ties change places by rounding
+            a, b = a.sort().values, b.sort().values
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=field.name)
+
+
+def concrete(kind: type) -> set[type]:
+    below = set().union(*(concrete(sub) for sub in kind.__subclasses__()))
+    own = kind.__module__.startswith(attacks.__name__) and not inspect.isabstract(kind)
+    return below | ({kind} if own else set())
+
+
+def test_every_attack_is_among_those_that_are_tried() -> None:
+    assert {type(make()) for make in ATTACKS.values()} == concrete(Attack)
+
+
+@pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_on_a_model_of_another_device_says_what_it_says_of_one_here(name: str) -> None:
+    here = look(ATTACKS[name](), model_for(name), unchanged)
+    attack = ATTACKS[name]()
+    with PretendedDevice(without_float64=not attack.needs_float64) as device:
+        there = look(attack, device.model(model_for(name)), device.put)
+    assert device.synchronisations.total() > 0
+    assert_same(here, there)
+    if attack.needs_float64:
+        with (
+            PretendedDevice(without_float64=True) as device,
+            pytest.raises(TypeError, match="no float64"),
+        ):
+            look(ATTACKS[name](), device.model(model_for(name)), device.put)
+
+
+@pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
+@pytest.mark.parametrize(
+    "name", ["flatchat", "aligned, learned", "fc, token", "attention", "trained"]
+)
+def test_a_calibration_that_comes_from_a_file_goes_to_the_model(name: str) -> None:
+    """A checkpoint and the cache give tensors of the host."""
+    made = ATTACKS[name]()
+    assert made.restores_fully
+    here = look(made, model_for(name), unchanged)
+    state = {key: value.cpu().clone() for key, value in made.state_dict().items()}
+    with PretendedDevice() as device:
+        attack = ATTACKS[name]()
+        anatomy = find_anatomy(device.model(model_for(name)))
+        attack.meet(RunFacts())
+        attack.load_state_dict(state)
+        attack.refresh(anatomy, 0)
+        assert_same(here, attack.run(*seen_by(attack, anatomy, device.put)))
+
+
+# ---- games ----------------------------------------------------------------------------------
+
+
+def games(model: nn.Module, played: list[Any], **settings: Any) -> list[Any]:
+    pool = SentencePool([ids_of(1, 3 + i % 4, seed=i)[0] for i in range(12)], tokens=LENGTH)
+    return play(find_anatomy(model), played, pool, GameConfig(games=3, batch=3, **settings))
+
+
+def crafted() -> list[Attack]:
+    return [ATTACKS[name]() for name in ("fc, token", "fc, full", "attention")]
+
+
+def passive() -> list[Attack]:
+    return [ATTACKS[name]() for name in ("gradient", "subspace")]
+
+
+@pytest.mark.parametrize(
+    ("made", "settings"),
+    [
+        (crafted, {}),
+        (crafted, {"gradients": "autograd"}),
+        (crafted, {"upstream": "loss", "recompute": "padded"}),
+        (crafted, {"forwards": "pooled", "targets_per_batch": 2}),
+        (passive, {}),
+    ],
+)
+def test_games_on_another_device_are_the_same(
+    made: Callable[[], list[Attack]], settings: dict[str, Any]
+) -> None:
+    here = games(model_for(""), made(), **settings)
+    with PretendedDevice() as device:
+        there = games(device.model(model_for("")), made(), **settings)
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one.bits, other.bits)
+        assert torch.equal(one.guesses, other.guesses)
+        torch.testing.assert_close(one.scores, other.scores, rtol=1e-3, atol=1e-4)
+
+
+def test_a_defence_of_the_games_batches_gets_ids_and_mask_of_one_device() -> None:
+    kinds: set[torch.device] = set()
+
+    def defend(ids: Tensor, mask: Tensor | None) -> Tensor:
+        assert mask is not None
+        kinds.update((ids.device, mask.device))
+        return ids
+
+    pool = SentencePool(list(ids_of(12, 4, seed=0)), tokens=LENGTH)
+    with PretendedDevice() as device:
+        anatomy = find_anatomy(device.model(model_for("")))
+        play(anatomy, [FCMembership(1)], pool, GameConfig(games=2, batch=3), defend=defend)
+    assert kinds == {DEVICE}
+
+
+# ---- fits -----------------------------------------------------------------------------------
+
+
+class Counted(L.Callback):
+    """What each step made the host wait for, everything between two batches included."""
+
+    def __init__(self, device: PretendedDevice) -> None:
+        self.device, self.steps = device, []
+        self.before: Counter[str] | None = None
+
+    def lap(self) -> None:
+        now = self.device.synchronisations.copy()
+        if self.before is not None:
+            self.steps.append(now - self.before)
+        self.before = now
+
+    def on_train_batch_start(self, *args: object) -> None:
+        self.lap()
+
+    def on_train_end(self, *args: object) -> None:
+        self.lap()
+
+
+class OfSamples(CausalLMModule):
+    """With the loss that DP-SGD asks for."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(input_ids=batch["input_ids"]).logits
+        loss = mean_of_sample_means(logits, batch["labels"], causal=True)
+        self.log("train_loss", loss)
+        return loss
+
+
+@dataclass
+class Fitted:
+    steps: list[Counter[str]]
+    metrics: dict[str, float]
+
+
+def fit(
+    monitor: LeakageMonitor | None,
+    *defenses: Defense,
+    there: bool = True,
+    steps: int = 4,
+    optimizer: Literal["sgd", "adamw"] = "adamw",
+    **device_settings: Any,
+) -> Fitted:
+    module = OfSamples if any(isinstance(d, DPSGD) for d in defenses) else CausalLMModule
+    model = tiny_llama().train()
+    with PretendedDevice(**device_settings) as device:
+        inner = single_device() if there else SingleDeviceStrategy("cpu")
+        counted = Counted(device)
+        trainer = L.Trainer(
+            strategy=DefendedStrategy(inner, list(defenses)) if defenses else inner,
+            max_steps=steps,
+            max_epochs=-1,
+            callbacks=[counted, *([monitor] if monitor else [])],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(
+            module(device.model(model) if there else model, optimizer=optimizer),
+            random_token_loader(padded=not any(isinstance(d, DPSGD) for d in defenses)),
+        )
+    return Fitted(counted.steps, {k: float(v) for k, v in trainer.callback_metrics.items()})
+
+
+def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
+    return LeakageMonitor(
+        [ATTACKS[name]() for name in names],
+        every_n_steps=every,
+        games=Games(targets=2),
+        cache=False,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "defenses"),
+    [
+        (("flatchat", "fc, token", "gradient", "token_relaxation"), ()),
+        (("flatchat", "fc, token"), (lambda: GradientNoise(1.0, 0.01),)),
+        (("flatchat", "fc, token"), (lambda: DPSGD(1.0, noise_multiplier=1.0, poisson=False),)),
+    ],
+    ids=["plain", "noise", "dpsgd"],
+)
+def test_a_step_without_a_look_waits_for_nothing_that_the_plain_step_does_not(
+    names: tuple[str, ...], defenses: tuple[Callable[[], Defense], ...]
+) -> None:
+    """Of every surface one attack: words, crafted layers, what is trained, hidden states."""
+    plain = fit(None, *(make() for make in defenses))
+    monitor = monitor_of(*names, assume=DISHONEST_SERVER)
+    watched = fit(monitor, *(make() for make in defenses))
+    # Step 0 is a look, and step 1 too, since games wait for texts of another batch.
+    assert watched.steps[0].total() > plain.steps[0].total()
+    assert watched.steps[2:] == plain.steps[2:]
+    assert plain.steps[2].total() > 0
+    assert watched.metrics["monitor/failures"] == 0
+
+
+def test_steps_after_a_round_of_local_steps_wait_for_nothing_more() -> None:
+    plain = fit(None, steps=5, optimizer="sgd")
+    watched = fit(monitor_of("bag_of_words", local_steps=3), steps=5, optimizer="sgd")
+    assert watched.steps[3:] == plain.steps[3:]
+    assert watched.metrics["monitor/failures"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
+def test_the_looks_of_a_fit_on_another_device_find_the_same() -> None:
+    def monitor() -> LeakageMonitor:
+        names = ("aligned, sign", "bag_of_words", "fc, full", "gradient", "token_relaxation")
+        return monitor_of(*names, assume=DISHONEST_SERVER, stages=("local", "shared"))
+
+    noise = GradientNoise(None, 0.0)
+    here, there = fit(monitor(), noise, there=False, steps=2), fit(monitor(), noise, steps=2)
+    assert there.metrics["monitor/failures"] == here.metrics["monitor/failures"] == 0
+    rates = {name for name in here.metrics if name.startswith("leakage")}
+    assert len(rates) > 50
+    for name in rates:
+        assert there.metrics[name] == pytest.approx(here.metrics[name], abs=2e-3, nan_ok=True), name
+
+
+# ---- a device without float64 ---------------------------------------------------------------
+
+
+@pytest.fixture
+def without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pretended device counts as one that lacks it, as Apple's GPUs do."""
+    monkeypatch.setattr(attacks_base, "WITHOUT_FLOAT64", frozenset({DEVICE.type}))
+
+
+REFUSED = r"attack '{}' computes in float64, which the device 'meta' does not have: put the model"
+
+
+def test_apples_gpus_have_no_float64() -> None:
+    apple: Any = SimpleNamespace(device=torch.device("mps"))
+    with pytest.raises(ValueError, match=r"'subspace_words' computes in float64.*'mps'"):
+        SubspaceWords(PUBLIC).check_device(apple)
+    FCMembership(1).check_device(apple)
+    context: Any = SimpleNamespace(device=torch.device("mps"), precision="32-true")
+    with pytest.raises(DefenseError, match=r"float64.*mps.*accelerator='cpu'"):
+        check_trainer(context)
+
+
+def test_what_needs_float64_is_refused_before_the_first_step(without_float64: None) -> None:
+    with pytest.raises(ValueError, match=REFUSED.format("subspace_words")):
+        fit(monitor_of("flatchat", "subspace_words"), without_float64=True)
+    with PretendedDevice(without_float64=True) as device:
+        model = device.model(model_for(""))
+        with pytest.raises(GameError, match=REFUSED.format("attention_membership")):
+            games(model, crafted())
+        anatomy = find_anatomy(model)
+        words = ATTACKS["subspace_words"]()
+        with pytest.raises(ValueError, match=REFUSED.format("subspace_words")):
+            BeamFromWords(LENGTH, words=words).check_device(anatomy)
+        BeamFromWords(LENGTH, words=BagOfWords()).check_device(anatomy)
+
+
+def test_the_others_go_on_without_it(without_float64: None) -> None:
+    names = ("flatchat", "bag_of_words", "fc, token", "trained")
+    monitor = monitor_of(*names, assume=DISHONEST_SERVER)
+    found = fit(monitor, GradientNoise(1.0, 0.01), steps=2, without_float64=True)
+    assert found.metrics["monitor/failures"] == 0
+
+
+def test_attacks_that_choose_themselves_leave_it_out(
+    without_float64: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = fit(LeakageMonitor(public_text=PUBLIC, cache=False), steps=1, without_float64=True)
+    assert found.metrics["leakage/bag_of_words/f1"] == 1.0
+    assert not any("subspace" in name or "aligned" in name for name in found.metrics)
+
+
+# ---- the pretended device itself ------------------------------------------------------------
+
+
+def test_the_pretended_device_refuses_what_a_gpu_refuses_and_counts_what_waits() -> None:
+    with PretendedDevice() as device:
+        x = torch.arange(6.0, device=DEVICE)
+        for mixed in (
+            lambda: x + torch.ones(6),
+            lambda: torch.cat([x, torch.ones(2)]),
+            lambda: torch.ones(6)[x.long()],
+            lambda: torch.randn(2, generator=torch.Generator(), device=DEVICE),
+            lambda: torch.randn(2, generator=torch.Generator(DEVICE)),
+        ):
+            with pytest.raises(MixedDevices):
+                mixed()
+        with pytest.raises(TypeError, match="NumPy"):
+            x.numpy()
+        assert not device.synchronisations
+        assert (x * torch.tensor(2.0)).device == DEVICE  # a number without dimensions may be mixed
+        weights = nn.Parameter(x.clone())
+        (weights.square().sum() * 2).backward()
+        weights.grad.mul_(0.5).unsqueeze_(0)
+        assert weights.grad.shape == (1, 6)
+        assert not device.synchronisations
+        assert (weights.grad.tolist(), x.sum().item()) == ([[0.0, 2.0, 4.0, 6.0, 8.0, 10.0]], 15.0)
+        assert x[x > 3].tolist() == [4.0, 5.0]
+        assert x[[1, 2]].tolist() == x[torch.tensor([1, 2])].tolist() == [1.0, 2.0]
+        x[[0]] = torch.tensor([7.0], device=DEVICE)
+        assert x.double().to("cpu", torch.int64)[0] == 7
+    assert device.synchronisations == {
+        "copy to the host": 5,
+        "_local_scalar_dense": 1,
+        "mask as an index": 1,
+        "copy to the device": 4,
+    }
+    with PretendedDevice(without_float64=True), pytest.raises(TypeError, match="no float64"):
+        torch.ones(2, device=DEVICE).double()
+
+
+def test_tied_parameters_stay_tied_there() -> None:
+    model = tiny_llama(tied=True)
+    with PretendedDevice() as device:
+        moved = device.model(model)
+        assert moved.lm_head.weight is moved.model.embed_tokens.weight
+        assert {p.device for p in moved.parameters()} == {DEVICE}

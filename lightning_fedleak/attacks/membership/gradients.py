@@ -135,9 +135,9 @@ class GradientMembership(PassiveMembership):
         """
         if anatomy.kind != "causal":
             raise ThreatModelError(
-                f"attack '{self.name}' computes a text's own gradient, and a {anatomy.kind} model's "
-                "texts have labels that it does not know. Remove the attack; SubspaceMembership "
-                "asks without labels."
+                f"attack '{self.name}' computes a text's own gradient, and a {anatomy.kind} "
+                "model's texts have labels that it does not know. Remove the attack; "
+                "SubspaceMembership asks without labels."
             )
         names = [m.name for m in self._read(anatomy)] or _others(anatomy)
         names = names or [m.name for m in self._maps(anatomy)[:1]]

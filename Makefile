@@ -4,13 +4,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test smoke lint clean install
+.PHONY: help demo test smoke gpu lint clean install
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    fine-tune a small model on private messages and watch them leak (no network needed once installed)"
 	@echo "make test    run the tests"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
+	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove .venv and caches (fedleak_runs/ stays)"
 	@echo "ARGS=\"...\" goes to the command: make demo ARGS=\"--steps 50\", make test ARGS=\"-k gate\""
@@ -23,6 +24,9 @@ test: $(READY)
 
 smoke: $(READY)
 	@$(BIN)/python benchmarks/smoke.py $(ARGS)
+
+gpu: $(READY)
+	@$(BIN)/python benchmarks/gpu.py --docs docs/gpu.md $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -364,7 +364,10 @@ def gpt2(layers: int, width: int, vocabulary: int) -> nn.Module:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    # As after some training: hidden states behind a new LayerNorm all sum to zero.
+    nn.init.normal_(model.transformer.ln_f.weight, mean=1.0, std=0.3)
+    return model
 
 
 QUIET: dict[str, Any] = {

@@ -393,13 +393,13 @@ def watched_fit(
 
     Strict ones train on batches that lie on the device already: bringing one there waits.
     """
-    vocabulary = section.pick(8192, 256)
-    model = gpt2(*section.pick((4, 256), (1, 64)), vocabulary)
+    vocabulary = section.pick(2048, 256)
+    model = gpt2(*section.pick((2, 128), (1, 64)), vocabulary)
     waits = CUDAWaits() if section.device == "cuda" else HostReads()
     opened = Opened(waits, LOOKS if strict else None)
     callbacks: list[L.Callback] = [opened]
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, vocabulary, (32, section.pick(64, 16)), generator=generator)
+    ids = torch.randint(3, vocabulary, (32, section.pick(32, 16)), generator=generator)
     if monitored:
         public = PublicText(ids)
         attacks = [
@@ -416,7 +416,7 @@ def watched_fit(
     trainer = L.Trainer(
         accelerator=section.device,
         strategy=DefendedStrategy("auto", list(defenses)) if defenses else "auto",
-        max_steps=section.pick(12, 3),
+        max_steps=section.pick(8, 3),
         callbacks=[*callbacks, Closed(waits)],
         **QUIET,
     )

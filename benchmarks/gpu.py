@@ -595,7 +595,7 @@ def attacks_table(section: Section) -> None:
     public = public_rows(section)
     tokens = section.pick(3000, 200)
     capacity = section.pick(1.0, 1e-9)
-    texts = {"budget_seconds": section.pick(5.0, 1.0)}
+    texts = {"budget_seconds": section.pick(10.0, 1.0)}
     cases: list[tuple[str, Callable[[], Attack], int, tuple[int, int]]] = [
         ("FlatChat", lambda: FlatChat(public, shapes=((2, 16), (4, 32))), 0, (8, 32)),
         (
@@ -616,7 +616,9 @@ def attacks_table(section: Section) -> None:
         ("SubspaceTexts", lambda: SubspaceTexts(**texts), 8, (1, 8)),
         (
             "GradientMatching",
-            lambda: GradientMatching(1, 8, steps=section.pick(100, 2), starts=2, **texts),
+            lambda: GradientMatching(
+                1, 8, steps=section.pick(40, 2), starts=2, swaps=4, swap_every=20, **texts
+            ),
             0,
             (1, 8),
         ),
@@ -725,7 +727,7 @@ def inversion_table(section: Section) -> None:
         f"{n} messages of {length} tokens off the hidden states at a split, embedded model",
         *("attack", "split", "device", "prepare, s", "ms a token", "tokens in place"),
     )
-    steps = section.pick(300, 2)
+    steps = section.pick(200, 2)
     made: dict[str, Callable[[int], Any]] = {
         "PrefixInversion": lambda k: PrefixInversion(k, public, types=section.pick(4096, 32)),
         "EmbeddingDescent": lambda k: EmbeddingDescent(k, steps=steps, budget_seconds=10.0),

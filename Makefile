@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 LOWEST := .venv-lowest
 
-.PHONY: help demo test test-lowest smoke lint clean install
+.PHONY: help demo test test-lowest smoke gpu lint clean install
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
+	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove .venv, .venv-lowest and caches (fedleak_runs/ stays)"
 	@echo "ARGS=\"...\" goes to the command: make demo ARGS=\"--steps 50\", make test ARGS=\"-k gate\""
@@ -28,6 +29,9 @@ test-lowest: $(LOWEST)/.ready
 
 smoke: $(READY)
 	@$(BIN)/python benchmarks/smoke.py $(ARGS)
+
+gpu: $(READY)
+	@$(BIN)/python benchmarks/gpu.py --docs docs/gpu.md $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -242,10 +242,8 @@ def main() -> None:
         return
     found = timed(options, ids)
     medians = {name: statistics.median(times[1:]) for name, times in found.items()}
-    print(
-        f"{where}; B x T {tuple(ids.shape)}, {options.rounds} rounds; first step of ours ", end=""
-    )
-    print(f"(with the checks) {found['ours'][0]:.2f} s")
+    print(f"{where}; B x T {tuple(ids.shape)}, {options.rounds} rounds; ", end="")
+    print(f"first step of ours (with the checks) {found['ours'][0]:.2f} s")
     for name, seconds in medians.items():
         spread = f"{min(found[name][1:]):.3f} to {max(found[name][1:]):.3f}"
         print(

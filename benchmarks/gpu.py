@@ -18,14 +18,16 @@ precision.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import gc
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import multiprocessing
 import os
 import platform
-import re
 import signal
 import statistics
 import subprocess
@@ -46,10 +48,17 @@ import dpsgd
 import lightning.pytorch as L
 import overhead
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lightning_fedleak import LeakageMonitor
 from lightning_fedleak.anatomy import find_anatomy
@@ -88,13 +97,13 @@ from lightning_fedleak.threats import DISHONEST_SERVER
 SMOKE = ("--device cpu --smallest --out {out}",)
 
 SECONDS = {
-    "versions": 20,
+    "versions": 30,
     "waiting": 60,
-    "overhead": 120,
+    "overhead": 130,
     "attacks": 120,
     "dpsgd": 60,
-    "games": 80,
-    "inversion": 80,
+    "games": 70,
+    "inversion": 70,
 }
 """How long each section may take: 9 minutes together."""
 PACKAGES = ("torch", "lightning", "transformers", "peft", "opacus", "torchmetrics", "numpy")
@@ -139,6 +148,16 @@ class Section:
         """The one for this size of run."""
         return smallest if self.small else usual
 
+    def causal(self) -> nn.Module:
+        """The embedded model; in the smallest run one of the same ids that has learned nothing."""
+        if not self.small:
+            return load_model(None).eval()
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+        return LlamaForCausalLM(
+            LlamaConfig(vocab_size=8192, num_hidden_layers=2, max_position_embeddings=64, **sizes)
+        ).eval()
+
     @property
     def devices(self) -> tuple[str, ...]:
         """The GPU, and the CPU to compare with."""
@@ -152,11 +171,8 @@ def seconds(device: str) -> float:
     return time.perf_counter()
 
 
-def mebibytes(device: str, run: Callable[[], object]) -> float:
-    """What tensors took of a GPU at most while ``run`` ran, beyond what they took before; else NaN."""
-    if device != "cuda":
-        run()
-        return float("nan")
+def mebibytes(run: Callable[[], object]) -> float:
+    """What tensors took of a GPU at most while ``run`` ran, beyond what they took before."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -165,10 +181,15 @@ def mebibytes(device: str, run: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+@functools.cache
+def tokens_of_messages() -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    return [i for text in read_texts(EMBEDDED_MESSAGES) for i in tokenizer(text)["input_ids"]]
+
+
 def messages(length: int) -> Tensor:
     """(n, length) ids of the embedded messages, joined and cut, so that none is padded."""
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    ids = [i for text in read_texts(EMBEDDED_MESSAGES) for i in tokenizer(text)["input_ids"]]
+    ids = tokens_of_messages()
     rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
 
@@ -296,6 +317,10 @@ class Opened(L.Callback):
     def on_train_end(self, *args: Any) -> None:
         self.lap()
 
+    def on_exception(self, *args: Any) -> None:
+        """What the Trainer clears away then may wait."""
+        self.waits.be_strict(False)
+
     def lap(self) -> None:
         if self.before is not None:
             self.steps.append(self.waits.count - self.before)
@@ -336,8 +361,13 @@ def gpt2(layers: int, width: int, vocabulary: int) -> nn.Module:
         n_positions=128,
         vocab_size=vocabulary,
         tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    # As after some training: hidden states behind a new LayerNorm all sum to zero.
+    nn.init.normal_(model.transformer.ln_f.weight, mean=1.0, std=0.3)
+    return model
 
 
 QUIET: dict[str, Any] = {
@@ -363,21 +393,22 @@ def watched_fit(
 
     Strict ones train on batches that lie on the device already: bringing one there waits.
     """
-    vocabulary = section.pick(8192, 256)
-    model = gpt2(*section.pick((4, 256), (2, 64)), vocabulary)
+    vocabulary = section.pick(2048, 256)
+    model = gpt2(*section.pick((2, 128), (1, 64)), vocabulary)
     waits = CUDAWaits() if section.device == "cuda" else HostReads()
     opened = Opened(waits, LOOKS if strict else None)
     callbacks: list[L.Callback] = [opened]
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, vocabulary, (8, 4, section.pick(64, 16)), generator=generator)
+    ids = torch.randint(3, vocabulary, (32, section.pick(32, 16)), generator=generator)
     if monitored:
-        public = PublicText(ids.flatten(0, 1))
+        public = PublicText(ids)
         attacks = [
             FlatChat(public, shapes=((2, 8), (4, 16))),
             FCMembership(1),
             GradientMembership(public, public_rows=16),
             TokenRelaxation(1, steps=5),
         ]
+        attacks = section.pick(attacks, attacks[:2])
         callbacks.append(
             LeakageMonitor(attacks, every_n_steps=50, assume=DISHONEST_SERVER, cache=False)
         )
@@ -385,12 +416,12 @@ def watched_fit(
     trainer = L.Trainer(
         accelerator=section.device,
         strategy=DefendedStrategy("auto", list(defenses)) if defenses else "auto",
-        max_steps=section.pick(12, 4),
+        max_steps=section.pick(8, 3),
         callbacks=[*callbacks, Closed(waits)],
         **QUIET,
     )
     with waits.watched():
-        loader = DataLoader([{"input_ids": rows} for rows in ids], batch_size=None)
+        loader = DataLoader([{"input_ids": row} for row in ids], batch_size=4)
         trainer.fit(OnIds(model), loader)
     return opened.steps
 
@@ -437,8 +468,9 @@ def outcome(section: Section, *, monitored: bool) -> str:
     except RuntimeError as error:
         if CUDAWaits.SAYS not in str(error):
             raise
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return f"waits at {Path(where.filename).name}:{where.lineno}"
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if "lightning_fedleak" in f.filename] or frames[-1:]
+        return f"waits at {Path(own[-1].filename).name}:{own[-1].lineno}"
     return PASSED
 
 
@@ -466,13 +498,14 @@ def overhead_table(section: Section) -> None:
     if section.model:
         cases.append(((0, 0), section.model, "bf16-mixed", "flatchat,sign"))
     if section.small:
-        cases = [((1, 64), str(EMBEDDED_MODEL), "32-true", "flatchat")]
+        cases = [((1, 64), None, "32-true", "flatchat")]
     for size, model, precision, attacks in cases:
         arguments = overhead.parser().parse_args([])
         arguments.size, arguments.model, arguments.precision = size, model, precision
         arguments.attacks, arguments.device = attacks, section.device
-        arguments.layer = 2 if model or section.small else size[0] // 2
+        arguments.layer = max(1, size[0] // 2)
         arguments.steps = section.pick(30, 1)
+        arguments.vocabulary = section.pick(arguments.vocabulary, 512)
         arguments.shape = section.pick("8x64", "2x8")
         arguments.out = str(section.file.parent)
         name = Path(model).name if model else "GPT-2 {} x {}".format(*size)
@@ -480,11 +513,9 @@ def overhead_table(section: Section) -> None:
         peaks = {}
         if section.device == "cuda":
             vocab = overhead.build(arguments)[1]
-            peaks["off"] = mebibytes(section.device, lambda a=arguments: overhead.fit(a, [], 4))
+            peaks["off"] = mebibytes(lambda a=arguments: overhead.fit(a, [], 4))
             every = LeakageMonitor(overhead.attacks(arguments, vocab), every_n_steps=1)
-            peaks["look"] = mebibytes(
-                section.device, lambda a=arguments, m=every: overhead.fit(a, [m], 4)
-            )
+            peaks["look"] = mebibytes(lambda a=arguments, m=every: overhead.fit(a, [m], 4))
         plain = [row[0] for row in found["off"]]
         for arm, rows in found.items():
             elapsed = [row[0] for row in rows]
@@ -530,7 +561,7 @@ def looked(
     section: Section, make: Callable[[], Attack], rank: int, ids: Tensor, device: str
 ) -> tuple[float, float, float]:
     """Seconds of the preparation, median seconds of a look, and the mean of what was found."""
-    anatomy = find_anatomy(adapted(load_model(None).eval(), rank).to(device))
+    anatomy = find_anatomy(adapted(section.causal(), rank).to(device))
     attack = make()
     began = seconds(device)
     attack.prepare(anatomy)
@@ -563,8 +594,8 @@ def attacks_table(section: Section) -> None:
     )
     public = public_rows(section)
     tokens = section.pick(3000, 200)
-    budget = section.pick(8.0, 1.0)
-    texts = {"budget_seconds": budget}
+    capacity = section.pick(1.0, 1e-9)
+    texts = {"budget_seconds": section.pick(10.0, 1.0)}
     cases: list[tuple[str, Callable[[], Attack], int, tuple[int, int]]] = [
         ("FlatChat", lambda: FlatChat(public, shapes=((2, 16), (4, 32))), 0, (8, 32)),
         (
@@ -579,13 +610,15 @@ def attacks_table(section: Section) -> None:
             0,
             (8, 32),
         ),
-        ("SubspaceWords", lambda: SubspaceWords(public, capacity_seconds=1.0), 0, (4, 16)),
-        ("SubspaceWords", lambda: SubspaceWords(public, capacity_seconds=1.0), 8, (1, 8)),
+        ("SubspaceWords", lambda: SubspaceWords(public, capacity_seconds=capacity), 0, (4, 16)),
+        ("SubspaceWords", lambda: SubspaceWords(public, capacity_seconds=capacity), 8, (1, 8)),
         ("SubspaceTexts", lambda: SubspaceTexts(**texts), 0, (4, 16)),
         ("SubspaceTexts", lambda: SubspaceTexts(**texts), 8, (1, 8)),
         (
             "GradientMatching",
-            lambda: GradientMatching(1, 8, steps=section.pick(100, 2), starts=2, **texts),
+            lambda: GradientMatching(
+                1, 8, steps=section.pick(40, 2), starts=2, swaps=4, swap_every=20, **texts
+            ),
             0,
             (1, 8),
         ),
@@ -597,9 +630,10 @@ def attacks_table(section: Section) -> None:
         ),
     ]
     if section.small:
-        cases = [cases[0], cases[3], cases[6]]
+        cases = [cases[0], cases[5]]
     for name, make, rank, (rows, length) in cases:
-        n = section.pick(4, 1)
+        n = section.pick(3, 1)
+        rows, length = section.pick((rows, length), (1, 8))
         ids = messages(length)[: n * rows].view(n, rows, length)
         for device in section.devices:
             prepared, look, found = looked(section, make, rank, ids, device)
@@ -636,7 +670,7 @@ def dpsgd_table(section: Section) -> None:
             memory = ""
             if section.device == "cuda":
                 alone = dpsgd.parser().parse_args([*sizes, *flags, "--memory", name])
-                peak = mebibytes("cuda", lambda a=alone: dpsgd.peak(a, dpsgd.batch(a)))
+                peak = mebibytes(lambda a=alone: dpsgd.peak(a, dpsgd.batch(a)))
                 memory = f"{peak:.0f}"
             section.row(
                 f"GPT-2 {layers} x {width}{', LoRA 8' if flags else ''}",
@@ -666,11 +700,11 @@ def games_table(section: Section) -> None:
         lambda: [GradientMembership(public)],
         lambda: [SubspaceMembership(public, blocks=2)],
     ]
-    config = GameConfig(games=section.pick(60, 2), batch=section.pick(8, 2))
+    config = GameConfig(games=section.pick(40, 2), batch=section.pick(8, 2))
     for make in section.pick(made, made[:1]):
         results = {}
         for device in reversed(section.devices):
-            anatomy = find_anatomy(load_model(None).eval().to(device))
+            anatomy = find_anatomy(section.causal().to(device))
             results[device] = play(anatomy, make(), pool, config)
         for i, here in enumerate(results["cpu"]):
             for device in section.devices:
@@ -693,7 +727,7 @@ def inversion_table(section: Section) -> None:
         f"{n} messages of {length} tokens off the hidden states at a split, embedded model",
         *("attack", "split", "device", "prepare, s", "ms a token", "tokens in place"),
     )
-    steps = section.pick(300, 2)
+    steps = section.pick(200, 2)
     made: dict[str, Callable[[int], Any]] = {
         "PrefixInversion": lambda k: PrefixInversion(k, public, types=section.pick(4096, 32)),
         "EmbeddingDescent": lambda k: EmbeddingDescent(k, steps=steps, budget_seconds=10.0),
@@ -704,7 +738,7 @@ def inversion_table(section: Section) -> None:
             continue
         for layer in section.pick((1, 3), (1,)):
             for device in section.devices:
-                anatomy = find_anatomy(load_model(None).eval().to(device))
+                anatomy = find_anatomy(section.causal().to(device))
                 attack = make(layer)
                 began = seconds(device)
                 attack.prepare(anatomy)
@@ -741,6 +775,8 @@ def in_process(name: str, options: argparse.Namespace, folder: Path) -> None:
     os.environ["FEDLEAK_CACHE"] = str(folder / "cache")
     problem = folder / f"{name}.problem"
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     try:
         SECTIONS[name](Section(options, folder / f"{name}.json"))
@@ -754,17 +790,21 @@ def in_process(name: str, options: argparse.Namespace, folder: Path) -> None:
 def run(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What a section found, how long it took, and its problem (None: it was done)."""
     began = time.monotonic()
-    # Forked, since nothing of CUDA was touched so far: the large packages are imported once.
-    process = multiprocessing.get_context("fork").Process(
+    bound = SECONDS[name] * (10 if options.smallest else 1)  # which runs on machines that are busy
+    # A process that is forked saves importing the large packages; CUDA does not stand it.
+    start = "spawn" if options.device == "cuda" else "fork"
+    process = multiprocessing.get_context(start).Process(
         target=in_process, args=(name, options, folder)
     )
     process.start()
-    process.join(options.seconds.get(name, SECONDS[name]))
+    process.join(bound)
     problem = None
     if process.is_alive():
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
-        problem = f"not done after {options.seconds.get(name, SECONDS[name]):g} s"
+        problem = f"not done after {bound} s"
     elif (folder / f"{name}.problem").exists():
         problem = (folder / f"{name}.problem").read_text("utf-8")
     elif process.exitcode:
@@ -817,7 +857,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("fedleak_runs/gpu"))
     parser.add_argument("--docs", type=Path, help="page to put the tables into")
     options = parser.parse_args()
-    options.seconds = {}
     if options.docs and (options.device != "cuda" or options.smallest):
         parser.error("--docs takes what was measured on a GPU: leave --device and --smallest out")
     if options.docs:
@@ -832,6 +871,9 @@ def main() -> int:
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if options.device == "cpu":
+        tokens_of_messages()  # once for all that are forked
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         for section in dict.fromkeys(("versions", *(options.only or SECTIONS))):

@@ -129,12 +129,12 @@ def build(arguments: argparse.Namespace) -> tuple[torch.nn.Module, int]:
     else:
         layers, width = arguments.size
         size = {"n_layer": layers, "n_embd": width, "n_head": width // 64, "n_positions": 128}
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=50_257, **size))
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=arguments.vocabulary, **size))
     return model, model.config.vocab_size
 
 
 def model_name(arguments: argparse.Namespace) -> str:
-    return "GPT-2 {} x {}, V = 50,257".format(*arguments.size)
+    return "GPT-2 {} x {}, V = {:,}".format(*arguments.size, arguments.vocabulary)
 
 
 def attacks(arguments: argparse.Namespace, vocab: int) -> list[Any]:
@@ -218,6 +218,7 @@ def peak_memory(arguments: argparse.Namespace) -> None:
     same = ["--attacks", arguments.attacks, "--shape", arguments.shape, "--device", "cpu"]
     same += ["--precision", arguments.precision, "--threads", str(arguments.threads)]
     same += ["--layer", str(arguments.layer), "--budget", str(arguments.budget)]
+    same += ["--size", *map(str, arguments.size), "--vocabulary", str(arguments.vocabulary)]
     same += ["--model", arguments.model] if arguments.model else []
     peaks = {}
     for arm in ("off", "look"):
@@ -247,6 +248,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--size", type=int, nargs=2, default=(6, 384), help="blocks and width of the GPT-2"
     )
+    parser.add_argument("--vocabulary", type=int, default=50_257, help="of the GPT-2")
     parser.add_argument("--steps", type=int, default=40, help="steps of each kind")
     parser.add_argument("--shape", default="8x64")
     parser.add_argument(

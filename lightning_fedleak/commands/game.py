@@ -27,6 +27,7 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.public_gradients import begun
 from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import GameOptions
+from lightning_fedleak.commands.tables import print_table
 from lightning_fedleak.finetuning.assets import (
     EMBEDDED_MESSAGES,
     SourceError,
@@ -131,7 +132,7 @@ class GameCommand(GameOptions):
         )
         self._introduce(console, pool)
         results = self._play(console, anatomy, attacks, pool, config, self._planted(tokenizer))
-        console.print(table(results))
+        print_table(console, table(results))
         console.print(explanation(results), highlight=False)
         if self.json is not None:
             self._write(results, pool)

@@ -79,11 +79,14 @@ def test_a_bare_name_without_a_network_is_told_once(
     assert network.asked == 1
 
 
-@pytest.mark.parametrize("given", [["--model", "gpt2"], ["--text", "imdb"]])
+@pytest.mark.parametrize(
+    "given", [["--model", "gpt2"], ["--text", "imdb"], ["--public", "imdb", "--text", "README.md"]]
+)
 def test_a_command_ends_before_it_loads_libraries(
     given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     no_network(monkeypatch)
+    monkeypatch.chdir(EMBEDDED_MODEL)
     load = importlib.import_module
 
     def watched(name: str, package: str | None = None) -> Any:
@@ -95,6 +98,16 @@ def test_a_command_ends_before_it_loads_libraries(
     said = capsys.readouterr().err
     assert said.startswith(f"fedleak: '{given[1]}' is not on this machine")
     assert said.count("\n") == 1
+
+
+def test_text_that_the_model_samples_is_no_dataset(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = no_network(monkeypatch)
+    # Refused behind the check of names: the attack reads no such layer.
+    assert cli.main(["game", "--public", "sampled", "--attack", "fc", "--layer", "99"]) == 1
+    assert "99" in capsys.readouterr().err
+    assert network.asked == 0
 
 
 def test_a_dataset_is_not_looked_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.commands.game import find_model
 from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import CapacityOptions
+from lightning_fedleak.commands.tables import print_table
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
@@ -110,7 +111,7 @@ class CapacityCommand(CapacityOptions):
         )
         mask = getattr(tokenizer, "mask_token_id", None)
         tried = self._ends(anatomy, text, size, length, mask)
-        console.print(_table(tried, length))
+        print_table(console, _table(tried, length))
         console.print(_said(tried, size, length), highlight=False)
         return 0
 

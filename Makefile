@@ -3,16 +3,19 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+LOWEST := .venv-lowest
 
-.PHONY: help demo test smoke lint clean install
+.PHONY: help demo test test-lowest smoke gpu lint clean install
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    fine-tune a small model on private messages and watch them leak (no network needed once installed)"
 	@echo "make test    run the tests"
+	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
+	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
 	@echo "make lint    ruff and mypy"
-	@echo "make clean   remove .venv and caches (fedleak_runs/ stays)"
+	@echo "make clean   remove .venv, .venv-lowest and caches (fedleak_runs/ stays)"
 	@echo "ARGS=\"...\" goes to the command: make demo ARGS=\"--steps 50\", make test ARGS=\"-k gate\""
 
 demo: $(READY)
@@ -21,8 +24,14 @@ demo: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-lowest: $(LOWEST)/.ready
+	@$(LOWEST)/bin/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
 smoke: $(READY)
 	@$(BIN)/python benchmarks/smoke.py $(ARGS)
+
+gpu: $(READY)
+	@$(BIN)/python benchmarks/gpu.py --docs docs/gpu.md $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .
@@ -41,6 +50,14 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,demo]"
 	@touch $@
 
+$(LOWEST)/.ready: pyproject.toml constraints.txt tests/tools/lowest_versions.py
+	@rm -rf $(LOWEST)
+	@$(PYTHON) -m venv $(LOWEST)
+	@$(PYTHON) tests/tools/lowest_versions.py > $(LOWEST)/constraints.txt
+	@echo "Installing the oldest versions into $(LOWEST) (once; some minutes) ..."
+	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e ".[test,datasets]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -29,7 +29,7 @@ def both(*names: str) -> tuple[Any, ...]:
     Args:
         names: below the package: ``"strategies.DDPStrategy"``.
     """
-    return tuple(_named(p, name) for name in names for p in PACKAGES if p in sys.modules)
+    return tuple(_named(package, name) for name in names for package in _loaded())
 
 
 def package_of(of: object) -> str:
@@ -66,6 +66,10 @@ def mixed(what: str, of: object, with_: object) -> str | None:
     if own == other:
         return None
     return f"{what} is of `{own}` and this Trainer of `{other}`: import both from one of the two."
+
+
+def _loaded() -> list[str]:
+    return [package for package in PACKAGES if sys.modules.get(package) is not None]
 
 
 def _named(package: str, name: str) -> Any:
@@ -114,7 +118,7 @@ class _Joins(MetaPathFinder):
 
             def run_and_join(module: ModuleType) -> None:
                 run(module)
-                if self in sys.meta_path:
+                if module.__name__ == self.package and self in sys.meta_path:
                     sys.meta_path.remove(self)
                     EitherCallback.__bases__ += (_named(self.package, "callbacks.Callback"),)
                     EitherStrategy.__bases__ += (_named(self.package, "strategies.Strategy"),)
@@ -124,7 +128,7 @@ class _Joins(MetaPathFinder):
 
 
 if not TYPE_CHECKING:
-    if not any(package in sys.modules for package in PACKAGES):
+    if not _loaded():
         importlib.import_module(PACKAGES[0])
 
     class EitherCallback(*both("callbacks.Callback")):
@@ -136,7 +140,7 @@ if not TYPE_CHECKING:
         One that also is a class of one package has its methods, never the other's.
         """
 
-    sys.meta_path[:0] = [_Joins(package) for package in PACKAGES if package not in sys.modules]
+    sys.meta_path[:0] = [_Joins(package) for package in PACKAGES if package not in _loaded()]
 
     def __getattr__(name: str) -> Any:
         if name == "AnyStrategy":  # for type hints that are read while the program runs

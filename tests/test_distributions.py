@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -19,9 +22,12 @@ COPIED = ("lightning_fedleak", "tests", "benchmarks", "examples", "docs")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*", "build", "dist")
 
 
+RELATIVE = re.compile(r"\]\((?![a-z]+:)[^)]*\)")
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
-    """Names in the sdist, and in the wheel that is built from that sdist."""
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An sdist, and the wheel that is built from that sdist."""
     folder = tmp_path_factory.mktemp("built")
     source, out = folder / "source", folder / "out"
     out.mkdir()
@@ -35,10 +41,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]
     [archive] = out.glob("*.tar.gz")
     with tarfile.open(archive) as held:
         held.extractall(folder, filter="data")
-        names = {name.partition("/")[2] for name in held.getnames()}
     _build("wheel", folder / archive.name.removesuffix(".tar.gz"), out)
     [wheel] = out.glob("*.whl")
-    return names, set(zipfile.ZipFile(wheel).namelist())
+    return archive, wheel
+
+
+@pytest.fixture(scope="module")
+def built(distributions: tuple[Path, Path]) -> tuple[set[str], set[str]]:
+    """Names in both."""
+    archive, wheel = distributions
+    with tarfile.open(archive) as sdist, zipfile.ZipFile(wheel) as wheel_file:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+        return names, set(wheel_file.namelist())
 
 
 def _build(kind: str, folder: Path, out: Path) -> None:
@@ -73,6 +87,38 @@ def test_the_sdist_holds_what_its_tests_need(built: tuple[set[str], set[str]]) -
         assert _under(ROOT / name) <= sdist
     for name in ("README.md", "CHANGELOG.md", "Makefile", "constraints.txt", "pyproject.toml"):
         assert name in sdist
+
+
+def test_the_readme_of_an_index_has_no_relative_link(distributions: tuple[Path, Path]) -> None:
+    [wheel] = importlib.metadata.distributions(path=[str(distributions[1])])
+    assert wheel.metadata["Description-Content-Type"].startswith("text/markdown")
+    readme = wheel.metadata.get_payload()
+    assert readme.startswith("# lightning-fedleak")
+    assert "docs/dpsgd.md" in readme
+    assert RELATIVE.findall(readme) == []
+    assert RELATIVE.search((ROOT / "README.md").read_text()), "and in the repository it has"
+
+
+def test_links_of_the_readme() -> None:
+    spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = (
+        "![a picture](docs/a.png)\n\nSee ([measured](docs/b.md#c)), [b](docs/b.md), "
+        "[docs/b.md](docs/b.md), [below](#c), [out](https://host/x).\n"
+        "![out](https://host/x.png)\n```\n[0](1)\n```\n"
+    )
+    plain = module.for_the_index(text, {})
+    assert plain == (
+        "See (measured: `docs/b.md`), b (`docs/b.md`), docs/b.md, below, [out](https://host/x).\n"
+        "![out](https://host/x.png)\n```\n[0](1)\n```\n"
+    )
+    whole = module.for_the_index(text, {"Repository": "https://host/r/"})
+    assert "![a picture](https://host/r/raw/HEAD/docs/a.png)\n\nSee" in whole
+    assert "([measured](https://host/r/blob/HEAD/docs/b.md#c))" in whole
+    assert "[below](https://host/r#c)" in whole
 
 
 def test_the_old_place_of_the_recipes_leads_to_them() -> None:

@@ -120,6 +120,12 @@ def test_a_gate_stops_and_both_go_on_from_its_checkpoint(files: Files, tmp_path:
     assert found[0]["callbacks"].keys() == found[1]["callbacks"].keys()
     assert {run.monitor.state_key for run in stopped} <= found[0]["callbacks"].keys()
 
+    for package, run in zip(PACKAGES, stopped, strict=True):
+        kind = finetuning(package).CausalLMFineTuning
+        again = kind.load_from_checkpoint(run.gate.fired.checkpoint, model=files.model)
+        assert again.lr == 1e-2
+        assert all(map(torch.equal, again.parameters(), run.weights()))
+
     # Each goes on from what the Trainer of the other has saved.
     resumed = [
         Run(p, files, tmp_path / f"{p} on", ckpt_path=path)

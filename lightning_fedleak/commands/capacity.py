@@ -23,6 +23,7 @@ from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.commands.game import find_model
 from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import CapacityOptions
+from lightning_fedleak.commands.tables import print_table
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
@@ -82,7 +83,10 @@ class CapacityCommand(CapacityOptions):
         tokenizer = load_tokenizer(self.model)
         plain = find_model(self.model, torch.float32)
         if plain.kind == "classifier":
-            raise SourceError("--model has no language model's head, so that it has no update")
+            raise SourceError(
+                "--model is no language model with a head, so that its loss on a text is not known "
+                "here; in a run of your own LeakageMonitor(SubspaceWords()) tells its capacity"
+            )
         anatomy = with_lora(plain, self.lora_r, self.targets, self.seed)
         context = context_length(anatomy)
         if context is not None and length > context:
@@ -107,7 +111,7 @@ class CapacityCommand(CapacityOptions):
         )
         mask = getattr(tokenizer, "mask_token_id", None)
         tried = self._ends(anatomy, text, size, length, mask)
-        console.print(_table(tried, length))
+        print_table(console, _table(tried, length))
         console.print(_said(tried, size, length), highlight=False)
         return 0
 

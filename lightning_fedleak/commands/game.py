@@ -27,11 +27,11 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.public_gradients import begun
 from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import GameOptions
+from lightning_fedleak.commands.tables import print_table
 from lightning_fedleak.finetuning.assets import (
     EMBEDDED_MESSAGES,
-    EMBEDDED_MODEL,
     SourceError,
-    check_model,
+    model_source,
 )
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
@@ -132,7 +132,7 @@ class GameCommand(GameOptions):
         )
         self._introduce(console, pool)
         results = self._play(console, anatomy, attacks, pool, config, self._planted(tokenizer))
-        console.print(table(results))
+        print_table(console, table(results))
         console.print(explanation(results), highlight=False)
         if self.json is not None:
             self._write(results, pool)
@@ -265,17 +265,17 @@ def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
         SourceError: there is no such model, or no way to reach it.
         AnatomyError: its parts could not be found.
     """
-    check_model(name)
-    source = str(EMBEDDED_MODEL) if name is None else name
+    source, settings = model_source(name)
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, **settings)
+        settings["dtype"] = dtype
         kinds = " ".join(getattr(config, "architectures", None) or ())
         if "MaskedLM" in kinds:
-            model = AutoModelForMaskedLM.from_pretrained(source, dtype=dtype)
+            model = AutoModelForMaskedLM.from_pretrained(source, **settings)
         elif "CausalLM" in kinds or "LMHead" in kinds:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(source, **settings)
         else:
-            model = AutoModel.from_pretrained(source, dtype=dtype)
+            model = AutoModel.from_pretrained(source, **settings)
             return find_anatomy(model.eval(), kind="classifier")
     except (OSError, ValueError) as error:
         raise SourceError(

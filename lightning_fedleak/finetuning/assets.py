@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Any
+
+from lightning_fedleak.finetuning import hub
 
 FOLDER = Path(__file__).parent
 EMBEDDED_MODEL = FOLDER / "model"
@@ -26,13 +29,14 @@ def is_path(name: str) -> bool:
 
 
 def check_model(name: str | Path | None) -> None:
-    """Refuses a model that is meant as a folder of this machine and is none.
+    """Refuses a model that is no folder of this machine, and cannot be had from the hub either.
 
     Args:
         name: folder or name on the hub; None for the embedded model.
 
     Raises:
-        SourceError: there is no such folder.
+        SourceError: there is no such folder; or the name is one of the hub, whose cache does not
+            have it, and which cannot be reached. That takes 5 seconds at most.
     """
     if name is None or Path(name).is_dir():
         return
@@ -40,6 +44,33 @@ def check_model(name: str | Path | None) -> None:
         raise SourceError(f"'{name}' is a file; give the folder that holds the model.")
     if is_path(str(name)):
         raise SourceError(f"there is no folder '{name}'{nearest(Path(name))}")
+    try:
+        kept = hub.model_is_kept(str(name))
+    except ValueError:
+        raise SourceError(
+            f"'{name}' is no folder, and no model of the hub can have that name"
+            f"{nearest(Path(name))}"
+        ) from None
+    if not kept and (why := hub.why_unreachable()) is not None:
+        raise SourceError(hub.unreachable(str(name), "folder that holds the model", why))
+
+
+def model_source(name: str | Path | None) -> tuple[str, dict[str, Any]]:
+    """What to load a model or its tokenizer from, and the settings of ``from_pretrained`` for it.
+
+    Where the hub cannot be reached, its cache is all that is asked, without retries.
+
+    Args:
+        name: folder or name on the hub; None for the embedded model.
+
+    Raises:
+        SourceError: as :func:`check_model`.
+    """
+    check_model(name)
+    source = str(EMBEDDED_MODEL if name is None else name)
+    if Path(source).is_dir() or hub.why_unreachable() is None:
+        return source, {}
+    return source, {"local_files_only": True}
 
 
 def nearest(path: Path) -> str:

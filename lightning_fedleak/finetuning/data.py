@@ -13,9 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_fedleak.finetuning.assets import (
     EMBEDDED_MESSAGES,
-    EMBEDDED_MODEL,
     SourceError,
-    check_model,
+    model_source,
 )
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.lightning_packages import mixed
@@ -34,10 +33,9 @@ def load_tokenizer(name: str | Path | None) -> PreTrainedTokenizerBase:
     Raises:
         SourceError: there is no such tokenizer, or no way to reach it.
     """
-    check_model(name)
-    source = EMBEDDED_MODEL if name is None else name
+    source, settings = model_source(name)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **settings)
     except (OSError, ValueError) as error:
         raise SourceError(
             f"no tokenizer could be loaded from '{source}': give a folder that holds one, or a "

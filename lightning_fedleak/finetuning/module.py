@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_fedleak.defenses import mean_of_sample_means
 from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL, SourceError, check_model
+from lightning_fedleak.finetuning.assets import SourceError, model_source
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -24,10 +24,9 @@ def load_model(name: str | None) -> PreTrainedModel:
     Raises:
         SourceError: there is no such model, or no way to reach it.
     """
-    check_model(name)
-    source = str(EMBEDDED_MODEL) if name is None else name
+    source, settings = model_source(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **settings)
     except (OSError, ValueError) as error:
         raise SourceError(
             f"no causal language model could be loaded from '{source}': give a folder that holds "

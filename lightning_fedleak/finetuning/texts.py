@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.extras import install
+from lightning_fedleak.finetuning import hub
 from lightning_fedleak.finetuning.assets import SourceError, is_path, nearest
 
 Rows = list[Mapping[str, Any]]
@@ -73,7 +74,7 @@ def read_texts(
 
 
 def check_texts(source: str, column: str | None = None, *, option: str = "column=") -> None:
-    """Refuses what :func:`read_texts` would refuse, as far as that needs no network.
+    """Refuses what :func:`read_texts` would refuse, as far as that needs nothing from the hub.
 
     Raises:
         SourceError: as there.
@@ -82,6 +83,7 @@ def check_texts(source: str, column: str | None = None, *, option: str = "column
         read_texts(source, column, option=option)
     else:
         _check_hub_name(source, option)
+        _check_reach(source)
 
 
 def _check_hub_name(source: str, option: str) -> None:
@@ -101,6 +103,12 @@ def _check_hub_name(source: str, option: str) -> None:
             f"for the dataset of that name write '{source}:'."
         )
         raise SourceError(f"there is no file '{source}'{nearest(path)}{hub * begun}")
+
+
+def _check_reach(source: str) -> None:
+    name = source.partition(":")[0]
+    if not hub.dataset_is_kept(name) and (why := hub.why_unreachable()) is not None:
+        raise SourceError(hub.unreachable(source, "file or folder of texts", why))
 
 
 # ---- files ----------------------------------------------------------------------------------
@@ -271,6 +279,7 @@ def _read_hub(source: str, column: str | None, option: str) -> list[str]:
     if len(parts) > 4:
         raise SourceError(f"'{source}': a dataset is named as name:config:split:column.")
     name, config, split, named_column = (parts + [""] * 3)[:4]
+    _check_reach(source)
     try:
         data = load_dataset(name, config or None, split=split or "train")
     except Exception as error:  # whatever the hub client raises, the user has one thing to mend

@@ -92,7 +92,7 @@ def test_a_look_that_is_just_at_the_threshold_reads_like_it() -> None:
 def test_noise_that_is_turned_up_is_in_the_next_update(tmp_path: Path) -> None:
     noise = GradientNoise(clip=None, sigma=1e-3, harden_factor=1000.0, most_notches=1, seed=1)
     with pytest.warns(UserWarning, match="hardened the run"):
-        _, _, _, probe = run(tmp_path, noise, at_most=-1.0)
+        _, _, _, probe = run(tmp_path, noise, at_most=0.0)
     before, after = probe.at("shared")
     assert float(before.std()) < 0.1
     assert float(after.std()) == pytest.approx(1.0, rel=0.05)

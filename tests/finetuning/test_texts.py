@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_fedleak.finetuning import hub as real_hub
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.finetuning.texts import check_texts, read_texts
 
@@ -291,6 +292,7 @@ def test_what_looks_like_a_path_is_not_looked_for_on_the_hub(
     assert hub.asked == []
 
 
+@pytest.mark.usefixtures("reached")
 def test_a_name_of_the_hub_is_not_checked_and_stays_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +324,12 @@ class Hub:
         return [{"text": "hello", "summary": "hi"}]
 
 
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real_hub, "why_unreachable", lambda: None)
+
+
+@pytest.mark.usefixtures("reached")
 def test_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub()
     monkeypatch.setitem(sys.modules, "datasets", hub)

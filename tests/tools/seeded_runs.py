@@ -525,7 +525,7 @@ RUNS: dict[str, Run] = {
     "epsilon by RDP": accounted(accountant="rdp"),
     "epsilon of a target": accounted(noise_multiplier=None, target_epsilon=8.0, target_delta=1e-3),
     "epsilon by a filter": accounted(
-        ("harden", -1.0),
+        ("harden", 0.0),
         target_epsilon=50.0,
         target_delta=1e-3,
         accountant="filter",

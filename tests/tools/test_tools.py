@@ -11,7 +11,7 @@ import pytest
 
 import lightning_fedleak as fedleak
 from tests.helpers.processes import environment_of_own
-from tests.tools import compare_checkouts, files_entered, seeded_runs
+from tests.tools import compare_checkouts, files_entered, lowest_versions, seeded_runs
 
 OLD = {"api": {"a: F": ["def F", "    -> int"], "b: G": ["def G"]}, "fits": {"x: model": ["1"]}}
 
@@ -114,3 +114,21 @@ def test_the_way_of_one_look_and_of_one_dpsgd_step_grows_no_longer():
         assert not any(name.startswith(("anatomy/", "attacks/")) for name in files)
     assert len(look) <= 16
     assert len(step) <= 18
+
+
+def test_the_lowest_versions_are_the_bounds_of_every_extra():
+    project = {
+        "name": "me",
+        "dependencies": ["torch>=2", "a>=1.5"],
+        "optional-dependencies": {"x": ["b-c[d]>=0.6", "a>=1.5"], "y": ["me[x]"]},
+    }
+    pins = lowest_versions.lowest({"project": project}, "a==9\ntorch==7\ntorchmetrics==3\n")
+    assert pins == ["a==1.5", "b-c==0.6", "torch==7"]
+
+
+@pytest.mark.parametrize("need", ["a", "a<2", "a>=1,<2", "a>=2"])
+def test_a_bound_that_cannot_be_told_is_refused(need):
+    project = {"name": "me", "dependencies": ["torch>=2", "a>=1"]}
+    project["optional-dependencies"] = {"x": [need]}
+    with pytest.raises(ValueError, match="'a"):
+        lowest_versions.lowest({"project": project}, "torch==7\n")

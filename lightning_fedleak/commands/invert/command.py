@@ -39,6 +39,7 @@ from lightning_fedleak.commands.invert import (
 from lightning_fedleak.commands.invert.plots import Axis, draw, worth_drawing
 from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import GRADIENT_ATTACKS, INVERT_ATTACKS, InvertOptions
+from lightning_fedleak.commands.tables import print_table
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
@@ -115,7 +116,7 @@ class InvertCommand(InvertOptions):
         console.print(study.introduction, highlight=False)
         cells, interrupted = self._measure(console, study)
         if cells:
-            console.print(study.table(cells))
+            print_table(console, study.table(cells), keys=4)
             console.print(study.explanation(cells), highlight=False)
             self._plot(console, [c for c in cells if isinstance(c, Cell)])
             console.print(f"Results: {self._file}", highlight=False, soft_wrap=True)
@@ -394,7 +395,7 @@ def _listed(values: Any) -> str:
 
 
 def table(cells: Sequence[Cell]) -> Table:
-    """A line for each cell, in 80 columns; the token accuracy with its 95% interval."""
+    """A line for each cell; the token accuracy with its 95% interval."""
     budget = _budget(cells, "the texts of a line")
     title = f"what the hidden states at the split give away\n{budget}"
     shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
@@ -421,7 +422,7 @@ def table(cells: Sequence[Cell]) -> Table:
 
 
 def gradient_table(cells: Sequence[GradientCell]) -> Table:
-    """A line for each cell, in 80 columns; the share in place with its 95% interval."""
+    """A line for each cell; the share in place with its 95% interval."""
     title = f"what the gradient of a batch gives away\n{_budget(cells, 'a batch')}"
     shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     shown.add_column("attack", no_wrap=True)

@@ -25,6 +25,7 @@ from lightning_fedleak.commands.sweep.cell import (
 from lightning_fedleak.commands.sweep.grid import Grid
 from lightning_fedleak.commands.sweep.plots import plot_pareto
 from lightning_fedleak.commands.sweep.specs import SpecError, parse_defenses
+from lightning_fedleak.commands.tables import print_table
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
@@ -140,7 +141,7 @@ class SweepCommand(SweepOptions):
         results = grid.results()
         grid.write(self.out / "results.json")
         if results:
-            console.print(table(results, before))
+            print_table(console, table(results, before))
             console.print(explanation(results), highlight=False)
         written = [str(self.out / "results.json")]
         if any(r.val_loss is not None for _, r in results):

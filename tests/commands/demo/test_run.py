@@ -120,6 +120,7 @@ def test_ctrl_c_ends_with_what_was_measured(
     assert "Interrupted. This is what was measured until then." in printed
     assert "lowest and highest of 2 updates" in printed
     assert "RiskGate" not in printed
+    assert "Loss and leakage of the run on one page" in printed
     assert signal.getsignal(signal.SIGINT) is handler
 
 

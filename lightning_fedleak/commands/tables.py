@@ -1,0 +1,72 @@
+"""Tables of results that fit the terminal: what is too wide goes on below, no number is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+_ANY_WIDTH = 100_000
+
+
+def print_table(console: Console, table: Table, keys: int = 1) -> None:
+    """Prints a table of short texts in as few blocks as fit the console's width, one below another.
+
+    Headers wrap between words; cells do not, but those of a column with ``overflow="fold"``, which
+    takes a third of the width at most.
+
+    Args:
+        console: where to print.
+        table: its cells are strings. Box, padding, edge and title are kept.
+        keys: how many columns from the left name a line; they are repeated in every block.
+    """
+    block = list(range(keys))
+    title = table.title
+    for column in range(keys, len(table.columns)):
+        if len(block) > keys and _width(console, _part(console, table, [*block, column])) > (
+            console.width
+        ):
+            console.print(_laid_out(console, table, block, title))
+            console.print()
+            block, title = list(range(keys)), None
+        block.append(column)
+    console.print(_laid_out(console, table, block, title))
+
+
+def _laid_out(console: Console, table: Table, columns: Sequence[int], title: object) -> Table:
+    """The columns with their headers on one line each where that fits, else wrapped."""
+    shown = _part(console, table, columns, whole_headers=True)
+    if _width(console, shown) > console.width:
+        shown = _part(console, table, columns)
+    shown.title = title  # type: ignore[assignment]
+    return shown
+
+
+def _part(
+    console: Console, table: Table, columns: Sequence[int], *, whole_headers: bool = False
+) -> Table:
+    part = Table(box=table.box, padding=table.padding, show_edge=table.show_edge)
+    chosen = [table.columns[i] for i in columns]
+    for column in chosen:
+        header = str(column.header)
+        words = header.splitlines() if whole_headers else header.split()
+        texts = [console.render_str(str(cell)) for cell in column.cells]
+        lines = [line.cell_len for text in texts for line in text.split("\n")]
+        width = max([*map(len, words), *lines], default=1)
+        folds = column.overflow == "fold"
+        part.add_column(
+            header,
+            justify=column.justify,
+            overflow="fold",
+            width=min(width, console.width // 3) if folds else width,
+        )
+    for row in zip(*(column.cells for column in chosen), strict=True):
+        part.add_row(*row)
+    return part
+
+
+def _width(console: Console, table: Table) -> int:
+    options = console.options.update(max_width=_ANY_WIDTH)
+    return Measurement.get(console, options, table).minimum

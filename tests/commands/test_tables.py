@@ -1,0 +1,150 @@
+"""Every command's table in a terminal of 80 columns: all of each number is there."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+import pytest
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lightning_fedleak.commands import capacity, game
+from lightning_fedleak.commands.capacity import Tried
+from lightning_fedleak.commands.invert import Cell, GradientCell, Utility
+from lightning_fedleak.commands.invert import command as invert
+from lightning_fedleak.commands.sweep import cell as sweep_cell
+from lightning_fedleak.commands.sweep import command as sweep
+from lightning_fedleak.commands.sweep.specs import DefenseSpec
+from lightning_fedleak.commands.tables import print_table
+from lightning_fedleak.games import GameResult
+from lightning_fedleak.metrics.rates import Rate
+
+RATES = {
+    name: Rate(0.9987, 0.9512, 0.9999) for name in ("token_accuracy", "exact_sentences", "rouge_l")
+}
+
+
+def of_hidden_states() -> Table:
+    useful = Utility("next-token accuracy", 0.4567, 12345.6)
+    return invert.table(
+        [
+            Cell(
+                name, 11, 12, 1024, 0.00123, True, 64, useful, RATES,
+                seconds=26543.2, budget_seconds=60.0, finished=False,
+            )
+            for name in ("prefix", "descent", "relaxation")
+        ]
+    )  # fmt: skip
+
+
+def of_gradients() -> Table:
+    return invert.gradient_table(
+        [
+            GradientCell(
+                name, 128, 1024, 0.00123, True, 16, 0, RATES, 16, 26543.2,
+                budget_seconds=600.0, finished=False,
+            )
+            for name in ("subspace", "matching", "beam")
+        ]
+    )  # fmt: skip
+
+
+def of_games() -> Table:
+    n = 400
+    coins = torch.arange(n) % 2 == 0
+    nowhere, zeros = coins & (torch.arange(n) % 7 == 0), torch.zeros(n, dtype=torch.long)
+    scores = torch.linspace(-1, 1, n).double() + coins
+    return game.table(
+        [
+            GameResult(
+                f"{name}@{layer}", layer, "token", coins, scores > 0.3, scores, nowhere, zeros,
+                zeros, "game", "autograd", "float32",
+            )
+            for name, layer in (("attention-full", 11), ("trained", 4))
+        ]
+    )  # fmt: skip
+
+
+def of_a_sweep() -> Table:
+    setting = sweep_cell.Setting()
+    known = sweep_cell.Leakage("token_accuracy", 0.9123, 0.8765, 0.9876, 12, 0, True)
+    names = ("flatchat", "aligned_flatchat", "fc_membership", "prefix_inversion", "descent")
+    result = sweep_cell.CellResult(12.3456, {"epsilon": 123.456}, dict.fromkeys(names, known))
+    long = DefenseSpec("dpsgd", {"max_grad_norm": 1.25, "noise_multiplier": 0.75, "poisson": True})
+    return sweep.table(
+        [(sweep_cell.Cell(setting, spec), result) for spec in (DefenseSpec("none", {}), long)],
+        12.3456,
+    )
+
+
+def of_capacity() -> Table:
+    return capacity._table([Tried(4096, 123456, 0.9876, True, 12345.6)], 2048)
+
+
+@pytest.mark.parametrize(
+    ("table", "keys"),
+    [
+        (of_hidden_states, 4),
+        (of_gradients, 4),
+        (of_games, 1),
+        (of_a_sweep, 1),
+        (of_capacity, 1),
+    ],
+)
+def test_no_number_is_cut_at_80_columns(table, keys: int) -> None:
+    shown = table()
+    lines = printed(shown, 80, keys)
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    together = "\n".join(lines)
+    for column in shown.columns[keys:]:
+        for word in column.header.split():
+            assert word in together
+        for cell in column.cells:
+            assert cell in together
+    # What does not fit is another block, whose lines are named again.
+    first = shown.columns[0].header
+    blocks = sum(line.lstrip("┃ ").startswith(f"{first} ") for line in lines)
+    assert blocks >= 1
+    if keys > 1:
+        name = next(iter(shown.columns[0].cells))
+        assert sum(line.startswith(f"{name} ") for line in lines) == blocks
+
+
+def printed(table: Table, width: int, keys: int = 1) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    print_table(console, table, keys)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", range(24, 120, 5))
+def test_columns_go_below_one_another_in_their_order(width: int) -> None:
+    table = Table(title="a title")
+    table.add_column("name")
+    for number in range(6):
+        table.add_column(f"number {number}", justify="right")
+    rows = [["one", *(f"1.{n}e+03" for n in range(6))], ["two", *(f"2.{n}e+03" for n in range(6))]]
+    for row in rows:
+        table.add_row(*row)
+    lines = printed(table, width)
+    assert max(map(len, lines)) <= width
+    assert sum("a title" in line for line in lines) == 1
+    for row in rows:
+        found = [
+            word for line in lines for word in line.replace("│", " ").split() if row[0] in line
+        ]
+        assert [word for word in found if word != row[0]] == row[1:]
+    wide = len(list(itertools.takewhile(lambda line: "└" not in line, lines))) + 1 == len(lines)
+    assert wide == (width >= 69)
+
+
+def test_a_name_that_is_too_long_is_folded_and_no_number_is() -> None:
+    table = Table()
+    table.add_column("defence", overflow="fold")
+    table.add_column("loss")
+    table.add_row("x" * 100, "[.123, .456]")
+    lines = printed(table, 40)
+    assert sum(line.count("x") for line in lines) == 100
+    assert any("[.123, .456]" in line for line in lines)

@@ -1,0 +1,201 @@
+"""What is asked of the hub, where there is none; servers and closed ports of this machine only."""
+
+from __future__ import annotations
+
+import http.server
+import importlib
+import socket
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from lightning_fedleak import cli
+from lightning_fedleak.commands.game import find_model
+from lightning_fedleak.finetuning import hub
+from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL, SourceError, model_source
+from lightning_fedleak.finetuning.data import load_tokenizer
+from lightning_fedleak.finetuning.module import load_model
+from lightning_fedleak.finetuning.texts import check_texts, read_texts
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, no proxies, nothing asked before."""
+    for name, value in (("HF_HOME", tmp_path), ("HF_HUB_CACHE", tmp_path / "hub")):
+        monkeypatch.setattr(constants, name, str(value))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    hub._asked.cache_clear()
+    yield tmp_path / "hub"
+    hub._asked.cache_clear()
+
+
+class NoNetwork:
+    def __init__(self, error: Exception) -> None:
+        self.asked, self.error = 0, error
+
+    def __call__(self, request: urllib.request.Request, timeout: float) -> Any:
+        self.asked += 1
+        raise self.error
+
+
+def no_network(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> NoNetwork:
+    reason = socket.gaierror(-2, "Name or service not known")
+    network = NoNetwork(error or urllib.error.URLError(reason))
+    monkeypatch.setattr(urllib.request, "urlopen", network)
+    return network
+
+
+@pytest.mark.parametrize(
+    ("load", "give"),
+    [
+        (load_tokenizer, "folder that holds the model"),
+        (load_model, "folder that holds the model"),
+        (lambda name: find_model(name, torch.float32), "folder that holds the model"),
+        (check_texts, "file or folder of texts"),
+    ],
+    ids=["tokenizer", "model", "game", "texts"],
+)
+def test_a_bare_name_without_a_network_is_told_once(
+    load: Callable[[str], Any], give: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = no_network(monkeypatch)
+    for _ in range(2):
+        with pytest.raises(SourceError) as error:
+            load("gpt2")
+        said = str(error.value)
+        assert said.startswith("'gpt2' is not on this machine")
+        assert "could not be reached (Name or service not known)" in said
+        assert f"give a {give}, set HF_HOME to a cache that has it, or connect" in said
+    assert network.asked == 1
+
+
+@pytest.mark.parametrize(
+    "given", [["--model", "gpt2"], ["--text", "imdb"], ["--public", "imdb", "--text", "README.md"]]
+)
+def test_a_command_ends_before_it_loads_libraries(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_network(monkeypatch)
+    monkeypatch.chdir(EMBEDDED_MODEL)
+    load = importlib.import_module
+
+    def watched(name: str, package: str | None = None) -> Any:
+        assert not name.startswith("lightning_fedleak.commands")
+        return load(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", watched)
+    assert cli.main(["game", *given]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"fedleak: '{given[1]}' is not on this machine")
+    assert said.count("\n") == 1
+
+
+def test_text_that_the_model_samples_is_no_dataset(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = no_network(monkeypatch)
+    # Refused behind the check of names: the attack reads no such layer.
+    assert cli.main(["game", "--public", "sampled", "--attack", "fc", "--layer", "99"]) == 1
+    assert "99" in capsys.readouterr().err
+    assert network.asked == 0
+
+
+def test_a_dataset_is_not_looked_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    no_network(monkeypatch)
+    with pytest.raises(SourceError, match="'imdb::test' is not on this machine"):
+        read_texts("imdb::test")
+
+
+def test_what_never_answers_is_waited_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def hangs(*_: Any, **__: Any) -> None:
+        ended.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(urllib.request, "urlopen", hangs)
+    monkeypatch.setattr(hub, "SECONDS", 0.05)
+    assert hub.why_unreachable() == "no answer in 0.05 seconds"
+    ended.set()
+
+
+@pytest.mark.parametrize("status", [200, 401, 404])
+def test_any_answer_is_one(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert hub.why_unreachable() is None
+        server.shutdown()
+    assert model_source("gpt2") == ("gpt2", {})
+
+
+def test_nobody_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{door.getsockname()[1]}")
+        assert hub.why_unreachable() == "Connection refused"
+
+
+def test_what_only_the_client_can_tell_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = no_network(monkeypatch, urllib.error.URLError(ssl.SSLError("unknown authority")))
+    assert hub.why_unreachable() is None
+    assert network.asked == 1
+    hub._asked.cache_clear()
+    monkeypatch.setattr(urllib.request, "getproxies", lambda: {"all": "socks5://127.0.0.1:1"})
+    assert hub.why_unreachable() is None
+    assert network.asked == 1
+
+
+def test_a_wish_to_stay_offline_is_told_and_nothing_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = no_network(monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(SourceError, match="HF_HUB_OFFLINE is set"):
+        load_tokenizer("gpt2")
+    assert network.asked == 0
+
+
+def test_a_model_of_the_cache_needs_no_network(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_network(monkeypatch)
+    kept = cache / "models--owner--name"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("ab12")
+    (kept / "snapshots").mkdir()
+    (kept / "snapshots" / "ab12").symlink_to(EMBEDDED_MODEL)
+    assert model_source("owner/name") == ("owner/name", {"local_files_only": True})
+    (cache / "datasets--owner--texts").mkdir()
+    check_texts("owner/texts:small:test")
+
+
+def test_no_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = no_network(monkeypatch)
+    with pytest.raises(SourceError, match="'my model' is no folder, and no model of the hub"):
+        load_model("my model")
+    assert network.asked == 0
+
+
+def test_what_is_here_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = no_network(monkeypatch)
+    assert model_source(None) == model_source(EMBEDDED_MODEL) == (str(EMBEDDED_MODEL), {})
+    assert network.asked == 0

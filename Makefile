@@ -5,13 +5,14 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 LOWEST := .venv-lowest
 
-.PHONY: help demo test test-lowest smoke gpu lint clean install
+.PHONY: help demo test test-lowest notebooks smoke gpu lint clean install
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    fine-tune a small model on private messages and watch them leak (no network needed once installed)"
 	@echo "make test    run the tests"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
+	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
 	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
 	@echo "make lint    ruff and mypy"
@@ -26,6 +27,13 @@ test: $(READY)
 
 test-lowest: $(LOWEST)/.ready
 	@$(LOWEST)/bin/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+notebooks: $(VENV)/.notebooks
+	@$(BIN)/python examples/notebooks/run.py $(ARGS)
+
+$(VENV)/.notebooks: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebooks]"
+	@touch $@
 
 smoke: $(READY)
 	@$(BIN)/python benchmarks/smoke.py $(ARGS)

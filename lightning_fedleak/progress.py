@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,22 +15,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 Item = TypeVar("Item")
 
-_shown: ContextVar[Progress | None] = ContextVar("_shown", default=None)
+_shown: ContextVar[Progress | Console | None] = ContextVar("_shown", default=None)
 
 
 @contextmanager
 def bars(shown: bool) -> Iterator[None]:
     """Shows a bar for each :func:`track` within; none where another live display is running.
 
+    A notebook without ipywidgets cannot draw bars: a line says what is done instead.
+
     Args:
         shown: whether to.
     """
+    console = Console(stderr=True)
+    if shown and console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
+        token = _shown.set(console)
+        try:
+            yield
+        finally:
+            _shown.reset(token)
+        return
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
     )
     try:
@@ -54,6 +66,10 @@ def track(items: Collection[Item], what: str) -> Iterator[Item]:
     """
     progress = _shown.get()
     if progress is None:
+        yield from items
+        return
+    if not isinstance(progress, Progress):
+        print(f"{what} ...", file=sys.stderr, flush=True)
         yield from items
         return
     task = progress.add_task(what, total=len(items))

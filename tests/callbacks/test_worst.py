@@ -84,6 +84,7 @@ def monitor_of(values: dict[str, float], names: tuple[str, ...] = ("a", "b")) ->
         look_values=values,
         last_step=0,
         unread=lambda name: None,
+        record_decision=lambda facts: None,
         headlines=tuple(f"leakage/{name}/f1" for name in names),
     )
 

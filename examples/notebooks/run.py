@@ -1,0 +1,115 @@
+"""Executes the notebooks of this folder, and checks what they show: `make notebooks`.
+
+Each runs in an empty folder, without a network. It must end without an error, show what its gate
+said, and end with a table of numbers. Nothing that it prints may hold codes of a terminal, or the
+complaint that a widget is missing. The notebooks themselves stay as they are: without outputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+FOLDER = Path(__file__).parent
+_CODES = re.compile(r"\x1b|[\x00-\x08\x0b\x0c\x0e-\x1f]")
+_TAG = re.compile(r"<style.*?</style>|<[^>]*>", re.DOTALL)
+_GATE = re.compile(
+    r"RiskGate '[^']+' (warns|stopped training) at step \d+\s+measured: leakage/\S+ = "
+)
+_NUMBER = re.compile(r"\b\d\.\d+\b")
+_WIDGETS = re.compile(r"ipywidgets|IProgress")
+SECONDS = 600
+
+
+def executed(path: Path) -> nbformat.NotebookNode:
+    """The notebook with its outputs.
+
+    Raises:
+        CellExecutionError: a cell raised.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        where = {"metadata": {"path": folder}}
+        return NotebookClient(notebook, timeout=SECONDS, resources=where).execute()
+
+
+def text_of(cell: nbformat.NotebookNode) -> str:
+    """What a person sees under a cell, as text."""
+    shown = []
+    for output in cell.get("outputs", ()):
+        if output.output_type == "stream":
+            shown.append(output.text)
+        elif "text/html" in output.get("data", ()):
+            shown.append(html.unescape(_TAG.sub("", output.data["text/html"])))
+        elif "data" in output:
+            shown.append(output.data.get("text/plain", ""))
+    return "\n".join(shown)
+
+
+def problems(notebook: nbformat.NotebookNode) -> list[str]:
+    """What is wrong with an executed notebook, a sentence each."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    everything = "\n".join(map(text_of, code))
+    found = []
+    if _GATE.search(everything) is None:
+        found.append("what the gate said is not shown")
+    if codes := sorted({repr(one) for one in _CODES.findall(everything)}):
+        found.append(f"it prints codes of a terminal: {', '.join(codes)}")
+    if _WIDGETS.search(everything):
+        found.append("it complains of missing widgets")
+    tables = [output.data for output in code[-1].outputs if "data" in output]
+    if not tables or "<table" not in tables[-1].get("text/html", ""):
+        found.append("its last cell shows no table")
+    elif len(_NUMBER.findall(tables[-1]["text/plain"])) < 3:
+        found.append("the table of its last cell holds no numbers")
+    return found
+
+
+def kept_outputs(path: Path) -> list[str]:
+    """What is wrong with a notebook as it is kept."""
+    cells = nbformat.read(path, as_version=4).cells
+    if any(cell.get("outputs") or cell.get("execution_count") for cell in cells):
+        return ["it is kept with outputs: clear them"]
+    return []
+
+
+def main() -> int:
+    """Runs all notebooks, or those that are named; 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(description="Executes and checks the notebooks.")
+    parser.add_argument("names", nargs="*", help="of notebooks, without .ipynb; default: all")
+    parser.add_argument("--show", action="store_true", help="print what they show")
+    options = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "IPYTHONDIR": tempfile.mkdtemp()}
+    paths = [FOLDER / f"{name}.ipynb" for name in options.names] or sorted(FOLDER.glob("*.ipynb"))
+    failed = 0
+    for path in paths:
+        began = time.perf_counter()
+        wrong = kept_outputs(path)
+        try:
+            notebook = executed(path)
+        except CellExecutionError as error:
+            wrong.append(str(error))
+        else:
+            wrong += problems(notebook)
+            if options.show:
+                cells = [text_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
+                print("\n--------\n".join(cells))
+        failed += bool(wrong)
+        said = "; ".join(wrong) or "passed"
+        print(f"{path.name}: {said} ({time.perf_counter() - began:.0f} s)", flush=True)
+    print(f"{len(paths) - failed} passed, {failed} failed")
+    return int(failed > 0 or not paths)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Progress in a notebook; on a terminal and in a pipe it is tested where it is shown."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+
+import pytest
+from rich.console import Console
+
+from lightning_fedleak import progress
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a kernel of Jupyter that has no ipywidgets."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(progress, "Console", partial(Console, force_jupyter=True))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "ipywidgets" else find(name)
+    )
+
+
+@pytest.mark.usefixtures("notebook")
+@pytest.mark.filterwarnings("error")
+def test_a_notebook_without_widgets_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.bars(True):
+        assert list(progress.track([1, 2], "reading")) == [1, 2]
+        assert list(progress.track([3], "writing")) == [3]
+    with progress.bars(False):
+        assert list(progress.track([4], "nothing")) == [4]
+    assert list(progress.track([5], "nothing")) == [5]
+    shown = capsys.readouterr()
+    assert shown.err == "reading ...\nwriting ...\n"
+    assert shown.out == ""

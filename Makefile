@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 LOWEST := .venv-lowest
 
-.PHONY: help demo test test-lowest notebooks smoke lint clean install
+.PHONY: help demo test test-lowest notebooks smoke gpu lint clean install
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
+	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove .venv, .venv-lowest and caches (fedleak_runs/ stays)"
 	@echo "ARGS=\"...\" goes to the command: make demo ARGS=\"--steps 50\", make test ARGS=\"-k gate\""
@@ -36,6 +37,9 @@ $(VENV)/.notebooks: $(READY)
 
 smoke: $(READY)
 	@$(BIN)/python benchmarks/smoke.py $(ARGS)
+
+gpu: $(READY)
+	@$(BIN)/python benchmarks/gpu.py --docs docs/gpu.md $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

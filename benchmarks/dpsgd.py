@@ -9,7 +9,8 @@
 on_train_batch_end, monitors' seams and checks included; ``plain`` and the two of Opacus (per-sample
 hooks and ghost clipping) are bare loops outside of Lightning. Opacus' steps get position ids of
 shape (B, T): with GPT-2's own (1, T) its clipped sums are wrong. Fixed batches, one thread, SGD.
-Processor time; medians over rounds, and ratios to the best of Opacus and to plain.
+Processor time, with ``--device cuda`` elapsed time and the GPU's memory; medians over rounds, and
+ratios to the best of Opacus and to plain.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ CLIP, SIGMA, LR = 1.0, 1.0, 1e-3
 Step = Callable[[], None]
 
 
+def clock(device: str) -> float:
+    """Seconds: the processor's, of a GPU those that went by once it is done."""
+    if device != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def build(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
     config = GPT2Config(
@@ -56,7 +65,7 @@ def build(options: argparse.Namespace) -> nn.Module:
 
         lora = LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True)
         model = get_peft_model(model, lora)
-    return model.train()
+    return model.train().to(options.device)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -91,7 +100,7 @@ def opacus(model: nn.Module, ids: Tensor, mode: str) -> Step:
 
     optimizer = torch.optim.SGD(trained(model), lr=LR)
     samples, length = ids.shape
-    positions = torch.arange(length).repeat(samples, 1)
+    positions = torch.arange(length, device=ids.device).repeat(samples, 1)
     loader = DataLoader(TensorDataset(ids), batch_size=samples)
     settings: dict[str, Any] = {
         "module": model,
@@ -140,26 +149,27 @@ def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
 class InTurn(L.Callback):
     """Times this step, then one of each peer."""
 
-    def __init__(self, peers: dict[str, Step], rounds: int) -> None:
-        self.peers, self.rounds = peers, rounds
+    def __init__(self, peers: dict[str, Step], device: str) -> None:
+        self.peers, self.device = peers, device
         self.times: dict[str, list[float]] = {"ours": [], **{name: [] for name in peers}}
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.start = time.process_time()
+        self.start = clock(self.device)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.times["ours"].append(time.process_time() - self.start)
+        self.times["ours"].append(clock(self.device) - self.start)
         for name, step in self.peers.items():
-            start = time.process_time()
+            start = clock(self.device)
             step()
-            self.times[name].append(time.process_time() - start)
+            self.times[name].append(clock(self.device) - start)
 
 
 def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) -> DPSGD:
     defense = DPSGD(CLIP, noise_multiplier=SIGMA, clipping=options.clipping, poisson=False)
     trainer = L.Trainer(
         strategy=DefendedStrategy("auto", [defense]),
-        accelerator="cpu",
+        accelerator=options.device,
+        devices=1,
         max_steps=options.rounds + 1,
         max_epochs=-1,
         logger=False,
@@ -173,8 +183,9 @@ def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) 
     return defense
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--layers", type=int, default=6)
@@ -185,33 +196,56 @@ def main() -> None:
     parser.add_argument("--clipping", choices=("auto", "per_sample", "ghost"), default="auto")
     parser.add_argument("--peers", nargs="*", default=["plain", "hooks", "ghost"])
     parser.add_argument("--memory", choices=("ours", "plain", "hooks", "ghost"))
-    options = parser.parse_args()
+    return parser
+
+
+def batch(options: argparse.Namespace) -> Tensor:
+    """The ids that every step trains on."""
+    generator = torch.Generator().manual_seed(1)
+    shape = tuple(options.batch)
+    return torch.randint(0, options.vocabulary, shape, generator=generator).to(options.device)
+
+
+def peak(options: argparse.Namespace, ids: Tensor) -> float:
+    """GiB of one arm alone, three steps long: resident memory, of a GPU what tensors took of it."""
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    options.rounds = 2
+    if options.memory == "ours":
+        ours(options, ids, [])
+    else:
+        options.peers = [options.memory]
+        for step in arms(options, ids).values():
+            step()
+            step()
+    if options.device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def timed(options: argparse.Namespace, ids: Tensor) -> dict[str, list[float]]:
+    """Seconds of every step, by arm; the first of ours holds the checks."""
+    turns = InTurn(arms(options, ids), options.device)
+    ours(options, ids, [turns])
+    return turns.times
+
+
+def main() -> None:
+    options = parser().parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    shape = tuple(options.batch)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, options.vocabulary, shape, generator=generator)
-    where = f"{platform.machine()}, one thread, {datetime.date.today()}"
+    ids = batch(options)
+    where = f"{platform.machine()}, one thread, {options.device}, {datetime.date.today()}"
     if options.memory:
-        options.rounds = 2
-        if options.memory == "ours":
-            ours(options, ids, [])
-        else:
-            options.peers = [options.memory]
-            for step in arms(options, ids).values():
-                step()
-                step()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"{options.memory}: peak {peak:.2f} GiB ({where})")
+        print(f"{options.memory}: peak {peak(options, ids):.2f} GiB ({where})")
         return
-    turns = InTurn(arms(options, ids), options.rounds)
-    ours(options, ids, [turns])
-    medians = {name: statistics.median(times[1:]) for name, times in turns.times.items()}
-    print(f"{where}; B x T {shape}, {options.rounds} rounds; first step of ours ", end="")
-    print(f"(with the checks) {turns.times['ours'][0]:.2f} s")
+    found = timed(options, ids)
+    medians = {name: statistics.median(times[1:]) for name, times in found.items()}
+    print(f"{where}; B x T {tuple(ids.shape)}, {options.rounds} rounds; ", end="")
+    print(f"first step of ours (with the checks) {found['ours'][0]:.2f} s")
     for name, seconds in medians.items():
-        spread = f"{min(turns.times[name][1:]):.3f} to {max(turns.times[name][1:]):.3f}"
+        spread = f"{min(found[name][1:]):.3f} to {max(found[name][1:]):.3f}"
         print(
             f"{name:>6} {seconds:7.3f} s ({spread})   ours/{name} {medians['ours'] / seconds:.3f}"
         )

@@ -127,9 +127,14 @@ def build(arguments: argparse.Namespace) -> tuple[torch.nn.Module, int]:
     if arguments.model:
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     else:
-        size = {"n_layer": 6, "n_embd": 384, "n_head": 6, "n_positions": 128}
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=50_257, **size))
+        layers, width = arguments.size
+        size = {"n_layer": layers, "n_embd": width, "n_head": width // 64, "n_positions": 128}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=arguments.vocabulary, **size))
     return model, model.config.vocab_size
+
+
+def model_name(arguments: argparse.Namespace) -> str:
+    return "GPT-2 {} x {}, V = {:,}".format(*arguments.size, arguments.vocabulary)
 
 
 def attacks(arguments: argparse.Namespace, vocab: int) -> list[Any]:
@@ -174,18 +179,24 @@ def interval(looked: list[float], plain: list[float]) -> tuple[float, float]:
     return ratios[50], ratios[1950]
 
 
-def time_steps(arguments: argparse.Namespace) -> None:
+def timed(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float, float]]]:
+    """Elapsed seconds, processor seconds and the monitor's own of every step, by arm."""
     _, vocab = build(arguments)
     monitor = InTurn(ARMS, attacks(arguments, vocab))
     clock = Clock(monitor, torch.device(arguments.device), warmup=2 * len(ARMS))
     fit(arguments, [clock, monitor], len(ARMS) * (arguments.steps + 2) + 1)
+    return clock.times
+
+
+def time_steps(arguments: argparse.Namespace) -> None:
+    found = timed(arguments)
     print(f"\n{platform.platform()}, {torch.get_num_threads()} threads, torch {torch.__version__},")
-    print(f"{datetime.date.today()}, {arguments.model or 'GPT-2 6 x 384, V = 50,257'}, batch")
+    print(f"{datetime.date.today()}, {arguments.model or model_name(arguments)}, batch")
     print(f"{arguments.shape}, {arguments.precision}, attacks {arguments.attacks}\n")
     print("| time | step | n | median (s) | ratio to off | 95% interval |")
     print("|---|---|---|---|---|---|")
     for column, name in enumerate(("elapsed", "processor")):
-        times = {arm: [row[column] for row in rows] for arm, rows in clock.times.items()}
+        times = {arm: [row[column] for row in rows] for arm, rows in found.items()}
         medians = {arm: statistics.median(seconds) for arm, seconds in times.items()}
         plain = medians["off"]
         for arm, seconds in times.items():
@@ -198,7 +209,7 @@ def time_steps(arguments: argparse.Namespace) -> None:
         print(f"| {name} | one look in 50 steps | | | {average:.4f} | |")
     print("\nProcessor time in the monitor's own hooks (median), and the plain step with it:")
     for arm in ("idle", "look"):
-        own = statistics.median(row[2] for row in clock.times[arm])
+        own = statistics.median(row[2] for row in found[arm])
         print(f"{arm} {own * 1e3:.2f} ms, {1 + own / plain:.4f}")
     print(f"one look in 50 steps {1 + own / 50 / plain:.4f}")
 
@@ -207,6 +218,7 @@ def peak_memory(arguments: argparse.Namespace) -> None:
     same = ["--attacks", arguments.attacks, "--shape", arguments.shape, "--device", "cpu"]
     same += ["--precision", arguments.precision, "--threads", str(arguments.threads)]
     same += ["--layer", str(arguments.layer), "--budget", str(arguments.budget)]
+    same += ["--size", *map(str, arguments.size), "--vocabulary", str(arguments.vocabulary)]
     same += ["--model", arguments.model] if arguments.model else []
     peaks = {}
     for arm in ("off", "look"):
@@ -230,9 +242,13 @@ def one_peak(arguments: argparse.Namespace) -> None:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder or hub id of a causal LM")
+    parser.add_argument(
+        "--size", type=int, nargs=2, default=(6, 384), help="blocks and width of the GPT-2"
+    )
+    parser.add_argument("--vocabulary", type=int, default=50_257, help="of the GPT-2")
     parser.add_argument("--steps", type=int, default=40, help="steps of each kind")
     parser.add_argument("--shape", default="8x64")
     parser.add_argument(
@@ -251,7 +267,11 @@ def main() -> None:
     parser.add_argument("--out", default="fedleak_runs/overhead")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--peak", choices=("off", "look"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = parser().parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")
     if arguments.shared:

@@ -6,6 +6,8 @@
     python benchmarks/setups.py --model DIR --setups whole --columns gradient \
         --defenses dpsgd:max_grad_norm=1,noise_multiplier=0.5/1 --out FILE
     python benchmarks/setups.py --model DIR --shape 1x32 --columns texts --out FILE
+    python benchmarks/setups.py --model DIR --shape 4x32 --head texts --setups whole "lora 8 q,v" \
+        --columns gradient AdamW:1 --out FILE
     python benchmarks/setups.py --table FILE
 
 A cell is a fit with ``LeakageMonitor()``, whose attacks choose themselves, calibrated on
@@ -16,10 +18,9 @@ torch.optim, from a fresh state, and its steps. ``texts`` is ``gradient`` again,
 set-up is trained by ``--warm`` steps of AdamW on public text, so that no adapter is at its start.
 Dropout is 0 where the set-up does not say otherwise.
 
-Membership is asked of the texts of each batch and of as many others of the same set. Prints and
-appends to ``--out`` each attack's mean with its 95% interval: of F1, and of the share of tokens in
-their place, over looks (Student's t), of the AUC over batches. The same command goes on where it
-was stopped. ``--table`` prints what a file holds.
+``--head texts`` and ``--head tokens`` put a new head of two classes on the model (a class a text,
+or a token), which is trained too; classes are drawn at random. ``--bert`` takes a BERT of the
+model's sizes with random weights in its place, of which ``--model`` gives the tokenizer.
 """
 
 from __future__ import annotations
@@ -40,11 +41,19 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BertConfig,
+    PreTrainedModel,
+)
 from word_recovery import read_texts
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
@@ -60,9 +69,20 @@ SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
     "--setups 'lora 4 q,v' --columns gradient --defenses gradient_noise:clip=1,sigma=0.01 "
     "--out {out}/cells.jsonl",
+    "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
+    "--head tokens --bert --setups 'lora 4 q,v' --columns gradient --out {out}/cells.jsonl",
     "--model {model} --private {text} --public {text} --shape 1x8 --batches 2 --warm 1 "
     "--setups whole norms --columns texts --texts-seconds 5 --out {out}/cells.jsonl",
 )
+HEAD_CLASSES = {
+    "next": AutoModelForCausalLM,
+    "texts": AutoModelForSequenceClassification,
+    "tokens": AutoModelForTokenClassification,
+}
+TASKS = {
+    "ForSequenceClassification": TaskType.SEQ_CLS,
+    "ForTokenClassification": TaskType.TOKEN_CLS,
+}
 RATES = {"AdamW": 1e-4, "SGD": 1e-3}
 VALUES = {"words": "f1", "texts": "token_accuracy"}
 HEADS = {"words": "words F1", "membership": "membership AUC", "texts": "tokens in place"}
@@ -132,8 +152,15 @@ def prompts(model: PreTrainedModel) -> nn.Module:
 
 def lora(rank: int, targets: list[str] | str, dropout: float = 0.0):
     def made(model: PreTrainedModel) -> nn.Module:
+        bert = {"q_proj": "query", "v_proj": "value"} if model.config.model_type == "bert" else {}
         config = LoraConfig(
-            r=rank, lora_alpha=2 * rank, target_modules=targets, lora_dropout=dropout
+            r=rank,
+            lora_alpha=2 * rank,
+            target_modules=targets
+            if isinstance(targets, str)
+            else [bert.get(t, t) for t in targets],
+            lora_dropout=dropout,
+            task_type=next((t for n, t in TASKS.items() if type(model).__name__.endswith(n)), None),
         )
         return get_peft_model(model, config)
 
@@ -217,8 +244,39 @@ def warm(
         rows = [long[(step * texts + i) % len(long)] for i in range(texts)]
         ids = torch.tensor(rows, device=options.device)
         optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(input_ids=ids, labels=labels_of(ids, options.head)).loss.backward()
         optimizer.step()
+
+
+def labels_of(ids: Tensor, head: str) -> Tensor:
+    """What texts (n, L) are labelled with: themselves, or classes drawn at random."""
+    if head == "next":
+        return ids
+    shape = ids.shape if head == "tokens" else ids.shape[:1]
+    return torch.randint(2, shape, device=ids.device)
+
+
+def loaded(options: argparse.Namespace, tokenizer: Any) -> PreTrainedModel:
+    """The model, with its head."""
+    kind = HEAD_CLASSES[options.head]
+    if not options.bert:
+        model = kind.from_pretrained(options.model, dtype=torch.float32)
+        if options.head == "texts":
+            model.config.pad_token_id = tokenizer.pad_token_id or 0
+        return model
+    like = AutoConfig.from_pretrained(options.model)
+    sizes = {
+        name: getattr(like, name)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+        )
+    }
+    config = BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return kind.from_config(config)
 
 
 def mean_and_half(values: list[float]) -> tuple[float, float]:
@@ -245,8 +303,7 @@ def run_cell(
         [ids[:length] for ids in tokens(options.private, tokenizer, options) if len(ids) >= length]
     )
     public = tokens(options.public, tokenizer, options)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    model = SETUPS[setup](model).to(options.device)
+    model = SETUPS[setup](loaded(options, tokenizer)).to(options.device)
     warm(model, public, texts, length, options)
     optimizer, _, count = column.partition(":")
     steps = int(count or 1)
@@ -277,7 +334,8 @@ def run_cell(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    rows = [{"input_ids": ids, "labels": ids} for ids in inside]
+    columns = zip(inside, labels_of(inside, options.head), strict=True)
+    rows = [{"input_ids": ids, "labels": labels} for ids, labels in columns]
     trainer.fit(Client(model, optimizer if count else "AdamW"), DataLoader(rows, batch_size=texts))
     lines = (Path(folder) / "leakage.jsonl").read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines]
@@ -368,6 +426,8 @@ def main() -> None:
     )
     parser.add_argument("--table", type=Path)
     parser.add_argument("--model")
+    parser.add_argument("--head", default="next", choices=HEAD_CLASSES)
+    parser.add_argument("--bert", action="store_true")
     parser.add_argument("--private", default="imdb")
     parser.add_argument("--public", default="wikitext2")
     parser.add_argument("--shape", default="8x64")
@@ -396,6 +456,8 @@ def main() -> None:
     have = {tuple(json.loads(line)["key"]) for line in done}
     defenses = [str(spec) for text in options.defenses for spec in parse_defenses(text)]
     model = Path(options.model).name
+    if options.head != "next":
+        model = f"{'BERT like ' * options.bert}{model}, classes of {options.head}"
     for setup, column, defense in itertools.product(options.setups, options.columns, defenses):
         key = [model, options.shape, setup, column, defense]
         if tuple(key) in have:

@@ -47,9 +47,9 @@ from lightning_fedleak.metrics.texts import in_true_order
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
 SMOKE = (
-    "--model {model} --private {text} --public {text} --rank 0 --shapes 2x8 --batches 1",
+    "--model {model} --private {text} --public {text} --rank 0 --shapes 2x8 --batches 1 --budget 1",
     "--model {model} --private {text} --public {text} --rank 8 --targets q_proj,k_proj,v_proj "
-    "--shapes 1x8 --batches 1 --defenses bf16,int8,topk:.1,dpsgd:.1,sgd:1",
+    "--shapes 1x8 --batches 1 --budget 1 --defenses bf16,int8,topk:.1,dpsgd:.1,sgd:1",
 )
 
 

@@ -58,8 +58,8 @@ from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, Up
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shapes 2x8 --batches 1 --attacks "
-    "flatchat-abs,aligned-sign --calibration-tokens 500 --regression-batches 1 --pool 8 "
-    "--blind-tokens 500",
+    "flatchat-abs,aligned-sign --calibration-tokens 500 --regression-batches 1 "
+    "--regression-pool 1 --pool 8 --blind-tokens 500",
     "--model {model} --private {text} --public {text} --shapes 2x8 --batches 1 --attacks "
     "flatchat-abs-oracle,aligned-sign --calibration-tokens 500 --pool 8 --surface lora",
 )
@@ -204,11 +204,11 @@ def trained_batches(anatomy, text: PublicText, shape, count: int, seed: int, arg
         yield (before - after) / args.lr, torch.cat(seen).unique(), options
 
 
-def type_count_regressor(anatomy, text: PublicText, per_shape: int, seed: int):
+def type_count_regressor(anatomy, text: PublicText, per_shape: int, pool: int, seed: int):
     """FLATCHAT's estimator, fitted on public batches of the paper's 18 shapes."""
     weights, counts = [], []
     for shape in REGRESSION_SHAPES:
-        for gradient, types, _ in composed_batches(anatomy, text, shape, per_shape, seed, 40):
+        for gradient, types, _ in composed_batches(anatomy, text, shape, per_shape, seed, pool):
             weights.append(float(flatchat(gradient, 1).mixture.weights[1]))
             counts.append(len(types))
     return TypeCountRegressor.fit(weights, counts)
@@ -220,7 +220,9 @@ def runners(names, anatomy, public: PublicText, args):
     regressor = None
     if {"flatchat-gmm", "flatchat-abs"} & set(names):
         began = time.perf_counter()
-        regressor = type_count_regressor(anatomy, public, args.regression_batches, args.seed)
+        regressor = type_count_regressor(
+            anatomy, public, args.regression_batches, args.regression_pool, args.seed
+        )
         seconds["flatchat"] = time.perf_counter() - began
     for name in names:
         if name == "blind-oracle":
@@ -294,6 +296,9 @@ def main() -> None:
     )
     parser.add_argument("--whole", action="store_true", help="texts as they come, see above")
     parser.add_argument("--regression-batches", type=int, default=5, help="for each of 18 shapes")
+    parser.add_argument(
+        "--regression-pool", type=int, default=40, help="public sentences of each of them, at least"
+    )
     parser.add_argument("--pool", type=int, default=250, help="private sentences for each shape")
     parser.add_argument("--blind-tokens", type=int, default=200_000, help="public tokens counted")
     parser.add_argument("--bos", type=int, help="id put before every text")

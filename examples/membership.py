@@ -15,7 +15,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 
 def main() -> None:
-    """Fine-tunes 12 steps without a defence, then with little and with much noise."""
+    """Fine-tunes 8 steps without a defence, then with little and with much noise."""
     defences = {
         "no defence": [],
         "sigma 0.01": [GradientNoise(clip=1.0, sigma=0.01)],
@@ -24,7 +24,7 @@ def main() -> None:
     for name, chosen in defences.items():
         monitor = LeakageMonitor(FCMembership(layer=2, ladder=[1.0]), every_n_steps=1)
         trainer = L.Trainer(
-            max_steps=12,
+            max_steps=8,
             callbacks=[monitor],
             strategy=DefendedStrategy("auto", defenses=chosen),
             devices=1,

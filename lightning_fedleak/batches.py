@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,12 @@ from lightning_fedleak.anatomy import Kind
 IGNORE_INDEX = -100
 """Label that the cross-entropy of torch and Hugging Face leaves out."""
 
+_LABELS: dict[Kind, str] = {
+    "causal": "(B, L) beside their ids, not shifted; -100: not trained on",
+    "masked": "(B, L), -100 where the loss looks away",
+    "seq2seq": "(B, L') of the decoder, -100 where the loss looks away",
+    "classifier": "(B,) of texts, or (B, L) of tokens",
+}
 _OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
 
 
@@ -329,6 +336,46 @@ def other_fields(batch: Any) -> tuple[str, ...]:
         raise _refused("the fields of the batch cannot be listed", batch)
     known = ("input_ids", "labels", "attention_mask")
     return tuple(sorted(_key(name) for name, v in items if v is not None and name not in known))
+
+
+def adapter_to_copy(batch: Any, kind: Kind) -> str:
+    """A ``batch_adapter`` for a batch of one's own form, with its fields' names where it has some.
+
+    Args:
+        batch: one, or the class of it: a dataclass or a named tuple.
+        kind: of the model.
+    """
+    if isinstance(batch, Mapping):
+        values, place = dict(batch), 'batch["{}"]'
+    else:
+        listed = getattr(batch, "__dataclass_fields__", getattr(batch, "_fields", None))
+        fields = getattr(batch, "__dict__", ()) if listed is None else listed
+        values, place = {name: getattr(batch, name, None) for name in fields}, "batch.{}"
+    names = [name for name in values if _key(name) == name]
+    mask = next((n for n in names if "mask" in n.lower()), None)
+    labels = next((n for n in names if re.search("label|target|^y$", n.lower())), None)
+    others = [n for n in names if n not in (mask, labels)]
+
+    def unlikely(name: str) -> tuple[bool, bool]:
+        value = values[name]
+        rows = isinstance(value, Tensor) and value.dim() == 2 and _holds_ids(value)
+        return not rows, not re.search("id|tok|input|^x$", name.lower())
+
+    ids = min(others, key=unlikely, default=None)
+    shown = [None if n is None else place.format(n) for n in (ids, labels, mask)]
+    return f"""
+    from lightning_fedleak.batches import TokenBatch
+
+    def batch_adapter(batch):
+        return TokenBatch(
+            input_ids={shown[0] or "batch.YOUR_IDS"},  # (B, L) integers
+            labels={shown[1]},  # {_LABELS[kind]}
+            attention_mask={shown[2]},  # (B, L), 0 where padded
+            kind="{kind}",
+        )
+
+    LeakageMonitor(..., batch_adapter=batch_adapter)
+"""
 
 
 def _apart(batch: Any, written: Any, untouched: bool) -> Any:

@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "invert": _invert,
         "sweep": _sweep,
         "capacity": _capacity,
+        "report": _report,
+        "compare": _compare,
         "recipes": _recipes,
         "completion": _completion,
     }[options.command]
@@ -76,6 +78,30 @@ def _recipes(options: argparse.Namespace) -> int:
     except SourceError as error:
         print(f"fedleak: {error}", file=sys.stderr)
         return 1
+
+
+def _report(options: argparse.Namespace) -> int:
+    from lightning_fedleak.report import ReportError, write
+
+    try:
+        for path in write(options.runs, options.out, options.about, options.reveal):
+            print(path)
+    except ReportError as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from lightning_fedleak.commands.compare import compare
+    from lightning_fedleak.report import ReportError
+
+    try:
+        compare(options.before, options.after)
+    except ReportError as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _completion(options: argparse.Namespace) -> int:

@@ -1,18 +1,14 @@
 """Lightning is two packages, ``lightning.pytorch`` and ``pytorch_lightning``, of twin classes.
 
-Both are often installed, and may both be loaded. A run is of one of them: that of its Trainer. Here
-only a package that the program has loaded is looked at; ``lightning`` where it has loaded none.
+``lightning`` installs both, and a program may load either. A run is of one of them: that of its
+Trainer. Both are imported here, which takes a tenth of a second more than one, so that what a class
+is does not hang on what the program imported before.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from abc import ABCMeta
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Union
 
 if TYPE_CHECKING:
@@ -24,12 +20,12 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def both(*names: str) -> tuple[Any, ...]:
-    """What has one of these names in a package that is loaded; of classes, for ``isinstance``.
+    """What has one of these names in either package; of classes, for ``isinstance``.
 
     Args:
         names: below the package: ``"strategies.DDPStrategy"``.
     """
-    return tuple(_named(p, name) for name in names for p in PACKAGES if p in sys.modules)
+    return tuple(_named(package, name) for name in names for package in PACKAGES)
 
 
 def package_of(of: object) -> str:
@@ -94,38 +90,7 @@ class _OwnFirst(ABCMeta):
         return [*kept[:end], *others, *kept[end:]]
 
 
-class _Joins(MetaPathFinder):
-    """Makes a package that is loaded later known to the classes below."""
-
-    def __init__(self, package: str) -> None:
-        self.package = package
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """What the other finders say, with a last step when the package has run."""
-        if fullname != self.package:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next(filter(None, found), None)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def run_and_join(module: ModuleType) -> None:
-                run(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                    EitherCallback.__bases__ += (_named(self.package, "callbacks.Callback"),)
-                    EitherStrategy.__bases__ += (_named(self.package, "strategies.Strategy"),)
-
-            spec.loader.exec_module = run_and_join  # type: ignore[method-assign]
-        return spec
-
-
 if not TYPE_CHECKING:
-    if not any(package in sys.modules for package in PACKAGES):
-        importlib.import_module(PACKAGES[0])
 
     class EitherCallback(*both("callbacks.Callback")):
         """A callback for the Trainers of both packages."""
@@ -136,12 +101,7 @@ if not TYPE_CHECKING:
         One that also is a class of one package has its methods, never the other's.
         """
 
-    sys.meta_path[:0] = [_Joins(package) for package in PACKAGES if package not in sys.modules]
-
-    def __getattr__(name: str) -> Any:
-        if name == "AnyStrategy":  # for type hints that are read while the program runs
-            return Union[both("strategies.Strategy")]  # noqa: UP007
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    AnyStrategy = Union[both("strategies.Strategy")]  # noqa: UP007
 
 
 __all__ = [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import textwrap
 from collections import Counter, UserDict, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from lightning_fedleak.anatomy import Kind
 from lightning_fedleak.batches import (
     BatchError,
     TokenBatch,
+    adapter_to_copy,
     other_fields,
     read_batch,
     write_batch,
@@ -568,3 +570,43 @@ def test_context_ids_of_other_kinds() -> None:
     assert classes.context_ids().tolist() == [5, 6, 7]
     bare = TokenBatch(ids, None, torch.tensor([[1, 1, 0], [1, 1, 1]]), "causal")
     assert bare.context_ids().tolist() == [5, 8, 9]
+
+
+# ---- an adapter to copy -------------------------------------------------------------------------
+
+
+@dataclass
+class Texts:
+    names: list[str]
+    tokens: torch.Tensor
+    padding_mask: torch.Tensor
+    targets: torch.Tensor
+
+
+def adapted(batch: object, given: object) -> TokenBatch:
+    """What the adapter that is shown for a batch makes of one."""
+    shown: dict[str, object] = {"LeakageMonitor": lambda *_, **__: None}
+    exec(textwrap.dedent(adapter_to_copy(batch, "causal")), shown)
+    found = shown["batch_adapter"](given)  # type: ignore[operator]
+    assert isinstance(found, TokenBatch)
+    return found
+
+
+def test_the_adapter_that_is_shown_reads_the_batch() -> None:
+    ids = torch.arange(6).view(2, 3)
+    batch = Texts(["a", "b"], ids, torch.ones(2, 3), ids + 1)
+    for told in (batch, Texts):
+        found = adapted(told, batch)
+        assert found.input_ids is ids
+        assert found.labels is batch.targets
+        assert found.attention_mask is batch.padding_mask
+    named = {"x": ids, "y": ids + 1}
+    assert adapted(named, named).input_ids is ids
+    assert adapted(named, named).labels is named["y"]
+
+
+def test_where_no_field_is_known_its_place_is_shown() -> None:
+    text = adapter_to_copy(object(), "classifier")
+    assert "input_ids=batch.YOUR_IDS" in text
+    assert "labels=None,  # (B,) of texts" in text
+    assert len(text.strip().splitlines()) == 11

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
+import os
 import sys
+import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+from benchmarks import smoke as runner
+
+FOLDER = Path(runner.__file__).parent
 
 
 @pytest.fixture
-def smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The runner, for the scripts in ``tmp_path``."""
-    spec = importlib.util.spec_from_file_location("smoke", FOLDER / "smoke.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "smoke", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "make_assets", lambda folder: {"model": "M"})
-    return module
+def smoke(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The runner, for the scripts in a test's own folder, which need no model."""
+    monkeypatch.setattr(runner, "make_assets", lambda folder: {"model": "M"})
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")  # which the runner sets: put back after it
+    return runner
 
 
 def test_every_script_says_how_it_is_run_and_is_listed(smoke: ModuleType) -> None:
@@ -64,18 +63,27 @@ def test_what_fails_hangs_or_is_silent_is_told(
     assert "printed nothing" in said
 
 
-def test_a_run_that_does_not_end_is_told(
+def test_a_run_that_does_not_end_is_killed_and_told(
     smoke: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    script(tmp_path / "slow.py", 'SMOKE = ("",)', "print('begun')")
+    there = tmp_path / "there"
+    stays = f"print('begun', flush=True); open({str(there)!r}, 'x'); time.sleep(1000)"
+    script(tmp_path / "slow.py", 'import time; SMOKE = ("",)', stays)
+    pids = []
 
-    def never(*_: object, **settings: float) -> None:
-        raise subprocess.TimeoutExpired("slow.py", settings["timeout"], output=b"begun")
+    def time_is_over(process: BaseProcess, seconds: float) -> bool:
+        assert seconds == 240
+        while not there.exists():
+            assert process.is_alive()
+            time.sleep(0.05)
+        pids.append(process.pid)
+        return False
 
-    monkeypatch.setattr(subprocess, "run", never)
+    monkeypatch.setattr(smoke, "ended", time_is_over)
     assert main(smoke, monkeypatch, tmp_path) == 1
-    said = capsys.readouterr().out
-    assert "begun\nnot done after 240 s" in said
+    assert "begun\nnot done after 240 s" in capsys.readouterr().out
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
 
 
 def test_a_script_that_does_not_say_how_it_is_run_fails(

@@ -60,6 +60,7 @@ from lightning_fedleak.defenses import (
     GradientNoise,
     mean_of_sample_means,
 )
+from lightning_fedleak.defenses.activations.compression import ActivationCompression
 from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
 from lightning_fedleak.games.inserted import generic_upstream
@@ -427,7 +428,15 @@ def test_what_needs_float64_is_refused_before_the_first_step(without_float64: No
 def test_the_others_go_on_without_it(without_float64: None) -> None:
     names = ("flatchat", "bag_of_words", "fc, token", "trained")
     monitor = monitor_of(*names, assume=DISHONEST_SERVER)
-    found = fit(monitor, GradientNoise(1.0, 0.01), steps=2, without_float64=True)
+    found = fit(
+        monitor,
+        ActivationCompression(
+            2, keep_dims=8, basis="principal", public_ids=ids_of(4, LENGTH, seed=4)
+        ),
+        GradientNoise(1.0, 0.01),
+        steps=2,
+        without_float64=True,
+    )
     assert found.metrics["monitor/failures"] == 0
 
 

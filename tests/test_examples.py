@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fedleak.attacks import AlignedFlatChat
 from tests.helpers.processes import SECONDS, environment_of_own
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -37,7 +38,11 @@ def value(printed: str, before: str) -> float:
     return float(line.removeprefix(before).split()[0].rstrip(","))
 
 
-def test_quickstart(run) -> None:
+def test_quickstart(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the readout calibrated as in the other examples, on a third of the usual text."""
+    defaults = AlignedFlatChat.__init__.__kwdefaults__
+    assert defaults["calibration_tokens"] > 4_000
+    monkeypatch.setitem(defaults, "calibration_tokens", 4_000)
     assert 0.5 < value(run("quickstart.py"), "leakage/aligned_flatchat/f1 =") <= 1
 
 
@@ -61,7 +66,7 @@ def test_lora_closes_one_surface_and_leaves_another_open(run) -> None:
 def test_membership_is_told_unless_noise_drowns_it(run) -> None:
     printed = run("membership.py")
     assert value(printed, "no defence: AUC") == value(printed, "sigma 0.01: AUC") == 1
-    assert value(printed, "sigma 2: AUC") < 0.9  # of 88 games, not seeded: 0.54, give or take 0.06
+    assert value(printed, "sigma 2: AUC") < 0.9  # of 56 games, not seeded: 0.54, give or take 0.08
 
 
 def test_inversion_reads_texts_at_every_split(run) -> None:

@@ -56,6 +56,7 @@ ALLOWED = {
     "strategies": {"defenses", "snapshots", "anatomy", "lightning_packages"},
     "lightning_packages": set(),
     "split": GROUND | {"attacks"},
+    "report": {"auditing", "defenses"},
 }
 WITHOUT_LIGHTNING = (
     *GROUND,
@@ -65,6 +66,7 @@ WITHOUT_LIGHTNING = (
     "games",
     *STUDIES,
     "split",
+    "report",
 )
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -131,6 +133,13 @@ def test_imports_follow_the_arrows(path: Path) -> None:
         assert ours <= ALLOWED[part], f"{part} must not import {sorted(ours - ALLOWED[part])}"
     if part in WITHOUT_LIGHTNING:
         assert not {n for n in names if n.split(".")[0] in LIGHTNING}
+
+
+@pytest.mark.parametrize("part", ["callbacks", "strategies", "canaries"])
+def test_what_a_trainer_gets_is_of_either_package_of_lightning(part: str) -> None:
+    for path in (path for name, path in MODULES.items() if part_of(name) == part):
+        names = imported(path, at_import_time=True)
+        assert not {n for n in names if n.split(".")[0] in LIGHTNING}, path
 
 
 def test_no_circles() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -119,6 +117,12 @@ def test_a_gate_stops_and_both_go_on_from_its_checkpoint(files: Files, tmp_path:
     found = [torch.load(path, weights_only=True) for path in saved]
     assert found[0]["callbacks"].keys() == found[1]["callbacks"].keys()
     assert {run.monitor.state_key for run in stopped} <= found[0]["callbacks"].keys()
+
+    for package, run in zip(PACKAGES, stopped, strict=True):
+        kind = finetuning(package).CausalLMFineTuning
+        again = kind.load_from_checkpoint(run.gate.fired.checkpoint, model=files.model)
+        assert again.lr == 1e-2
+        assert all(map(torch.equal, again.parameters(), run.weights()))
 
     # Each goes on from what the Trainer of the other has saved.
     resumed = [
@@ -281,53 +285,7 @@ def test_a_module_of_the_other_package_is_lightnings_own_error(package: str, fil
     assert own in type(module).__doc__
 
 
-# ---- which packages are loaded --------------------------------------------------------------
-
-ONE_LOADED = """
-import os, sys
-import torch._dynamo, torch.distributed.fsdp, torchmetrics, transformers  # what takes time, once
-
-PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-for first, second in (PACKAGES, PACKAGES[::-1]):
-    if os.fork() == 0:
-        __import__(first)
-        from lightning_fedleak import DefendedStrategy, LeakageMonitor, RiskGate, with_canaries
-        from lightning_fedleak.lightning_packages import both
-        from lightning_fedleak.defenses import GradientNoise
-        assert second not in sys.modules
-        kinds = {"strategies.Strategy": DefendedStrategy, "callbacks.Callback": RiskGate}
-        assert [len(both(name)) for name in kinds] == [1, 1]
-        early = DefendedStrategy("ddp")
-        Trainer = sys.modules[first].Trainer
-        settings = {"accelerator": "cpu", "devices": 1, "logger": False}
-        settings["enable_checkpointing"] = False
-        Trainer(strategy=DefendedStrategy(defenses=[GradientNoise(1.0, 1.0)]), **settings)
-        assert second not in sys.modules
-        __import__(second)  # as programs do that name this package before their own Lightning
-        for name, kind in kinds.items():
-            assert len(both(name)) == 2
-            assert all(issubclass(kind, base) for base in both(name))
-            assert all(base.__subclasses__() for base in both(name))
-        trainer = sys.modules[second].Trainer(strategy=early, callbacks=[], **settings)
-        assert isinstance(trainer.strategy, sys.modules[second].strategies.DDPStrategy)
-        assert not any(type(finder).__module__.startswith("lightning_") for finder in sys.meta_path)
-        print("alike", flush=True)
-        os._exit(0)
-for _ in PACKAGES:
-    os.wait()
-"""
-
-
-def test_only_what_a_program_has_loaded_is_looked_at() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ONE_LOADED],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stdout.splitlines() == ["alike", "alike"], done.stderr[-3000:]
+# ---- which package something is of -----------------------------------------------------------
 
 
 def test_what_comes_from_neither_package_is_said() -> None:

@@ -45,6 +45,8 @@ class PublicText:
 
     Attributes:
         sentences: the texts as 1-D int64 tensors; texts of fewer than 2 tokens are dropped.
+        targets: those of an encoder-decoder; None without.
+        tokenizer: as it was given.
 
     Raises:
         ValueError: no text, strings without a tokenizer, or targets that do not pair up.
@@ -76,6 +78,7 @@ class PublicText:
             )
         self.sentences = [sentences[i] for i in kept]
         self.targets = None if paired is None else [paired[i] for i in kept]
+        self.tokenizer = tokenizer
 
     def __len__(self) -> int:
         return len(self.sentences)

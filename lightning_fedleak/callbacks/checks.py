@@ -1,20 +1,23 @@
-"""What is checked before the first step: attacks, stages, clients, surfaces."""
+"""What is checked before the first step: attacks, stages, clients, surfaces, texts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from inspect import signature
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
-from lightning_fedleak.anatomy.wrappers import without_peft
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy, Kind
+from lightning_fedleak.anatomy.wrappers import matrix_shape, without_peft
 from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.batches import BatchError, adapter_to_copy
 from lightning_fedleak.lightning_packages import EitherStrategy, both
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
@@ -28,6 +31,7 @@ SURFACE_CAPABILITIES = {
     HEAD_BIAS: Capability.SEES_HEAD_BIAS_GRADIENT,
     EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
 }
+_LEAST, _MOST, _MARKS_DIFFER = 0.8, 1.05, 2
 _OF_HEAD = frozenset((Capability.SEES_HEAD_GRADIENT, Capability.SEES_HEAD_BIAS_GRADIENT))
 
 
@@ -60,6 +64,32 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
         raise ValueError(
             f"several attacks are named {', '.join(double)}: their results would overwrite each "
             "other in the logs. Give each a name: FlatChat(name='flatchat_abs')."
+        )
+
+
+def check_batch_type(module: Any, kind: Kind) -> None:
+    """Refuses a ``training_step`` that is annotated with a batch of one's own form.
+
+    A batch whose type is not told is read when the first one comes.
+
+    Args:
+        module: the LightningModule.
+        kind: of the model.
+
+    Raises:
+        BatchError: shows a ``batch_adapter`` to copy.
+    """
+    try:
+        told = get_type_hints(module.training_step)
+        batch = told.get(next(iter(signature(module.training_step).parameters)))
+    except (AttributeError, NameError, StopIteration, TypeError, ValueError):
+        return  # a type that is imported for checkers only, or none
+    fields = getattr(batch, "__dataclass_fields__", getattr(batch, "_fields", None))
+    known = "input_ids" in (fields or ()) or hasattr(batch, "input_ids")
+    if isinstance(batch, type) and fields is not None and not known:
+        raise BatchError(
+            f"training_step takes a {batch.__name__}, which has no 'input_ids', so that it is not "
+            f"known what its fields mean. Say it:\n{adapter_to_copy(batch, kind)}"
         )
 
 
@@ -163,7 +193,7 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
         ThreatModelError: it reads words off a head whose rows are a classifier's outputs.
         ValueError: the attack reads parameters of several optimizers, or no gradients.
     """
-    anatomy, strategy = run.anatomy, run.trainer.strategy
+    anatomy = run.anatomy
     if anatomy.kind == "classifier" and _OF_HEAD & attack.threat_model.needs:
         model = type(without_peft(anatomy.model)).__name__
         n = anatomy.vocab_size
@@ -177,7 +207,7 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
             "SubspaceWords that of the first block's projections."
         )
     # DDP reduces every trainable parameter, not only those that an optimizer owns.
-    reduces_all = isinstance(strategy, both("strategies.DDPStrategy")) and run.client == "rank"
+    reduces_all = run.under_ddp and run.client == "rank"
     surfaces = attack.needs(anatomy)
     roles = surfaces.gradients
     if not roles or surfaces.layers:
@@ -215,6 +245,113 @@ def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack])
             "configure_optimizers returned None. Return the optimizer; where gradients are sent "
             "without one, torch.optim.SGD(self.parameters(), lr=0.0) changes no weight."
         )
+
+
+# ---- whose tokens ---------------------------------------------------------------------------
+
+
+def check_texts(
+    attacks: Sequence[Attack], others: Mapping[str, PublicText | None], anatomy: Anatomy
+) -> None:
+    """Refuses public text that the model cannot read.
+
+    Args:
+        attacks: whose ``public_text`` is read.
+        others: further texts, by what they are called.
+        anatomy: the model.
+
+    Raises:
+        ValueError: names the tokenizer, the largest id and the embedding's rows; or says that an
+            attack on the head needs texts of the target's vocabulary.
+    """
+    named = {name: text for name, text in others.items() if text is not None}
+    for attack in attacks:
+        text = getattr(attack, "public_text", None)
+        if isinstance(text, PublicText):
+            named[f"the public text of attack '{attack.name}'"] = text
+            pairs = anatomy.target_rows is None or text.targets is not None
+            if not pairs and _OF_HEAD & attack.threat_model.needs:
+                raise ValueError(
+                    f"attack '{attack.name}' is calibrated on texts and what they map to, and in "
+                    "this model source and target have vocabularies of their own: give "
+                    "PublicText(texts, targets=...), token ids of each"
+                )
+    rows = matrix_shape(anatomy.embedding)
+    for name, text in named.items():
+        if rows is not None:
+            _check_ids(name, text, text.sentences, f"'{anatomy.embedding_name}'", rows[0])
+        if text.targets is not None and anatomy.kind == "seq2seq":
+            _check_ids(name, text, text.targets, f"'{anatomy.head_name}'", anatomy.vocab_size)
+
+
+def _check_ids(name: str, text: PublicText, ids: Sequence[Tensor], matrix: str, rows: int) -> None:
+    largest = max((int(row.max()) for row in ids if len(row)), default=0)
+    if largest < rows:
+        return
+    by = "" if text.tokenizer is None else f" (by {_named(text.tokenizer)})"
+    raise ValueError(
+        f"{name} holds token id {largest}{by}, and the model's {matrix} has {rows} rows, for ids 0 "
+        f"to {rows - 1}: another model's tokenizer made it. Give the tokenizer that this model was "
+        "trained with; if tokens were added to it, call model.resize_token_embeddings(len("
+        "tokenizer)) first."
+    )
+
+
+def _named(tokenizer: Any) -> str:
+    """A tokenizer by its name and size."""
+    name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+    size = _size_of(tokenizer)
+    return f"'{name}'" if size is None else f"'{name}', of {size} tokens"
+
+
+def _size_of(tokenizer: Any) -> int | None:
+    try:
+        return len(tokenizer)
+    except TypeError:
+        return None
+
+
+def warn_of_other_tokenizers(tokenizers: Collection[Any], anatomy: Anatomy) -> None:
+    """Says which tokenizers are hardly the model's own, though their ids fit.
+
+    That is where it has more tokens than the embedding has rows by a twentieth, or fewer by a
+    fifth: embeddings are padded, and a few tokens added, by less. And where sizes differ at all and
+    no special id is the model's, but two are not. One of the same size is not told.
+    """
+    rows = matrix_shape(anatomy.embedding)
+    if rows is None:
+        return
+    config = getattr(without_peft(anatomy.model), "config", None)
+    for tokenizer in {id(t): t for t in tokenizers if t is not None}.values():
+        size = _size_of(tokenizer)
+        if size is None or size == rows[0]:
+            continue
+        why = f"the embedding '{anatomy.embedding_name}' has {rows[0]} rows"
+        if _LEAST * rows[0] <= size <= _MOST * rows[0]:
+            other = _other_marks(tokenizer, config, rows[0])
+            if len(other) < _MARKS_DIFFER:
+                continue
+            why += f" and the model's config has other ids for {' and '.join(other)}"
+        rank_zero_warn(
+            f"LeakageMonitor: the tokenizer {_named(tokenizer)}, is hardly this model's: {why}. "
+            "Its ids fit, but stand for other words. Give the tokenizer that the model was trained "
+            "with."
+        )
+
+
+def _other_marks(tokenizer: Any, config: Any, rows: int) -> list[str]:
+    """Special tokens whose ids differ; none where one is the same."""
+    other = []
+    for mark in ("bos", "eos", "pad"):
+        own = getattr(tokenizer, f"{mark}_token_id", None)
+        told = getattr(config, f"{mark}_token_id", None)
+        ids = [i for i in (told if isinstance(told, list) else [told]) if isinstance(i, int)]
+        if not isinstance(own, int) or not ids or max(ids) >= rows:
+            continue
+        if own in ids:
+            return []
+        other.append(mark)
+    return other
 
 
 def _owner(parameter: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> Optimizer | None:

@@ -18,7 +18,13 @@ from torch.optim import Optimizer
 from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.public_text import sampled_once
-from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
+from lightning_fedleak.batches import (
+    BatchAdapter,
+    BatchError,
+    TokenBatch,
+    adapter_to_copy,
+    read_batch,
+)
 from lightning_fedleak.callbacks.auto import Row, in_short, look_seconds, reads_of
 from lightning_fedleak.callbacks.cache import CalibrationCache, hash_of_weights
 from lightning_fedleak.callbacks.cadence import Cadence, StepClock
@@ -32,7 +38,6 @@ from lightning_fedleak.callbacks.checks import (
 from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.results import Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.defenses import Defense, DefenseContext
-from lightning_fedleak.lightning_packages import both
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.progress import bars, track
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
@@ -160,7 +165,7 @@ class Fit:
             for optimizer in trainer.optimizers:
                 remove = before_real_step(optimizer, partial(self._on_real_step, optimizer))
                 self._removers.append(remove)
-        ddp = isinstance(strategy, both("strategies.DDPStrategy"))
+        ddp = self._run.under_ddp
         self._keeps_local = ddp and self._run.client == "rank" and not separated
 
     def follow(self) -> None:
@@ -377,6 +382,9 @@ class Fit:
             self._read(batch)
         except Exception as refusal:
             error = refusal
+            if self._adapter is None and batch is not None:
+                kind = self._run.anatomy.kind
+                error = BatchError(f"{refusal}\n{adapter_to_copy(batch, kind)}")
         strategy = self._run.trainer.strategy
         if strategy.reduce_boolean_decision(error is not None, all=False):
             raise error or BatchError("another process could not read its first batch")

@@ -236,11 +236,10 @@ class RiskGate(EitherCallback):
                 f"at_most={at_most:g} would be exceeded by an attack that knows nothing: "
                 f"give {plain[2]:g} or more"
             )
-        if bound == "value" and span is not None and not span[0] <= at_most <= span[1]:
-            when = "never" if at_most > span[1] else "always"
+        if bound == "value" and span is not None and at_most > span[1]:
             raise ValueError(
                 f"RiskGate watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
-                f"that at_most={at_most:g} would {when} be exceeded: rates are shares, not percent"
+                f"that at_most={at_most:g} could never be exceeded: rates are shares, not percent"
             )
         self.metric = metric
         self.at_most = float(at_most)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.auto import ASSUMED, candidates
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.public_text import Given
+from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.batches import BatchAdapter
 from lightning_fedleak.callbacks import auto
 from lightning_fedleak.callbacks.cache import CalibrationCache
@@ -31,9 +31,12 @@ from lightning_fedleak.callbacks.channels.base import (
 )
 from lightning_fedleak.callbacks.checks import (
     check_attacks,
+    check_batch_type,
     check_rounds,
+    check_texts,
     known_stages,
     resolve_client,
+    warn_of_other_tokenizers,
 )
 from lightning_fedleak.callbacks.fit import Fit
 from lightning_fedleak.callbacks.report import (
@@ -41,12 +44,13 @@ from lightning_fedleak.callbacks.report import (
     JsonLines,
     Report,
     RevealFiles,
+    RunRecord,
     accounting_defenses,
     privacy_tags,
     privacy_values,
 )
 from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
-from lightning_fedleak.callbacks.run_record import RunRecord, facts_of
+from lightning_fedleak.callbacks.run_facts import facts_of
 from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.extras import install
 from lightning_fedleak.lightning_packages import EitherCallback
@@ -161,6 +165,8 @@ class LeakageMonitor(EitherCallback):
             are not played.
         cache: keep calibrations in the user's cache folder (``FEDLEAK_CACHE``), by model, text and
             settings, for the next fit.
+        report: write ``report.html``, ``report.json`` and ``report.yaml`` beside the logs when
+            the fit ends in order, as ``fedleak report`` does.
 
     Raises:
         ValueError: contradictory or unknown arguments.
@@ -187,6 +193,7 @@ class LeakageMonitor(EitherCallback):
         public_text: Given | None = None,
         look_seconds: float = 30.0,
         cache: bool = True,
+        report: bool = False,
         **moved: Any,
     ) -> None:
         if moved:
@@ -207,6 +214,7 @@ class LeakageMonitor(EitherCallback):
             raise ValueError(f"look_seconds must be positive, got {look_seconds!r}")
         self.look_seconds = look_seconds
         self.cache = cache
+        self.report = report
         self.attacks = _listed(attacks)
         check_attacks(self.attacks)
         self.cadence = cadence_of(every_n_steps, max_overhead)
@@ -483,6 +491,9 @@ class LeakageMonitor(EitherCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
         run = Run(trainer, self._find_anatomy(pl_module), self.client, self.assume)
+        self._check_texts(run.anatomy)
+        if self.batch_adapter is None:
+            check_batch_type(pl_module, run.anatomy.kind)
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder = folder if self.log_dir is None else self.log_dir
         self._jsonl = JsonLines(folder / "leakage.jsonl")
@@ -538,6 +549,14 @@ class LeakageMonitor(EitherCallback):
             self._record.begins(
                 facts_of(run, self._fit, self._series, gates=self._gates, monitor=self._settings())
             )
+
+    def _check_texts(self, anatomy: Anatomy) -> None:
+        """Refuses public text of another vocabulary, and warns of another model's tokenizer."""
+        held_out = self.games.held_out
+        check_texts(self.attacks, {"games=Games(held_out=)": held_out}, anatomy)
+        texts = [held_out, *(getattr(attack, "public_text", None) for attack in self.attacks)]
+        tokenizers = [t.tokenizer for t in texts if isinstance(t, PublicText)]
+        warn_of_other_tokenizers([self.tokenizer, *tokenizers], anatomy)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers how many looks came before this fit, and where it starts."""
@@ -653,8 +672,15 @@ class LeakageMonitor(EitherCallback):
     # ---- ends and checkpoints ---------------------------------------------------------------
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Ends the run's record."""
+        """Ends the run's record, and writes the report where it is asked for."""
         self._end(trainer, "finished")
+        if self.report and self._record is not None:
+            from lightning_fedleak.report import ReportError, write
+
+            try:
+                rank_zero_info(f"LeakageMonitor: {write([self._record.path.parent])[0]}")
+            except ReportError as error:
+                rank_zero_warn(f"LeakageMonitor: no report: {error}")
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException

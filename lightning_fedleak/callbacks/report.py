@@ -1,4 +1,4 @@
-"""Where results are written: the loggers, ``leakage.jsonl``, the local reveal files.
+"""Where results are written: the loggers, ``leakage.jsonl``, ``run.jsonl``, the local reveal files.
 
 Numbers only, with one exception: the reveal files, which hold recovered words and texts, are local
 and have mode 0600.
@@ -6,11 +6,14 @@ and have mode 0600.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.callbacks.channels.base import Look
 
 SCHEMA_VERSION = 1
+RECORD_SCHEMA = 1
 COLUMNS = (
     *("step", "stage", "client", "attack", "n", "exposed"),
     "metric",
@@ -128,6 +132,104 @@ def _number(value: float | None) -> float:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+class RunRecord:
+    """Appends to ``run.jsonl``: what the fit was, beside what was read off it.
+
+    One line when a fit begins (model, training, attacks, defences, gates), one for each look
+    (utility, what defences have spent), one for each decision of a gate, one when the fit ends.
+    Of several processes the first one writes.
+
+    Args:
+        path: the file; its folder is made when the first line is written.
+        run: the id that the fit's lines in ``leakage.jsonl`` have.
+        warn: is told why a line could not be written; the fit goes on.
+    """
+
+    def __init__(self, path: Path, run: str, warn: Callable[[str], None]) -> None:
+        self.path = path
+        self.run = run
+        self._warn = warn
+        self._ended = False
+
+    def begins(self, facts: Mapping[str, Any]) -> None:
+        """A fit begins; ``settings_hash`` is that of everything in ``facts``."""
+        text = json.dumps(facts, sort_keys=True, default=str)
+        self._append("begin", **facts, settings_hash=hashlib.sha256(text.encode()).hexdigest())
+
+    def looked(
+        self,
+        step: int,
+        utility: Mapping[str, float],
+        seconds: float,
+        failures: int,
+        defenses: Sequence[Defense],
+    ) -> None:
+        """A look is over: what it cost, and what was spent until it."""
+        self._append(
+            "look",
+            step=step,
+            utility={n: _plain(v) for n, v in utility.items()},
+            privacy=[spent for d in defenses if (spent := _spent(d)) is not None],
+            seconds=_plain(seconds),
+            failures=failures,
+        )
+
+    def decided(self, facts: Mapping[str, Any]) -> None:
+        """A gate has acted."""
+        self._append("gate", **facts)
+
+    def ends(self, step: int, how: str, defenses: Sequence[Defense]) -> None:
+        """The fit is over; said once.
+
+        Args:
+            step: optimizer steps that were taken in all.
+            how: ``"finished"``, or the class of what was raised.
+            defenses: of the run.
+        """
+        if not self._ended:
+            self._ended = True
+            spent = [found for d in defenses if (found := _spent(d)) is not None]
+            self._append("end", step=step, how=how, privacy=spent)
+
+    def _append(self, kind: str, **facts: Any) -> None:
+        line = {
+            "schema": RECORD_SCHEMA,
+            "run": self.run,
+            "kind": kind,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            **facts,
+        }
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, default=str) + "\n")
+        except OSError as error:
+            self._warn(f"{self.path} cannot be written: {error.strerror}")
+
+
+def _spent(defense: Defense) -> dict[str, Any] | None:
+    """What a defence that accounts has spent, and on how many releases of which kind."""
+    try:
+        cost = defense.privacy
+    except DefenseError:  # nothing was released yet
+        return None
+    if cost is None:
+        return None
+    history = getattr(getattr(defense, "accountant", None), "history", ())
+    return {
+        "defense": defense.name,
+        **{name: _plain(value) for name, value in asdict(cost).items()},
+        "history": [list(row) for row in history],
+    }
+
+
+def _plain(value: float | None) -> float | str | None:
+    """As strict JSON takes it: infinity is said in a word, unknown is null."""
+    if value is None or math.isnan(value):
+        return None
+    return value if math.isfinite(value) else "infinite"
 
 
 class RevealFiles:
@@ -231,7 +333,8 @@ class Report:
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
         for logger in self._trainer.loggers:
             logger.log_metrics(finite, step=look.step)
-        add_frame(self.boards, look.step)
+        if self.boards:
+            add_frame(self.boards, look.step)
         if self._trainer.is_global_zero:
             try:
                 self._write_lines(look, outcomes)
@@ -353,6 +456,7 @@ __all__ = [
     "JsonLines",
     "Report",
     "RevealFiles",
+    "RunRecord",
     "accounting_defenses",
     "privacy_tags",
     "privacy_values",

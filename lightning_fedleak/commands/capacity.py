@@ -83,7 +83,10 @@ class CapacityCommand(CapacityOptions):
         tokenizer = load_tokenizer(self.model)
         plain = find_model(self.model, torch.float32)
         if plain.kind == "classifier":
-            raise SourceError("--model has no language model's head, so that it has no update")
+            raise SourceError(
+                "--model is no language model with a head, so that its loss on a text is not known "
+                "here; in a run of your own LeakageMonitor(SubspaceWords()) tells its capacity"
+            )
         anatomy = with_lora(plain, self.lora_r, self.targets, self.seed)
         context = context_length(anatomy)
         if context is not None and length > context:

@@ -438,7 +438,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     commands = fedleak.add_subparsers(
         required=True,
         dest="command",
-        metavar="{demo,game,invert,capacity,sweep,recipes,completion,fit}",
+        metavar="{demo,game,invert,capacity,sweep,report,compare,recipes,completion,fit}",
     )
     for name, (options, brief, description) in _COMMANDS.items():
         command = commands.add_parser(
@@ -453,6 +453,40 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
             command.add_argument(
                 f"--{spelled}", dest=one.name, **{"default": default, **one.metadata}
             )
+    report = commands.add_parser(
+        "report",
+        help="write what runs showed: a page for people, JSON, an entry for a registry",
+        description="Reads the log folders of runs (lightning_logs/version_0, fedleak_runs/...), "
+        "or results of game, invert and sweep, and writes report.html, report.json and "
+        "report.yaml.",
+    )
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder or result file")
+    report.add_argument(
+        "--out", type=Path, metavar="DIR", help="where to (default: the first RUN's folder)"
+    )
+    report.add_argument(
+        "--about",
+        type=Path,
+        metavar="TOML",
+        help="what only people know, in tables named as the registry's sections "
+        "(default: report.toml in --out, where there is one)",
+    )
+    report.add_argument(
+        "--reveal",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="local reveal files to put into the page: private text; the page gets mode 0600",
+    )
+    compare = commands.add_parser(
+        "compare",
+        help="print what changed between two runs",
+        description="Prints utility, leakage with 95% intervals, and epsilon of two runs side by "
+        "side.",
+    )
+    compare.add_argument("before", type=Path, metavar="RUN_A", help="log folder of the first run")
+    compare.add_argument("after", type=Path, metavar="RUN_B", help="log folder of the second")
     recipes = commands.add_parser(
         "recipes",
         help="list and copy ready-made configs for fit: monitors, gates, defences",

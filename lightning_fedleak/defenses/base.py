@@ -186,7 +186,8 @@ class Defense(ABC):
     def settings(self) -> dict[str, bool | int | float | str]:
         """What it was built with, for the record of a run: its public plain attributes."""
         known = (bool, int, float, str)
-        public = {n: v for n, v in vars(self).items() if not n.startswith("_")}
+        told = ("name", "guarantee")  # besides
+        public = {n: v for n, v in vars(self).items() if n not in told and not n.startswith("_")}
         return {n: v for n, v in public.items() if isinstance(v, known) and v == v}
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:

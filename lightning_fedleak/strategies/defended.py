@@ -229,9 +229,8 @@ class DefendedStrategy(EitherStrategy):
 def _seam_of(inner: type) -> type:
     if issubclass(inner, both("strategies.DDPStrategy")):
         return DDPSeam
-    return (
-        ModelParallelSeam if issubclass(inner, both("strategies.ModelParallelStrategy")) else Seam
-    )
+    sharded = issubclass(inner, both("strategies.ModelParallelStrategy"))
+    return ModelParallelSeam if sharded else Seam
 
 
 def _not_attached() -> NoReturn:
@@ -244,18 +243,24 @@ def _registries(name: str) -> list[Any]:
     Raises:
         DefenseError: there is none.
     """
-    found = [r for r in both("strategies.StrategyRegistry") if name in r]
-    kinds = {id(registry): registry[name]["strategy"] for registry in found}
-    ddp = both("strategies.DDPStrategy")
-    fit = [r for r in found if issubclass(kinds[id(r)], ddp) and _supported(kinds[id(r)])]
-    if not fit:
+    found = []
+    for registry in both("strategies.StrategyRegistry"):
+        kind = registry[name]["strategy"] if name in registry else object
+        if issubclass(kind, both("strategies.DDPStrategy")) and _supported(kind):
+            found.append(registry)
+    if not found:
         raise DefenseError(
             f"DefendedStrategy: strategy={name!r} is not supported; pass {_SUPPORTED}."
         )
-    return fit
+    return found
 
 
 def _by_name(name: str, accelerator: object) -> Any:
+    if isinstance(accelerator, both("accelerators.MPSAccelerator")):
+        raise DefenseError(
+            f"DefendedStrategy('{name}') cannot run on MPS, which is a single device: pass 'auto', "
+            "or Trainer(accelerator='cpu')."
+        )
     own = twin("strategies.StrategyRegistry", accelerator)
     if all(registry is not own for registry in _registries(name)):
         raise DefenseError(

@@ -156,6 +156,8 @@ class Release:
 
     def guard(self, optimizer: Optimizer) -> None:
         """Puts the release before the optimizer's update, once."""
+        if id(optimizer) in self._removers:
+            return
         if isinstance(optimizer, both("core.optimizer.LightningOptimizer")):
             optimizer = optimizer.optimizer
         if id(optimizer) not in self._removers:

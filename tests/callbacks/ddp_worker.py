@@ -1,4 +1,4 @@
-"""Started as two gloo processes by test_ddp.py: ``python -m tests.callbacks.ddp_worker DIR``."""
+"""One of two gloo processes of test_ddp.py: ``python -m tests.callbacks.ddp_worker DIR RANK``."""
 
 from __future__ import annotations
 
@@ -373,7 +373,7 @@ def main(root: Path) -> None:
 
     out["either package"] = of_either_package(root / "either")
 
-    (root / f"rank{rank}.json").write_text(json.dumps(out))
+    (root / f"{rank}.json").write_text(json.dumps(out))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as L
@@ -101,9 +102,23 @@ def logged_losses(trainer: L.Trainer) -> list[str]:
         return [row["train_loss"] for row in csv.DictReader(file) if row.get("train_loss")]
 
 
-def assert_same(plain: L.Trainer, watched: L.Trainer) -> None:
-    a, b = footprint(plain), footprint(watched)
-    assert len(a) == len(b)
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert logged_losses(plain) == logged_losses(watched)
-    assert logged_losses(plain)
+@dataclass(frozen=True)
+class Kept:
+    """What must be bit-identical, of a run that several others are compared with."""
+
+    footprint: list[Tensor]
+    losses: list[str]
+
+    @classmethod
+    def of(cls, trainer: L.Trainer) -> Kept:
+        """To be called as the run ends: the state of the random numbers is part of it."""
+        return cls(footprint(trainer), logged_losses(trainer))
+
+
+def assert_same(plain: L.Trainer | Kept, watched: L.Trainer) -> None:
+    a = plain if isinstance(plain, Kept) else Kept.of(plain)
+    b = Kept.of(watched)
+    assert len(a.footprint) == len(b.footprint)
+    assert all(torch.equal(x, y) for x, y in zip(a.footprint, b.footprint, strict=True))
+    assert a.losses == b.losses
+    assert a.losses

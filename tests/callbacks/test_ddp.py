@@ -1,36 +1,20 @@
 """Two gloo processes: what each client shares, pooled results, decisions that agree."""
 
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from sklearn.metrics import roc_auc_score
 
 from tests.callbacks.ddp_worker import first_rows
 from tests.helpers.lightning_modules import random_token_loader
-from tests.helpers.processes import SECONDS, environment_of_own
+from tests.helpers.processes import two_processes
 
 pytestmark = pytest.mark.ddp
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    root = tmp_path_factory.mktemp("ddp")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.callbacks.ddp_worker", str(root)],
-        cwd=Path(__file__).parents[2],
-        env=environment_of_own(CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    results = [root / f"rank{rank}.json" for rank in (0, 1)]
-    assert all(path.exists() for path in results), done.stderr[-4000:]
-    return [json.loads(path.read_text()) for path in results]
+    return two_processes("tests.callbacks.ddp_worker", tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.mark.parametrize("case", ["fp32", "accumulation", "clipping"])

@@ -30,11 +30,11 @@ def loader(length: int = 10):
 
 
 def monitor(length: int = 10, **settings: object) -> LeakageMonitor:
-    descent = {"steps": 6, "budget_seconds": None}
+    descent = {"steps": 3, "budget_seconds": None}
     attacks = [
         GradientMatching.dlg(1, length, **descent),
         GradientMatching.tag(1, length, **descent),
-        GradientMatching.lamp(1, length, starts=2, swaps=4, swap_every=4, **descent),
+        GradientMatching.lamp(1, length, starts=2, swaps=4, swap_every=2, **descent),
         BeamFromWords(length, moves=4, budget_seconds=None),
     ]
     return LeakageMonitor(attacks, every_n_steps=2, **settings)

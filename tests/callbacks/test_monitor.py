@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import re
@@ -282,8 +283,33 @@ def test_an_unknown_batch_stops_before_the_first_step(tmp_path):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=tmp_path,
     )  # fmt: skip
-    with pytest.raises(BatchError, match="batch_adapter"):
+    with pytest.raises(BatchError, match=r"(?s)LeakageMonitor\(..., batch_adapter=batch_adapter\)"):
         trainer.fit(Odd(tiny_gpt2().train()), loader)
+
+
+@dataclasses.dataclass
+class Texts:
+    tokens: torch.Tensor
+    targets: torch.Tensor
+
+
+def test_a_batch_of_one_s_own_type_is_refused_before_anything_is_calibrated(tmp_path):
+    class Typed(CausalLMModule):
+        def training_step(self, batch: Texts, batch_idx: int) -> torch.Tensor:
+            return self.model(input_ids=batch.tokens, labels=batch.targets).loss
+
+    probe = Probe()
+    with pytest.raises(BatchError, match=r"takes a Texts(?s:.*)input_ids=batch\.tokens") as refused:
+        fit([LeakageMonitor(probe)], tmp_path, module=Typed(tiny_gpt2().train()))
+    assert "labels=batch.targets" in str(refused.value)
+    assert probe.prepared == 0
+    ids = torch.randint(5, 90, (4, 9), generator=torch.Generator().manual_seed(0))
+    loader = DataLoader([Texts(ids, ids)], batch_size=None)
+    monitor = LeakageMonitor(
+        probe, batch_adapter=lambda batch: TokenBatch(batch.tokens, batch.targets, None, "causal")
+    )
+    fit([monitor], tmp_path, module=Typed(tiny_gpt2().train()), loader=loader)
+    assert monitor.failures == 0
 
 
 def test_an_adversary_that_sees_no_bias_is_refused_by_name(tmp_path):

@@ -17,7 +17,7 @@ from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.callbacks.runs import Probe, assert_same, fit
+from tests.callbacks.runs import Kept, Probe, assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
 
@@ -89,10 +89,25 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    """Runs without callbacks: each kind of module and settings is run once."""
+    runs = {}
+
+    def plain(make=None, **settings):
+        key = make, *sorted(settings.items())
+        if key not in runs:
+            root = tmp_path_factory.mktemp("plain")
+            runs[key] = Kept.of(fit([], root, module=make and make(), **settings))
+        return runs[key]
+
+    return plain
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_training_is_bit_identical_with_monitor_and_gate(case, tmp_path):
+def test_training_is_bit_identical_with_monitor_and_gate(case, plain_run, tmp_path):
     settings, make = CASES[case]
-    plain = fit([], tmp_path / "plain", module=make and make(), **settings)
+    plain = plain_run(make, **settings)
     callbacks, monitor = watchers()
     watched = fit(callbacks, tmp_path / "watched", module=make and make(), **settings)
     assert_same(plain, watched)
@@ -101,9 +116,9 @@ def test_training_is_bit_identical_with_monitor_and_gate(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_membership_games_do_not_disturb_either(case, tmp_path):
+def test_membership_games_do_not_disturb_either(case, plain_run, tmp_path):
     settings, make = CASES[case]
-    plain = fit([], tmp_path / "plain", module=make and make(), **settings)
+    plain = plain_run(make, **settings)
     callbacks, monitor = games()
     watched = fit(callbacks, tmp_path / "watched", module=make and make(), **settings)
     assert_same(plain, watched)
@@ -115,9 +130,9 @@ def test_membership_games_do_not_disturb_either(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_inversion_attacks_do_not_disturb_either(case, tmp_path):
+def test_inversion_attacks_do_not_disturb_either(case, plain_run, tmp_path):
     settings, make = CASES[case]
-    plain = fit([], tmp_path / "plain", module=make and make(), **settings)
+    plain = plain_run(make, **settings)
     callbacks, monitor = inversions()
     watched = fit(callbacks, tmp_path / "watched", module=make and make(), **settings)
     assert_same(plain, watched)
@@ -134,8 +149,8 @@ def reentrant():
     return CausalLMModule(model, optimizer="adamw")
 
 
-def test_inversion_on_a_reentrant_checkpoint_does_not_disturb(tmp_path):
-    plain = fit([], tmp_path / "plain", module=reentrant())
+def test_inversion_on_a_reentrant_checkpoint_does_not_disturb(plain_run, tmp_path):
+    plain = plain_run(reentrant)
     callbacks, monitor = inversions()
     assert_same(plain, fit(callbacks, tmp_path / "watched", module=reentrant()))
     assert monitor.failures == 0
@@ -162,8 +177,8 @@ def test_inversion_neither_disturbs_noised_activations_nor_their_noise(make, tmp
     assert local > shared
 
 
-def test_games_on_a_reentrant_checkpoint_do_not_disturb(tmp_path):
-    plain = fit([], tmp_path / "plain", module=reentrant())
+def test_games_on_a_reentrant_checkpoint_do_not_disturb(plain_run, tmp_path):
+    plain = plain_run(reentrant)
     callbacks, monitor = games()
     assert_same(plain, fit(callbacks, tmp_path / "watched", module=reentrant()))
     assert monitor.latest["leakage/fc_1/auc"] == 1
@@ -182,15 +197,15 @@ def test_games_on_frozen_lower_layers_do_not_disturb(tmp_path):
     assert monitor.failures == 0
 
 
-def test_the_heads_own_part_does_not_disturb_either(tmp_path):
-    plain = fit([], tmp_path / "plain")
+def test_the_heads_own_part_does_not_disturb_either(plain_run, tmp_path):
+    plain = plain_run()
     callbacks, monitor = watchers(head_own_part=True)
     assert_same(plain, fit(callbacks, tmp_path / "watched"))
     assert monitor.latest["leakage_local/probe_head_only/f1"] > 0
 
 
-def test_local_steps_do_not_disturb(tmp_path):
-    plain = fit([], tmp_path / "plain")
+def test_local_steps_do_not_disturb(plain_run, tmp_path):
+    plain = plain_run()
     monitor = LeakageMonitor(Probe(), every_n_steps=2, local_steps=2)
     assert_same(plain, fit([monitor], tmp_path / "watched"))
     assert monitor.looks == 4
@@ -214,8 +229,12 @@ def resumed(callbacks_of, root):
     return fit(callbacks, root / "second", max_epochs=2, ckpt_path=root / "ckpt" / "last.ckpt")
 
 
-def test_resume_is_bit_identical_and_goes_on_counting(tmp_path):
-    plain = resumed(list, tmp_path / "plain")
+@pytest.fixture(scope="module")
+def plain_resumed(tmp_path_factory):
+    return Kept.of(resumed(list, tmp_path_factory.mktemp("resumed")))
+
+
+def test_resume_is_bit_identical_and_goes_on_counting(plain_resumed, tmp_path):
     monitors = []
 
     def watching():
@@ -223,13 +242,12 @@ def test_resume_is_bit_identical_and_goes_on_counting(tmp_path):
         monitors.append(monitor)
         return callbacks
 
-    assert_same(plain, resumed(watching, tmp_path / "watched"))
+    assert_same(plain_resumed, resumed(watching, tmp_path / "watched"))
     first, second = monitors
     assert (first.looks, second.looks, second.last_step) == (8, 16, 15)
 
 
-def test_games_resume_bit_identically_and_go_on_with_their_window(tmp_path):
-    plain = resumed(list, tmp_path / "plain")
+def test_games_resume_bit_identically_and_go_on_with_their_window(plain_resumed, tmp_path):
     monitors = []
 
     def watching():
@@ -237,7 +255,7 @@ def test_games_resume_bit_identically_and_go_on_with_their_window(tmp_path):
         monitors.append(monitor)
         return callbacks
 
-    assert_same(plain, resumed(watching, tmp_path / "watched"))
+    assert_same(plain_resumed, resumed(watching, tmp_path / "watched"))
     first, second = monitors
     saved = first.state_dict()["ledger"]["kinds"]["leakage/fc_1"]["games"]
     final = second.state_dict()["ledger"]["kinds"]["leakage/fc_1"]["games"]
@@ -247,21 +265,20 @@ def test_games_resume_bit_identically_and_go_on_with_their_window(tmp_path):
     assert final[:, 0].unique().tolist() == list(range(len(final) // 8))
 
 
-def test_inversion_resumes_bit_identically_and_draws_the_same_texts(tmp_path):
-    plain = resumed(list, tmp_path / "plain")
+def test_inversion_resumes_bit_identically_and_draws_the_same_texts(plain_resumed, tmp_path):
 
     def watching():
         return inversions()[0]
 
     watched = resumed(watching, tmp_path / "watched")
-    assert_same(plain, watched)
+    assert_same(plain_resumed, watched)
     [monitor] = [c for c in watched.callbacks if isinstance(c, LeakageMonitor)]
     assert (monitor.looks, monitor.failures, monitor.last_step) == (4, 0, 12)
 
 
-def test_lora_gradients_can_be_watched_by_name(tmp_path):
+def test_lora_gradients_can_be_watched_by_name(plain_run, tmp_path):
     name = "model.base_model.model.transformer.h.0.attn.c_attn.lora_B.default.weight"
-    plain = fit([], tmp_path / "plain", module=lora())
+    plain = plain_run(lora)
     probe = Probe(k=3, role=name)
     monitor = LeakageMonitor(probe, every_n_steps=3)
     assert_same(plain, fit([monitor], tmp_path / "watched", module=lora()))
@@ -276,14 +293,16 @@ def test_checkpoint_loads_with_weights_only(tmp_path):
     assert any(key.startswith("LeakageMonitor[") for key in state["callbacks"])
 
 
-def test_a_compiled_model_is_watched_and_not_disturbed(tmp_path):
-    def compiled():
-        model = tiny_gpt2(dropout=0.0).train()
-        module = CausalLMModule(model, optimizer="adamw")
-        module.model = torch.compile(model, backend="aot_eager")
-        return module
+def compiled():
+    # Dynamo would run one model by the code it made for another without hooks.
+    torch._dynamo.reset()
+    module = CausalLMModule(tiny_gpt2(dropout=0.0, layers=1).train(), optimizer="adamw")
+    module.model = torch.compile(module.model, backend="aot_eager")
+    return module
 
-    plain = fit([], tmp_path / "plain", module=compiled(), n=12)
+
+def test_a_compiled_model_is_watched_and_not_disturbed(plain_run, tmp_path):
+    plain = plain_run(compiled, n=12)
     probe = Probe()
     monitor = LeakageMonitor(probe, every_n_steps=1, head_own_part=True)
     watched = fit([monitor], tmp_path / "watched", module=compiled(), n=12)
@@ -292,31 +311,18 @@ def test_a_compiled_model_is_watched_and_not_disturbed(tmp_path):
     assert len(probe.at("shared")) == len(probe.at("local")) == 3
 
 
-def test_inversion_on_a_compiled_model_does_not_disturb(tmp_path):
-    def compiled():
-        torch._dynamo.reset()
-        module = CausalLMModule(tiny_gpt2(dropout=0.0, layers=1).train(), optimizer="adamw")
-        module.model = torch.compile(module.model, backend="aot_eager")
-        return module
-
-    plain = fit([], tmp_path / "plain", module=compiled(), n=8)
+def test_inversion_on_a_compiled_model_does_not_disturb(plain_run, tmp_path):
+    plain = plain_run(compiled, n=12)
     monitor = LeakageMonitor(PrefixInversion(1, None, language_model=False), every_n_steps=1)
-    assert_same(plain, fit([monitor], tmp_path / "watched", module=compiled(), n=8))
+    assert_same(plain, fit([monitor], tmp_path / "watched", module=compiled(), n=12))
     assert monitor.latest["leakage/prefix_inversion/token_accuracy"] == 1
     assert monitor.failures == 0
 
 
-def test_games_on_a_compiled_model_do_not_disturb(tmp_path):
-    def compiled():
-        # Dynamo would run one model by the code it made for another without hooks.
-        torch._dynamo.reset()
-        module = CausalLMModule(tiny_gpt2(dropout=0.0, layers=1).train(), optimizer="adamw")
-        module.model = torch.compile(module.model, backend="aot_eager")
-        return module
-
-    plain = fit([], tmp_path / "plain", module=compiled(), n=8)
+def test_games_on_a_compiled_model_do_not_disturb(plain_run, tmp_path):
+    plain = plain_run(compiled, n=12)
     monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=1)
-    assert_same(plain, fit([monitor], tmp_path / "watched", module=compiled(), n=8))
+    assert_same(plain, fit([monitor], tmp_path / "watched", module=compiled(), n=12))
     assert (monitor.latest["leakage/fc_membership/auc"], monitor.failures) == (1, 0)
 
 

@@ -1,4 +1,4 @@
-"""Two gloo processes of one module, as a launcher would start them."""
+"""Modules in processes of their own; two gloo processes of one, as a launcher would start them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import runpy
 import socket
 import sys
 import time
-from multiprocessing.context import ForkServerContext
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,58 @@ def _imported() -> ForkServerContext:
     return context
 
 
-def _run(module: str, folder: Path, rank: int, environment: dict[str, str]) -> None:
-    """``python -m module folder rank``, with what it prints in ``<folder>/<rank>.log``."""
-    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def _run(module: str, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+    """``python -m module arguments``."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
-        os.dup2(log, stream)
+        os.dup2(file, stream)
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    sys.argv = [module, str(folder), str(rank)]
+    sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def process(
+    module: str, arguments: Sequence[object], log: Path, **environment: str
+) -> ForkServerProcess:
+    """What runs ``python -m module arguments`` once started; what it prints goes to ``log``."""
+    given = (module, list(map(str, arguments)), log, environment_of_own(**environment))
+    return _imported().Process(target=_run, args=given)
+
+
+def one_process(module: str, *arguments: object, log: Path) -> str:
+    """Runs a module as ``python -m module arguments``.
+
+    Returns:
+        What it printed. The test fails, and shows it, where the module does.
+    """
+    running = process(module, arguments, log)
+    running.start()
+    running.join(SECONDS)
+    ended = running.exitcode
+    running.kill()
+    running.join()
+    said = log.read_text() if log.exists() else ""
+    if ended != 0:
+        pytest.fail(f"{said[-4000:]}\n{module}: exit status {ended}")
+    return said
+
+
+def spawn_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be spawned is forked from where the large packages are imported already.
+
+    All else stays: what the process gets is pickled, and it has nothing else of this one.
+    """
+    original = multiprocessing.get_context
+
+    def context(method: str | None = None) -> Any:
+        return _imported() if method == "spawn" else original(method)
+
+    monkeypatch.setattr(multiprocessing, "get_context", context)
+    monkeypatch.setattr(torch.multiprocessing, "get_context", context)
 
 
 def two_processes(
@@ -94,33 +135,32 @@ def two_processes(
         What each has written to ``<folder>/<rank>.json``. The test fails where one has not, and
         shows both logs.
     """
-    environment = environment_of_own(
-        MASTER_ADDR="127.0.0.1",
-        NODE_RANK="0",
-        WORLD_SIZE="2",
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": "2",
         **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
-    )
+    }
     logs = [folder / f"{rank}.log" for rank in range(2)]
     processes = [
-        _imported().Process(
-            target=_run, args=(module, folder, rank, environment | {"LOCAL_RANK": str(rank)})
-        )
+        process(module, [folder, rank], logs[rank], **environment, LOCAL_RANK=str(rank))
         for rank in range(2)
     ]
     try:
-        for process in processes:
-            process.start()
+        for running in processes:
+            running.start()
         end = time.monotonic() + seconds
-        while any(running := [process.is_alive() for process in processes]):
-            if not all(running):
+        while any(alive := [running.is_alive() for running in processes]):
+            if not all(alive):
                 end = min(end, time.monotonic() + AFTER_THE_OTHER)
             if time.monotonic() > end:
                 break
             time.sleep(0.05)
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for running in processes:
+            running.kill()
+            running.join()
     results = [folder / f"{rank}.json" for rank in range(2)]
     if not all(path.exists() for path in results):
         pytest.fail("\n".join(log.read_text()[-4000:] for log in logs))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ import torch
 from lightning_fedleak.split import PeerError, SplitClient, connect
 from lightning_fedleak.split.client import trained
 from tests.helpers.models import VOCAB
-from tests.helpers.processes import environment_of_own
+from tests.helpers.processes import process
 from tests.split.cases import CASES, SGD, TIMEOUT
 
 pytestmark = pytest.mark.ddp
@@ -47,40 +44,41 @@ def batches(case):
 def runs(tmp_path_factory):
     """What the client saw in each case, what the server left, and the unsplit model's run."""
     folder = tmp_path_factory.mktemp("split")
-    command = [sys.executable, "-m", "tests.split.cases", str(folder)]
-    environment = environment_of_own(CUDA_VISIBLE_DEVICES="")
+    log = folder / "log"
+    server = process("tests.split.cases", [folder], log, CUDA_VISIBLE_DEVICES="")
+    server.start()
     found = {}
-    with subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], env=environment, stderr=subprocess.PIPE, text=True
-    ) as server:
-        try:
-            for name, case in CASES.items():
-                url = f"file://{folder / name.replace(' ', '_')}"
-                channel = connect(url, "client", timeout=TIMEOUT)
-                split = case.split()
-                ids, mask = prompt()
-                out = {"split": split}
-                with SplitClient(split, channel, optimizer=SGD) as client:
-                    out["losses"] = [client.train_step(x, y, **z) for x, y, z in batches(name)]
-                    out["logits"] = client.logits(ids, mask)
-                    if "bert" not in name:
-                        out["tokens"] = client.generate(ids, NEW, mask)
-                found[name] = out
-            channel = connect(f"file://{folder / 'leaves'}", "client", timeout=TIMEOUT)
-            SplitClient(CASES["llama"].split(), channel).logits(*prompt())
-            channel.drop()
-            channel = connect(f"file://{folder / 'dies'}", "client", timeout=TIMEOUT)
-            client = SplitClient(CASES["llama"].split(), channel)
-            began = time.monotonic()
-            with pytest.raises(PeerError) as raised:
-                client.logits(*prompt())
-            found["dies"] = str(raised.value), time.monotonic() - began
-            client.close()
-            assert server.wait(TIMEOUT) == 3
-        except BaseException:
-            server.kill()
-            print(server.stderr.read())
-            raise
+    try:
+        for name, case in CASES.items():
+            url = f"file://{folder / name.replace(' ', '_')}"
+            channel = connect(url, "client", timeout=TIMEOUT)
+            split = case.split()
+            ids, mask = prompt()
+            out = {"split": split}
+            with SplitClient(split, channel, optimizer=SGD) as client:
+                out["losses"] = [client.train_step(x, y, **z) for x, y, z in batches(name)]
+                out["logits"] = client.logits(ids, mask)
+                if "bert" not in name:
+                    out["tokens"] = client.generate(ids, NEW, mask)
+            found[name] = out
+        channel = connect(f"file://{folder / 'leaves'}", "client", timeout=TIMEOUT)
+        SplitClient(CASES["llama"].split(), channel).logits(*prompt())
+        channel.drop()
+        channel = connect(f"file://{folder / 'dies'}", "client", timeout=TIMEOUT)
+        client = SplitClient(CASES["llama"].split(), channel)
+        began = time.monotonic()
+        with pytest.raises(PeerError) as raised:
+            client.logits(*prompt())
+        found["dies"] = str(raised.value), time.monotonic() - began
+        client.close()
+        server.join(TIMEOUT)
+        assert server.exitcode == 3
+    except BaseException:
+        print(log.read_text())
+        raise
+    finally:
+        server.kill()
+        server.join()
     found["leaves"] = (folder / "leaves.txt").read_text()
     for name in CASES:
         found[name] |= torch.load(folder / f"{name}.pt", weights_only=False)

@@ -10,7 +10,7 @@ import torch
 
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.helpers.processes import Found, free_port, two_processes
+from tests.helpers.processes import Found, free_port, spawn_imported, two_processes
 from tests.strategies.toy import ToyLM, fit
 
 pytestmark = pytest.mark.ddp
@@ -124,6 +124,7 @@ def test_all_ranks_are_one_client(ranks) -> None:
 
 def test_spawned_processes_are_defended(monkeypatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    spawn_imported(monkeypatch)
     start: list[torch.Tensor] = []
 
     def build() -> ToyLM:

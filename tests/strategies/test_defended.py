@@ -260,6 +260,15 @@ def test_refusals_when_the_trainer_is_known() -> None:
         trainer(DefendedStrategy(), accelerator=Foreign())
 
 
+def test_mps_is_a_single_device(monkeypatch) -> None:
+    mps = "lightning.pytorch.accelerators.mps.MPSAccelerator"
+    monkeypatch.setattr(f"{mps}.is_available", lambda: True)
+    monkeypatch.setattr(f"{mps}.parse_devices", lambda devices: [0])
+    with pytest.raises(DefenseError, match=r"DefendedStrategy\('ddp'\) cannot run on MPS"):
+        trainer(DefendedStrategy("ddp"), accelerator="mps")
+    assert isinstance(trainer(DefendedStrategy(), accelerator="mps").strategy, SingleDeviceStrategy)
+
+
 def run_as_rank(strategy: DefendedStrategy, model: ToyLM, **settings) -> None:
     """Checks that setup makes before any process is needed."""
     run = trainer(strategy, devices=2, **settings)

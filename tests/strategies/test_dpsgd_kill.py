@@ -4,42 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
-from tests.helpers.processes import SECONDS, environment_of_own
+from tests.helpers.processes import one_process
 from tests.strategies.dpsgd_lives import LIVES, NOISE, live
 from tests.strategies.dpsgd_runs import BATCH, N
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
-ROOT = Path(__file__).parents[2]
 
 
 def test_killed_at_ten_random_points_it_forgets_no_release_and_repeats_no_noise(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-m", "tests.strategies.dpsgd_lives", str(tmp_path)]
-    ended = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment_of_own(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    said = one_process("tests.strategies.dpsgd_lives", tmp_path, log=tmp_path / "log")
     lives = json.loads((tmp_path / "lives.json").read_text())
     releases = np.load(tmp_path / "releases.npy")
 
     assert len(lives) == LIVES == 10
     counted = 0
     for life in lives:
-        assert life["killed"], ended.stderr[-4000:]
+        assert life["killed"], said[-4000:]
         assert life["seen"] >= life["until"]
         assert life["seen"] <= life["ledger"] - counted <= life["seen"] + 1
         counted = life["ledger"]

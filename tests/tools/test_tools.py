@@ -2,15 +2,12 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lightning_fedleak as fedleak
-from tests.helpers.processes import environment_of_own
+from tests.helpers.processes import one_process
 from tests.tools import compare_checkouts, files_entered, lowest_versions, seeded_runs
 
 OLD = {"api": {"a: F": ["def F", "    -> int"], "b: G": ["def G"]}, "fits": {"x: model": ["1"]}}
@@ -91,21 +88,16 @@ def test_settings_of_games_are_given_as_the_checkout_takes_them(monkeypatch):
     assert new == {"games": Games(3, 2.0), "every_n_steps": 1}
 
 
-def test_the_way_of_one_look_and_of_one_dpsgd_step_grows_no_longer():
-    # In a process of its own: hooks on all optimizers that other tests left would count.
-    script = (
-        "import json; from tests.tools.files_entered import *; "
-        "print(json.dumps([files_of_look(), files_of_dpsgd_step()]))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[2],
-        env=environment_of_own(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    look, step = json.loads(run.stdout.splitlines()[-1])
+def test_the_way_of_one_look_and_of_one_dpsgd_step_grows_no_longer(tmp_path):
+    # In processes of their own: hooks on all optimizers that other tests left would count.
+    def entered(*options: str) -> list[str]:
+        said = one_process("tests.tools.files_entered", *options, log=tmp_path / options[0])
+        lines = said.splitlines()
+        files = [line for line in lines if line.endswith(".py")]
+        assert lines[-1] == f"{len(files)} files"
+        return files
+
+    look, step = entered("--look", "words"), entered("--dpsgd")
     assert look[0] == "callbacks/monitor.py"
     assert "defenses/dpsgd/dpsgd.py" in step
     for files in (look, step):

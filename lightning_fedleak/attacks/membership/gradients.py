@@ -135,8 +135,9 @@ class GradientMembership(PassiveMembership):
         """
         if anatomy.kind != "causal":
             raise ThreatModelError(
-                f"attack '{self.name}' computes the gradient of a text, of which it holds no "
-                f"labels where the model is a {anatomy.kind} one: remove the attack"
+                f"attack '{self.name}' computes a text's own gradient, and a {anatomy.kind} "
+                "model's texts have labels that it does not know. Remove the attack; "
+                "SubspaceMembership asks without labels."
             )
         names = [m.name for m in self._read(anatomy)] or _others(anatomy)
         names = names or [m.name for m in self._maps(anatomy)[:1]]

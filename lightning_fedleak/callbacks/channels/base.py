@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -42,6 +43,7 @@ from lightning_fedleak.callbacks.results import (
     Waiting,
 )
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
+from lightning_fedleak.lightning_packages import both
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     Inapplicable,
@@ -108,6 +110,11 @@ class Run:
     def device(self) -> torch.device:
         """Where the model is."""
         return self.trainer.strategy.root_device
+
+    @cached_property
+    def under_ddp(self) -> bool:
+        """Whether a DDPStrategy reduces the gradients, or may."""
+        return isinstance(self.trainer.strategy, both("strategies.DDPStrategy"))
 
     @property
     def defenses(self) -> tuple[Defense, ...]:

@@ -29,6 +29,7 @@ from lightning_fedleak.commands.demo.summary import Reading, read_back, summary
 from lightning_fedleak.commands.options import DemoOptions
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.report import write
 from lightning_fedleak.threats import ThreatModelError
 
 UserError = (SourceError, AnatomyError, ThreatModelError)
@@ -111,6 +112,13 @@ class Demo(DemoOptions):
             highlight=False,
             soft_wrap=True,
         )
+        if watched.readings:
+            shown = os.path.relpath(write([folder])[0])
+            console.print(
+                f"\nThe report, one page for people who decide: {shown}",
+                highlight=False,
+                soft_wrap=True,
+            )
         return INTERRUPTED if interrupted else 0
 
     def _data(self) -> TextDataModule:

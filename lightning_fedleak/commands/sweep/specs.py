@@ -15,6 +15,15 @@ from lightning_fedleak import defenses as known
 from lightning_fedleak.defenses import Defense, DefenseError
 
 NONE = "none"
+GRIDS = {
+    "activation_compression": "layer=1,keep_dims=32/64",
+    "activation_noise": "layer=1,sigma=0.1/0.3/1,relative=true",
+    "dpsgd": "max_grad_norm=1,noise_multiplier=0.5/1/2",
+    "freeze": "part=head/embeddings/head+embeddings",
+    "gradient_noise": "clip=1,sigma=1e-4/1e-3/1e-2",
+    "token_ldp": "mechanism=grr,epsilon=1/4/16",
+}
+"""A grid of each of the package's defences, by its name."""
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_+*.\- ]*")
 
 
@@ -50,7 +59,7 @@ class DefenseSpec:
         try:
             return [defense_kinds()[self.kind](**self.settings)]
         except (DefenseError, ValueError, TypeError) as error:
-            raise SpecError(f"'{self}' cannot be built: {error}") from error
+            raise SpecError(f"'{self}' cannot be built: {error}{_grid(self.kind)}") from error
 
 
 def defense_kinds() -> dict[str, type[Defense]]:
@@ -124,8 +133,13 @@ def _check_complete(kind: str, of: type[Defense], settings: Mapping[str, Any]) -
         raise SpecError(
             f"'{kind}' needs {' and '.join(missing)}: write "
             f"{kind}:{','.join([*given, *(f'{name}=VALUE' for name in missing)])}. It also takes "
-            f"{', '.join(others)}"
+            f"{', '.join(others)}{_grid(kind)}"
         )
+
+
+def _grid(kind: str) -> str:
+    """A grid to copy, as the end of a sentence."""
+    return f". A grid to copy: --defense {kind}:{GRIDS[kind]}" if kind in GRIDS else ""
 
 
 def _value(text: str) -> Any:

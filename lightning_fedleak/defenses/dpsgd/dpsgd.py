@@ -201,6 +201,7 @@ class DPSGD(Defense):
             harden_factor=harden_factor,
             most_notches=most_notches,
         )
+        self.ledger = None if ledger is None else os.fspath(ledger)
         self._ledger = ledger
         self._sampling: Sampling | None = None
         self._team = Team()
@@ -211,8 +212,6 @@ class DPSGD(Defense):
         found = super().settings() | {"accountant": self._budget.kind}
         if self.noise_multiplier is not None:
             found["noise_multiplier"] = self.noise_multiplier
-        if self._ledger is not None:
-            found["ledger"] = os.fspath(self._ledger)
         return found
 
     @property

@@ -385,7 +385,7 @@ def test_what_it_cannot_read_is_refused() -> None:
         attack.run(view)
     with pytest.raises(RuntimeError, match="call prepare"):
         GradientMembership(texts(4, LENGTH)).run(view, query)
-    with pytest.raises(ThreatModelError, match="holds no labels where the model is a masked one"):
+    with pytest.raises(ThreatModelError, match="a masked model's texts have labels that it does"):
         attack.needs(find_anatomy(bert()))
 
 

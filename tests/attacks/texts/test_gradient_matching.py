@@ -173,7 +173,7 @@ def test_lamp_recovers_a_text() -> None:
 @pytest.mark.parametrize("system", ["dlg", "tag"])
 def test_short_texts_are_recovered_with_labels_that_are_learned(system: str) -> None:
     attack = getattr(GradientMatching, system)(1, 3, steps=150)
-    assert max(recovered(attack, seed) for seed in (0, 1)) == 1
+    assert any(recovered(attack, seed) == 1 for seed in (0, 1))
 
 
 def test_the_last_token_is_read_off_its_label() -> None:

@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_fedleak.commands.sweep.specs import DefenseSpec, SpecError, parse_defenses
+from lightning_fedleak.commands.sweep.specs import (
+    DefenseSpec,
+    SpecError,
+    defense_kinds,
+    parse_defenses,
+)
 from lightning_fedleak.defenses import Freeze, GradientNoise
 
 
@@ -30,6 +35,14 @@ def test_words_and_none() -> None:
     assert defense.part == "head+embeddings"
     assert parse_defenses("none") == [DefenseSpec("none", {})]
     assert parse_defenses("none")[0].build() == []
+
+
+@pytest.mark.parametrize("kind", defense_kinds())
+def test_a_refusal_shows_a_grid_to_copy(kind: str) -> None:
+    with pytest.raises(SpecError, match=rf"A grid to copy: --defense {kind}:(\S+)$") as refused:
+        parse_defenses(kind)
+    text = str(refused.value).rpartition(" ")[2]
+    assert len(parse_defenses(text)) > 1
 
 
 @pytest.mark.parametrize(

@@ -1,110 +1,23 @@
-"""``run.jsonl``: what a fit was, beside what ``leakage.jsonl`` says that was read off it.
-
-One line when a fit begins (model, training, attacks and their adversaries, defences, gates), one
-for each look (utility, what defences have spent), one for each decision of a gate, one when the fit
-ends. Numbers and settings only. The reports read it.
-"""
+"""What a fit knows of itself before its first step: the first line of ``run.jsonl``."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.callbacks.auto import reads_of
 from lightning_fedleak.callbacks.channels.base import Channel, Run
 from lightning_fedleak.callbacks.fit import Fit
 from lightning_fedleak.callbacks.results import Series
-from lightning_fedleak.defenses import Defense, DefenseError
 
-RECORD_SCHEMA = 1
 PACKAGES = (
     *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),
     *("opacus", "torchmetrics", "numpy"),
 )
-
-
-class RunRecord:
-    """Appends to ``run.jsonl``; of several processes the first one does.
-
-    Args:
-        path: the file; its folder is made when the first line is written.
-        run: the id that the fit's lines in ``leakage.jsonl`` have.
-        warn: is told why a line could not be written; the fit goes on.
-    """
-
-    def __init__(self, path: Path, run: str, warn: Callable[[str], None]) -> None:
-        self.path = path
-        self.run = run
-        self._warn = warn
-        self._ended = False
-
-    def begins(self, facts: Mapping[str, Any]) -> None:
-        """A fit begins; ``settings_hash`` is that of everything in ``facts``."""
-        text = json.dumps(facts, sort_keys=True, default=str)
-        self._append("begin", **facts, settings_hash=hashlib.sha256(text.encode()).hexdigest())
-
-    def looked(
-        self,
-        step: int,
-        utility: Mapping[str, float],
-        seconds: float,
-        failures: int,
-        defenses: Sequence[Defense],
-    ) -> None:
-        """A look is over: what it cost, and what was spent until it."""
-        self._append(
-            "look",
-            step=step,
-            utility={n: _plain(v) for n, v in utility.items()},
-            privacy=[spent for d in defenses if (spent := _spent(d)) is not None],
-            seconds=_plain(seconds),
-            failures=failures,
-        )
-
-    def decided(self, facts: Mapping[str, Any]) -> None:
-        """A gate has acted."""
-        self._append("gate", **facts)
-
-    def ends(self, step: int, how: str, defenses: Sequence[Defense]) -> None:
-        """The fit is over; said once.
-
-        Args:
-            step: optimizer steps that were taken in all.
-            how: ``"finished"``, or the class of what was raised.
-            defenses: of the run.
-        """
-        if not self._ended:
-            self._ended = True
-            spent = [found for d in defenses if (found := _spent(d)) is not None]
-            self._append("end", step=step, how=how, privacy=spent)
-
-    def _append(self, kind: str, **facts: Any) -> None:
-        line = {
-            "schema": RECORD_SCHEMA,
-            "run": self.run,
-            "kind": kind,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            **facts,
-        }
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, default=str) + "\n")
-        except OSError as error:
-            self._warn(f"{self.path} cannot be written: {error.strerror}")
-
-
-# ---- what is known when a fit begins ----------------------------------------------------------
 
 
 def facts_of(
@@ -222,27 +135,4 @@ def _training(run: Run) -> dict[str, Any]:
     }
 
 
-def _spent(defense: Defense) -> dict[str, Any] | None:
-    """What a defence that accounts has spent, and on how many releases of which kind."""
-    try:
-        cost = defense.privacy
-    except DefenseError:  # nothing was released yet
-        return None
-    if cost is None:
-        return None
-    history = getattr(getattr(defense, "accountant", None), "history", ())
-    return {
-        "defense": defense.name,
-        **{name: _plain(value) for name, value in asdict(cost).items()},
-        "history": [list(row) for row in history],
-    }
-
-
-def _plain(value: float | None) -> float | str | None:
-    """As strict JSON takes it: infinity is said in a word, unknown is null."""
-    if value is None or math.isnan(value):
-        return None
-    return value if math.isfinite(value) else "infinite"
-
-
-__all__ = ["RECORD_SCHEMA", "RunRecord", "facts_of", "versions"]
+__all__ = ["facts_of", "versions"]

@@ -1,0 +1,77 @@
+"""``fedleak compare``: what changed between two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_fedleak.report import NothingToReport, findings, read
+from lightning_fedleak.report.page import interval, known, share
+
+
+def compare(before: Path, after: Path, console: Console | None = None) -> None:
+    """Prints the newest fit of each folder side by side.
+
+    Args:
+        before: log folder of the first run.
+        after: that of the second.
+        console: where to print; stdout by default.
+
+    Raises:
+        NothingToReport: one of them holds no run.
+    """
+    console = console or Console()
+    first, second = (_newest(place) for place in (before, after))
+    table = Table("", "stage", str(before), str(after), "change")
+    for name in dict.fromkeys([*first["utility"], *second["utility"]]):
+        ends = [_last(fit["utility"].get(name)) for fit in (first, second)]
+        table.add_row(f"utility/{name}", "", *map(known, ends), _change(*ends))
+    attacks = [{(a["name"], a["stage"]): a for a in fit["attacks"]} for fit in (first, second)]
+    for key in dict.fromkeys([*attacks[0], *attacks[1]]):
+        of = [named.get(key) for named in attacks]
+        headline = next(a["headline"] for a in of if a)
+        means = [a["mean"] if a and a["exposed"] else None for a in of]
+        name, stage = key
+        table.add_row(f"{name}/{headline}", stage, *map(_measured, of), _change(*means))
+    spent = [fit["privacy"][0]["epsilon"] if fit["privacy"] else None for fit in (first, second)]
+    table.add_row("epsilon", "", *("none accounted" if s is None else known(s) for s in spent), "")
+    console.print(table)
+    console.print(
+        "Leakage: mean of all looks, then the last known look with its 95% interval. Whether a "
+        "difference is more than chance, two runs cannot show where the intervals overlap.",
+        highlight=False,
+    )
+
+
+def _newest(place: Path) -> Mapping[str, Any]:
+    runs = findings(read([place]))["runs"]
+    if not runs:
+        raise NothingToReport(f"'{place}' holds results of commands, and no run of a Trainer")
+    newest: Mapping[str, Any] = runs[-1]
+    return newest
+
+
+def _last(line: list[tuple[int, float | None]] | None) -> float | None:
+    values = [value for _, value in line or () if value is not None]
+    return values[-1] if values else None
+
+
+def _measured(attack: Mapping[str, Any] | None) -> str:
+    if attack is None:
+        return "not tested"
+    if not attack["exposed"]:
+        return "not shared"
+    if attack["mean"] is None:
+        return "unknown"
+    return f"{share(attack['mean'])}; {interval(attack['last'])}"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return "" if before is None or after is None else f"{after - before:+.3f}"
+
+
+__all__ = ["compare"]

@@ -1,0 +1,205 @@
+"""Pictures of the report as SVG: drawn here, so that the page needs nothing from anywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from markupsafe import Markup, escape
+
+Points = Sequence[tuple[float, float | None]]
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 420, 46, 14, 10, 28
+MOST_POINTS = 200
+"""Of a line; a longer one is drawn by the lowest and the highest value of each part of it."""
+COLOURS = 8
+
+
+def lines(
+    series: Mapping[str, Points],
+    *,
+    label: str,
+    height: int = 190,
+    span: tuple[float, float] | None = None,
+    marks: Mapping[str, Sequence[float]] | None = None,
+    level: float | None = None,
+) -> Markup:
+    """Lines over steps, with a legend; gaps are unknown values.
+
+    Args:
+        series: (step, value) by name; None is unknown.
+        label: of the picture, for those who cannot see it.
+        height: in pixels.
+        span: of the values; by default what they take.
+        marks: steps at which something happened, by what.
+        level: a value that is marked by a dashed line.
+    """
+    points = [p for line in series.values() for p in line]
+    values = [v for _, v in points if v is not None] + ([] if level is None else [level])
+    if not values:
+        return Markup('<p class="unknown">nothing is known</p>')
+    low, high = span or _span(values)
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    across = _scale(first, max(last, first + 1), LEFT, WIDTH - RIGHT)
+    down = _scale(low, high, height - BOTTOM, TOP)
+    parts = [_axes(height, low, high, down, first, max(last, first + 1), across)]
+    if level is not None:
+        parts.append(_dashed(LEFT, down(level), WIDTH - RIGHT, down(level), "level"))
+    for what, steps in (marks or {}).items():
+        for step in steps:
+            x = across(step)
+            title = f"<title>{escape(what)}: step {step:g}</title>"
+            parts.append(f"<g>{title}{_dashed(x, TOP, x, height - BOTTOM, 'mark')}</g>")
+    for number, (name, line) in enumerate(series.items()):
+        colour = f"c{number % COLOURS}"
+        for run in _known_runs(_thinned(line)):
+            drawn = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in run)
+            title = f"<title>{escape(name)}</title>"
+            if len(run) == 1:
+                [(x, y)] = [(across(at), down(value)) for at, value in run]
+                parts.append(
+                    f'<circle class="{colour} dot" cx="{x:.1f}" cy="{y:.1f}" r="3">{title}</circle>'
+                )
+            else:
+                parts.append(f'<polyline class="{colour}" points="{drawn}">{title}</polyline>')
+    legend = "".join(
+        f'<li><i class="c{number % COLOURS}"></i>{escape(name)}</li>'
+        for number, name in enumerate(series)
+    )
+    picture = _svg(height, label, parts)
+    return Markup(f'<figure>{picture}<ul class="legend">{legend}</ul></figure>')
+
+
+def intervals(rows: Sequence[Mapping[str, object]], *, label: str) -> Markup:
+    """One line for each attack: its last value with its interval, from 0 to 1.
+
+    Args:
+        rows: ``name``, ``stage``, ``headline``, ``chance``, and ``last`` with ``value``, ``low``
+            and ``high``, None where it is unknown.
+        label: of the picture.
+    """
+    if not rows:
+        return Markup('<p class="unknown">no attack was played</p>')
+    step = 36
+    height = TOP + step * len(rows) + BOTTOM
+    across = _scale(0.0, 1.0, RIGHT, WIDTH - RIGHT)
+    parts = []
+    for tick in (0, 0.25, 0.5, 0.75, 1):
+        x = across(tick)
+        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{TOP}" y2="{height - BOTTOM}"/>')
+        parts.append(f'<text x="{x}" y="{height - 10}" text-anchor="middle">{tick:g}</text>')
+    for number, row in enumerate(rows):
+        top = TOP + step * number
+        y = top + 25
+        name = f"{row['name']} ({row['stage']}), {row['headline']}"
+        last = row["last"]
+        known = isinstance(last, Mapping)
+        said = name if known else f"{name}: unknown"
+        kind = "" if known else ' class="unknown"'
+        parts.append(f'<text{kind} x="{RIGHT}" y="{top + 13}">{escape(said)}</text>')
+        if not isinstance(last, Mapping):
+            continue
+        value, low, high = (last.get(end) for end in ("value", "low", "high"))
+        if isinstance(low, float | int) and isinstance(high, float | int):
+            ends = f'x1="{across(low):.1f}" x2="{across(high):.1f}"'
+            parts.append(f'<line class="whisker" {ends} y1="{y}" y2="{y}"/>')
+        chance = row["chance"]
+        if isinstance(chance, float | int) and chance:
+            parts.append(_dashed(across(chance), y - 7, across(chance), y + 7, "level"))
+        if isinstance(value, float | int):
+            parts.append(f'<circle class="dot c0" cx="{across(value):.1f}" cy="{y}" r="4"/>')
+    return Markup(f"<figure>{_svg(height, label, parts)}</figure>")
+
+
+# ---- parts ------------------------------------------------------------------------------------
+
+
+def _svg(height: float, label: str, parts: Sequence[str]) -> str:
+    box = f'viewBox="0 0 {WIDTH} {height:g}"'
+    return f'<svg {box} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+
+
+def _dashed(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    return f'<line class="{kind}" {ends}/>'
+
+
+def _axes(
+    height: int,
+    low: float,
+    high: float,
+    down: _Scale,
+    first: float,
+    last: float,
+    across: _Scale,
+) -> str:
+    parts = []
+    for value in _ticks(low, high):
+        y = down(value)
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+    for step in _ticks(first, last):
+        x = across(step)
+        parts.append(f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle">{step:g}</text>')
+    return "".join(parts)
+
+
+class _Scale:
+    """From values to pixels."""
+
+    def __init__(self, low: float, high: float, start: float, end: float) -> None:
+        self._low, self._factor, self._start = low, (end - start) / (high - low), start
+
+    def __call__(self, value: float) -> float:
+        return self._start + self._factor * (value - self._low)
+
+
+def _scale(low: float, high: float, start: float, end: float) -> _Scale:
+    return _Scale(low, high if high > low else low + 1.0, start, end)
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - room, high + room
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About five round numbers."""
+    step = 10 ** math.floor(math.log10((high - low) / 4 or 1.0))
+    step = next(step * times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= 5)
+    first = math.ceil(low / step - 1e-9)
+    return [round(step * n, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _thinned(line: Points) -> list[tuple[float, float | None]]:
+    """No more than ``MOST_POINTS``: of each part its lowest and its highest, in their order."""
+    if len(line) <= MOST_POINTS:
+        return list(line)
+    size = math.ceil(2 * len(line) / MOST_POINTS)
+    kept: list[tuple[float, float | None]] = []
+    for start in range(0, len(line), size):
+        part = line[start : start + size]
+        known = [(x, y) for x, y in part if y is not None]
+        if not known:
+            kept.append((part[0][0], None))
+            continue
+        ends = {min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def _known_runs(line: Points) -> list[list[tuple[float, float]]]:
+    """The stretches between unknown values."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for x, y in line:
+        if y is None:
+            runs.append([])
+        else:
+            runs[-1].append((x, y))
+    return [run for run in runs if run]
+
+
+__all__ = ["intervals", "lines"]

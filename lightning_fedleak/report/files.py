@@ -1,0 +1,96 @@
+"""Writes what runs showed to files, for ``fedleak report`` and at the end of a fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_fedleak.report.findings import findings
+from lightning_fedleak.report.page import page
+from lightning_fedleak.report.reading import ReportError, read
+from lightning_fedleak.report.registry import entry
+
+ABOUT = "report.toml"
+PRIVATE = 0o600
+
+
+def write(
+    runs: Sequence[Path],
+    out: Path | None = None,
+    about: Path | None = None,
+    reveal: Sequence[Path] = (),
+) -> list[Path]:
+    """Writes ``report.html``, ``report.json`` and ``report.yaml``.
+
+    Args:
+        runs: log folders, or files of results.
+        out: folder to write to; made where it is not there. Default: the first run's.
+        about: what only people know, in TOML; by default ``report.toml`` in ``out``.
+        reveal: local reveal files, whose private text the page then holds.
+
+    Returns:
+        The files.
+
+    Raises:
+        ReportError: nothing is there to report, a file cannot be read or written, or ``about``
+            says what an entry cannot hold.
+    """
+    found = read(runs)
+    folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
+    if about is None and (folder / ABOUT).is_file():
+        about = folder / ABOUT
+    said = findings(found, _people(about))
+    try:
+        registered = entry(said)
+    except ValueError as error:
+        raise ReportError(str(error)) from None
+    texts = {str(path): _text(path) for path in reveal}
+    files = {
+        folder / "report.html": page(said, texts),
+        folder / "report.json": json.dumps(said, indent=1, allow_nan=False) + "\n",
+        folder / "report.yaml": registered,
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, content in files.items():
+            _write(path, content, private=bool(texts) and path.suffix == ".html")
+    except OSError as error:
+        raise ReportError(
+            f"'{folder}' cannot be written to ({error.strerror}): name another folder with --out"
+        ) from None
+    return list(files)
+
+
+def _people(about: Path | None) -> Mapping[str, Any]:
+    if about is None:
+        return {}
+    try:
+        return tomllib.loads(_text(about))
+    except tomllib.TOMLDecodeError as error:
+        raise ReportError(f"'{about}' is no TOML: {error}") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"'{path}' cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ReportError(f"'{path}' is not UTF-8 text") from None
+
+
+def _write(path: Path, content: str, *, private: bool) -> None:
+    """A page with private text is its owner's alone, also while it is being written."""
+    mode = PRIVATE if private else 0o666
+    if private:
+        path.unlink(missing_ok=True)  # another's hands may be on a file of an earlier report
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_EXCL if private else 0)
+    with os.fdopen(os.open(path, flags, mode), "w", encoding="utf-8") as file:
+        file.write(content)
+
+
+__all__ = ["ABOUT", "write"]

@@ -1,0 +1,179 @@
+"""The report as one page of HTML that needs nothing from anywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from lightning_fedleak.report import charts
+from lightning_fedleak.report.findings import NOT_RECORDED
+
+_TEMPLATE = "page.html"
+
+
+def page(found: Mapping[str, Any], revealed: Mapping[str, str] | None = None) -> str:
+    """Renders what was found.
+
+    Args:
+        found: of :func:`~lightning_fedleak.report.findings.findings`.
+        revealed: contents of local reveal files, by name: private text. The page must then be
+            kept as they are.
+
+    Returns:
+        HTML; everything that runs have named themselves is escaped.
+    """
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {"known": known, "share": share, "interval": interval}
+    environment.globals |= {"pictures": pictures, "questions": questions}
+    source = files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
+    return environment.from_string(source).render(found=found, revealed=revealed or {})
+
+
+# ---- how values are written -------------------------------------------------------------------
+
+
+def known(value: object) -> str:
+    """A value in words; what nobody recorded says so."""
+    if value is None or value == "":
+        return NOT_RECORDED
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, Mapping):
+        if {"value", "low", "high"} <= value.keys():
+            return interval(value)
+        return ", ".join(f"{name} {known(of)}" for name, of in value.items()) or NOT_RECORDED
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(known, value)) or "none"
+    return str(value)
+
+
+def share(value: float | None) -> str:
+    """A rate with three digits; unknown is said."""
+    if value is None or math.isnan(value):
+        return "unknown"
+    return f"{value:.3f}"
+
+
+def interval(rate: Mapping[str, float | None] | None) -> str:
+    """A rate and its 95% interval."""
+    if rate is None or rate["value"] is None:
+        return "unknown"
+    if rate["low"] is None or rate["high"] is None:
+        return share(rate["value"])
+    return f"{share(rate['value'])} ({share(rate['low'])} to {share(rate['high'])})"
+
+
+# ---- what is shown of a fit -------------------------------------------------------------------
+
+
+def pictures(fit: Mapping[str, Any]) -> dict[str, Markup]:
+    """The pictures of a fit, by their titles."""
+    acted: dict[str, list[float]] = {}
+    for decision in fit["decisions"]:
+        acted.setdefault(f"{decision['gate']} {decision['did']}", []).append(decision["step"])
+    shown: dict[str, Markup] = {}
+    if fit["utility"]:
+        shown["Utility over steps"] = charts.lines(
+            fit["utility"], label="utility over optimizer steps", marks=acted
+        )
+    if fit["headlines"]:
+        shown["Leakage over steps, of what was shared"] = charts.lines(
+            fit["headlines"],
+            label="each attack's headline over optimizer steps",
+            span=(0.0, 1.0),
+            marks=acted,
+        )
+    shown["Each attack: the last known look with its 95% interval (dashed: a coin)"] = (
+        charts.intervals(fit["attacks"], label="attacks with intervals, unknown ones first")
+    )
+    for spent in fit["privacy"]:
+        target = spent["target_epsilon"]
+        shown[f"Epsilon spent ({spent['defense']})"] = charts.lines(
+            {"epsilon": spent["series"]},
+            label="epsilon over optimizer steps",
+            level=target if isinstance(target, int | float) else None,
+        )
+    return shown
+
+
+def questions(found: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, object]]]]:
+    """What reviewers ask, answered from the runs.
+
+    The groups are those of NIST SP 800-226 (its layers from the claim to the data) and of EDPB
+    Opinion 28/2024 (what a controller documents of attacks and of residual risk).
+    """
+    fits, people = found["runs"], found["people"]
+    spent = [p for fit in fits for p in fit["privacy"]]
+    attacks = [a for fit in fits for a in fit["attacks"]]
+    first = fits[0] if fits else {}
+    gates = [g for fit in fits for g in fit["gates"]]
+    versions = first.get("versions") or {}
+
+    def of(section: str, name: str) -> object:
+        return (people.get(section) or {}).get(name)
+
+    claim: list[tuple[str, object]] = [
+        ("Epsilon and delta", [f"{known(p['epsilon'])} at {known(p['delta'])}" for p in spent]),
+        ("Unit of privacy and neighbours", [p["guarantee"] for p in spent]),
+        ("Accountant, releases", [f"{p['accountant']}, {known(p['releases'])}" for p in spent]),
+    ]
+    mechanism: list[tuple[str, object]] = [
+        (
+            "Clip norm and noise multiplier",
+            [f"{known(p['max_grad_norm'])}, {known(p['noise_multiplier'])}" for p in spent],
+        ),
+        ("Library and versions", ", ".join(f"{n} {v}" for n, v in versions.items()) or None),
+        (
+            "Utility at the last look",
+            {name: line[-1][1] for fit in fits for name, line in fit["utility"].items() if line},
+        ),
+        ("Bias between groups", of("implementation", "justification")),
+    ]
+    trust: list[tuple[str, object]] = [
+        ("What leaves a client", [fit["shared"]["what"] for fit in fits]),
+        ("Who sees it", list(dict.fromkeys(fit["shared"]["seen_by"] for fit in fits))),
+        ("Who is trusted", list(dict.fromkeys(p["trust"] for p in spent))),
+        ("Gates", [f"{g['metric']} at most {known(g['at_most'])}: {g['action']}" for g in gates]),
+    ]
+    data: list[tuple[str, object]] = [
+        ("Whose data, collected how", of("dp_variant", "data_domain")),
+        (
+            "Use of the data before and beside this",
+            of("implementation", "preprocessing_and_hyperparameter_tuning"),
+        ),
+    ]
+    tried: list[tuple[str, object]] = [
+        ("Attacks tried", list(dict.fromkeys(a["name"] for a in attacks))),
+        ("Adversaries", list(dict.fromkeys(a["adversary"] for a in attacks))),
+        ("Their strength", "each attack's settings stand in the table of attacks"),
+        (
+            "Results",
+            [f"{a['name']} ({a['stage']}): {interval(a['last'])}" for a in attacks if a["last"]],
+        ),
+        ("Unknown results", sum(a["unknown"] for a in attacks)),
+        ("Not tested", list(dict.fromkeys(one for fit in fits for one in fit["not_tested"]))),
+        ("Direct extraction from the trained model", "not tested here"),
+        ("Personal data by queries to the model", "not tested here"),
+        ("Date of the tests", list(dict.fromkeys(fit["began"][:10] for fit in fits))),
+    ]
+    return [
+        ("The claim (NIST SP 800-226)", claim),
+        ("Mechanism, utility, bias", mechanism),
+        ("Trust and side channels", trust),
+        ("Data collection", data),
+        ("Attacks and residual risk (EDPB Opinion 28/2024)", tried),
+    ]
+
+
+__all__ = ["interval", "known", "page", "pictures", "questions", "share"]

@@ -1,0 +1,199 @@
+"""Reads what runs have left: ``leakage.jsonl``, ``run.jsonl``, and the results of commands.
+
+A line that cannot be read is counted and named, and costs nothing but itself. Results of the first
+versions, which had no ``run.jsonl`` and no ids, are read as one fit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Line = Mapping[str, Any]
+
+RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
+SCHEMA = {RESULTS: 1, RECORD: 1}
+"""The newest schema of each file that is understood."""
+
+_NEEDED: Mapping[str, Mapping[str, type]] = {
+    RESULTS: {"step": int, "attack": str, "stage": str, "metrics": dict},
+    RECORD: {"run": str, "kind": str},
+}
+
+
+class ReportError(ValueError):
+    """A report cannot be made; says what to change."""
+
+
+class NothingToReport(ReportError):
+    """No file of a run, or of a command's results, is where it was looked for."""
+
+
+@dataclass(frozen=True)
+class FitLines:
+    """What one fit has left.
+
+    Attributes:
+        folder: of its files.
+        run: its id; empty for the first versions'.
+        begin: what it knew of itself before its first step; None where that was not recorded.
+        looks: one for each look, with utility and what was spent.
+        results: one for each look, stage and attack.
+        decisions: of gates.
+        end: how it ended; None where it was cut off, or that was not recorded.
+    """
+
+    folder: Path
+    run: str
+    begin: Line | None = None
+    looks: Sequence[Line] = ()
+    results: Sequence[Line] = ()
+    decisions: Sequence[Line] = ()
+    end: Line | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was found.
+
+    Attributes:
+        fits: in the order in which they began.
+        results: of ``fedleak game``, ``invert`` and ``sweep``, by the file's name.
+        problems: what could not be read, each in a sentence.
+    """
+
+    fits: tuple[FitLines, ...]
+    results: Mapping[str, Any] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+
+def read(places: Sequence[Path]) -> Reading:
+    """Reads folders, with all below them, and files.
+
+    Args:
+        places: log folders of runs, or files of results.
+
+    Raises:
+        NothingToReport: a place does not exist, or nothing is in any of them.
+    """
+    problems: list[str] = []
+    fits: list[FitLines] = []
+    results: dict[str, Any] = {}
+    for place in places:
+        if not place.exists():
+            raise NothingToReport(f"'{place}' does not exist: name the folder of a run's logs")
+        if place.is_file() and place.suffix == ".json":
+            _add_result(place, results, problems)
+            continue
+        folders = [place.parent] if place.is_file() else _folders(place)
+        for folder in folders:
+            fits += _fits(folder, problems)
+        for path in sorted(place.rglob("*.json")) if place.is_dir() else ():
+            _add_result(path, results, problems, asked=False)
+    if not fits and not results:
+        listed = ", ".join(f"'{place}'" for place in places)
+        raise NothingToReport(
+            f"no {RESULTS}, and no results of fedleak game, invert or sweep, in {listed}. A "
+            "LeakageMonitor writes its file to the logger's folder (lightning_logs/version_0, say)"
+        )
+    return Reading(tuple(fits), results, tuple(problems))
+
+
+def _folders(place: Path) -> list[Path]:
+    found = {path.parent for name in SCHEMA for path in place.rglob(name)}
+    return sorted(found)
+
+
+def _fits(folder: Path, problems: list[str]) -> list[FitLines]:
+    by_run: dict[str, dict[str, list[Line]]] = {}
+    for name in (RECORD, RESULTS):
+        for line in _lines(folder / name, problems):
+            of = by_run.setdefault(str(line.get("run", "")), {})
+            of.setdefault(name if name == RESULTS else line["kind"], []).append(line)
+    return [
+        FitLines(
+            folder,
+            run,
+            begin=next(iter(of.get("begin", ())), None),
+            looks=of.get("look", ()),
+            results=of.get(RESULTS, ()),
+            decisions=of.get("gate", ()),
+            end=next(iter(of.get("end", ())), None),
+        )
+        for run, of in by_run.items()
+    ]
+
+
+def _lines(path: Path, problems: list[str]) -> Iterator[Line]:
+    """The lines that are what they should be; the others are named once, by their numbers."""
+    if not path.is_file():
+        return
+    broken, newer = [], []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                line = json.loads(text)
+            except ValueError:
+                broken.append(number)
+                continue
+            if not isinstance(line, dict) or not _whole(line, _NEEDED[path.name]):
+                broken.append(number)
+            elif line.get("schema", 1) not in range(1, SCHEMA[path.name] + 1):
+                newer.append(number)
+            else:
+                yield line
+    for numbers, why in ((broken, "cannot be read"), (newer, "are of a newer version")):
+        if numbers:
+            problems.append(f"{len(numbers)} of the lines of {path} {why}: {_spans(numbers)}")
+
+
+def _whole(line: Line, needed: Mapping[str, type]) -> bool:
+    return all(isinstance(line.get(name), kind) for name, kind in needed.items())
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
+
+
+def _add_result(
+    path: Path, results: dict[str, Any], problems: list[str], *, asked: bool = True
+) -> None:
+    """Takes a command's file of results; files of others are passed over unless asked for."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        if asked:
+            problems.append(f"{path} cannot be read as JSON")
+        return
+    ours = isinstance(content, dict) and "schema" in content
+    if ours and any(isinstance(content.get(name), list) for name in ("results", "cells")):
+        results[str(path)] = content
+    elif asked:
+        problems.append(f"{path} holds no results of fedleak game, invert or sweep")
+
+
+def number(value: object) -> float:
+    """A measured number as it was written; NaN for unknown."""
+    if value == "infinite":
+        return math.inf
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if known else math.nan  # type: ignore[arg-type]
+
+
+__all__ = [
+    "RECORD",
+    "RESULTS",
+    "FitLines",
+    "NothingToReport",
+    "Reading",
+    "ReportError",
+    "number",
+    "read",
+]

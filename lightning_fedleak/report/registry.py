@@ -1,0 +1,228 @@
+"""An entry for the registry of deployments of differential privacy (OpenDP).
+
+The fields are those of its ``deployments-schema.yaml`` as of 2026-07-15; strings are Markdown
+there. What the runs know is filled in, what only people know comes from ``report.toml``. The rest
+says ``not recorded`` where the schema wants something, and is left out where it does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from lightning_fedleak.report.findings import NOT_RECORDED
+
+_TEXT: Mapping[str, Any] = {"type": "string"}
+_TEXTS: Mapping[str, Any] = {"type": "array"}
+
+
+def _one_of(*words: str) -> Mapping[str, Any]:
+    return {"type": "string", "enum": words}
+
+
+_SECTORS = ("Technology", "Healthcare", "Education", "Government", "Energy", "Finance")
+FIELDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "basic": {
+        "name": _TEXT,
+        "data_curators": _TEXTS,
+        "intended_use": _TEXT,
+        "data_product_type": _one_of(
+            "Summary statistics",
+            "Machine learning model",
+            "Dataset",
+            "Synthetic data",
+            "Interactive API",
+            "SQL queries",
+        ),
+        "data_product_region": _TEXT,
+        "description": _TEXT,
+        "publication_date": {"type": "string", "format": "date"},
+        "data_product_sector": _one_of(*_SECTORS),
+    },
+    "dp_variant": {
+        "variant_name": _one_of(
+            "Pure DP", "Approximate DP", "Zero-concentrated DP", "Renyi DP", "Custom"
+        ),
+        "data_domain": _TEXT,
+        "unprotected_quantities": _TEXT,
+    },
+    "privacy_loss": {
+        "privacy_unit": _TEXT,
+        "privacy_unit_details": _TEXT,
+        "privacy_parameters": {"type": "object"},
+        "privacy_parameters_details": _TEXT,
+    },
+    "deployment_model": {
+        "model_name": _one_of("Local", "Central", "Shuffle", "Federated", "Varies"),
+        "model_name_details": _TEXT,
+        "actors": _TEXT,
+        "release_type": _one_of("One release", "Many releases"),
+        "release_type_details": _TEXT,
+        "data_source_type": _one_of("Static", "Dynamic"),
+        "data_source_type_details": _TEXT,
+        "access_type": _one_of("Interactive", "Non-interactive"),
+        "access_type_details": _TEXT,
+    },
+    "accounting": {"post_processing": _TEXT, "composition": _TEXT},
+    "implementation": {
+        "preprocessing_and_hyperparameter_tuning": _TEXT,
+        "mechanisms": _TEXT,
+        "justification": _TEXT,
+    },
+    "administrative": {"sources": _TEXT, "notes": _TEXT, "registry_authors": _TEXTS},
+}
+"""Sections of an entry, their fields, and what a field holds."""
+
+REQUIRED = (
+    *("name", "data_curators", "description", "intended_use"),
+    *("data_product_type", "data_product_region", "publication_date"),
+)
+"""Of the section ``basic``."""
+
+PARAMETERS = ("epsilon", "delta", "rho")
+
+
+def entry(found: Mapping[str, Any]) -> str:
+    """The entry as YAML, a draft that people complete.
+
+    Args:
+        found: of :func:`~lightning_fedleak.report.findings.findings`; ``people`` may hold a table
+            for each section, by the names of the schema.
+
+    Raises:
+        ValueError: ``people`` names a section or a field that the schema does not have, or a
+            value that it does not take.
+    """
+    spent = [p for fit in found["runs"] for p in fit["privacy"]]
+    known: dict[str, dict[str, Any]] = {"basic": _basic(found)}
+    if spent:
+        known |= _private(found, spent)
+    known["administrative"] = {
+        "notes": found["verdict"]["sentence"],
+        "registry_authors": [NOT_RECORDED],
+    }
+    for section, told in found["people"].items():
+        if section not in FIELDS:
+            raise ValueError(
+                f"report.toml has a table '{section}', which an entry does not; it has: "
+                f"{', '.join(FIELDS)}"
+            )
+        _check(section, told)
+        known.setdefault(section, {}).update(told)
+    deployment = {
+        section: {name: known[section][name] for name in fields if name in known[section]}
+        for section, fields in FIELDS.items()
+        if section in known
+    }
+    slug = re.sub(r"[^a-z0-9]+", "_", str(deployment["basic"]["name"]).lower()).strip("_")
+    content = {
+        "url_slug": slug or "model",
+        "status": "Draft",
+        "tier": 3 if spent else 1,
+        "deployment": deployment,
+    }
+    written: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
+    return written
+
+
+def _check(section: str, told: object) -> None:
+    if not isinstance(told, Mapping):
+        raise ValueError(f"report.toml: '{section}' must be a table of fields, got {told!r}")
+    for name, value in told.items():
+        kind = FIELDS[section].get(name)
+        if kind is None:
+            raise ValueError(
+                f"report.toml: '{section}' has no field '{name}'; it has: "
+                f"{', '.join(FIELDS[section])}"
+            )
+        fits = {
+            "array": isinstance(value, list) and bool(value) and all(map(_is_text, value)),
+            "object": isinstance(value, Mapping) and set(value) <= set(PARAMETERS),
+        }.get(kind["type"], _is_text(value))
+        if "format" in kind:
+            fits = bool(re.fullmatch(r"\d{4}-\d{2}-\d{2}", str(value)))
+        if not fits or ("enum" in kind and value not in kind["enum"]):
+            wanted = ", ".join(kind.get("enum", ())) or {
+                "array": "a list of strings",
+                "object": f"a table of {', '.join(PARAMETERS)}",
+            }.get(kind["type"], "a date as 2026-01-31" if "format" in kind else "a string")
+            raise ValueError(f"report.toml: {section}.{name} is {value!r}; it takes: {wanted}")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _basic(found: Mapping[str, Any]) -> dict[str, Any]:
+    fits = found["runs"]
+    model = next((fit["model"]["class"] for fit in fits if fit["model"]), "language model")
+    trained = [fit["shared"]["what"] for fit in fits]
+    began = [fit["began"][:10] for fit in fits if fit["began"] != NOT_RECORDED]
+    return {
+        "name": f"{model} fine-tuned",
+        "data_curators": [NOT_RECORDED],
+        "intended_use": NOT_RECORDED,
+        "data_product_type": "Machine learning model",
+        "data_product_region": NOT_RECORDED,
+        "description": f"A {model}. In training was shared: {'; '.join(dict.fromkeys(trained))}."
+        if trained
+        else f"A {model}.",
+        "publication_date": max(began, default=found["made"][:10]),
+    }
+
+
+def _private(
+    found: Mapping[str, Any], spent: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    worst = max(spent, key=lambda p: _order(p["epsilon"]))
+    together = next(iter(found["privacy_together"]), None)
+    parameters = {
+        name: worst[name] for name in ("epsilon", "delta") if isinstance(worst[name], int | float)
+    }
+    clients = max(fit["shared"].get("clients", 1) for fit in found["runs"])
+    composed = f"{worst['releases']} releases by {worst['accountant']}. " + (
+        f"{together['fits']} fits on the same examples together: epsilon "
+        f"{together['epsilon']} at delta {together['delta']}."
+        if together
+        else "One fit; other uses of the same data are not counted."
+    )
+    versions: Mapping[str, str] = next(
+        (fit["versions"] for fit in found["runs"] if fit["versions"]), {}
+    )
+    named = ", ".join(f"{name} {number}" for name, number in versions.items())
+    pure = worst["delta"] == 0
+    return {
+        "dp_variant": {
+            "variant_name": "Pure DP" if pure else "Approximate DP",
+            "unprotected_quantities": "Leakage logs, validation metrics, the number of steps, the "
+            "choice of settings, and what gates decided.",
+        },
+        "privacy_loss": {
+            "privacy_unit": "One example (a row) of the training data",
+            "privacy_unit_details": worst["guarantee"],
+            "privacy_parameters": parameters,
+            "privacy_parameters_details": worst["statement"],
+        },
+        "deployment_model": {
+            "model_name": "Federated" if clients > 1 else "Central",
+            "model_name_details": worst["guarantee"],
+            "actors": f"Clients that train; {found['runs'][0]['shared']['seen_by']}.",
+            "release_type": "Many releases",
+            "release_type_details": f"{worst['releases']} releases in training, one each step.",
+        },
+        "accounting": {"composition": composed},
+        "implementation": {
+            "mechanisms": f"Gaussian noise on clipped gradients ({worst['defense']}); "
+            f"floating-point noise, not from a cryptographic generator. Versions: {named}."
+        },
+    }
+
+
+def _order(epsilon: object) -> float:
+    return float(epsilon) if isinstance(epsilon, int | float) else float("inf")
+
+
+__all__ = ["FIELDS", "PARAMETERS", "REQUIRED", "entry"]

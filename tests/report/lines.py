@@ -1,0 +1,124 @@
+"""Lines as a run writes them, made by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def result(
+    step: int,
+    attack: str = "flatchat",
+    stage: str = "shared",
+    run: str | None = "a",
+    **metrics: Any,
+) -> dict[str, Any]:
+    """One line of ``leakage.jsonl``; a metric is its value, or (value, low, high)."""
+    rates = {
+        name: dict(zip(("value", "low", "high"), value, strict=True))
+        if isinstance(value, tuple)
+        else {"value": value}
+        for name, value in metrics.items()
+    }
+    line = {
+        "schema": 1,
+        "step": step,
+        "stage": stage,
+        "client": 0,
+        "round": None,
+        "attack": attack,
+        "config": {"seed": 0},
+        "n": 10,
+        "exposed": True,
+        "metrics": rates,
+        "unknown": None if metrics else "it broke",
+    }
+    return line if run is None else line | {"run": run}
+
+
+def begin(run: str = "a", *, step: int = 0, **more: Any) -> dict[str, Any]:
+    """The first line of a fit in ``run.jsonl``."""
+    line = {
+        "schema": 1,
+        "run": run,
+        "kind": "begin",
+        "time": "2026-01-02T03:04:05+00:00",
+        "versions": {"torch": "2.13.0"},
+        "machine": {"processor": "x86_64", "device": "cpu"},
+        "model": {
+            "class": "GPT2LMHeadModel",
+            "kind": "causal",
+            "parameters": 1000,
+            "trained_parameters": 10,
+            "trained": ["a.weight"],
+            "peft": ["LORA"],
+        },
+        "training": {"begins_at_step": step},
+        "monitor": {"client": "rank", "clients": 1, "adversary": ["knows"], "local_steps": None},
+        "attacks": [about("flatchat", "words")],
+        "not_played": [],
+        "unread": [],
+        "defenses": [],
+        "gates": [],
+        "settings_hash": "0" * 64,
+    }
+    return line | more
+
+
+def about(name: str, family: str, *needs: str) -> dict[str, Any]:
+    """What a fit says of an attack."""
+    return {
+        "name": name,
+        "class": "X",
+        "family": family,
+        "adversary": "a server that reads",
+        "needs": list(needs),
+        "reads": ["a.weight"],
+        "exposed": True,
+        "config": {},
+    }
+
+
+def dpsgd(**settings: Any) -> dict[str, Any]:
+    """What a fit says of DPSGD."""
+    chosen = {"accountant": "prv", "poisson": True, "trust": "local", "max_grad_norm": 1.0}
+    return {
+        "name": "dpsgd",
+        "class": "DPSGD",
+        "guarantee": "one example is hidden",
+        "settings": chosen | settings,
+    }
+
+
+def spent(
+    epsilon: float | str, count: int, sigma: float = 1.0, rate: float = 0.01
+) -> dict[str, Any]:
+    """What a look says that DPSGD has spent."""
+    return {
+        "defense": "dpsgd",
+        "epsilon": epsilon,
+        "delta": 1e-5,
+        "noise_multiplier": sigma,
+        "sample_rate": rate,
+        "releases": count,
+        "history": [[sigma, rate, count]],
+    }
+
+
+def look(step: int, run: str = "a", **more: Any) -> dict[str, Any]:
+    """A look in ``run.jsonl``."""
+    line = {"schema": 1, "run": run, "kind": "look", "step": step, "utility": {}, "privacy": []}
+    return line | more
+
+
+def written(
+    folder: Path, results: Sequence[Mapping[str, Any]], record: Sequence[Mapping[str, Any]] = ()
+) -> Path:
+    """A folder with these lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in (("leakage.jsonl", results), ("run.jsonl", record)):
+        if lines:
+            (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder

@@ -1,0 +1,111 @@
+import json
+import stat
+
+import pytest
+import yaml
+
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.cli import main
+from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.callbacks.runs import Probe, fit
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    gate = RiskGate("leakage/probe/f1", at_most=0.0, action="warn")
+    strategy = DefendedStrategy("auto", [GradientNoise(clip=None, sigma=1e-9)])
+    with pytest.warns(UserWarning, match="RiskGate"):
+        fit([LeakageMonitor(Probe(), every_n_steps=3), gate], root, strategy=strategy)
+    return root
+
+
+def record_of(folder):
+    [path] = folder.rglob("run.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_fit_records_itself(folder):
+    record = record_of(folder)
+    kinds = [line["kind"] for line in record]
+    assert kinds[0] == "begin"
+    assert kinds[-1] == "end"
+    [results] = folder.rglob("leakage.jsonl")
+    assert {line["run"] for line in record} == {
+        json.loads(results.read_text().splitlines()[0])["run"]
+    }
+    begin = record[0]
+    assert begin["model"]["class"] == "GPT2LMHeadModel"
+    assert begin["attacks"][0]["family"] == "words"
+    assert begin["gates"][0]["at_most"] == 0.0
+    assert begin["defenses"][0]["settings"]["sigma"] == 1e-9
+    assert begin["training"]["optimizers"][0]["class"] == "AdamW"
+    looks = [line for line in record if line["kind"] == "look"]
+    assert [line["step"] for line in looks] == [0, 3, 6]
+    assert looks[0]["utility"]["train_loss"] > 0
+    assert [line["did"] for line in record if line["kind"] == "gate"] == ["warn"] * 3
+    assert record[-1]["how"] == "finished"
+
+
+def test_an_error_is_recorded_as_the_end(tmp_path):
+    class Broken(Exception):
+        pass
+
+    class Breaks(LeakageMonitor):
+        def on_train_batch_end(self, *arguments, **more):
+            super().on_train_batch_end(*arguments, **more)
+            raise Broken("of private text")
+
+    with pytest.raises(Broken):
+        fit([Breaks(Probe())], tmp_path)
+    end = record_of(tmp_path)[-1]
+    assert (end["kind"], end["how"]) == ("end", "Broken")
+    assert "private" not in json.dumps(end)
+
+
+def test_the_command_writes_three_files(folder, tmp_path, capsys):
+    assert main(["report", str(folder), "--out", str(tmp_path / "out")]) == 0
+    html, found, registered = (
+        tmp_path / "out" / f"report.{end}" for end in ("html", "json", "yaml")
+    )
+    assert capsys.readouterr().out.split() == [str(html), str(found), str(registered)]
+    [run] = json.loads(found.read_text())["runs"]
+    assert run["ended"] == "in order"
+    assert run["attacks"][0]["looks"] == 3
+    assert yaml.safe_load(registered.read_text())["deployment"]["basic"]["name"].startswith("GPT2")
+    assert "probe" in html.read_text()
+
+
+def test_private_text_makes_a_private_page(folder, tmp_path, capsys):
+    revealed = tmp_path / "revealed_words.rank0.txt"
+    revealed.write_text("the <b>patient</b>\n")
+    (tmp_path / "report.html").write_text("an earlier report")
+    assert main(["report", str(folder), "--out", str(tmp_path), "--reveal", str(revealed)]) == 0
+    page = tmp_path / "report.html"
+    assert stat.S_IMODE(page.stat().st_mode) == 0o600
+    assert "the &lt;b&gt;patient" in page.read_text()
+    assert "patient" not in (tmp_path / "report.json").read_text()
+    capsys.readouterr()
+
+
+def test_mistakes_end_in_a_sentence(folder, tmp_path, capsys):
+    about = tmp_path / "report.toml"
+    about.write_text("[basic]\nnaem = 'x'\n")
+    cases = {
+        ("report", str(tmp_path / "nowhere")): "does not exist",
+        ("report", str(folder), "--out", str(tmp_path)): "no field 'naem'",
+        ("report", str(folder), "--about", str(tmp_path / "no.toml")): "cannot be read",
+        ("report", str(folder), "--reveal", str(tmp_path / "no.txt")): "cannot be read",
+        ("compare", str(folder), str(tmp_path / "nowhere")): "does not exist",
+    }
+    for arguments, said in cases.items():
+        assert main(list(arguments)) == 1
+        assert said in capsys.readouterr().err
+
+
+def test_compare_puts_two_runs_side_by_side(folder, capsys):
+    assert main(["compare", str(folder), str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "probe/f1" in out
+    assert "+0.000" in out

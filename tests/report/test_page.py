@@ -1,0 +1,98 @@
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fedleak.report import charts, findings, page, read
+from tests.report.lines import about, begin, dpsgd, look, result, spent, written
+
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=y>{{7*7}}"
+
+
+def test_names_of_runs_attacks_and_settings_are_text(tmp_path):
+    attacks = [about(HOSTILE, "words") | {"config": {HOSTILE: HOSTILE}, "adversary": HOSTILE}]
+    gate = {"name": HOSTILE, "metric": HOSTILE, "at_most": 0.5, "action": HOSTILE, "bound": "value"}
+    record = [
+        begin(attacks=attacks, gates=[gate], unread=[HOSTILE], defenses=[dpsgd(x=HOSTILE)]),
+        look(0, utility={HOSTILE: 1.0}, privacy=[spent(1.0, 1)]),
+        {
+            "schema": 1,
+            "run": "a",
+            "kind": "gate",
+            "gate": HOSTILE,
+            "did": HOSTILE,
+            "step": 0,
+            "why": HOSTILE,
+            "hardened": [HOSTILE],
+            "of": HOSTILE,
+            "metric": HOSTILE,
+        },
+    ]
+    lines = [result(0, HOSTILE, f1=(0.5, 0.4, 0.6)), result(1, HOSTILE)]
+    lines[1]["unknown"] = HOSTILE
+    found = findings(read([written(tmp_path / "run", lines, record)]), {"x": {"y": HOSTILE}})
+    html = page(found, {HOSTILE: HOSTILE})
+    assert "<script" not in html
+    assert "<img" not in html
+    assert "{{7*7}}" in html
+    assert "&lt;script&gt;" in html
+
+
+def test_the_page_asks_no_host_for_anything(tmp_path):
+    html = page(findings(read([written(tmp_path, [result(0, f1=0.5)], [begin(), look(0)])])))
+    assert not re.search(r"(https?:|//|src=|href=|@import|url\()", html.replace("</", ""))
+    assert "default-src 'none'" in html
+
+
+def test_a_thousand_looks_stay_small(tmp_path):
+    names = [f"attack_{n}" for n in range(8)]
+    lines = [result(s, n, f1=(0.5, 0.4, 0.6)) for s in range(1000) for n in names]
+    record = [begin(attacks=[about(n, "words") for n in names], defenses=[dpsgd()])]
+    record += [
+        look(s, utility={"loss": 1 / (s + 1)}, privacy=[spent(s / 9, s)]) for s in range(1000)
+    ]
+    html = page(findings(read([written(tmp_path, lines, record)])))
+    assert len(html.encode()) < 500_000
+
+
+@given(st.lists(st.none() | st.floats(0, 1), max_size=900))
+def test_long_lines_keep_their_extremes(values):
+    line = list(enumerate(values))
+    kept = charts._thinned(line)
+    known = [v for v in values if v is not None]
+    assert len(kept) <= max(charts.MOST_POINTS + 2, 2)
+    assert kept == sorted(kept, key=lambda point: point[0])
+    if known:
+        seen = [v for _, v in kept if v is not None]
+        assert (min(seen), max(seen)) == (min(known), max(known))
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_are_few_and_inside(low, width):
+    ticks = charts._ticks(low, low + width)
+    assert len(ticks) <= 7
+    slack = 1e-6 * (width + abs(low))
+    assert all(low - slack <= tick <= low + width + slack for tick in ticks)
+
+
+def test_gaps_are_drawn_as_gaps():
+    drawn = charts.lines({"a": [(0, 1.0), (1, 2.0), (2, None), (3, 1.0), (4, 2.0)]}, label="x")
+    assert drawn.count("<polyline") == 2
+    assert "nothing is known" in charts.lines({"a": [(0, None)]}, label="x")
+
+
+@pytest.mark.parametrize("value", [None, 0.5])
+def test_unknown_attacks_are_drawn_as_unknown(value):
+    last = None if value is None else {"value": value, "low": 0.4, "high": 0.6}
+    row = {"name": "a", "stage": "shared", "headline": "auc", "chance": 0.5, "last": last}
+    drawn = charts.intervals([row], label="x")
+    assert ("unknown" in drawn) == (value is None)
+    assert ("<circle" in drawn) == (value is not None)
+
+
+def test_every_value_survives_json(tmp_path):
+    record = [begin(), look(0, utility={"loss": None})]
+    found = findings(read([written(tmp_path, [result(0)], record)]))
+    assert json.loads(json.dumps(found, allow_nan=False))["runs"][0]["attacks"][0]["mean"] is None

@@ -1,0 +1,75 @@
+import json
+
+import pytest
+
+from lightning_fedleak.report import NothingToReport, findings, read
+from tests.report.lines import begin, look, result, written
+
+
+def test_a_line_that_cannot_be_read_is_named_and_costs_no_other(tmp_path):
+    folder = written(tmp_path, [result(0, f1=0.5), result(1, f1=0.7)])
+    with (folder / "leakage.jsonl").open("a") as file:
+        file.write('{"half": \n[1, 2]\n')
+        file.write(json.dumps({"schema": 1, "step": 2}) + "\n")
+        file.write(json.dumps(result(3, f1=0.1) | {"schema": 99}) + "\n")
+        file.write(json.dumps(result(4, f1=0.9)) + "\n")
+    reading = read([folder])
+    assert [line["step"] for line in reading.fits[0].results] == [0, 1, 4]
+    broken, newer = reading.problems
+    assert broken.startswith("3 of the lines of")
+    assert broken.endswith("cannot be read: 3, 4, 5")
+    assert newer.endswith("are of a newer version: 6")
+
+
+def test_results_of_the_first_version_are_one_fit(tmp_path):
+    folder = written(tmp_path, [result(s, run=None, f1=0.25) for s in range(3)])
+    found = findings(read([folder]))
+    [fit] = found["runs"]
+    assert not fit["recorded"]
+    assert fit["shared"]["what"] == "not recorded"
+    [attack] = fit["attacks"]
+    assert (attack["family"], attack["mean"], attack["looks"]) == ("words", 0.25, 3)
+    assert "which parameters are shared and read by none: not recorded" in fit["not_tested"]
+    assert "a server could read" in found["verdict"]["sentence"]
+
+
+def test_fits_of_one_folder_are_told_apart_by_their_ids(tmp_path):
+    lines = [result(0, f1=0.1), result(0, run="b", f1=0.9)]
+    record = [begin("a"), begin("b"), look(0, "a"), look(0, "b"), look(5, "b")]
+    fits = read([written(tmp_path, lines, record)]).fits
+    assert [(fit.run, len(fit.looks), len(fit.results)) for fit in fits] == [
+        ("a", 1, 1),
+        ("b", 2, 1),
+    ]
+
+
+def test_folders_are_searched(tmp_path):
+    for name in ("x/version_0", "x/version_1"):
+        written(tmp_path / name, [result(0, f1=0.1)])
+    assert [fit.folder.name for fit in read([tmp_path]).fits] == ["version_0", "version_1"]
+
+
+@pytest.mark.parametrize("place", ["nowhere", "empty"])
+def test_nothing_to_report_is_said(tmp_path, place):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NothingToReport, match=place):
+        read([tmp_path / place])
+
+
+def test_results_of_commands_are_tables(tmp_path):
+    rate = {"value": 0.9, "low": 0.8, "high": 1.0}
+    content = {
+        "schema": 1,
+        "model": "embedded",
+        "results": [{"attack": "fc", "rates": {"auc": rate}, "games": [1, 2]}, {"attack": "x"}],
+    }
+    file = tmp_path / "game.json"
+    file.write_text(json.dumps(content))
+    table = findings(read([file]))["results"][str(file)]
+    assert table["about"] == {"schema": 1, "model": "embedded"}
+    assert table["columns"] == ["attack", "rates/auc"]
+    assert table["rows"] == [["fc", rate], ["x", None]]
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    with pytest.raises(NothingToReport):
+        read([other])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,10 @@ def fit(
     } | trainer
     trainer_ = kind(callbacks=callbacks, **settings)
     given = random_token_loader(n) if loader is None else loader
-    trainer_.fit(module, given, ckpt_path=ckpt_path, weights_only=False)
+    # Lightning before 2.6 has no such argument, and loads all of a checkpoint.
+    named = inspect.signature(trainer_.fit).parameters
+    whole = {"weights_only": False} if "weights_only" in named else {}
+    trainer_.fit(module, given, ckpt_path=ckpt_path, **whole)
     return trainer_
 
 

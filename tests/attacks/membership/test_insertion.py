@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -336,7 +337,8 @@ def test_the_mask_is_found_by_keyword_by_position_or_missing() -> None:
     gpt2 = tiny_gpt2()
     with insert(find_anatomy(gpt2), 1, attack.craft(target)) as handle:
         seen = Seen(handle)
-        gpt2(ids, None, mask)
+        before = list(inspect.signature(gpt2.forward).parameters).index("attention_mask")
+        gpt2(ids, *[None] * (before - 1), mask)
         assert torch.equal(seen.mask[0], mask)
 
 

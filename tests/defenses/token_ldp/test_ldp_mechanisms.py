@@ -76,7 +76,8 @@ def chi_square(drawn: Tensor, law: Tensor) -> float:
     seen = torch.cat([seen[common], seen[~common].sum()[None]])
     expected = torch.cat([law[common], law[~common].sum()[None]]) * n
     kept = expected > 1e-9
-    return float(scipy.stats.chisquare(seen[kept], expected[kept], sum_check=False).pvalue)
+    distance = ((seen[kept] - expected[kept]) ** 2 / expected[kept]).sum()
+    return float(scipy.stats.chi2.sf(distance, len(expected[kept]) - 1))
 
 
 @given(

@@ -56,12 +56,13 @@ from transformers import (
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import SubspaceTexts, UnusableObservation
 from lightning_fedleak.attacks.base import RunFacts
+from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.subspace import _Left, _Search, _Text
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_rows import FoundText
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
-SMOKE = ("--runs 3", "dpsgd --runs 2")
+SMOKE = ("--runs 6", "dpsgd --runs 2")  # six, so that an encoder is among them
 VOCABULARY, POSITIONS, MASK = 300, 32, 4
 FAMILIES = ("llama", "llama", "gpt2", "gpt2", "masked", "classifier")
 DISTURBANCES = (
@@ -381,7 +382,7 @@ class Certificate:
         """What is left of texts without ends that explain nothing, and whether it is certified."""
         with self.bottom.session():
             if self.encoder is not None:
-                pairs = self.encoder._pairs()
+                pairs = self.encoder._pairs(Deadline())
                 found = [FoundText(text, (1.0,) * len(text)) for text in texts]
                 return texts, self.encoder._certain(found, pairs)
             assert self.causal is not None

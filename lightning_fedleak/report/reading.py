@@ -100,6 +100,7 @@ def read(places: Sequence[Path]) -> Reading:
             f"no {RESULTS}, and no results of fedleak game, invert or sweep, in {listed}. A "
             "LeakageMonitor writes its file to the logger's folder (lightning_logs/version_0, say)"
         )
+    fits.sort(key=lambda fit: str((fit.begin or {}).get("time", "")))
     return Reading(tuple(fits), results, tuple(problems))
 
 

@@ -43,6 +43,15 @@ def test_fits_of_one_folder_are_told_apart_by_their_ids(tmp_path):
     ]
 
 
+def test_fits_stand_in_the_order_in_which_they_began(tmp_path):
+    for name, time in (
+        ("a_late", "2026-02-02T00:00:00+00:00"),
+        ("b_early", "2026-01-01T00:00:00+00:00"),
+    ):
+        written(tmp_path / name, [result(0, f1=0.1)], [begin(time=time)])
+    assert [fit.folder.name for fit in read([tmp_path]).fits] == ["b_early", "a_late"]
+
+
 def test_folders_are_searched(tmp_path):
     for name in ("x/version_0", "x/version_1"):
         written(tmp_path / name, [result(0, f1=0.1)])

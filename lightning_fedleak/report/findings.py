@@ -50,7 +50,7 @@ def findings(reading: Reading, people: Mapping[str, Any] | None = None) -> dict[
         "schema": SCHEMA,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "made_by": f"lightning-fedleak {version('lightning-fedleak')}",
-        "verdict": _verdict(fits),
+        "verdict": _verdict(fits) if fits else _only_results(len(reading.results)),
         "runs": fits,
         "privacy_together": _together(reading.fits, fits),
         "results": {name: _table(content) for name, content in reading.results.items()},
@@ -471,6 +471,11 @@ def _verdict(fits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _only_results(n: int) -> dict[str, Any]:
+    said = f"No training run is in this report: it holds the results of {n} command{'s' * (n > 1)}."
+    return {"sentence": said, "sentences": [said], "level": "unknown", "worst": {}}
+
+
 def _excess(attack: Mapping[str, Any]) -> float:
     """How far above chance, from 0 to 1."""
     mean, chance = float(attack["mean"]), float(attack["chance"])
@@ -552,6 +557,8 @@ def _table(content: Mapping[str, Any]) -> dict[str, Any]:
     """A command's results, one row for each cell, flat."""
     rows = [_flat(row) for row in content.get("results") or content.get("cells") or ()]
     columns = list(dict.fromkeys(name for row in rows for name in row))
+    rates = [name for name in columns if any(isinstance(row.get(name), Mapping) for row in rows)]
+    columns = [*columns[:2], *rates, *(name for name in columns[2:] if name not in rates)]
     about = {k: v for k, v in content.items() if isinstance(v, str | int | float)}
     return {
         "about": about,

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from lightning_fedleak.report import NothingToReport, findings, read
+from lightning_fedleak.report import NothingToReport, findings, page, read
 from tests.report.lines import begin, look, result, written
 
 
@@ -70,14 +70,20 @@ def test_results_of_commands_are_tables(tmp_path):
     content = {
         "schema": 1,
         "model": "embedded",
-        "results": [{"attack": "fc", "rates": {"auc": rate}, "games": [1, 2]}, {"attack": "x"}],
+        "results": [
+            {"attack": "fc", "seconds": 1.5, "layer": 2, "rates": {"auc": rate}, "games": [1, 2]},
+            {"attack": "x"},
+        ],
     }
     file = tmp_path / "game.json"
     file.write_text(json.dumps(content))
-    table = findings(read([file]))["results"][str(file)]
+    found = findings(read([file]))
+    table = found["results"][str(file)]
     assert table["about"] == {"schema": 1, "model": "embedded"}
-    assert table["columns"] == ["attack", "rates/auc"]
-    assert table["rows"] == [["fc", rate], ["x", None]]
+    assert table["columns"] == ["attack", "seconds", "rates/auc", "layer"]
+    assert table["rows"] == [["fc", 1.5, rate, 2], ["x", None, None, None]]
+    assert found["verdict"]["sentence"].startswith("No training run is in this report")
+    assert "What reviewers ask" not in page(found)
     other = tmp_path / "other.json"
     other.write_text("{}")
     with pytest.raises(NothingToReport):

@@ -6,6 +6,7 @@ Imports only what is public: names of :mod:`lightning_fedleak` and of its folder
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 import warnings
@@ -199,7 +200,9 @@ def fit(
         **(run.settings | settings),
     )
     loader = DataLoader(run.data(), batch_size=run.batch_size)
-    trainer.fit(run.module(run.model()), loader, ckpt_path=ckpt_path, weights_only=True)
+    named = inspect.signature(trainer.fit).parameters  # Lightning 2.5 has no such argument
+    strictly = {"weights_only": True} if "weights_only" in named else {}
+    trainer.fit(run.module(run.model()), loader, ckpt_path=ckpt_path, **strictly)
     return trainer
 
 

@@ -675,11 +675,12 @@ class LeakageMonitor(EitherCallback):
         """Ends the run's record, and writes the report where it is asked for."""
         self._end(trainer, "finished")
         if self.report and self._record is not None:
-            from lightning_fedleak.report import ReportError, write
+            from lightning_fedleak.report import write
 
             try:
-                rank_zero_info(f"LeakageMonitor: {write([self._record.path.parent])[0]}")
-            except ReportError as error:
+                page, *_ = write([self._record.path], run=self._record.run)
+                rank_zero_info(f"LeakageMonitor: {page}")
+            except Exception as error:  # a report is no reason to lose a run
                 rank_zero_warn(f"LeakageMonitor: no report: {error}")
 
     def on_exception(

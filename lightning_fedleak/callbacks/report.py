@@ -89,7 +89,7 @@ class JsonLines:
             "client": client,
             "round": round_,
             "attack": attack,
-            "config": dict(config),
+            "config": _strict(config),
             "n": n,
             "exposed": exposed,
             "metrics": {
@@ -204,9 +204,20 @@ class RunRecord:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, default=str) + "\n")
+                file.write(json.dumps(_strict(line), allow_nan=False) + "\n")
         except OSError as error:
             self._warn(f"{self.path} cannot be written: {error.strerror}")
+
+
+def _strict(value: object) -> object:
+    """As strict JSON takes it: what has no form there is said in words."""
+    if isinstance(value, Mapping):
+        return {str(name): _strict(of) for name, of in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(of) for of in value]
+    if isinstance(value, float):
+        return _plain(value)
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def _spent(defense: Defense) -> dict[str, Any] | None:

@@ -41,6 +41,7 @@ def facts_of(
     played = {plan.attack.name: plan for plan in fit.plans}
     left_out = [row for row in fit.rows if row.why_not is not None]
     return {
+        "fit": f"{os.getpid()}-{id(run.trainer)}-{run.trainer.global_step}",
         "versions": versions(),
         "machine": {"processor": platform.machine(), "device": run.device.type},
         "model": _model(run, fit.trained),
@@ -104,7 +105,10 @@ def _model(run: Run, trained: Sequence[str]) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in parameters.values()),
         "trained_parameters": sum(p.numel() for p in parameters.values() if p.requires_grad),
         "trained": list(trained),
-        "peft": sorted(str(getattr(c, "peft_type", type(c).__name__)) for c in peft.values()),
+        "peft": sorted(
+            str(getattr(getattr(c, "peft_type", None), "value", type(c).__name__))
+            for c in peft.values()
+        ),
         "dtype": str(next(iter(parameters.values())).dtype).removeprefix("torch."),
     }
 

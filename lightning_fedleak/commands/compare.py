@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_fedleak.report import NothingToReport, findings, read
@@ -26,17 +27,19 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
     """
     console = console or Console()
     first, second = (_newest(place) for place in (before, after))
-    table = Table("", "stage", str(before), str(after), "change")
+    table = Table("", "stage", escape(str(before)), escape(str(after)), "change")
     for name in dict.fromkeys([*first["utility"], *second["utility"]]):
         ends = [_last(fit["utility"].get(name)) for fit in (first, second)]
-        table.add_row(f"utility/{name}", "", *map(known, ends), _change(*ends))
+        table.add_row(escape(f"utility/{name}"), "", *map(known, ends), _change(*ends))
     attacks = [{(a["name"], a["stage"]): a for a in fit["attacks"]} for fit in (first, second)]
     for key in dict.fromkeys([*attacks[0], *attacks[1]]):
         of = [named.get(key) for named in attacks]
         headline = next(a["headline"] for a in of if a)
         means = [a["mean"] if a and a["exposed"] else None for a in of]
         name, stage = key
-        table.add_row(f"{name}/{headline}", stage, *map(_measured, of), _change(*means))
+        table.add_row(
+            escape(f"{name}/{headline}"), escape(stage), *map(_measured, of), _change(*means)
+        )
     spent = [fit["privacy"][0]["epsilon"] if fit["privacy"] else None for fit in (first, second)]
     table.add_row("epsilon", "", *("none accounted" if s is None else known(s) for s in spent), "")
     console.print(table)

@@ -186,9 +186,11 @@ class Defense(ABC):
     def settings(self) -> dict[str, bool | int | float | str]:
         """What it was built with, for the record of a run: its public plain attributes."""
         known = (bool, int, float, str)
-        told = ("name", "guarantee")  # besides
+        told = ("name", "guarantee", "seed")  # besides; who knows a seed can take the noise off
         public = {n: v for n, v in vars(self).items() if n not in told and not n.startswith("_")}
-        return {n: v for n, v in public.items() if isinstance(v, known) and v == v}
+        found = {n: v for n, v in public.items() if isinstance(v, known) and v == v}
+        seeded = {"seeded": self.seed is not None} if hasattr(self, "seed") else {}
+        return found | seeded
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
         """Refuses an order of defences in which one of them would not do what it says.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from lightning_fedleak.report.reading import ReportError, read
 from lightning_fedleak.report.registry import entry
 
 ABOUT = "report.toml"
-PRIVATE = 0o600
 
 
 def write(
@@ -23,6 +24,8 @@ def write(
     out: Path | None = None,
     about: Path | None = None,
     reveal: Sequence[Path] = (),
+    *,
+    run: str | None = None,
 ) -> list[Path]:
     """Writes ``report.html``, ``report.json`` and ``report.yaml``.
 
@@ -31,6 +34,7 @@ def write(
         out: folder to write to; made where it is not there. Default: the first run's.
         about: what only people know, in TOML; by default ``report.toml`` in ``out``.
         reveal: local reveal files, whose private text the page then holds.
+        run: of the fit that is reported alone; default all.
 
     Returns:
         The files.
@@ -39,7 +43,7 @@ def write(
         ReportError: nothing is there to report, a file cannot be read or written, or ``about``
             says what an entry cannot hold.
     """
-    found = read(runs)
+    found = read(runs, run=run)
     folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
     if about is None and (folder / ABOUT).is_file():
         about = folder / ABOUT
@@ -69,9 +73,19 @@ def _people(about: Path | None) -> Mapping[str, Any]:
     if about is None:
         return {}
     try:
-        return tomllib.loads(_text(about))
+        told: Mapping[str, Any] = _plain(tomllib.loads(_text(about)))
+        return told
     except tomllib.TOMLDecodeError as error:
         raise ReportError(f"'{about}' is no TOML: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Dates of TOML as the registry takes them."""
+    if isinstance(value, Mapping):
+        return {name: _plain(of) for name, of in value.items()}
+    if isinstance(value, list):
+        return [_plain(of) for of in value]
+    return value.isoformat() if isinstance(value, date | time) else value
 
 
 def _text(path: Path) -> str:
@@ -84,13 +98,17 @@ def _text(path: Path) -> str:
 
 
 def _write(path: Path, content: str, *, private: bool) -> None:
-    """A page with private text is its owner's alone, also while it is being written."""
-    mode = PRIVATE if private else 0o666
-    if private:
-        path.unlink(missing_ok=True)  # another's hands may be on a file of an earlier report
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_EXCL if private else 0)
-    with os.fdopen(os.open(path, flags, mode), "w", encoding="utf-8") as file:
-        file.write(content)
+    """Whole or not at all; a private page is its owner's alone, from its first byte on."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".report")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(content)
+        if not private:
+            os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 __all__ = ["ABOUT", "write"]

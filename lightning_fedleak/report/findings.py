@@ -6,6 +6,7 @@ or comes from ``report.toml``.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,9 @@ _FAMILIES = {
 NEXT_TO_NONE = 0.1
 _FPR = 0.01
 _DISHONEST = "chooses"
+_ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+_FAR = 0.2
+"""A highest look or a worst client that is so much above the mean is named in the verdict."""
 
 
 def findings(reading: Reading, people: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -45,17 +49,33 @@ def findings(reading: Reading, people: Mapping[str, Any] | None = None) -> dict[
     Returns:
         Plain values that JSON holds; NaN never occurs, unknown is None.
     """
-    fits = [_fit(lines) for lines in reading.fits]
+    problems = list(reading.problems)
+    understood: list[tuple[FitLines, dict[str, Any]]] = []
+    for lines in reading.fits:
+        try:
+            understood.append((lines, _fit(lines)))
+        except _ODD as error:
+            problems.append(
+                f"run {lines.run} of {lines.folder.name} is not as a run writes it: {error!r}"
+            )
+    tables = {}
+    for name, content in reading.results.items():
+        try:
+            tables[Path(name).name] = _table(content)
+        except _ODD as error:
+            problems.append(f"{Path(name).name} is not as a command writes it: {error!r}")
+    fits = [fit for _, fit in understood]
+    together = _together(understood)
     return {
         "schema": SCHEMA,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "made_by": f"lightning-fedleak {version('lightning-fedleak')}",
-        "verdict": _verdict(fits) if fits else _only_results(len(reading.results)),
+        "verdict": _verdict(fits, together) if fits else _only_results(len(tables)),
         "runs": fits,
-        "privacy_together": _together(reading.fits, fits),
-        "results": {name: _table(content) for name, content in reading.results.items()},
+        "privacy_together": together,
+        "results": tables,
         "people": dict(people or {}),
-        "problems": list(reading.problems),
+        "problems": problems,
     }
 
 
@@ -67,9 +87,10 @@ def _fit(lines: FitLines) -> dict[str, Any]:
     attacks = _attacks(lines)
     played = {attack["family"] for attack in attacks if attack["looks"] and attack["exposed"]}
     privacy = _privacy(lines)
+    shared = _shared(begin)
     return {
         "name": lines.folder.name,
-        "folder": str(lines.folder),
+        "folder": lines.folder.name if lines.folder.is_absolute() else str(lines.folder),
         "run": lines.run or NOT_RECORDED,
         "recorded": lines.begin is not None,
         "began": begin.get("time", NOT_RECORDED),
@@ -81,17 +102,25 @@ def _fit(lines: FitLines) -> dict[str, Any]:
         "machine": begin.get("machine"),
         "monitor": begin.get("monitor"),
         "settings_hash": begin.get("settings_hash", NOT_RECORDED),
-        "shared": _shared(begin),
+        "shared": shared,
         "attacks": attacks,
         "headlines": _series(lines),
         "utility": _utility(lines),
         "privacy": privacy,
-        "implied": _implied(privacy, attacks),
-        "defenses": begin.get("defenses", []),
+        "implied": _implied(privacy, attacks, shared.get("clients", 1)),
+        "defenses": [_defense(told) for told in begin.get("defenses", [])],
         "gates": begin.get("gates", []),
         "decisions": [_decision(line) for line in lines.decisions],
-        "not_tested": _not_tested(begin, played, recorded=lines.begin is not None),
+        "not_tested": _not_tested(
+            begin, played, _left_out(lines.results), recorded=lines.begin is not None
+        ),
     }
+
+
+def _defense(told: Line) -> dict[str, Any]:
+    """Without the ledger's path, which names places of a machine."""
+    settings = {n: v for n, v in (told.get("settings") or {}).items() if n != "ledger"}
+    return {**told, "settings": settings}
 
 
 def _ended(lines: FitLines) -> str:
@@ -122,7 +151,8 @@ def _shared(begin: Line) -> dict[str, Any]:
     share = f" of {trained:,} of {of:,} parameters" if trained and of else ""
     peft = f" ({', '.join(model['peft'])})" if model.get("peft") else ""
     clients = monitor.get("clients", 1)
-    central = any(d.get("settings", {}).get("trust") == "central" for d in begin["defenses"])
+    told = begin.get("defenses", [])
+    central = clients > 1 and any(d["settings"].get("trust") == "central" for d in told)
     seen_by = "whoever receives a client's update: the server, its staff and storage"
     if central:
         seen_by = "the sum over clients only, if a secure aggregation really hides the parts"
@@ -156,7 +186,11 @@ def _attack(
     family = known_as.get("family") or _family_of(lines)
     headline = HEADLINES.get(family, "")
     needs = known_as.get("needs")
-    values = [v for line in lines if not math.isnan(v := _now(line, headline))]
+    shared = [line for line in lines if line.get("exposed")]
+    values = [v for line in shared if not math.isnan(v := _now(line, headline))]
+    clients = [
+        v for line in shared if not math.isnan(v := _value(line, f"{headline}_worst_client"))
+    ]
     last = next((one for one in reversed(lines) if not math.isnan(_value(one, headline))), None)
     reasons = [str(line["unknown"]) for line in lines if line.get("unknown")]
     return {
@@ -176,10 +210,11 @@ def _attack(
         "n": sum(int(line.get("n") or 0) for line in lines),
         "mean": _mean(values),
         "highest": max(values, default=None),
+        "worst_client": max(clients, default=None),
         "last": _rate(last, headline),
         "rates": {m: _rate(last, m) for m in SHOWN.get(family, ())},
         "means": {
-            m: _mean([v for line in lines if not math.isnan(v := _now(line, m))])
+            m: _mean([v for line in shared if not math.isnan(v := _now(line, m))])
             for m in SHOWN.get(family, ())
         },
         "certified": _mean([v for line in lines if not math.isnan(v := _value(line, "certified"))]),
@@ -199,8 +234,8 @@ def _value(line: Line | None, metric: str, end: str = "value") -> float:
 
 def _now(line: Line, metric: str) -> float:
     """Of this look alone, where the value is pooled over looks."""
-    alone = _value(line, f"{metric}_of_this_look")
-    return _value(line, metric) if math.isnan(alone) else alone
+    alone = f"{metric}_of_this_look"
+    return _value(line, alone if alone in line["metrics"] else metric)
 
 
 def _rate(line: Line | None, metric: str) -> dict[str, float | None] | None:
@@ -230,14 +265,16 @@ def _utility(lines: FitLines) -> dict[str, list[tuple[int, float | None]]]:
     return found
 
 
-def _not_tested(begin: Line, played: set[str], *, recorded: bool) -> list[str]:
+def _not_tested(
+    begin: Line, played: set[str], left_out: Sequence[Line], *, recorded: bool
+) -> list[str]:
     """What nobody tried, in sentences."""
     said = [
         f"{what}: no attack gave a result"
         for family, what in _FAMILIES.items()
         if family not in played
     ]
-    said += [f"{one['name']}: {one['why']}" for one in begin.get("not_played", [])]
+    said += [f"{one['name']}: {one['why']}" for one in begin.get("not_played", left_out)]
     unread = begin.get("unread", [])
     if unread:
         said.append(f"{len(unread)} shared parameters that no attack reads: {_listed(unread)}")
@@ -245,6 +282,16 @@ def _not_tested(begin: Line, played: set[str], *, recorded: bool) -> list[str]:
         said.append("which parameters are shared and read by none: not recorded")
     said.append("the trained model itself: extraction and membership by its answers")
     return said
+
+
+def _left_out(results: Sequence[Line]) -> list[dict[str, str]]:
+    """Attacks that were not played, as their own lines say it."""
+    begins = "not played: "
+    return [
+        {"name": line["attack"], "why": line["unknown"].removeprefix(begins)}
+        for line in results
+        if str(line.get("unknown") or "").startswith(begins)
+    ]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -287,10 +334,24 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
         of["poisson"] = settings.get("poisson")
         of["trust"] = settings.get("trust", NOT_RECORDED)
         of["max_grad_norm"] = settings.get("max_grad_norm")
+        of["class"] = defense.get("class", NOT_RECORDED)
+        of["holds"] = _holds(of)
         of["ledger"] = _ledgers(settings.get("ledger"))
         of["without_sampling"] = _without_sampling(of)
         of["statement"] = _statement(of)
     return list(found.values())
+
+
+def _holds(spent: Mapping[str, Any]) -> bool:
+    """Whether there is a guarantee: a known, finite epsilon at a known delta."""
+    known = all(isinstance(spent[name], int | float) for name in ("epsilon", "delta"))
+    return known and not str(spent["guarantee"]).startswith("none")
+
+
+def _order(epsilon: object) -> float:
+    """Unknown and infinite epsilons are above every number."""
+    value = number(epsilon)
+    return math.inf if math.isnan(value) else value
 
 
 def _ledgers(path: object) -> dict[str, str] | None:
@@ -298,13 +359,22 @@ def _ledgers(path: object) -> dict[str, str] | None:
     if not isinstance(path, str):
         return None
     place = Path(path)
-    files = [place] if place.is_file() else sorted(place.parent.glob(f"{place.name}.*-of-*"))
-    hashes = {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
+    try:
+        near = place.parent.glob(f"{glob.escape(place.name)}.*-of-*")
+        files = [place] if place.is_file() else sorted(near)
+        hashes = {}
+        for one in files:
+            with one.open("rb") as file:
+                hashes[one.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError) as error:
+        return {place.name: f"cannot be read: {type(error).__name__}"}
     return hashes or {place.name: "the file is not there"}
 
 
 def _without_sampling(spent: Mapping[str, Any]) -> float | str | None:
     """Epsilon of the same releases if every example were in every batch."""
+    if spent["accountant"] == "filter" or not spent["poisson"] or not spent["holds"]:
+        return None
     history = [(sigma, 1.0, count) for sigma, _, count in spent["history"]]
     return _epsilon(history, spent["delta"], spent["accountant"])
 
@@ -328,80 +398,103 @@ def _epsilon(
 
 def _statement(spent: Mapping[str, Any]) -> str:
     """What was promised, in words."""
-    epsilon, delta = _bound(spent["epsilon"]), _said(spent["delta"])
-    sampled = "Poisson samples" if spent["poisson"] else "batches that were not sampled by chance"
+    guarantee = f"The guarantee: {str(spent['guarantee']).strip().rstrip('.')}. "
+    if not spent["holds"]:
+        return f"No epsilon holds for these releases. {guarantee}"
     text = (
-        f"After {spent['releases']} releases the privacy loss is at most epsilon = {epsilon} at "
-        f"delta = {delta}, by the accountant {spent['accountant']}. The guarantee: "
-        f"{spent['guarantee'].strip().rstrip('.')}. "
+        f"After {spent['releases']} releases the privacy loss is at most epsilon = "
+        f"{_bound(spent['epsilon'])} at delta = {_said(spent['delta'])}, by the accountant "
+        f"{spent['accountant']}. {guarantee}"
     )
     if spent["noise_multiplier"] is not None and spent["poisson"] is not None:
-        text += (
-            f"Noise multiplier {_said(spent['noise_multiplier'])}, batches are {sampled} at rate "
-            f"{_said(spent['sample_rate'])}. "
-        )
+        rate = f"Poisson samples at rate {_said(spent['sample_rate'])}"
+        drawn = rate if spent["poisson"] else "not sampled by chance"
+        text += f"Noise multiplier {_said(spent['noise_multiplier'])}; batches are {drawn}. "
     if spent["without_sampling"] is not None:
         text += (
             "Without counting on the sampling, epsilon of the same releases would be "
             f"{_bound(spent['without_sampling'])}. "
         )
+    if spent["trust"] == "central":
+        text += (
+            "It covers the sum over clients: of several clients the update of one alone is not "
+            "covered. "
+        )
     return text + (
-        "It covers every update that was shared, not the leakage logs, validation metrics, the "
-        "choice of settings, or decisions that people or gates took in sight of private data."
+        "It does not cover the leakage logs, validation metrics, the choice of settings, or "
+        "decisions that people or gates took in sight of private data."
     )
 
 
 def _implied(
-    privacy: Sequence[Mapping[str, Any]], attacks: Sequence[Mapping[str, Any]]
-) -> dict[str, Any] | None:
-    """The most that epsilon allows a test of membership, beside what was measured."""
-    known = [p for p in privacy if isinstance(p["epsilon"], int | float)]
-    if not known:
-        return None
+    privacy: Sequence[Mapping[str, Any]], attacks: Sequence[Mapping[str, Any]], clients: int
+) -> list[dict[str, Any]]:
+    """The most that each epsilon allows a test of membership, beside what was measured.
+
+    Where the sum over several clients is what it covers, that is measured at stage aggregate.
+    """
     from lightning_fedleak.auditing.mechanisms import dp_auc, dp_tpr  # loads torch: seconds
 
-    epsilon, delta = known[0]["epsilon"], known[0]["delta"] or 0.0
-    asked = [a for a in attacks if a["family"] == "membership" and a["stage"] == "shared"]
-    tpr = [a["rates"].get("tpr_at_fpr_0.01") for a in asked]
-    auc = [a["last"]["value"] for a in asked if a["last"]]
-    return {
-        "epsilon": epsilon,
-        "delta": delta,
-        "largest_tpr_at_fpr_0.01": dp_tpr(_FPR, min(epsilon, 50.0), delta),
-        "largest_auc": dp_auc(min(epsilon, 50.0), delta),
-        "measured_tpr_at_fpr_0.01": max((t["value"] for t in tpr if t), default=None),
-        "measured_auc": max(auc, default=None),
-    }
-
-
-def _together(lines: Sequence[FitLines], fits: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What all fits have spent, if they were of the same examples.
-
-    A fit that goes on from a checkpoint counts the releases before it; then the last of them counts
-    for all.
-    """
-    chains: dict[str, list[Mapping[str, Any]]] = {}
-    for of, fit in zip(lines, fits, strict=True):
-        resumed = ((of.begin or {}).get("training") or {}).get("begins_at_step", 0) > 0
-        for spent in fit["privacy"]:
-            chain = chains.setdefault(spent["defense"], [])
-            if resumed and chain:
-                chain.pop()
-            chain.append(spent)
     found = []
-    for defense, chain in chains.items():
-        if len(chain) < 2:
+    for spent in privacy:
+        if not spent["holds"]:
             continue
-        history = [tuple(row) for spent in chain for row in spent["history"]]
-        delta = max(spent["delta"] or 0.0 for spent in chain)
+        epsilon, delta = min(spent["epsilon"], 50.0), spent["delta"]
+        stage = "aggregate" if spent["trust"] == "central" and clients > 1 else "shared"
+        asked = [a for a in attacks if a["family"] == "membership" and a["stage"] == stage]
+        tpr = [a["rates"].get("tpr_at_fpr_0.01") for a in asked]
+        auc = [a["last"]["value"] for a in asked if a["last"]]
+        found.append(
+            {
+                "defense": spent["defense"],
+                "stage": stage,
+                "epsilon": spent["epsilon"],
+                "delta": delta,
+                "largest_tpr_at_fpr_0.01": dp_tpr(_FPR, epsilon, delta),
+                "largest_auc": dp_auc(epsilon, delta),
+                "measured_tpr_at_fpr_0.01": max((t["value"] for t in tpr if t), default=None),
+                "measured_auc": max(auc, default=None),
+            }
+        )
+    return found
+
+
+def _together(fits: Sequence[tuple[FitLines, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """What all fits have spent, if they were of the same examples: an upper bound.
+
+    Several monitors of one fit count once. A fit that goes on from a checkpoint counts the releases
+    before it again, since which fit they were made in is not recorded. Where noise was turned up in
+    the run (``accountant="filter"``) epsilons are added up.
+    """
+    by_defense: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for of, fit in fits:
+        name = str((of.begin or {}).get("fit") or f"{of.folder}/{of.run}")
+        for spent in fit["privacy"]:
+            by_defense.setdefault(spent["defense"], {})[name] = spent
+    found = []
+    for defense, by_fit in by_defense.items():
+        all_spent = list(by_fit.values())
+        if len(all_spent) < 2:
+            continue
+        history = [tuple(row) for spent in all_spent for row in spent["history"]]
+        delta = max(spent["delta"] or 0.0 for spent in all_spent)
+        added = _sum([spent["epsilon"] for spent in all_spent])
+        deltas = math.fsum(spent["delta"] or 0.0 for spent in all_spent)
+        epsilon: float | str | None = "infinite"
+        if all(spent["holds"] for spent in all_spent):
+            kinds = {spent["accountant"] for spent in all_spent}
+            exact = kinds <= {"prv", "rdp"} and all(spent["history"] for spent in all_spent)
+            kind = "prv" if kinds == {"prv"} else "rdp"
+            epsilon = _epsilon(history, delta, kind) if exact else added
+            delta = delta if exact else deltas
         found.append(
             {
                 "defense": defense,
-                "fits": len(chain),
+                "fits": len(all_spent),
                 "delta": delta,
-                "epsilon": _epsilon(history, delta, chain[0]["accountant"]),
-                "sum_of_epsilons": _sum([spent["epsilon"] for spent in chain]),
-                "sum_of_deltas": math.fsum(spent["delta"] or 0.0 for spent in chain),
+                "epsilon": epsilon,
+                "sum_of_epsilons": added,
+                "sum_of_deltas": deltas,
             }
         )
     return found
@@ -418,7 +511,9 @@ def _sum(values: Sequence[object]) -> float | str | None:
 # ---- the verdict ------------------------------------------------------------------------------
 
 
-def _verdict(fits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _verdict(
+    fits: Sequence[Mapping[str, Any]], together: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """What a reader who reads one thing should read."""
     best: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
     for fit in fits:
@@ -453,15 +548,7 @@ def _verdict(fits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         sentences.append(f"Attacks gave no result, so that it is unknown: {'; '.join(unknown)}.")
     if untested:
         sentences.append(f"Nobody tested {' or '.join(untested)}.")
-    spent = [p for fit in fits for p in fit["privacy"]]
-    if spent:
-        worst = max(spent, key=lambda p: number(p["epsilon"]))
-        sentences.append(
-            f"Differential privacy was accounted: epsilon {_bound(worst['epsilon'])} at delta "
-            f"{_said(worst['delta'])}."
-        )
-    else:
-        sentences.append("No differential privacy was accounted.")
+    sentences += _accounted(fits, together)
     level = max((_excess(a) for _, a in best.values()), default=None)
     return {
         "sentence": " ".join(sentences),
@@ -471,6 +558,31 @@ def _verdict(fits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _accounted(
+    fits: Sequence[Mapping[str, Any]], together: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """What the runs say of differential privacy."""
+    private = [fit for fit in fits if any(p["holds"] for p in fit["privacy"])]
+    broken = [p for fit in fits for p in fit["privacy"] if not p["holds"]]
+    said = []
+    if private:
+        spent = [p for fit in private for p in fit["privacy"] if p["holds"]]
+        worst = max(spent, key=lambda p: _order(p["epsilon"]))
+        some = "" if len(private) == len(fits) else f" in {len(private)} of {len(fits)} runs"
+        said.append(
+            f"Differential privacy was accounted{some}: epsilon {_bound(worst['epsilon'])} at "
+            f"delta {_said(worst['delta'])} by {worst['defense']}."
+        )
+    for one in together:
+        said.append(
+            f"{one['fits']} fits by {one['defense']}, if on the same examples, cost epsilon "
+            f"{_bound(one['epsilon'])} at delta {_said(one['delta'])} together."
+        )
+    if broken:
+        said.append(f"No guarantee holds for {', '.join(sorted({p['defense'] for p in broken}))}.")
+    return said or ["No differential privacy was accounted."]
+
+
 def _only_results(n: int) -> dict[str, Any]:
     said = f"No training run is in this report: it holds the results of {n} command{'s' * (n > 1)}."
     return {"sentence": said, "sentences": [said], "level": "unknown", "worst": {}}
@@ -478,8 +590,8 @@ def _only_results(n: int) -> dict[str, Any]:
 
 def _excess(attack: Mapping[str, Any]) -> float:
     """How far above chance, from 0 to 1."""
-    mean, chance = float(attack["mean"]), float(attack["chance"])
-    return (mean - chance) / (1 - chance)
+    highest, chance = float(attack["highest"]), float(attack["chance"])
+    return (highest - chance) / (1 - chance)
 
 
 def _who(dishonest: bool | None) -> str:
@@ -495,6 +607,9 @@ def _could(family: str, attack: Mapping[str, Any]) -> str:
     of = f"mean of {attack['looks']} looks" if attack["looks"] > 1 else "one look"
     if attack["unknown"]:
         of += f", unknown at {attack['unknown']} more"
+    for what, value in (("at the worst look", "highest"), ("of the worst client", "worst_client")):
+        if attack[value] is not None and attack[value] > attack["mean"] + _FAR:
+            of += f", {attack['headline']} {attack[value]:.2f} {what}"
     means = attack["means"]
     if family == "words" and attack["mean"] < NEXT_TO_NONE:
         done = f"read next to none of the words, with an F1 of {attack['mean']:.2f}"

@@ -71,11 +71,13 @@ class Reading:
     problems: tuple[str, ...] = ()
 
 
-def read(places: Sequence[Path]) -> Reading:
+def read(places: Sequence[Path], *, run: str | None = None) -> Reading:
     """Reads folders, with all below them, and files.
 
     Args:
-        places: log folders of runs, or files of results.
+        places: log folders of runs, or files of results. Of a log file its folder is read, without
+            what lies below.
+        run: id of the fit that is read alone; default all.
 
     Raises:
         NothingToReport: a place does not exist, or nothing is in any of them.
@@ -100,6 +102,8 @@ def read(places: Sequence[Path]) -> Reading:
             f"no {RESULTS}, and no results of fedleak game, invert or sweep, in {listed}. A "
             "LeakageMonitor writes its file to the logger's folder (lightning_logs/version_0, say)"
         )
+    different = {(fit.folder.resolve(), fit.run): fit for fit in fits}
+    fits = [fit for fit in different.values() if run is None or fit.run == run]
     fits.sort(key=lambda fit: str((fit.begin or {}).get("time", "")))
     return Reading(tuple(fits), results, tuple(problems))
 
@@ -140,7 +144,7 @@ def _lines(path: Path, problems: list[str]) -> Iterator[Line]:
                 continue
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 broken.append(number)
                 continue
             if not isinstance(line, dict) or not _whole(line, _NEEDED[path.name]):
@@ -169,7 +173,7 @@ def _add_result(
     """Takes a command's file of results; files of others are passed over unless asked for."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
+    except (ValueError, OSError, RecursionError):
         if asked:
             problems.append(f"{path} cannot be read as JSON")
         return

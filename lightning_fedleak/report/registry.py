@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any
 
 import yaml
@@ -83,6 +84,8 @@ REQUIRED = (
 """Of the section ``basic``."""
 
 PARAMETERS = ("epsilon", "delta", "rho")
+_PEOPLE = ("basic", "administrative")
+_NUMBERS = {"privacy_parameters", "variant_name"}
 
 
 def entry(found: Mapping[str, Any]) -> str:
@@ -97,9 +100,11 @@ def entry(found: Mapping[str, Any]) -> str:
             value that it does not take.
     """
     spent = [p for fit in found["runs"] for p in fit["privacy"]]
+    accounted = bool(spent) and all(p["holds"] and p["class"] == "DPSGD" for p in spent)
     known: dict[str, dict[str, Any]] = {"basic": _basic(found)}
-    if spent:
+    if accounted:
         known |= _private(found, spent)
+    measured = {section: set(known[section]) for section in known if section not in _PEOPLE}
     known["administrative"] = {
         "notes": found["verdict"]["sentence"],
         "registry_authors": [NOT_RECORDED],
@@ -111,6 +116,12 @@ def entry(found: Mapping[str, Any]) -> str:
                 f"{', '.join(FIELDS)}"
             )
         _check(section, told)
+        taken = measured.get(section, set()) | (_NUMBERS & set(told))
+        if section not in _PEOPLE and taken & set(told):
+            raise ValueError(
+                f"report.toml: {section}.{', '.join(sorted(taken & set(told)))} comes from the "
+                "runs alone; leave it out"
+            )
         known.setdefault(section, {}).update(told)
     deployment = {
         section: {name: known[section][name] for name in fields if name in known[section]}
@@ -121,7 +132,7 @@ def entry(found: Mapping[str, Any]) -> str:
     content = {
         "url_slug": slug or "model",
         "status": "Draft",
-        "tier": 3 if spent else 1,
+        "tier": 3 if accounted else 1,
         "deployment": deployment,
     }
     written: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
@@ -143,13 +154,21 @@ def _check(section: str, told: object) -> None:
             "object": isinstance(value, Mapping) and set(value) <= set(PARAMETERS),
         }.get(kind["type"], _is_text(value))
         if "format" in kind:
-            fits = bool(re.fullmatch(r"\d{4}-\d{2}-\d{2}", str(value)))
+            fits = _is_date(value)
         if not fits or ("enum" in kind and value not in kind["enum"]):
             wanted = ", ".join(kind.get("enum", ())) or {
                 "array": "a list of strings",
                 "object": f"a table of {', '.join(PARAMETERS)}",
             }.get(kind["type"], "a date as 2026-01-31" if "format" in kind else "a string")
             raise ValueError(f"report.toml: {section}.{name} is {value!r}; it takes: {wanted}")
+
+
+def _is_date(value: object) -> bool:
+    try:
+        date.fromisoformat(str(value))
+    except ValueError:
+        return False
+    return True
 
 
 def _is_text(value: object) -> bool:
@@ -177,10 +196,11 @@ def _basic(found: Mapping[str, Any]) -> dict[str, Any]:
 def _private(
     found: Mapping[str, Any], spent: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    worst = max(spent, key=lambda p: _order(p["epsilon"]))
+    worst = max(spent, key=lambda p: float(p["epsilon"]))
     together = next(iter(found["privacy_together"]), None)
+    total = together or worst
     parameters = {
-        name: worst[name] for name in ("epsilon", "delta") if isinstance(worst[name], int | float)
+        name: total[name] for name in ("epsilon", "delta") if isinstance(total[name], int | float)
     }
     clients = max(fit["shared"].get("clients", 1) for fit in found["runs"])
     composed = f"{worst['releases']} releases by {worst['accountant']}. " + (
@@ -193,10 +213,9 @@ def _private(
         (fit["versions"] for fit in found["runs"] if fit["versions"]), {}
     )
     named = ", ".join(f"{name} {number}" for name, number in versions.items())
-    pure = worst["delta"] == 0
     return {
         "dp_variant": {
-            "variant_name": "Pure DP" if pure else "Approximate DP",
+            "variant_name": "Approximate DP",
             "unprotected_quantities": "Leakage logs, validation metrics, the number of steps, the "
             "choice of settings, and what gates decided.",
         },
@@ -219,10 +238,6 @@ def _private(
             f"floating-point noise, not from a cryptographic generator. Versions: {named}."
         },
     }
-
-
-def _order(epsilon: object) -> float:
-    return float(epsilon) if isinstance(epsilon, int | float) else float("inf")
 
 
 __all__ = ["FIELDS", "PARAMETERS", "REQUIRED", "entry"]

@@ -95,15 +95,15 @@ def test_epsilon_with_and_without_sampling_and_what_it_implies(tmp_path):
     assert cost["series"] == [(1, 0.5), (2, 1.0), (4, 1.25)]
     assert cost["without_sampling"] == epsilon_of([(1.0, 1.0, 4)], 1e-5, "prv")
     assert "epsilon = 1.25 at delta = 1e-05" in cost["statement"]
-    assert "not the leakage logs" in cost["statement"]
-    assert fit["implied"]["largest_tpr_at_fpr_0.01"] == dp_tpr(0.01, 1.25, 1e-5)
-    assert fit["implied"]["measured_auc"] is None
+    assert "not cover the leakage logs" in cost["statement"]
+    assert fit["implied"][0]["largest_tpr_at_fpr_0.01"] == dp_tpr(0.01, 1.25, 1e-5)
+    assert fit["implied"][0]["measured_auc"] is None
     assert fit["ended"] == "in order"
 
 
 @pytest.mark.parametrize(
     ("epsilon", "said"),
-    [(1.2501, "1.26"), (7.9996, "8"), (0.123, "0.123"), ("infinite", "infinite")],
+    [(1.2501, "1.26"), (7.9996, "8"), (0.123, "0.123")],
 )
 def test_a_bound_is_never_rounded_down(tmp_path, epsilon, said):
     record = [begin(defenses=[dpsgd()]), look(1, privacy=[spent(epsilon, 1)])]
@@ -122,24 +122,114 @@ def test_infinite_epsilon_is_said_and_implies_nothing(tmp_path):
     found = found_in(tmp_path, [result(1, f1=0.0)], record)
     [fit] = found["runs"]
     assert fit["privacy"][0]["epsilon"] == "infinite"
-    assert fit["implied"] is None
-    assert "epsilon infinite" in found["verdict"]["sentence"]
+    assert fit["implied"] == []
+    assert "No guarantee holds for dpsgd." in found["verdict"]["sentence"]
+    assert "No epsilon holds" in fit["privacy"][0]["statement"]
     json.dumps(found, allow_nan=False)
 
 
-def test_fits_compose_and_a_resumed_one_counts_once(tmp_path):
-    def fit(run, count, step=0):
-        cost = spent(1.0, count)
-        return [begin(run, step=step, defenses=[dpsgd()]), look(count, run, privacy=[cost])]
+def one_fit(run, count, step=0, epsilon=1.0, fit=None, **settings):
+    record = begin(run, step=step, defenses=[dpsgd(**settings)])
+    if fit is not None:
+        record["fit"] = fit
+    return [record, look(count, run, privacy=[spent(epsilon, count)])]
 
+
+def test_fits_compose_and_releases_are_never_dropped(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "abc"]
-    record = [*fit("a", 10), *fit("b", 30, step=10), *fit("c", 5)]
-    [together] = found_in(tmp_path, lines, record)["privacy_together"]
-    assert together["fits"] == 2
-    assert together["epsilon"] == epsilon_of([(1.0, 0.01, 30), (1.0, 0.01, 5)], 1e-5, "prv")
-    assert together["sum_of_epsilons"] == 2.0
-    alone = found_in(tmp_path / "one", lines[:2], [*fit("a", 10), *fit("b", 30, step=10)])
-    assert alone["privacy_together"] == []
+    record = [*one_fit("a", 10), *one_fit("b", 30, step=10), *one_fit("c", 5)]
+    found = found_in(tmp_path, lines, record)
+    [together] = found["privacy_together"]
+    assert together["fits"] == 3
+    assert together["epsilon"] == epsilon_of(
+        [(1.0, 0.01, 10), (1.0, 0.01, 30), (1.0, 0.01, 5)], 1e-5, "prv"
+    )
+    assert together["sum_of_epsilons"] == 3.0
+    assert "3 fits by dpsgd, if on the same examples" in found["verdict"]["sentence"]
+
+
+def test_two_monitors_of_one_fit_count_once(tmp_path):
+    lines = [result(0, run=run, f1=0.0) for run in "ab"]
+    record = [*one_fit("a", 10, fit="x"), *one_fit("b", 10, fit="x")]
+    assert found_in(tmp_path, lines, record)["privacy_together"] == []
+
+
+def test_what_has_no_guarantee_composes_to_none(tmp_path):
+    lines = [result(0, run=run, f1=0.0) for run in "ab"]
+    record = [*one_fit("a", 10, epsilon="infinite"), *one_fit("b", 10)]
+    found = found_in(tmp_path, lines, record)
+    assert found["privacy_together"][0]["epsilon"] == "infinite"
+    assert "accounted in 1 of 2 runs: epsilon 1" in found["verdict"]["sentence"]
+    assert "No guarantee holds for dpsgd." in found["verdict"]["sentence"]
+
+
+def test_budgets_of_a_filter_add_up(tmp_path):
+    lines = [result(0, run=run, f1=0.0) for run in "ab"]
+    record = [
+        *one_fit("a", 10, epsilon=8.0, accountant="filter"),
+        *one_fit("b", 10, epsilon=8.0, accountant="filter"),
+    ]
+    found = found_in(tmp_path, lines, record)
+    [together] = found["privacy_together"]
+    assert (together["epsilon"], together["delta"]) == (16.0, 2e-5)
+    assert found["runs"][0]["privacy"][0]["without_sampling"] is None
+
+
+def test_a_central_epsilon_is_set_beside_the_sum_of_clients(tmp_path):
+    monitor = {"client": "rank", "clients": 4, "adversary": [], "local_steps": None}
+    attacks = [about("fc", "membership", "chooses the weights")]
+    record = one_fit("a", 4, trust="central")
+    record[0] |= {"monitor": monitor, "attacks": attacks}
+    lines = [
+        result(0, "fc", auc=(0.95, 0.9, 1.0)),
+        result(0, "fc", stage="aggregate", auc=(0.6, 0.4, 0.8)),
+    ]
+    [fit] = found_in(tmp_path, lines, record)["runs"]
+    assert (fit["implied"][0]["stage"], fit["implied"][0]["measured_auc"]) == ("aggregate", 0.6)
+    assert "the update of one alone is not covered" in fit["privacy"][0]["statement"]
+    assert fit["shared"]["seen_by"].startswith("the sum over clients only")
+
+
+def test_a_high_look_and_the_worst_client_are_not_averaged_away(tmp_path):
+    lines = [result(0, f1=1.0, recall=1.0, precision=1.0)]
+    nothing = {"f1": 0.0, "recall": 0.0, "precision": 0.0}
+    lines += [result(s, **nothing, f1_worst_client=0.7) for s in range(1, 9)]
+    lines += [result(9, f1=0.0) | {"exposed": False}]
+    found = found_in(tmp_path, lines, [begin()])
+    [attack] = found["runs"][0]["attacks"]
+    assert attack["mean"] == pytest.approx(1 / 9)
+    said = found["verdict"]["sentences"][0]
+    assert "f1 1.00 at the worst look" in said
+    assert "f1 0.70 of the worst client" in said
+    assert found["verdict"]["level"] == "high"
+
+
+def test_a_look_without_a_rate_of_its_own_does_not_take_the_pooled_one(tmp_path):
+    looks = enumerate([None, 0.5])
+    lines = [result(s, "fc", auc=0.9, auc_of_this_look=alone) for s, alone in looks]
+    [fit] = found_in(tmp_path, lines)["runs"]
+    assert (fit["attacks"][0]["mean"], fit["attacks"][0]["looks"]) == (0.5, 1)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"run": "a", "kind": "look"},
+        {"run": "a", "kind": "begin", "monitor": None, "defenses": [{}]},
+        {"run": "a", "kind": "look", "step": 0, "utility": [1]},
+    ],
+)
+def test_a_run_that_is_odd_is_named_and_costs_no_other(tmp_path, odd):
+    lines = [result(0, f1=0.5), result(0, run="b", f1=0.7)]
+    found = found_in(tmp_path, lines, [odd, begin("b")])
+    assert [fit["run"] for fit in found["runs"]] == ["b"]
+    assert found["problems"][0].startswith("run a of")
+
+
+def test_what_was_not_played_is_said_of_unrecorded_runs_too(tmp_path):
+    lines = [result(0, f1=0.5), result(0, "x") | {"unknown": "not played: no head"}]
+    [fit] = found_in(tmp_path, lines)["runs"]
+    assert "x: no head" in fit["not_tested"]
 
 
 @pytest.mark.parametrize(

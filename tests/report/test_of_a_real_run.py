@@ -77,6 +77,39 @@ def test_the_command_writes_three_files(folder, tmp_path, capsys):
     assert "probe" in html.read_text()
 
 
+def test_the_report_of_a_fit_is_of_that_fit_alone_and_never_ends_it(tmp_path):
+    for seed in (1, 2):
+        strategy = DefendedStrategy("auto", [GradientNoise(clip=1.0, sigma=0.1, seed=seed)])
+        more = {"logger": False, "strategy": strategy}
+        monitor = LeakageMonitor(Probe(), log_dir=tmp_path, report=True)
+        fit([monitor], tmp_path, gradient_clip_val=float("inf"), **more)
+    for line in (tmp_path / "run.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    [run] = json.loads((tmp_path / "report.json").read_text())["runs"]
+    assert run["training"]["gradient_clip_val"] == "infinite"
+    settings = run["defenses"][0]["settings"]
+    assert settings["seeded"]
+    assert "seed" not in settings
+    assert str(tmp_path) not in (tmp_path / "report.html").read_text()
+
+
+def test_dates_of_toml_are_dates(folder, tmp_path, capsys):
+    (tmp_path / "report.toml").write_text("[basic]\npublication_date = 2026-01-31\n")
+    assert main(["report", str(folder), "--out", str(tmp_path)]) == 0
+    made = yaml.safe_load((tmp_path / "report.yaml").read_text())
+    assert made["deployment"]["basic"]["publication_date"] == "2026-01-31"
+    capsys.readouterr()
+
+
+def test_a_link_in_the_way_is_replaced_and_not_followed(folder, tmp_path, capsys):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "report.html").symlink_to(tmp_path / "victim")
+    assert main(["report", str(folder), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert "What training gave away" in (tmp_path / "report.html").read_text()
+    capsys.readouterr()
+
+
 def test_private_text_makes_a_private_page(folder, tmp_path, capsys):
     revealed = tmp_path / "revealed_words.rank0.txt"
     revealed.write_text("the <b>patient</b>\n")

@@ -78,7 +78,7 @@ def test_results_of_commands_are_tables(tmp_path):
     file = tmp_path / "game.json"
     file.write_text(json.dumps(content))
     found = findings(read([file]))
-    table = found["results"][str(file)]
+    table = found["results"]["game.json"]
     assert table["about"] == {"schema": 1, "model": "embedded"}
     assert table["columns"] == ["attack", "seconds", "rates/auc", "layer"]
     assert table["rows"] == [["fc", 1.5, rate, 2], ["x", None, None, None]]

@@ -49,11 +49,34 @@ def test_what_people_know_is_taken(tmp_path):
         ({"basic": {"data_curators": "me"}}, "a list of strings"),
         ({"basic": {"publication_date": "2026"}}, "a date as 2026-01-31"),
         ({"basic": "x"}, "must be a table"),
+        ({"basic": {"publication_date": "2026-99-99"}}, "a date as 2026-01-31"),
+        ({"privacy_loss": {"privacy_parameters": {"epsilon": 0.01}}}, "comes from the runs alone"),
     ],
 )
 def test_what_an_entry_cannot_hold_is_refused(tmp_path, people, said):
     with pytest.raises(ValueError, match=said):
         entry(private_run(tmp_path, people))
+
+
+@pytest.mark.parametrize(
+    ("defense", "epsilon"),
+    [
+        (dpsgd(), "infinite"),
+        (dpsgd() | {"guarantee": "none: the seed is known"}, 1.0),
+        (dpsgd() | {"class": "TokenLDP"}, 1.0),
+    ],
+)
+def test_what_is_no_dpsgd_that_holds_is_no_private_deployment(tmp_path, defense, epsilon):
+    record = [begin(defenses=[defense]), look(3, privacy=[spent(epsilon, 3)])]
+    made = yaml.safe_load(entry(findings(read([written(tmp_path, [result(0, f1=0.5)], record)]))))
+    assert made["tier"] == 1
+    assert set(made["deployment"]) == {"basic", "administrative"}
+
+
+def test_every_value_is_one_that_the_schema_takes(tmp_path):
+    made = yaml.safe_load(entry(private_run(tmp_path)))
+    for section, told in made["deployment"].items():
+        registry._check(section, told)
 
 
 @pytest.mark.skipif(SCHEMA is None, reason="FEDLEAK_REGISTRY_SCHEMA does not name the schema")

@@ -201,7 +201,7 @@ class DPSGD(Defense):
             harden_factor=harden_factor,
             most_notches=most_notches,
         )
-        self.ledger = None if ledger is None else os.fspath(ledger)
+        self.ledger = None if ledger is None else os.path.abspath(ledger)
         self._ledger = ledger
         self._sampling: Sampling | None = None
         self._team = Team()

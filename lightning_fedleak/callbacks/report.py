@@ -155,7 +155,7 @@ class RunRecord:
 
     def begins(self, facts: Mapping[str, Any]) -> None:
         """A fit begins; ``settings_hash`` is that of everything in ``facts``."""
-        text = json.dumps(facts, sort_keys=True, default=str)
+        text = json.dumps(_strict(facts), sort_keys=True)
         self._append("begin", **facts, settings_hash=hashlib.sha256(text.encode()).hexdigest())
 
     def looked(

@@ -433,12 +433,13 @@ def _implied(
 
     Where the sum over several clients is what it covers, that is measured at stage aggregate.
     """
+    held = [spent for spent in privacy if spent["holds"]]
+    if not held:
+        return []
     from lightning_fedleak.auditing.mechanisms import dp_auc, dp_tpr  # loads torch: seconds
 
     found = []
-    for spent in privacy:
-        if not spent["holds"]:
-            continue
+    for spent in held:
         epsilon, delta = min(spent["epsilon"], 50.0), spent["delta"]
         stage = "aggregate" if spent["trust"] == "central" and clients > 1 else "shared"
         asked = [a for a in attacks if a["family"] == "membership" and a["stage"] == stage]

@@ -27,6 +27,7 @@ def facts_of(
     *,
     gates: Sequence[Mapping[str, Any]],
     monitor: Mapping[str, Any],
+    resumed: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything that a fit knows of itself before its first step.
 
@@ -36,12 +37,16 @@ def facts_of(
         series: the channel of each series, in the order of the logs.
         gates: what each gate says of itself.
         monitor: the monitor's own settings.
+        resumed: of the fit whose checkpoint it goes on from: its run id, and what its defences had
+            spent; empty where it begins anew.
     """
     family = {one.attack: channel.family for one, channel in series.items()}
     played = {plan.attack.name: plan for plan in fit.plans}
     left_out = [row for row in fit.rows if row.why_not is not None]
     return {
+        "begins_at_step": int(run.trainer.global_step),
         "fit": f"{os.getpid()}-{id(run.trainer)}-{run.trainer.global_step}",
+        "resumed": dict(resumed),
         "versions": versions(),
         "machine": {"processor": platform.machine(), "device": run.device.type},
         "model": _model(run, fit.trained),
@@ -134,7 +139,6 @@ def _training(run: Run) -> dict[str, Any]:
         "max_epochs": trainer.max_epochs,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "gradient_clip_val": trainer.gradient_clip_val,
-        "begins_at_step": int(trainer.global_step),
         "seed": os.environ.get("PL_GLOBAL_SEED"),
     }
 

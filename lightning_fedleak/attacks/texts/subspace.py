@@ -91,8 +91,8 @@ class SubspaceTexts(TextAttack):
 
     Certified means that no text is missing whose part lies above rounding, and that none of those
     said is wrong, up to copies, texts that another begins with, the number of tokens of a text that
-    is one token alone, and tokens whose inputs are equal up to rounding. Where queries and keys alone are
-    trained it is not said: they do not show every token.
+    is one token alone, and tokens whose inputs are equal up to rounding. Where queries and keys
+    alone are trained it is not said: they do not show every token.
 
     Args:
         blocks: behind the first that are read at most; by default one where its rows could fill the

@@ -14,7 +14,7 @@ import yaml
 
 import lightning_fedleak
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
 SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 

@@ -41,7 +41,7 @@ class Exchange:
     """
 
     def __init__(self, run: Run, channels: Mapping[Series, Channel]) -> None:
-        self._many = run.trainer.world_size > 1
+        self._many = run.processes > 1
         self._one_client = run.client == "world"
         self._device = run.device
         self._channels = channels

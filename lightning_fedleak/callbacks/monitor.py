@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +25,8 @@ from lightning_fedleak.callbacks.channels import Games
 from lightning_fedleak.callbacks.channels.base import (
     Channel,
     Look,
-    Run,
     Settings,
+    TrainerRun,
     channels_of,
     reason,
 )
@@ -51,7 +52,7 @@ from lightning_fedleak.callbacks.report import (
     spent_by,
 )
 from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
-from lightning_fedleak.callbacks.run_facts import facts_of
+from lightning_fedleak.callbacks.run_facts import facts_of, training_of
 from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.extras import install
 from lightning_fedleak.lightning_packages import EitherCallback
@@ -429,17 +430,17 @@ class LeakageMonitor(EitherCallback):
         assert self._fit is not None
         root, _, metric = name.rpartition("/")
         of = {series.log_name: series for series in self._series}
-        rows = {row.attack: row for row in self._fit.rows}
+        rows = {row.attack: row for row in self._fit.lineup.rows}
         family = metric if root == WORST else None
         if root in of:
             attack, family = of[root].attack, self._series[of[root]].family
-            if attack not in self._fit.playing:
+            if attack not in self._fit.lineup.playing:
                 return f"'{attack}' is not played in this run: {rows[attack].why_not}"
         if family is None:
             return None
-        trained = self._fit.trained
+        trained = self._fit.lineup.trained
         mine = {a.name for c in self._channels if c.family == family for a in c.attacks}
-        if mine & {plan.attack.name for plan in self._fit.exposed} or not trained:
+        if mine & {plan.attack.name for plan in self._fit.lineup.exposed} or not trained:
             return None
         return (
             f"no attack on {family} of this monitor reads anything that is shared in this run, and "
@@ -493,7 +494,7 @@ class LeakageMonitor(EitherCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
-        run = Run(trainer, self._find_anatomy(pl_module), self.client, self.assume)
+        run = TrainerRun(self._find_anatomy(pl_module), self.client, self.assume, trainer)
         self._check_texts(run.anatomy)
         if self.batch_adapter is None:
             check_batch_type(pl_module, run.anatomy.kind)
@@ -522,17 +523,18 @@ class LeakageMonitor(EitherCallback):
             refused=self._not_set_up,
             cache=CalibrationCache() if self.cache else None,
         )
-        self._prepared = self._fit.prepared
+        lineup = self._fit.lineup
+        self._prepared = lineup.prepared
         restored, self._restored = self._restored, {}
         resumed, self._resumed = self._resumed, {}
         self._fit.calibrate(restored)
-        playing = self._fit.playing
+        playing = lineup.playing
         self._results.playing = {s for s in self._series if s.attack in playing}
         if self.auto:
             writes = run.anatomy.kind == "causal" and not self._text_given
             text = _WRITTEN if writes else None
-            rank_zero_info(auto.table(self._fit.rows, self._fit.unread, text, self.assume))
-            self._report.write_not_played(self._fit.rows)
+            rank_zero_info(auto.table(lineup.rows, lineup.unread, text, self.assume))
+            self._report.write_not_played(lineup.rows)
         if trainer.is_global_zero:
             shown = {s: c for s, c in self._series.items() if s.attack in playing}
             families = {channel.family for channel in shown.values()}
@@ -554,8 +556,10 @@ class LeakageMonitor(EitherCallback):
             self._record.begins(
                 facts_of(
                     run,
-                    self._fit,
+                    lineup,
                     self._series,
+                    fit=f"{os.getpid()}-{id(trainer)}-{trainer.global_step}",
+                    training=training_of(trainer),
                     gates=self._gates,
                     monitor=self._settings(),
                     resumed=resumed,
@@ -578,7 +582,7 @@ class LeakageMonitor(EitherCallback):
             for channel in self._channels:
                 channel.clear()
         self.cadence.next_step = trainer.global_step
-        self._fit.begin(trainer.global_step)
+        self._fit.lineup.begin(trainer.global_step)
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -644,7 +648,7 @@ class LeakageMonitor(EitherCallback):
         assert self._fit is not None
         self._results.playing |= outcomes.keys()
         beside |= privacy_values(trainer)
-        outcomes = self._results.add(look, outcomes, beside, shared=bool(self._fit.trained))
+        outcomes = self._results.add(look, outcomes, beside, shared=bool(self._fit.lineup.trained))
         values = self.latest
         # As LearningRateMonitor does: self.log would take a quarter of a millisecond for each name.
         numbers = torch.tensor(list(values.values()), device=trainer.strategy.root_device)

@@ -47,7 +47,7 @@ COLUMNS = (
 HISTOGRAM_EVERY_LOOKS = 10
 GAP = "[?]"
 """Stands for tokens that were not guessed."""
-_OF_THIS_FIT = ("fit", "begins_at_step", "resumed", "machine", "versions")
+_OF_THIS_FIT = ("fit", "resumed", "machine", "versions")
 LOGGED = ("epsilon", "delta", "noise_multiplier")
 
 

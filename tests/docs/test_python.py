@@ -18,7 +18,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import lightning_fedleak
 from lightning_fedleak import (
     DPSGD,
     AlignedFlatChat,
@@ -71,13 +70,10 @@ def data() -> TextDataModule:
     return TextDataModule("letters.txt", tiny_tokenizer(), batch_size=4, length=16)
 
 
-def public_names() -> Names:
-    return {name: getattr(lightning_fedleak, name) for name in lightning_fedleak.__all__}
-
-
 def fine_tuning() -> Iterator[Names]:
     """A reader's LightningModule and data."""
     names = {"model": CausalLMFineTuning(language_model()), "datamodule": data()}
+    names["tokenizer"] = tiny_tokenizer()
     yield names
     train_what_is_built(names)
 
@@ -89,22 +85,9 @@ def transformers() -> Iterator[Names]:
     assert names["trainer"].state.finished
 
 
-def fragment() -> Iterator[Names]:
-    """Without imports: all public names are there."""
-    model = CausalLMFineTuning(language_model())
-    names = {"tokenizer": tiny_tokenizer(), "model": model, "datamodule": data()}
-    names |= public_names()
-    yield names
-    train_what_is_built(names)
-
-
 def built() -> Iterator[Names]:
     """Built and not trained: it speaks of several processes, or takes minutes."""
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    defense = DPSGD(1.0, target_epsilon=8, target_delta=1e-5)
-    own = {"defense": defense, "ModelParallelStrategy": ModelParallelStrategy}
-    yield public_names() | own
+    yield {}
 
 
 def looked() -> Iterator[Names]:
@@ -163,7 +146,6 @@ SETUPS: dict[str, Callable[[], Iterator[Names]]] = {
         setup.__name__: setup
         for setup in (
             transformers,
-            fragment,
             built,
             looked,
             training_step,

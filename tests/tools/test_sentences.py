@@ -4,32 +4,13 @@ import pytest
 
 from tests.tools.sentences import MOST, ROOT, pages, read, sentences
 
-# Pages whose mean is still above the limit. One that passes is taken out; none is put in.
-NOT_YET = {
-    "docs/cost.md",
-    "docs/dpsgd.md",
-    "docs/inversion.md",
-    "docs/membership.md",
-    "docs/membership_theory.md",
-    "docs/proof.md",
-    "docs/token_ldp.md",
-    "docs/word_recovery.md",
-}
-
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_sentences_are_short(path):
     page = read(path)
     longest = max(page.sentences, key=lambda s: s.words, default=None)
     told = f"{page.name}: {page.mean:.1f} words a sentence; the longest: {longest}"
-    if page.name in NOT_YET:
-        assert page.mean > MOST, f"{told}. It passes now: take it out of NOT_YET"
-    else:
-        assert page.mean <= MOST, f"{told}. See python -m tests.tools.sentences {page.name}"
-
-
-def test_pages_that_do_not_pass_exist():
-    assert {page.name for page in map(read, pages())} >= NOT_YET
+    assert page.mean <= MOST, f"{told}. See python -m tests.tools.sentences {page.name}"
 
 
 def counted(markdown):

@@ -50,6 +50,7 @@ from lightning_fedleak.callbacks.report import (
     privacy_tags,
     privacy_values,
     settings_of,
+    spent_by,
 )
 from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
 from lightning_fedleak.callbacks.run_facts import facts_of, training_of
@@ -168,7 +169,7 @@ class LeakageMonitor(EitherCallback):
         cache: keep calibrations in the user's cache folder (``FEDLEAK_CACHE``), by model, text and
             settings, for the next fit.
         report: write ``report.html``, ``report.json`` and ``report.yaml`` beside the logs when
-            the fit ends in order, as ``fedleak report`` does.
+            the fit ends, as ``fedleak report`` does; also after an error or Ctrl-C.
 
     Raises:
         ValueError: contradictory or unknown arguments.
@@ -242,6 +243,8 @@ class LeakageMonitor(EitherCallback):
         self._anatomy_overrides = dict(anatomy or {})
         self._results = Results(self._series)
         self._restored: dict[str, Any] = {}
+        self._resumed: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
         self._prepared: set[str] = set()
         self._listeners: list[Callable[[L.Trainer], None]] = []
         self._at_end: list[Callable[[L.Trainer], None]] = []
@@ -525,6 +528,7 @@ class LeakageMonitor(EitherCallback):
         lineup = self._fit.lineup
         self._prepared = lineup.prepared
         restored, self._restored = self._restored, {}
+        resumed, self._resumed = self._resumed, {}
         self._fit.calibrate(restored)
         playing = lineup.playing
         self._results.playing = {s for s in self._series if s.attack in playing}
@@ -550,6 +554,7 @@ class LeakageMonitor(EitherCallback):
             begins()
         if trainer.is_global_zero:
             self._record = RunRecord(folder / "run.jsonl", self._jsonl.run, self._report.warn_once)
+            self._accounting = accounting_defenses(trainer)
             self._record.begins(
                 facts_of(
                     run,
@@ -559,6 +564,7 @@ class LeakageMonitor(EitherCallback):
                     training=training_of(trainer),
                     gates=self._gates,
                     monitor=self._settings(),
+                    resumed=resumed,
                 )
             )
 
@@ -686,7 +692,20 @@ class LeakageMonitor(EitherCallback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ends the run's record, and writes the report where it is asked for."""
         self._end(trainer, "finished")
-        if self.report and self._record is not None:
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """As when a fit ends, and removes every tap: Lightning calls no teardown after this."""
+        self._end(trainer, type(exception).__name__)
+        self._close()
+
+    def _end(self, trainer: L.Trainer, how: str) -> None:
+        if self._record is None or self._record.ended:
+            return
+        self._last = self._told()
+        self._record.ends(int(trainer.global_step), how, self._accounting)
+        if self.report:
             from lightning_fedleak.report import write
 
             try:
@@ -695,16 +714,11 @@ class LeakageMonitor(EitherCallback):
             except Exception as error:  # a report is no reason to lose a run
                 rank_zero_warn(f"LeakageMonitor: no report: {error}")
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
-        """Removes every tap; Lightning calls no teardown after an exception."""
-        self._end(trainer, type(exception).__name__)
-        self._close()
-
-    def _end(self, trainer: L.Trainer, how: str) -> None:
-        if self._record is not None:
-            self._record.ends(int(trainer.global_step), how, accounting_defenses(trainer))
+    def _told(self) -> dict[str, Any]:
+        """For a checkpoint: the fit's id, and what its defences have spent."""
+        if self._record is None:
+            return self._last
+        return {"run": self._record.run, "privacy": spent_by(self._accounting)}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Removes every tap."""
@@ -727,6 +741,7 @@ class LeakageMonitor(EitherCallback):
         kept = [channel.state_dict() for channel in self._channels]
         return {
             **self._results.state_dict(),
+            "fit": self._told(),
             **{name: value for state in kept for name, value in state.items()},
             "attacks": {
                 a.name: {
@@ -743,6 +758,7 @@ class LeakageMonitor(EitherCallback):
         self._results.load_state_dict(state_dict)
         for channel in self._channels:
             channel.load_state_dict(state_dict)
+        self._resumed = state_dict.get("fit") or {}
         self._restored = {
             name: saved for name, saved in state_dict["attacks"].items() if saved["tensors"]
         }

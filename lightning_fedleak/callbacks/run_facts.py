@@ -34,6 +34,7 @@ def facts_of(
     training: Mapping[str, Any],
     gates: Sequence[Mapping[str, Any]],
     monitor: Mapping[str, Any],
+    resumed: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything that a fit knows of itself before its first step.
 
@@ -45,12 +46,15 @@ def facts_of(
         training: how the model is trained.
         gates: what each gate says of itself.
         monitor: the monitor's own settings.
+        resumed: of the fit whose checkpoint it goes on from: its run id, and what its defences had
+            spent; empty where it begins anew.
     """
     family = {one.attack: channel.family for one, channel in series.items()}
     played = {plan.attack.name: plan for plan in lineup.plans}
     left_out = [row for row in lineup.rows if row.why_not is not None]
     return {
         "fit": fit,
+        "resumed": dict(resumed),
         "versions": versions(),
         "machine": {"processor": platform.machine(), "device": run.device.type},
         "model": _model(run, lineup.trained),
@@ -133,7 +137,6 @@ def training_of(trainer: L.Trainer) -> dict[str, Any]:
         "max_epochs": trainer.max_epochs,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "gradient_clip_val": trainer.gradient_clip_val,
-        "begins_at_step": int(trainer.global_step),
         "seed": os.environ.get("PL_GLOBAL_SEED"),
     }
 

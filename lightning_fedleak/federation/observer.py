@@ -40,7 +40,7 @@ from lightning_fedleak.callbacks.channels.base import (
 )
 from lightning_fedleak.callbacks.channels.targets import Games
 from lightning_fedleak.callbacks.checks import check_attacks, check_optimizers, check_texts
-from lightning_fedleak.callbacks.exchange import Exchange
+from lightning_fedleak.callbacks.fit import Exchange
 from lightning_fedleak.callbacks.lineup import Lineup
 from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord
 from lightning_fedleak.callbacks.results import Outcome, Result, Results, Series, Unknown, unknown
@@ -393,6 +393,7 @@ class RoundObserver:
                     "attacks": "auto" if self._auto else "listed",
                     "side": self.side,
                 },
+                resumed={},
             )
         )
 

@@ -5,6 +5,16 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 LOWEST := .venv-lowest
 
+# An environment that is there keeps its Python: one of another version needs another name.
+ifeq ($(origin PYTHON),command line)
+  VERSION := -c 'import sys; print("%d.%d" % sys.version_info[:2])'
+  ASKED   := $(shell $(PYTHON) $(VERSION) 2>/dev/null)
+  THERE   := $(if $(wildcard $(READY)),$(shell $(BIN)/python $(VERSION)),$(ASKED))
+  ifneq ($(filter-out $(THERE),$(ASKED)),)
+    $(error $(VENV) has Python $(THERE), and PYTHON=$(PYTHON) is $(ASKED). Name an environment for it: VENV=.venv-$(ASKED))
+  endif
+endif
+
 .PHONY: help demo test test-lowest docs notebooks smoke gpu lint clean install
 .DEFAULT_GOAL := help
 
@@ -17,7 +27,8 @@ help:
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
 	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
 	@echo "make lint    ruff and mypy"
-	@echo "make clean   remove .venv, .venv-lowest and caches (fedleak_runs/ stays)"
+	@echo "make clean   remove .venv, .venv-* and caches (fedleak_runs/ stays)"
+	@echo "PYTHON=python3.13 VENV=.venv-3.13 with another Python, in an environment of its own"
 	@echo "ARGS=\"...\" goes to the command: make demo ARGS=\"--steps 50\", make test ARGS=\"-k gate\""
 
 demo: $(READY)
@@ -75,5 +86,5 @@ $(LOWEST)/.ready: pyproject.toml constraints.txt tests/tools/lowest_versions.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -39,7 +39,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from membership_games import joined, texts_of
+from membership_games import halves, joined
 from token_count import TokenCount
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -117,14 +117,7 @@ class Bench:
 
     def _text(self, name: str) -> tuple[SentencePool, PublicText]:
         args = self.args
-        halves = []
-        for seed, (half, n) in enumerate(
-            zip(texts_of(name, args.public), (args.pool, args.public_texts), strict=True)
-        ):
-            order = torch.randperm(len(half), generator=torch.Generator().manual_seed(seed + 1))
-            halves.append([half[i] for i in order[:n].tolist()])
-        private, public = halves
-        private = [text for text in private if text not in set(public)]
+        private, public = halves(name, args.public, args.pool, args.public_texts)
         pool = SentencePool.of(private, self.tokenizer, args.tokens)
         return pool, PublicText(self.ids(public))
 

@@ -376,8 +376,11 @@ def make_attack(
     granularity: Literal["full", "token"] = "full" if name.endswith("-full") else "token"
     label = f"{name}@{layer}"
     if name.startswith("fc"):
-        reaching = {"ladder": RANDOMISED_LADDER} if randomised else {}
-        return FCMembership(layer, granularity, tokens=tokens, name=label, **reaching)
+        if randomised:
+            return FCMembership(
+                layer, granularity, tokens=tokens, name=label, ladder=RANDOMISED_LADDER
+            )
+        return FCMembership(layer, granularity, tokens=tokens, name=label)
     if public is None:
         raise SourceError(f"--attack {name} calibrates on text that the server owns: give --public")
     if name.startswith("trained"):

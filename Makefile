@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 LOWEST := .venv-lowest
 
-.PHONY: help demo test test-lowest notebooks smoke papers gpu lint clean install
+.PHONY: help demo test test-lowest docs notebooks smoke papers gpu lint clean install
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
+	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
 	@echo "make papers  every table and figure of the three papers: ENCODER=DIR STORIES=DIR CAUSAL=DIR are models (under two hours)"
 	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
@@ -34,6 +35,13 @@ notebooks: $(VENV)/.notebooks
 
 $(VENV)/.notebooks: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebooks]"
+	@touch $@
+
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+$(VENV)/.docs: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	@touch $@
 
 smoke: $(READY)

@@ -148,7 +148,10 @@ def test_our_rows_stand_beside_the_papers_in_both_protocols() -> None:
     assert len(made) == 2 * 3 * 2
     whole = table.show(Found(fake_rows(made)), size)
     rows = {tuple(row[:3]): row[3:] for row in whole.grids[0].rows}
-    paper = rows["5", "Attn", "paper: BERT · RoBERTa · DistilBERT · GPT1 · GPT2"]
+    paper = rows["5", "Attn", "paper"]
+    assert whole.grids[0].caption == (
+        "The paper's models: BERT · RoBERTa · DistilBERT · GPT1 · GPT2."
+    )
     assert paper == ["", ".56 · .67 · .61 · .64 · .50", ".51 · .62 · .52 · .60 · .50",
                      ".60 · .69 · .64 · .67 · .50"]  # fmt: skip
     ours = [row for row in whole.grids[0].rows if "minilm" in row[2]]

@@ -173,7 +173,6 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         size = sizes[paper.name]
         names = log.models(paper.measures) or ["MODEL"]
         parts.append(f"## {paper.title}")
-        parts += [f"- {note}" for note in paper.notes][:0]
         parts.append("\n".join(f"- {note}" for note in paper.notes))
         parts += [text_of(paper, table, size, names, log) for table in paper.tables]
     return "\n\n".join(parts) + "\n"

@@ -46,6 +46,7 @@ from benchmarks.papers.tables import (
     Paper,
     Shown,
     Table,
+    finding,
     number,
     pm,
     published,
@@ -568,11 +569,6 @@ def theirs(table: str, row: str) -> list[float] | None:
     return None if found is None else list(found)
 
 
-def finding(parts: Sequence[str]) -> str:
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}." if text else "Not run."
-
-
 def mean_f1(row: Row, name: str = "f1") -> str:
     return number(statistics.fmean(row[name]))
 
@@ -687,9 +683,9 @@ def show_table5(found: Found, size: Size) -> Shown:
             broken = [s for s, v in sorted(by.items()) if v < 0.5 * by.get(0.0, math.inf)]
             if reading == "sum/B" and by:
                 told.append(
-                    f"{name} loses half of its F1 at sigma {broken[0]:g} (sum/B)"
+                    f"on {name} it loses half of its F1 at sigma {broken[0]:g} (sum/B)"
                     if broken
-                    else f"{name} keeps more than half of its F1 at every sigma (sum/B)"
+                    else f"on {name} it keeps more than half of its F1 at every sigma (sum/B)"
                 )
     head = ["text or translator", "sigma", "paper", *READINGS]
     return Shown([Grid(head, lines)], finding(told))

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from word_recovery import read_texts
 
 from benchmarks.papers.cells import Cell, Row
-from benchmarks.papers.tables import Found, Grid, Paper, Shown, Table, number, rate_of
+from benchmarks.papers.tables import Found, Grid, Paper, Shown, Table, finding, number, rate_of
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.commands.invert import make_adversary, rows_of_length, run_cells
 
@@ -149,13 +149,12 @@ def show_fig1(found: Found, size: Size) -> Shown:
                 told.append(
                     f"behind block {split} noise {noise:g} leaves {number(task, 2)} of the task's "
                     f"{number(clean, 2)}, and "
-                    + ", ".join(f"{a} reads {number(v, 2)}" for a, v in best.items())
+                    + ", ".join(f"`{a}` reads {number(v, 2)}" for a, v in best.items())
                 )
     if found and not told:
         told.append("no noise level that was run takes the task below a tenth of what it was")
     head = ["model", "split", "noise", "next token", *size.attacks]
-    text = "; ".join(told)
-    return Shown([Grid(head, lines)], f"{text[0].upper()}{text[1:]}." if text else "Not run.")
+    return Shown([Grid(head, lines)], finding(told))
 
 
 def show_fig2(found: Found, size: Size) -> Shown:
@@ -175,11 +174,9 @@ def show_fig2(found: Found, size: Size) -> Shown:
                       if r["length"] in size.lengths}  # fmt: skip
             if values:
                 ends = ", ".join(f"{number(v, 2)} at {n}" for n, v in sorted(values.items()))
-                told.append(f"{attack} behind block {split} reads {ends} tokens")
+                told.append(f"`{attack}` behind block {split} reads {ends} tokens")
     columns = [f for a in size.length_attacks for f in (a, "steps", "ms a token")]
-    text = "; ".join(told)
-    finding = f"{text[0].upper()}{text[1:]}." if text else "Not run."
-    return Shown([Grid(["model", "split", "tokens", *columns], lines)], finding)
+    return Shown([Grid(["model", "split", "tokens", *columns], lines)], finding(told))
 
 
 def _steps(rows: Sequence[Row]) -> str:

@@ -192,6 +192,11 @@ def published() -> dict[str, Any]:
     return tomllib.loads(PUBLISHED.read_text("utf-8"))
 
 
+def finding(sentences: Iterable[str]) -> str:
+    """Sentences, each without its full stop, or that nothing was run."""
+    return " ".join(f"{s[0].upper()}{s[1:]}." for s in sentences) or "Not run."
+
+
 def dots(values: Iterable[object]) -> str:
     """Several of the paper's columns in one."""
     return " · ".join(str(value) for value in values)

@@ -219,7 +219,7 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
     owners: list[Optimizer] = []
     exposed = True
     for role in roles:
-        owner = _owner(anatomy.parameter(role), run.trainer.optimizers)
+        owner = _owner(anatomy.parameter(role), run.optimizers)
         exposed &= anatomy.trainable(role) and (owner is not None or reduces_all)
         if owner is not None and all(owner is not o for o in owners):
             owners.append(owner)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.public_text import sampled_once
 from lightning_fedleak.batches import (
     BatchAdapter,
     BatchError,
@@ -25,26 +25,33 @@ from lightning_fedleak.batches import (
     adapter_to_copy,
     read_batch,
 )
-from lightning_fedleak.callbacks.auto import Row, in_short, look_seconds, reads_of
-from lightning_fedleak.callbacks.cache import CalibrationCache, hash_of_weights
+from lightning_fedleak.callbacks.cache import CalibrationCache
 from lightning_fedleak.callbacks.cadence import Cadence, StepClock
-from lightning_fedleak.callbacks.channels.base import Channel, Look, Moment, Run, reason
+from lightning_fedleak.callbacks.channels.base import Channel, Look, Moment, Run, TrainerRun, reason
 from lightning_fedleak.callbacks.checks import (
     Plan,
     check_optimizers,
-    unread_names,
-    warn_of_untested,
 )
-from lightning_fedleak.callbacks.exchange import Exchange
-from lightning_fedleak.callbacks.results import Outcome, Result, Series, Unknown, Waiting
+from lightning_fedleak.callbacks.lineup import Lineup
+from lightning_fedleak.callbacks.results import (
+    Found,
+    NothingShared,
+    Outcome,
+    Result,
+    Series,
+    Unknown,
+    Waiting,
+    not_shared,
+    pending,
+    unknown,
+)
 from lightning_fedleak.defenses import Defense, DefenseContext
-from lightning_fedleak.model_runs import whole_model
-from lightning_fedleak.progress import bars, track
+from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.strategies import DefendedStrategy, before_real_step
 from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap
 
-_NOT_SHARED = "what it reads is not trained, and so not shared"
+FOUND, FAILED, NOTHING, WAITING, INAPPLICABLE = 0.0, 1.0, 2.0, 3.0, 4.0
 
 
 class Fit:
@@ -66,8 +73,7 @@ class Fit:
 
     Attributes:
         look: the one at work; None between looks.
-        prepared: names of the attacks that are calibrated.
-        rows: with ``choosing``, what became of each attack.
+        lineup: the attacks that are played.
 
     Raises:
         ValueError: an attack does not fit the model or the run.
@@ -75,7 +81,7 @@ class Fit:
 
     def __init__(
         self,
-        run: Run,
+        run: TrainerRun,
         attacks: Sequence[Attack],
         series: Mapping[Series, Channel],
         channels: Sequence[Channel],
@@ -103,19 +109,8 @@ class Fit:
         self._keeps_local = False
         self._clock = StepClock()
         self._tried = self._midway = self._hurried = False
-        self._begins_at = int(run.trainer.global_step)
         self.look: Look | None = None
         self._processor_seconds = 0.0
-        self.prepared: set[str] = set()
-        self._choosing = choosing
-        self._most_seconds = most_seconds
-        self._refused = dict(refused)
-        self._ever_exposed: set[str] = set()
-        self.rows: list[Row] = []
-        self._cache = cache
-        self._weights: str | None = None
-
-        self._plans: list[Plan] = []
         self._watched: set[int] = set()
         self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
@@ -124,34 +119,23 @@ class Fit:
         for channel in self._channels:
             channel.open(run)
         try:
-            self._admit()
+            self.lineup = Lineup(
+                run,
+                attacks,
+                self._channels,
+                local_steps=local_steps,
+                begins_at=int(run.trainer.global_step),
+                choosing=choosing,
+                most_seconds=most_seconds,
+                refused=refused,
+                cache=cache,
+            )
             if local_steps is None:
                 self._install()
             self.follow()
         except Exception:
             self.close()
             raise
-
-    def _admit(self) -> None:
-        """Refuses attacks that cannot be played, or leaves them out."""
-        for channel in self._channels:
-            channel.leave_out(self._refused.keys())
-            for attack in channel.attacks:
-                with self._left_out(attack):
-                    attack.check_device(self._run.anatomy)
-                    channel.plan(attack)
-                    channel.admit(attack)
-            channel.leave_out(self._refused.keys())
-
-    @contextmanager
-    def _left_out(self, attack: Attack) -> Iterator[None]:
-        """Where attacks are chosen, a refusal leaves one out."""
-        try:
-            yield
-        except ValueError as error:
-            if not self._choosing:
-                raise
-            self._refused.setdefault(attack.name, in_short(attack.name, str(error)))
 
     def _install(self) -> None:
         trainer = self._run.trainer
@@ -170,16 +154,10 @@ class Fit:
 
     def follow(self) -> None:
         """Follows what is trained: layers may be frozen and unfrozen while the fit goes on."""
-        by_name = {a.name: c.plan(a) for c in self._channels for a in c.attacks}
-        self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
-        if self._choosing:  # of what was never shared nothing is logged
-            by_name = {n: plan for n, plan in by_name.items() if n in self._ever_exposed}
-        plans = [by_name[a.name] for a in self._attacks if a.name in by_name]
-        if plans == self._plans:
+        if not self.lineup.follow():
             return
-        self._plans = plans
         anatomy = self._run.anatomy
-        roles = dict.fromkeys(r for plan in self.exposed for r in plan.roles)
+        roles = dict.fromkeys(r for plan in self.lineup.exposed for r in plan.roles)
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
         self._watched = {id(p) for p in parameters.values()}
         self._tap.close()
@@ -188,41 +166,6 @@ class Fit:
             self._tap.keep_local()
         if self._local_steps is not None:
             self._update_tap = UpdateTap(parameters, tied=anatomy.tied)
-        warn_of_untested(plans, anatomy)
-        for channel in self._channels:
-            channel.follow([by_name[a.name] for a in channel.attacks if a.name in by_name])
-        self._tell()
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Names of the trained parameters whose gradient no attack reads."""
-        return unread_names(self._plans, self._run.anatomy)
-
-    @property
-    def trained(self) -> tuple[str, ...]:
-        """Names of the trained parameters."""
-        return self._run.anatomy.trainable_names()
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """Of the attacks that give results, in the order of the logs."""
-        return tuple(self._plans)
-
-    @property
-    def playing(self) -> frozenset[str]:
-        """Names of the attacks that give results, exposed or not."""
-        return frozenset(plan.attack.name for plan in self._plans)
-
-    def _tell(self) -> None:
-        """Tells every attack about the run."""
-        for plan in self._plans:
-            facts = self._run.facts(plan, self._local_steps, self._begins_at)
-            plan.attack.meet(facts)
-
-    @property
-    def exposed(self) -> list[Plan]:
-        """The attacks that have something to read."""
-        return [p for p in self._plans if p.exposed]
 
     @property
     def processor_seconds(self) -> float:
@@ -230,119 +173,15 @@ class Fit:
         return self._processor_seconds + (self.look.processor_seconds if self.look else 0.0)
 
     def calibrate(self, restored: Mapping[str, Any]) -> None:
-        """Prepares every attack that has something to read, and tries what can be tried.
+        """Prepares the attacks, see :meth:`Lineup.calibrate`.
 
         Args:
-            restored: of a checkpoint, by the attack's name: its settings then, and its calibration,
-                which is used where the settings are the same.
+            restored: of a checkpoint, by the attack's name.
 
         Raises:
             ValueError: an attack does not fit the model.
         """
-        trainer = self._run.trainer
-        shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        with whole_model(self._run.anatomy.root), sampled_once(), bars(shown):
-            for plan in track(self.exposed, "LeakageMonitor calibrates its attacks"):
-                attack = plan.attack
-                started = time.perf_counter()
-                with self._left_out(attack):
-                    kept = self._calibrated(attack, restored.get(attack.name))
-                seconds = time.perf_counter() - started
-                if seconds > 1:
-                    how = " (kept from an earlier fit)" if kept else ""
-                    rank_zero_info(
-                        f"LeakageMonitor: '{attack.name}' calibrated in {seconds:.1f} s{how}"
-                    )
-            costs = self._costs() if self._choosing else {}
-        for channel in self._channels:
-            channel.leave_out(self._refused.keys())
-            for attack in channel.attacks:
-                with self._left_out(attack):
-                    channel.check(attack)
-        if self._choosing:
-            self._choose(costs)
-
-    def _costs(self) -> dict[str, float]:
-        """What a look of each attack takes, tried."""
-        texts = next((2 * c.settings.games.targets for c in self._channels), 0)
-        plans = [plan for plan in self.exposed if plan.attack.name in self.prepared]
-        try:
-            return look_seconds(
-                self._run.anatomy,
-                plans,
-                texts,
-                local_steps=self._local_steps,
-                step=self._begins_at,
-            )
-        except Exception as error:
-            rank_zero_warn(
-                f"LeakageMonitor: what a look costs could not be tried ({reason(error)}), so that "
-                "no attack is left out for it"
-            )
-            return {}
-
-    def _choose(self, costs: Mapping[str, float]) -> None:
-        """Leaves out what cannot be played or takes too long, as the first process finds it."""
-        for name, seconds in costs.items():
-            if seconds > self._most_seconds:
-                self._refused.setdefault(
-                    name,
-                    f"a look takes about {seconds:.2g} s, and look_seconds={self._most_seconds:g}",
-                )
-        self._refused, costs = self._run.trainer.strategy.broadcast((self._refused, dict(costs)))
-        for channel in self._channels:
-            channel.leave_out(self._refused.keys())
-        self.follow()
-        plans = {plan.attack.name: plan for plan in self._plans}
-        anatomy = self._run.anatomy
-        self.rows = [
-            Row(
-                attack.name,
-                reads_of(plans.get(attack.name), anatomy),
-                self._refused.get(attack.name, None if attack.name in plans else _NOT_SHARED),
-                attack.name in self._ever_exposed,
-                costs.get(attack.name),
-            )
-            for attack in self._attacks
-        ]
-
-    def _calibrated(self, attack: Attack, saved: Mapping[str, Any] | None) -> bool:
-        """Calibrates an attack, by what a checkpoint or the cache holds where they do.
-
-        Returns:
-            Whether the cache did.
-        """
-        if saved is not None and saved["config"] == attack.fingerprint():
-            attack.load_state_dict(saved["tensors"])
-            if attack.restores_fully:
-                self.prepared.add(attack.name)
-            self._tell()
-        if self._cache is None or attack.calibrated_with() is None or attack.name in self.prepared:
-            self._prepare(attack)
-            return False
-        if self._weights is None:
-            self._weights = hash_of_weights(self._run.anatomy.model, self._run.anatomy.head)
-        kept = self._cache.load(attack, self._weights)
-        if kept:
-            self._tell()
-        if kept and attack.restores_fully:
-            self.prepared.add(attack.name)
-            return True
-        self._prepare(attack)
-        if not kept:
-            self._cache.save(attack, self._weights)
-        return kept
-
-    def _prepare(self, attack: Attack) -> None:
-        """Calibrates an attack, once in a fit."""
-        if attack.name not in self.prepared:
-            attack.prepare(self._run.anatomy)
-            self.prepared.add(attack.name)
-
-    def begin(self, step: int) -> None:
-        """Training starts at ``step``; a fit that is resumed does not know it before."""
-        self._begins_at = step
-        self._tell()
+        self.lineup.calibrate(restored, self.follow)
 
     def close(self) -> None:
         """Removes every tap but those of the channels, which their monitor closes."""
@@ -413,10 +252,10 @@ class Fit:
         self.look = look = Look(step)
         with look.clock(self._run.device):
             self.follow()
-            needed = any(_follows_model(plan.attack) for plan in self.exposed)
-            with whole_model(self._run.anatomy.root) if needed else nullcontext():
-                for plan in self.exposed:
-                    self._refresh(plan.attack, look)
+            failed = self.lineup.refresh(step)
+            for series in self._series:
+                if series.attack in failed:
+                    look.said[series] = Unknown(failed[series.attack])
             self._tap.arm()
             if self._update_tap is not None:
                 self._update_tap.begin()
@@ -430,15 +269,6 @@ class Fit:
         parameters = (self._run.anatomy.parameter(role) for role in plan.roles)
         return any(p is not None and bool(plan.optimizer.state.get(p)) for p in parameters)
 
-    def _refresh(self, attack: Attack, look: Look) -> None:
-        try:
-            self._prepare(attack)
-            attack.refresh(self._run.anatomy, look.step)
-        except Exception as error:
-            for series in self._series:
-                if series.attack == attack.name:
-                    look.said[series] = Unknown(reason(error))
-
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step, or to skip its step."""
         if not self._owns(optimizer):
@@ -447,7 +277,7 @@ class Fit:
         if self.look is not None and self._local_steps is not None:
             if not self.look.learning_rates:
                 # Not when the batch starts: another callback may clear the state then.
-                self._fresh = not any(self._gathered(plan) for plan in self.exposed)
+                self._fresh = not any(self._gathered(plan) for plan in self.lineup.exposed)
             groups = [
                 g
                 for g in optimizer.param_groups
@@ -456,7 +286,7 @@ class Fit:
             self.look.learning_rates.append({float(g["lr"]) for g in groups})
 
     def _owns(self, optimizer: Optimizer) -> bool:
-        owners = [p.optimizer for p in self.exposed if p.optimizer is not None]
+        owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
         return not owners or any(o is optimizer for o in owners)
 
     def _on_real_step(self, optimizer: Optimizer) -> None:
@@ -623,7 +453,7 @@ class Fit:
         next_step = look.step + 1 if soon else self._next_step(look)
         shared = {
             series: plan.exposed
-            for plan in self._plans
+            for plan in self.lineup.plans
             for series in results
             if series.attack == plan.attack.name
         }
@@ -637,10 +467,177 @@ class Fit:
         return max(proposed, look.step + (self._local_steps or 1))
 
 
-def _follows_model(attack: Attack) -> bool:
-    """Whether the attack looks at the model at all."""
-    kind = type(attack)
-    return kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
+# ---- what processes tell each other after a look: packed results, as numbers ------------------
+
+
+class Exchange:
+    """The processes of one fit, which exchange counts after each look.
+
+    Every process takes part in the same exchanges, whatever failed on it. A client's counts go to
+    process 0 and no further.
+
+    Args:
+        run: the fit.
+        channels: the channel of each series.
+    """
+
+    def __init__(self, run: Run, channels: Mapping[Series, Channel]) -> None:
+        self._many = run.processes > 1
+        self._one_client = run.client == "world"
+        self._device = run.device
+        self._channels = channels
+
+    def outcomes(
+        self, results: Mapping[Series, Result], exposed: Mapping[Series, bool], next_step: int
+    ) -> tuple[dict[Series, Outcome] | None, int]:
+        """The results of all processes together.
+
+        Process 0 gets the rows of all clients and pools them. The others get what came out, as
+        numbers, without the values of single clients and without the reasons.
+
+        Args:
+            results: this process's, of the same series in the same order on every process.
+            exposed: whether what a series is about leaves the client at all.
+            next_step: to look at, as this process proposes it.
+
+        Returns:
+            The outcomes, None where nothing was shared; and the next step to look at as process 0
+            proposes it.
+        """
+        widths = [1 + self._channels[series].width for series in results]
+        rows = [_row(r, width) for r, width in zip(results.values(), widths, strict=True)]
+        gathered = self._at_first(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
+        found: dict[Series, Outcome] | None = None
+        if gathered is not None:
+            ends = list(accumulate(widths))
+            tables = {
+                series: gathered[:, end - width : end]
+                for series, end, width in zip(results, ends, widths, strict=True)
+            }
+            silent = (bool((t[:, 0] == NOTHING).all()) for s, t in tables.items() if exposed[s])
+            if not any(silent):
+                found = {
+                    series: self._outcome(series, exposed[series], table, results[series])
+                    for series, table in tables.items()
+                }
+        if self._many:
+            told = self._told(results, found, next_step).to(_exchange_device(self._device))
+            dist.broadcast(told, src=0)
+            if gathered is None:
+                found, next_step = self._heard(told.tolist(), results)
+        return found, next_step
+
+    def _at_first(self, mine: Tensor) -> Tensor | None:
+        """(clients, numbers) of all processes on the first of them, None on the others."""
+        if not self._many:
+            return mine[None]
+        mine = mine.to(_exchange_device(self._device))
+        if dist.get_rank() != 0:
+            dist.gather(mine, None, dst=0)
+            return None
+        all_rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.gather(mine, all_rows, dst=0)
+        return torch.stack(all_rows).cpu()
+
+    def _outcome(self, series: Series, shared: bool, table: Tensor, mine: Result) -> Outcome:
+        channel = self._channels[series]
+        if self._one_client and not channel.parted and not _failed(table):
+            table = table[:1]
+        outcome = not_shared(channel.metrics)
+        if shared:
+            outcome = _combined(channel, series, table, mine)
+        return replace(outcome, worst={}) if self._one_client else outcome
+
+    def _told(
+        self, of: Iterable[Series], found: Mapping[Series, Outcome] | None, next_step: int
+    ) -> Tensor:
+        """What process 0 tells the others: pooled values, and no client's own."""
+        numbers = [float(found is not None), float(next_step)]
+        for series in of:
+            channel = self._channels[series]
+            outcome = not_shared(()) if found is None else found[series]
+            state = FOUND if outcome.exposed else NOTHING
+            if outcome.unknown is not None:
+                state = FAILED if outcome.applies else INAPPLICABLE
+            state = WAITING if outcome.pending is not None else state
+            now = outcome.now or {}
+            numbers += [state, float(outcome.n), float(outcome.now is not None)]
+            for name in channel.metrics:
+                rate = outcome.rates.get(name, Rate(math.nan, math.nan, math.nan))
+                numbers += [rate.value, rate.low, rate.high, now.get(name, math.nan)]
+            numbers += [outcome.extra.get(name, math.nan) for name in channel.extras]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def _heard(
+        self, told: Sequence[float], results: Mapping[Series, Result]
+    ) -> tuple[dict[Series, Outcome] | None, int]:
+        """What :meth:`_told` says, on another process; reasons are its own results'."""
+        shared, next_step, *rest = told
+        numbers = iter(rest)
+        found: dict[Series, Outcome] = {}
+        for series, mine in results.items():
+            channel = self._channels[series]
+            state, n, has_now = (next(numbers) for _ in range(3))
+            each = {name: [next(numbers) for _ in range(4)] for name in channel.metrics}
+            extra = {name: next(numbers) for name in channel.extras}
+            if state == FOUND:
+                rates = {name: Rate(*four[:3]) for name, four in each.items()}
+                now = {name: four[3] for name, four in each.items()} if has_now else None
+                found[series] = Outcome(rates, int(n), extra=extra, now=now)
+            elif state in (FAILED, INAPPLICABLE):
+                other = "the attack failed on another client"
+                why = mine.why if isinstance(mine, Unknown) else other
+                found[series] = unknown(channel.metrics, why, applies=state == FAILED)
+            elif state == WAITING:
+                found[series] = _waits(mine)
+            else:
+                found[series] = not_shared(channel.metrics)
+        return found if shared else None, int(next_step)
+
+
+def _exchange_device(device: torch.device) -> torch.device:
+    """Where the processes' backend gathers: gloo does on CPU alone."""
+    return torch.device("cpu") if "gloo" in dist.get_backend() else device
+
+
+def _waits(mine: Result) -> Outcome:
+    return pending(mine.why if isinstance(mine, Waiting) else "another client waits")
+
+
+def _row(result: Result, width: int) -> list[float]:
+    """A client's result as so many numbers, for the exchange between processes."""
+    if isinstance(result, Found):
+        known = [FOUND, *result.numbers]
+    elif isinstance(result, Unknown):
+        known = [FAILED if result.applies else INAPPLICABLE]
+    else:
+        known = [{NothingShared: NOTHING, Waiting: WAITING}[type(result)]]
+    return known + [0.0] * (width - len(known))
+
+
+def _failed(rows: Tensor) -> list[int]:
+    """The clients whose attack gave nothing."""
+    return [i for i, state in enumerate(rows[:, 0].tolist()) if state in (FAILED, INAPPLICABLE)]
+
+
+def _combined(channel: Channel, series: Series, rows: Tensor, mine: Result) -> Outcome:
+    """Pools the clients' rows (clients, width), not all of which are NOTHING.
+
+    Unknown where any client's attack failed: what leaks there is not known to be less. Pending
+    where every client waits that has anything at all.
+    """
+    found = {i: r[1:] for i, r in enumerate(rows.tolist()) if r[0] == FOUND}
+    failed = _failed(rows)
+    if failed:
+        why = mine.why if isinstance(mine, Unknown) else f"the attack failed on client {failed[0]}"
+        applies = bool(found) or bool((rows[:, 0] == FAILED).any())
+        return unknown(channel.metrics, why, applies=applies)
+    if not found:
+        return _waits(mine)
+    try:
+        return channel.pooled(series, found)
+    except Exception as error:
+        return unknown(channel.metrics, reason(error))
 
 
 __all__ = ["Fit"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +25,8 @@ from lightning_fedleak.callbacks.channels import Games
 from lightning_fedleak.callbacks.channels.base import (
     Channel,
     Look,
-    Run,
     Settings,
+    TrainerRun,
     channels_of,
     reason,
 )
@@ -48,9 +49,10 @@ from lightning_fedleak.callbacks.report import (
     accounting_defenses,
     privacy_tags,
     privacy_values,
+    spent_by,
 )
 from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
-from lightning_fedleak.callbacks.run_facts import facts_of
+from lightning_fedleak.callbacks.run_facts import facts_of, training_of
 from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.extras import install
 from lightning_fedleak.lightning_packages import EitherCallback
@@ -166,7 +168,7 @@ class LeakageMonitor(EitherCallback):
         cache: keep calibrations in the user's cache folder (``FEDLEAK_CACHE``), by model, text and
             settings, for the next fit.
         report: write ``report.html``, ``report.json`` and ``report.yaml`` beside the logs when
-            the fit ends in order, as ``fedleak report`` does.
+            the fit ends, as ``fedleak report`` does; also after an error or Ctrl-C.
 
     Raises:
         ValueError: contradictory or unknown arguments.
@@ -240,6 +242,8 @@ class LeakageMonitor(EitherCallback):
         self._anatomy_overrides = dict(anatomy or {})
         self._results = Results(self._series)
         self._restored: dict[str, Any] = {}
+        self._resumed: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
         self._prepared: set[str] = set()
         self._listeners: list[Callable[[L.Trainer], None]] = []
         self._at_end: list[Callable[[L.Trainer], None]] = []
@@ -426,17 +430,17 @@ class LeakageMonitor(EitherCallback):
         assert self._fit is not None
         root, _, metric = name.rpartition("/")
         of = {series.log_name: series for series in self._series}
-        rows = {row.attack: row for row in self._fit.rows}
+        rows = {row.attack: row for row in self._fit.lineup.rows}
         family = metric if root == WORST else None
         if root in of:
             attack, family = of[root].attack, self._series[of[root]].family
-            if attack not in self._fit.playing:
+            if attack not in self._fit.lineup.playing:
                 return f"'{attack}' is not played in this run: {rows[attack].why_not}"
         if family is None:
             return None
-        trained = self._fit.trained
+        trained = self._fit.lineup.trained
         mine = {a.name for c in self._channels if c.family == family for a in c.attacks}
-        if mine & {plan.attack.name for plan in self._fit.exposed} or not trained:
+        if mine & {plan.attack.name for plan in self._fit.lineup.exposed} or not trained:
             return None
         return (
             f"no attack on {family} of this monitor reads anything that is shared in this run, and "
@@ -490,7 +494,7 @@ class LeakageMonitor(EitherCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
-        run = Run(trainer, self._find_anatomy(pl_module), self.client, self.assume)
+        run = TrainerRun(self._find_anatomy(pl_module), self.client, self.assume, trainer)
         self._check_texts(run.anatomy)
         if self.batch_adapter is None:
             check_batch_type(pl_module, run.anatomy.kind)
@@ -519,16 +523,18 @@ class LeakageMonitor(EitherCallback):
             refused=self._not_set_up,
             cache=CalibrationCache() if self.cache else None,
         )
-        self._prepared = self._fit.prepared
+        lineup = self._fit.lineup
+        self._prepared = lineup.prepared
         restored, self._restored = self._restored, {}
+        resumed, self._resumed = self._resumed, {}
         self._fit.calibrate(restored)
-        playing = self._fit.playing
+        playing = lineup.playing
         self._results.playing = {s for s in self._series if s.attack in playing}
         if self.auto:
             writes = run.anatomy.kind == "causal" and not self._text_given
             text = _WRITTEN if writes else None
-            rank_zero_info(auto.table(self._fit.rows, self._fit.unread, text, self.assume))
-            self._report.write_not_played(self._fit.rows)
+            rank_zero_info(auto.table(lineup.rows, lineup.unread, text, self.assume))
+            self._report.write_not_played(lineup.rows)
         if trainer.is_global_zero:
             shown = {s: c for s, c in self._series.items() if s.attack in playing}
             families = {channel.family for channel in shown.values()}
@@ -546,8 +552,18 @@ class LeakageMonitor(EitherCallback):
             begins()
         if trainer.is_global_zero:
             self._record = RunRecord(folder / "run.jsonl", self._jsonl.run, self._report.warn_once)
+            self._accounting = accounting_defenses(trainer)
             self._record.begins(
-                facts_of(run, self._fit, self._series, gates=self._gates, monitor=self._settings())
+                facts_of(
+                    run,
+                    lineup,
+                    self._series,
+                    fit=f"{os.getpid()}-{id(trainer)}-{trainer.global_step}",
+                    training=training_of(trainer),
+                    gates=self._gates,
+                    monitor=self._settings(),
+                    resumed=resumed,
+                )
             )
 
     def _check_texts(self, anatomy: Anatomy) -> None:
@@ -566,7 +582,7 @@ class LeakageMonitor(EitherCallback):
             for channel in self._channels:
                 channel.clear()
         self.cadence.next_step = trainer.global_step
-        self._fit.begin(trainer.global_step)
+        self._fit.lineup.begin(trainer.global_step)
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -632,7 +648,7 @@ class LeakageMonitor(EitherCallback):
         assert self._fit is not None
         self._results.playing |= outcomes.keys()
         beside |= privacy_values(trainer)
-        outcomes = self._results.add(look, outcomes, beside, shared=bool(self._fit.trained))
+        outcomes = self._results.add(look, outcomes, beside, shared=bool(self._fit.lineup.trained))
         values = self.latest
         # As LearningRateMonitor does: self.log would take a quarter of a millisecond for each name.
         numbers = torch.tensor(list(values.values()), device=trainer.strategy.root_device)
@@ -674,7 +690,20 @@ class LeakageMonitor(EitherCallback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ends the run's record, and writes the report where it is asked for."""
         self._end(trainer, "finished")
-        if self.report and self._record is not None:
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """As when a fit ends, and removes every tap: Lightning calls no teardown after this."""
+        self._end(trainer, type(exception).__name__)
+        self._close()
+
+    def _end(self, trainer: L.Trainer, how: str) -> None:
+        if self._record is None or self._record.ended:
+            return
+        self._last = self._told()
+        self._record.ends(int(trainer.global_step), how, self._accounting)
+        if self.report:
             from lightning_fedleak.report import write
 
             try:
@@ -683,16 +712,11 @@ class LeakageMonitor(EitherCallback):
             except Exception as error:  # a report is no reason to lose a run
                 rank_zero_warn(f"LeakageMonitor: no report: {error}")
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
-        """Removes every tap; Lightning calls no teardown after an exception."""
-        self._end(trainer, type(exception).__name__)
-        self._close()
-
-    def _end(self, trainer: L.Trainer, how: str) -> None:
-        if self._record is not None:
-            self._record.ends(int(trainer.global_step), how, accounting_defenses(trainer))
+    def _told(self) -> dict[str, Any]:
+        """For a checkpoint: the fit's id, and what its defences have spent."""
+        if self._record is None:
+            return self._last
+        return {"run": self._record.run, "privacy": spent_by(self._accounting)}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Removes every tap."""
@@ -715,6 +739,7 @@ class LeakageMonitor(EitherCallback):
         kept = [channel.state_dict() for channel in self._channels]
         return {
             **self._results.state_dict(),
+            "fit": self._told(),
             **{name: value for state in kept for name, value in state.items()},
             "attacks": {
                 a.name: {
@@ -731,6 +756,7 @@ class LeakageMonitor(EitherCallback):
         self._results.load_state_dict(state_dict)
         for channel in self._channels:
             channel.load_state_dict(state_dict)
+        self._resumed = state_dict.get("fit") or {}
         self._restored = {
             name: saved for name, saved in state_dict["attacks"].items() if saved["tensors"]
         }

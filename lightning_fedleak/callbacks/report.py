@@ -47,6 +47,7 @@ COLUMNS = (
 HISTOGRAM_EVERY_LOOKS = 10
 GAP = "[?]"
 """Stands for tokens that were not guessed."""
+_OF_THIS_FIT = ("fit", "resumed", "machine", "versions")
 LOGGED = ("epsilon", "delta", "noise_multiplier")
 
 
@@ -145,17 +146,21 @@ class RunRecord:
         path: the file; its folder is made when the first line is written.
         run: the id that the fit's lines in ``leakage.jsonl`` have.
         warn: is told why a line could not be written; the fit goes on.
+
+    Attributes:
+        ended: the fit's end is written.
     """
 
     def __init__(self, path: Path, run: str, warn: Callable[[str], None]) -> None:
         self.path = path
         self.run = run
         self._warn = warn
-        self._ended = False
+        self.ended = False
 
     def begins(self, facts: Mapping[str, Any]) -> None:
-        """A fit begins; ``settings_hash`` is that of everything in ``facts``."""
-        text = json.dumps(_strict(facts), sort_keys=True)
+        """A fit begins; ``settings_hash`` is that of ``facts`` without where and when it is."""
+        settings = {name: told for name, told in facts.items() if name not in _OF_THIS_FIT}
+        text = json.dumps(_strict(settings), sort_keys=True)
         self._append("begin", **facts, settings_hash=hashlib.sha256(text.encode()).hexdigest())
 
     def looked(
@@ -171,7 +176,7 @@ class RunRecord:
             "look",
             step=step,
             utility={n: _plain(v) for n, v in utility.items()},
-            privacy=[spent for d in defenses if (spent := _spent(d)) is not None],
+            privacy=spent_by(defenses),
             seconds=_plain(seconds),
             failures=failures,
         )
@@ -188,10 +193,9 @@ class RunRecord:
             how: ``"finished"``, or the class of what was raised.
             defenses: of the run.
         """
-        if not self._ended:
-            self._ended = True
-            spent = [found for d in defenses if (found := _spent(d)) is not None]
-            self._append("end", step=step, how=how, privacy=spent)
+        if not self.ended:
+            self.ended = True
+            self._append("end", step=step, how=how, privacy=spent_by(defenses))
 
     def _append(self, kind: str, **facts: Any) -> None:
         line = {
@@ -218,6 +222,11 @@ def _strict(value: object) -> object:
     if isinstance(value, float):
         return _plain(value)
     return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def spent_by(defenses: Sequence[Defense]) -> list[dict[str, Any]]:
+    """What each defence has spent: epsilon, delta, and its releases; those that account alone."""
+    return [spent for d in defenses if (spent := _spent(d)) is not None]
 
 
 def _spent(defense: Defense) -> dict[str, Any] | None:
@@ -471,4 +480,5 @@ __all__ = [
     "accounting_defenses",
     "privacy_tags",
     "privacy_values",
+    "spent_by",
 ]

@@ -7,12 +7,17 @@ import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
 
 from lightning_fedleak.callbacks.auto import reads_of
 from lightning_fedleak.callbacks.channels.base import Channel, Run
-from lightning_fedleak.callbacks.fit import Fit
+from lightning_fedleak.callbacks.lineup import Lineup
 from lightning_fedleak.callbacks.results import Series
+
+if TYPE_CHECKING:
+    import lightning.pytorch as L
 
 PACKAGES = (
     *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),
@@ -22,33 +27,41 @@ PACKAGES = (
 
 def facts_of(
     run: Run,
-    fit: Fit,
+    lineup: Lineup,
     series: Mapping[Series, Channel],
     *,
+    fit: str,
+    training: Mapping[str, Any],
     gates: Sequence[Mapping[str, Any]],
     monitor: Mapping[str, Any],
+    resumed: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything that a fit knows of itself before its first step.
 
     Args:
         run: the fit.
-        fit: with its attacks calibrated.
+        lineup: its attacks, calibrated.
         series: the channel of each series, in the order of the logs.
+        fit: what all monitors of one fit say alike, and those of no other.
+        training: how the model is trained.
         gates: what each gate says of itself.
         monitor: the monitor's own settings.
+        resumed: of the fit whose checkpoint it goes on from: its run id, and what its defences had
+            spent; empty where it begins anew.
     """
     family = {one.attack: channel.family for one, channel in series.items()}
-    played = {plan.attack.name: plan for plan in fit.plans}
-    left_out = [row for row in fit.rows if row.why_not is not None]
+    played = {plan.attack.name: plan for plan in lineup.plans}
+    left_out = [row for row in lineup.rows if row.why_not is not None]
     return {
-        "fit": f"{os.getpid()}-{id(run.trainer)}-{run.trainer.global_step}",
+        "fit": fit,
+        "resumed": dict(resumed),
         "versions": versions(),
         "machine": {"processor": platform.machine(), "device": run.device.type},
-        "model": _model(run, fit.trained),
-        "training": _training(run),
+        "model": _model(run, lineup.trained),
+        "training": dict(training),
         "monitor": {
             "client": run.client,
-            "clients": run.trainer.world_size if run.client == "rank" else 1,
+            "clients": run.processes if run.client == "rank" else 1,
             "adversary": sorted(capability.value for capability in run.assumed),
             **monitor,
         },
@@ -70,7 +83,7 @@ def facts_of(
             for row in left_out
             if row.attack not in played
         ],
-        "unread": list(fit.unread),
+        "unread": list(lineup.unread),
         "defenses": [
             {
                 "name": defense.name,
@@ -113,20 +126,10 @@ def _model(run: Run, trained: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _training(run: Run) -> dict[str, Any]:
-    trainer = run.trainer
-    known = (int, float, bool, str, tuple, type(None))
+def training_of(trainer: L.Trainer) -> dict[str, Any]:
+    """How a Trainer trains."""
     return {
-        "optimizers": [
-            {
-                "class": type(optimizer).__name__,
-                "groups": [
-                    {n: v for n, v in group.items() if isinstance(v, known)}
-                    for group in optimizer.param_groups
-                ],
-            }
-            for optimizer in trainer.optimizers
-        ],
+        "optimizers": optimizers_of(trainer.optimizers),
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
         "processes": trainer.world_size,
@@ -134,9 +137,23 @@ def _training(run: Run) -> dict[str, Any]:
         "max_epochs": trainer.max_epochs,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "gradient_clip_val": trainer.gradient_clip_val,
-        "begins_at_step": int(trainer.global_step),
         "seed": os.environ.get("PL_GLOBAL_SEED"),
     }
 
 
-__all__ = ["facts_of", "versions"]
+def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """Classes and settings."""
+    known = (int, float, bool, str, tuple, type(None))
+    return [
+        {
+            "class": type(optimizer).__name__,
+            "groups": [
+                {n: v for n, v in group.items() if isinstance(v, known)}
+                for group in optimizer.param_groups
+            ],
+        }
+        for optimizer in optimizers
+    ]
+
+
+__all__ = ["facts_of", "optimizers_of", "training_of", "versions"]

@@ -463,15 +463,21 @@ def _implied(
 def _together(fits: Sequence[tuple[FitLines, Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """What all fits have spent, if they were of the same examples: an upper bound.
 
-    Several monitors of one fit count once. A fit that goes on from a checkpoint counts the releases
-    before it again, since which fit they were made in is not recorded. Where noise was turned up in
-    the run (``accountant="filter"``) epsilons are added up.
+    Several monitors of one fit count once. The releases that a fit had taken over with a checkpoint
+    count once too, if the fit that made them is among these. Where noise was turned up in the run
+    (``accountant="filter"``) epsilons are added up.
     """
     by_defense: dict[str, dict[str, Mapping[str, Any]]] = {}
+    given = {of.run for of, _ in fits}
     for of, fit in fits:
-        name = str((of.begin or {}).get("fit") or f"{of.folder}/{of.run}")
+        begin = of.begin or {}
+        name = str(begin.get("fit") or f"{of.folder}/{of.run}")
+        resumed = begin.get("resumed") or {}
+        before = {s["defense"]: s for s in resumed.get("privacy", ()) if resumed["run"] in given}
         for spent in fit["privacy"]:
-            by_defense.setdefault(spent["defense"], {})[name] = spent
+            history = _after(spent["history"], before.get(spent["defense"], {}).get("history", ()))
+            own = {**spent, "history": history, "recorded": bool(spent["history"])}
+            by_defense.setdefault(spent["defense"], {})[name] = own
     found = []
     for defense, by_fit in by_defense.items():
         all_spent = list(by_fit.values())
@@ -484,7 +490,7 @@ def _together(fits: Sequence[tuple[FitLines, Mapping[str, Any]]]) -> list[dict[s
         epsilon: float | str | None = "infinite"
         if all(spent["holds"] for spent in all_spent):
             kinds = {spent["accountant"] for spent in all_spent}
-            exact = kinds <= {"prv", "rdp"} and all(spent["history"] for spent in all_spent)
+            exact = kinds <= {"prv", "rdp"} and all(spent["recorded"] for spent in all_spent)
             kind = "prv" if kinds == {"prv"} else "rdp"
             epsilon = _epsilon(history, delta, kind) if exact else added
             delta = delta if exact else deltas
@@ -499,6 +505,18 @@ def _together(fits: Sequence[tuple[FitLines, Mapping[str, Any]]]) -> list[dict[s
             }
         )
     return found
+
+
+def _after(
+    history: Sequence[Sequence[Any]], before: Sequence[Sequence[Any]]
+) -> list[tuple[float, float, int]]:
+    """Releases that were made after others; all of them where these are no part of them."""
+    counts = {(sigma, rate): count for sigma, rate, count in history}
+    for sigma, rate, count in before:
+        if counts.get((sigma, rate), 0) < count:
+            return [(sigma, rate, count) for sigma, rate, count in history]
+        counts[sigma, rate] -= count
+    return [(*event, count) for event, count in counts.items() if count]
 
 
 def _sum(values: Sequence[object]) -> float | str | None:

@@ -38,7 +38,7 @@ def result(
     return line if run is None else line | {"run": run}
 
 
-def begin(run: str = "a", *, step: int = 0, **more: Any) -> dict[str, Any]:
+def begin(run: str = "a", **more: Any) -> dict[str, Any]:
     """The first line of a fit in ``run.jsonl``."""
     line = {
         "schema": 1,
@@ -55,7 +55,7 @@ def begin(run: str = "a", *, step: int = 0, **more: Any) -> dict[str, Any]:
             "trained": ["a.weight"],
             "peft": ["LORA"],
         },
-        "training": {"begins_at_step": step},
+        "training": {},
         "monitor": {"client": "rank", "clients": 1, "adversary": ["knows"], "local_steps": None},
         "attacks": [about("flatchat", "words")],
         "not_played": [],

@@ -128,8 +128,8 @@ def test_infinite_epsilon_is_said_and_implies_nothing(tmp_path):
     json.dumps(found, allow_nan=False)
 
 
-def one_fit(run, count, step=0, epsilon=1.0, fit=None, **settings):
-    record = begin(run, step=step, defenses=[dpsgd(**settings)])
+def one_fit(run, count, epsilon=1.0, fit=None, **settings):
+    record = begin(run, defenses=[dpsgd(**settings)])
     if fit is not None:
         record["fit"] = fit
     return [record, look(count, run, privacy=[spent(epsilon, count)])]
@@ -137,7 +137,7 @@ def one_fit(run, count, step=0, epsilon=1.0, fit=None, **settings):
 
 def test_fits_compose_and_releases_are_never_dropped(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "abc"]
-    record = [*one_fit("a", 10), *one_fit("b", 30, step=10), *one_fit("c", 5)]
+    record = [*one_fit("a", 10), *one_fit("b", 30), *one_fit("c", 5)]
     found = found_in(tmp_path, lines, record)
     [together] = found["privacy_together"]
     assert together["fits"] == 3
@@ -246,3 +246,24 @@ def test_what_was_not_played_is_said_of_unrecorded_runs_too(tmp_path):
 def test_how_a_run_ended(tmp_path, record, said):
     [fit] = found_in(tmp_path, [result(0, f1=0.1)], record)["runs"]
     assert said in fit["ended"]
+
+
+def test_releases_taken_over_with_a_checkpoint_count_once(tmp_path):
+    """Of those of "b" 10 are of "a", which went on to 12; "d" came of a fit that is not here."""
+    lines = [result(0, run=run, f1=0.0) for run in "abd"]
+    of_a, of_b, of_d = one_fit("a", 12), one_fit("b", 30), one_fit("d", 5)
+    of_b[0]["resumed"] = {"run": "a", "privacy": [spent(1.0, 10)]}
+    of_d[0]["resumed"] = {"run": "not given", "privacy": [spent(1.0, 4)]}
+    found = found_in(tmp_path, lines, [*of_a, *of_b, *of_d])
+    [together] = found["privacy_together"]
+    assert together["epsilon"] == epsilon_of(
+        [(1.0, 0.01, 12), (1.0, 0.01, 20), (1.0, 0.01, 5)], 1e-5, "prv"
+    )
+
+
+def test_releases_that_are_no_part_of_a_fit_are_not_taken_off(tmp_path):
+    lines = [result(0, run=run, f1=0.0) for run in "ab"]
+    of_a, of_b = one_fit("a", 12), one_fit("b", 30)
+    of_b[0]["resumed"] = {"run": "a", "privacy": [spent(1.0, 10, sigma=2.0)]}
+    [together] = found_in(tmp_path, lines, [*of_a, *of_b])["privacy_together"]
+    assert together["epsilon"] == epsilon_of([(1.0, 0.01, 12), (1.0, 0.01, 30)], 1e-5, "prv")

@@ -6,7 +6,7 @@ import yaml
 
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.cli import main
-from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.defenses import DPSGD, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
 
@@ -58,10 +58,33 @@ def test_an_error_is_recorded_as_the_end(tmp_path):
             raise Broken("of private text")
 
     with pytest.raises(Broken):
-        fit([Breaks(Probe())], tmp_path)
+        fit([Breaks(Probe(), report=True)], tmp_path)
     end = record_of(tmp_path)[-1]
     assert (end["kind"], end["how"]) == ("end", "Broken")
     assert "private" not in json.dumps(end)
+    [page] = tmp_path.rglob("report.html")
+    assert "by an error (Broken)" in page.read_text()
+    assert "private text" not in page.read_text()
+
+
+def test_equal_settings_have_equal_hashes_and_a_resumed_fit_names_its_first(tmp_path):
+    def strategy():
+        return DefendedStrategy("auto", [DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-5)])
+
+    first = fit([LeakageMonitor(Probe())], tmp_path / "a", strategy=strategy())
+    checkpoint = tmp_path / "x.ckpt"
+    first.save_checkpoint(checkpoint)
+    steps = first.global_step
+    again = {"ckpt_path": checkpoint, "strategy": strategy(), "max_epochs": 2}
+    fit([LeakageMonitor(Probe())], tmp_path / "b", **again)
+    fit([LeakageMonitor(Probe())], tmp_path / "c", strategy=strategy())
+    one, other, third = (record_of(tmp_path / name) for name in "abc")
+    assert one[0]["settings_hash"] == third[0]["settings_hash"] != other[0]["settings_hash"]
+    assert one[0]["resumed"] == {}
+    resumed = other[0]["resumed"]
+    assert resumed["run"] == one[0]["run"]
+    assert resumed["privacy"][0]["releases"] == steps
+    assert other[-1]["privacy"][0]["releases"] == 2 * steps
 
 
 def test_the_command_writes_three_files(folder, tmp_path, capsys):

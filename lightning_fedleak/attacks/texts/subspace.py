@@ -64,6 +64,7 @@ _EXACT, _NEARLY = 1e-6, 1e-4
 _PRECISE = 1e-10
 _EXPLAINED = 1e-4
 _ASIDE = 8
+_COPIES = 4
 _LONGEST = 512
 
 
@@ -84,13 +85,14 @@ class SubspaceTexts(TextAttack):
     pairs of token and position. Those of one text are the text, also behind a LoRA of few rows. Of
     several texts the whole projections' rows tell pairs, and a descent which of them go together.
 
-    Where positions are relative, a text that begins with one token several times looks like one
-    that begins with it once, up to what follows: such texts are not found.
+    Where positions are relative, a text that is one token several times looks like that token
+    alone, up to what follows. It is found where up to five such tokens are followed by others, and
+    the rows name tokens exactly.
 
     Certified means that no text is missing whose part lies above rounding, and that none of those
-    said is wrong, up to copies, texts that another begins with, repeats of a token at the
-    beginning, and tokens whose inputs are equal up to rounding. Where queries and keys alone are
-    trained it is not said: they do not show every token.
+    said is wrong, up to copies, texts that another begins with, the number of tokens of a text that
+    is one token alone, and tokens whose inputs are equal up to rounding. Where queries and keys
+    alone are trained it is not said: they do not show every token.
 
     Args:
         blocks: behind the first that are read at most; by default one where its rows could fill the
@@ -491,6 +493,7 @@ class _Text:
         rivals: other ways in which it could have begun, or branched off.
         aside: other ways in which it could have gone on.
         states: (n, d) by block, of its own tokens.
+        copies: of its first token that follow it, where they read as it does: they have no states.
     """
 
     tokens: tuple[int, ...]
@@ -500,6 +503,12 @@ class _Text:
     rivals: tuple[_Branch, ...]
     aside: tuple[_Branch, ...]
     states: tuple[tuple[Tensor, ...], ...]
+    copies: int = 0
+
+    @property
+    def begins(self) -> int:
+        """Tokens before its own: those of the text that it branched off from."""
+        return len(self.tokens) - len(self.states) - self.copies
 
     @property
     def exact(self) -> bool:
@@ -525,6 +534,7 @@ class _Search:
         self.speaks = predicts_next(bottom)
         self.tried = 0
         self._elsewhere: list[Tensor] | None = None
+        self._copies: int | None = None
 
     def run(self, deadline: Deadline) -> tuple[list[FoundText], bool, bool]:
         """The texts, whether it came to an end by itself, and whether they are certain."""
@@ -553,7 +563,7 @@ class _Search:
                 text = again if again is not None and again.exact else text
             if self.precise and not text.exact:  # a wrong token, and all behind it is made up
                 lost.append(text)
-                begun = text.tokens[: len(text.tokens) - len(text.states) + 1]
+                begun = text.tokens[: text.begins + 1]
                 opened = [b for b in opened if (*b.prefix, b.token) != begun]
             else:
                 found = _with(found, text)
@@ -634,16 +644,23 @@ class _Search:
             if len(short) < len(beams):
                 known = known.of_rows(torch.tensor(short, device=self.bag.device))
                 beams = [beams[i] for i in short]
-            grown: list[tuple[_Text, int]] = []
             likely = torch.zeros(len(beams), 1)
             if prior:
                 told = self.bottom.next_tokens([text.tokens for text in beams], self.bag)
                 likely = prior * told
-            for row, (text, states) in enumerate(zip(beams, self._tried(known), strict=True)):
-                children, aside = self._children(text, states, likely[row])
+            further = [
+                self._children(text, states, likely[row])
+                for row, (text, states) in enumerate(zip(beams, self._tried(known), strict=True))
+            ]
+            ways: dict[tuple[int, ...], tuple[_Branch, ...]] = {}
+            for text, (_, aside) in zip(beams, further, strict=True):
+                ways[self._read_as(text.tokens)] = ways.get(self._read_as(text.tokens), ()) + aside
+            grown: list[tuple[_Text, int]] = []
+            for row, (text, (children, _)) in enumerate(zip(beams, further, strict=True)):
+                aside = ways[self._read_as(text.tokens)]
                 if not children:
                     ended.append(_aside(text, aside))
-                grown += [(child, row) for child in children]
+                grown += [(_aside(child, aside), row) for child in children]
             grown.sort(key=lambda pair: -pair[0].score)
             grown = grown[:1] if grown and grown[0][0].exact else grown[: self.beam]
             beams = [text for text, _ in grown]
@@ -682,8 +699,32 @@ class _Search:
                 alike = [b for b in map(opened.__getitem__, best) if b.prefix == branch.prefix]
                 rivals = tuple(b for b in alike if b is not branch)
                 texts.append(_Text(tokens, seen, value, rest, rivals, (), (branch.states,)))
-        exact = [text for text in texts if text.exact]
-        return exact[:1] if fits.exact else texts
+        if not fits.exact:
+            return texts
+        exact = [text for text in texts if text.exact][:1]
+        first = [text for text in exact if len(text.tokens) == 1 and self.longest > _COPIES]
+        return exact + [
+            replace(text, tokens=(n + 1) * text.tokens, fits=(n + 1) * text.fits, copies=n)
+            for text in first
+            for n in range(1, self.copies + 1)
+        ]
+
+    @property
+    def copies(self) -> int:
+        """Of a text's first token that may follow it: none where they read otherwise."""
+        if self._copies is None:
+            ids = self.bag[:1].expand(1, _COPIES + 1)
+            states = self.bottom.parts(self.bottom.hidden(ids))
+            apart = max(float((x[0] - x[0, :1]).norm(dim=-1).max()) for x in states)
+            self._copies = _COPIES if apart < _EXPLAINED else 0
+        return self._copies
+
+    def _read_as(self, beginning: tuple[int, ...]) -> tuple[int, ...]:
+        """A beginning without copies of its first token, if these read as it does."""
+        if not self.copies:
+            return beginning
+        first = (n for n, token in enumerate(beginning) if token != beginning[0])
+        return beginning[:1] + beginning[next(first, len(beginning)) :]
 
     def _children(
         self, text: _Text, states: Sequence[Tensor], likely: Tensor
@@ -694,12 +735,12 @@ class _Search:
         than at places that are not its own, however likely it is.
         """
         fits = _Fits.of(text.left, states)
-        evidence = fits.evidence
-        ranked = evidence
+        evidence = ranked = fits.evidence
         if not fits.exact:
             evidence = evidence - self._anywhere(text.left)
             ranked = evidence + likely.to(evidence)
         best = ranked.topk(min(_ASIDE, len(ranked))).indices.tolist()
+        best = [i for i in best if math.isfinite(float(evidence[i]))]
         aside = tuple(
             _Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states)) for i in best
         )
@@ -707,7 +748,7 @@ class _Search:
         for i in best[: self.beam]:
             value = float(evidence[i])
             nearly = 1 - float(fits.worst[i]) <= _NEARLY
-            if not math.isfinite(value) or not (nearly if text.exact else value > 0):
+            if not (nearly if text.exact else value > 0):
                 continue
             children.append(
                 _Text(
@@ -716,8 +757,9 @@ class _Search:
                     text.score + float(ranked[i]),
                     fits.without(text.left, i),
                     text.rivals,
-                    text.aside + aside,
+                    text.aside,
                     (*text.states, tuple(x[i] for x in states)),
+                    text.copies,
                 )
             )
         return children, aside
@@ -783,12 +825,13 @@ class _Search:
         ways = {text.tokens[:n] for text in texts for n in range(1, len(text.tokens) + 1)}
         number = 0
         for text in texts:
-            begins = len(text.tokens) - len(text.states)
-            for place in range(begins, len(text.tokens)):
+            places = range(text.begins, len(text.tokens))
+            for place in (*places[:1], *places[1 + text.copies :]):
+                before = self._read_as(text.tokens[:place])
                 others = [
                     branch.states[0]
                     for branch in text.rivals + text.aside
-                    if branch.prefix == text.tokens[:place]
+                    if self._read_as(branch.prefix) == before
                     and (*branch.prefix, branch.token) not in ways
                 ]
                 if others:
@@ -803,7 +846,7 @@ def _with(found: Sequence[_Text], text: _Text) -> list[_Text]:
     """Texts and one more; one that it goes on from is a part of it, and no text of its own."""
     for i, begun in enumerate(found):
         known = len(begun.tokens)
-        if text.tokens[:known] == begun.tokens and len(text.tokens) - len(text.states) == known:
+        if text.tokens[:known] == begun.tokens and text.begins == known:
             whole = _Text(
                 text.tokens,
                 (*begun.fits, *text.fits[known:]),
@@ -812,6 +855,7 @@ def _with(found: Sequence[_Text], text: _Text) -> list[_Text]:
                 begun.rivals + text.rivals,
                 begun.aside + text.aside,
                 begun.states + text.states,
+                begun.copies,
             )
             return [*found[:i], whole, *found[i + 1 :]]
     return [*found, text]

@@ -13,11 +13,11 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from lightning_fedleak.callbacks.channels.targets import CanaryScores, Games
     from lightning_fedleak.callbacks.report import Report
 
+T = TypeVar("T")
+
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -86,41 +88,80 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One fit, as channels know it; its strategy is set up.
+class Run(ABC):
+    """One run, as channels and attacks know it.
 
     Attributes:
-        trainer: of this fit.
         anatomy: the model's parts.
         client: ``"rank"`` (each process is a client) or ``"world"`` (all are one).
         assumed: what the adversary has besides what it sees.
     """
 
-    trainer: L.Trainer
     anatomy: Anatomy
     client: str
     assumed: frozenset[Capability]
 
     @property
-    def number(self) -> int:
-        """Number of this process's client."""
-        return self.trainer.global_rank if self.client == "rank" else 0
+    @abstractmethod
+    def rank(self) -> int:
+        """Number of this process."""
 
     @property
+    @abstractmethod
+    def processes(self) -> int:
+        """How many there are."""
+
+    @property
+    @abstractmethod
     def device(self) -> torch.device:
         """Where the model is."""
-        return self.trainer.strategy.root_device
-
-    @cached_property
-    def under_ddp(self) -> bool:
-        """Whether a DDPStrategy reduces the gradients, or may."""
-        return isinstance(self.trainer.strategy, both("strategies.DDPStrategy"))
 
     @property
+    @abstractmethod
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those of the run: which own which parameters, and their settings."""
+
+    @property
+    @abstractmethod
     def defenses(self) -> tuple[Defense, ...]:
         """The defences of the run, in their order."""
-        strategy = self.trainer.strategy
-        return tuple(strategy.defenses) if isinstance(strategy, DefendedStrategy) else ()
+
+    @property
+    @abstractmethod
+    def precision(self) -> str:
+        """In the Trainer's words."""
+
+    @property
+    @abstractmethod
+    def tokenizers(self) -> Sequence[Any]:
+        """Those that are known of in the run; some may be None."""
+
+    @abstractmethod
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """In which the client runs its model: autocast, say."""
+
+    @property
+    def number(self) -> int:
+        """Number of this process's client."""
+        return self.rank if self.client == "rank" else 0
+
+    @property
+    def under_ddp(self) -> bool:
+        """Whether every trained parameter's gradient is shared, whatever optimizers own."""
+        return False
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether bars are shown while attacks are calibrated."""
+        return False
+
+    def first_one_says(self, value: T) -> T:
+        """What the first process has, on every process."""
+        return value
+
+    def all_together(self, value: Tensor) -> Tensor:
+        """The sum over processes."""
+        return value
 
     def facts(self, plan: Plan, local_steps: int | None, step: int) -> RunFacts:
         """What an attack is told of this run, see :meth:`Attack.meet`.
@@ -131,7 +172,6 @@ class Run:
             step: optimizer step that the fit begins at.
         """
         optimizer = plan.optimizer
-        precision = str(self.trainer.precision)
         defended: set[Literal["gradients", "batches", "activations"]] = set()
         for defense in self.defenses:
             if defense.acts_on_gradients:
@@ -141,8 +181,8 @@ class Run:
             if defense.activation_layers:
                 defended.add("activations")
         return RunFacts(
-            precision=precision,
-            autocast=AUTOCAST.get(precision),
+            precision=self.precision,
+            autocast=AUTOCAST.get(self.precision),
             optimizer=None if optimizer is None else type(optimizer).__name__,
             optimizer_settings=self._settings(plan),
             local_steps=local_steps,
@@ -159,6 +199,80 @@ class Run:
         group = next((g for g in groups if read & {id(p) for p in g["params"]}), groups[0])
         known = (int, float, bool, str, tuple, type(None))
         return {name: value for name, value in group.items() if isinstance(value, known)}
+
+
+@dataclass(frozen=True)
+class TrainerRun(Run):
+    """One fit of a Trainer whose strategy is set up.
+
+    Attributes:
+        trainer: of this fit.
+    """
+
+    trainer: L.Trainer
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self.trainer.global_rank
+
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return self.trainer.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.trainer.strategy.root_device
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The Trainer's."""
+        return self.trainer.optimizers
+
+    @cached_property
+    def under_ddp(self) -> bool:
+        """Whether a DDPStrategy reduces the gradients, or may."""
+        return isinstance(self.trainer.strategy, both("strategies.DDPStrategy"))
+
+    @property
+    def defenses(self) -> tuple[Defense, ...]:
+        """The defences of the strategy, in their order."""
+        strategy = self.trainer.strategy
+        return tuple(strategy.defenses) if isinstance(strategy, DefendedStrategy) else ()
+
+    @property
+    def precision(self) -> str:
+        """The Trainer's."""
+        return str(self.trainer.precision)
+
+    @property
+    def tokenizers(self) -> Sequence[Any]:
+        """The ``tokenizer`` of callbacks, the module and the data."""
+        trainer = self.trainer
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
+        return [getattr(holder, "tokenizer", None) for holder in holders]
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """That of the Trainer's precision."""
+        return self.trainer.precision_plugin.forward_context()
+
+    @property
+    def shows_progress(self) -> bool:
+        """Where the Trainer does, on the first process."""
+        return self.trainer.is_global_zero and self.trainer.progress_bar_callback is not None
+
+    def first_one_says(self, value: T) -> T:
+        """Broadcast."""
+        said: T = self.trainer.strategy.broadcast(value)
+        return said
+
+    def all_together(self, value: Tensor) -> Tensor:
+        """Reduced by the strategy."""
+        summed: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
+        return summed
 
 
 @dataclass
@@ -618,6 +732,7 @@ __all__ = [
     "Plan",
     "Run",
     "Settings",
+    "TrainerRun",
     "channels_of",
     "family_of",
     "guess",

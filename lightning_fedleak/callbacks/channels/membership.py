@@ -284,12 +284,11 @@ class MembershipChannel(Channel):
     def open(self, run: Run) -> None:
         """Begins a fit."""
         super().open(run)
-        self._precision = run.trainer.precision_plugin
         self._sources = Sources(
             self.games,
             run.number,
             causal=run.anatomy.kind == "causal",
-            special=_special(run.trainer, run.anatomy),
+            special=_special(run),
         )
         self._replaced = any(d.acts_on_batches for d in run.defenses)
         self._rewritten = {layer: d.name for d in run.defenses for layer in d.activation_layers}
@@ -333,7 +332,7 @@ class MembershipChannel(Channel):
         every = torch.ones(2, 2, dtype=torch.bool)
         rows = Rows(torch.full((2, 2), 1), every, False, every)
         try:
-            with self._precision.forward_context():
+            with self.run.forward_context():
                 hidden = hidden_states(self.run.anatomy, attack.layer, rows.ids)
             embedded = attack.embed(hidden, rows.query(torch.tensor([0, 1])))
             upstream = hidden.new_zeros(2, 2 if attack.granularity == "token" else 1).float()
@@ -444,7 +443,7 @@ class MembershipChannel(Channel):
                         f"{layer}, the batch holds {tuple(batch.input_ids.shape)}"
                     )
             read = batches if self._ids is None else self._ids.written(batches)
-            with self._precision.forward_context():
+            with self.run.forward_context():
                 client = [
                     hidden_states(self.run.anatomy, layer, b.input_ids, b.attention_mask)
                     for b in read
@@ -455,7 +454,7 @@ class MembershipChannel(Channel):
 
     def _embedded(self, layer: int, rows: Rows) -> Tensor:
         """The server's hidden states (G, L, d) of texts; zero where they were never padded to."""
-        with self._precision.forward_context():
+        with self.run.forward_context():
             if rows.masked:
                 return hidden_states(self.run.anatomy, layer, rows.ids, rows.real.long())
             out: Tensor | None = None
@@ -734,12 +733,10 @@ def _check_held_out(attack: Attack, held_out: PublicText | None) -> None:
         )
 
 
-def _special(trainer: L.Trainer, anatomy: Anatomy) -> frozenset[int]:
-    """By the model's config, and the ``tokenizer`` of a callback, the module or the data."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
-    tokenizers = [getattr(holder, "tokenizer", None) for holder in holders]
-    return special_ids(getattr(without_peft(anatomy.model), "config", None), tokenizers)
+def _special(run: Run) -> frozenset[int]:
+    """By the model's config and the tokenizers of the run."""
+    config = getattr(without_peft(run.anatomy.model), "config", None)
+    return special_ids(config, run.tokenizers)
 
 
 def _drawn(

@@ -313,7 +313,7 @@ class TextsChannel(Channel):
             rows += [(i, row) for row in real.any(1).nonzero().flatten().tolist()]
         if not rows:
             return None
-        seed = 1_000_003 * step + self.run.trainer.global_rank
+        seed = 1_000_003 * step + self.run.rank
         generator = torch.Generator().manual_seed(seed)
         most = len(rows) if every else self.settings.texts
         order = torch.randperm(len(rows), generator=generator)[:most].tolist()
@@ -366,7 +366,7 @@ class TextsChannel(Channel):
             step,
             stage,
             {f"layer {layer}": _stacked(states).detach()},
-            client=self.run.trainer.global_rank,
+            client=self.run.rank,
             attention_mask=mask,
             position_ids=_stacked(ids) if ids else None,
         )

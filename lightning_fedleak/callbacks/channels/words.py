@@ -196,8 +196,8 @@ class WordsChannel(Channel):
 
     def _truth_of(self, look: Look) -> WordTruth | None:
         """The true words, of all processes together where they are one client."""
-        strategy, size = self.run.trainer.strategy, self._size
-        together = self.run.client == "world" and self.run.trainer.world_size > 1
+        size = self._size
+        together = self.run.client == "world" and self.run.processes > 1
         device = self.run.device
         mask = torch.zeros(2, size if together else 0, dtype=torch.int32, device=device)
         tokens = torch.zeros((), dtype=torch.int64, device=device)
@@ -216,8 +216,8 @@ class WordsChannel(Channel):
             look.truth_error = reason(error)
         if not together:
             return truth
-        mask = strategy.reduce(mask, reduce_op="sum")
-        tokens = strategy.reduce(tokens, reduce_op="sum")
+        mask = self.run.all_together(mask)
+        tokens = self.run.all_together(tokens)
         return None if look.truth_error else WordTruth.of_mask(mask > 0, int(tokens))
 
     def score(self, look: Look, series: Series, said: object) -> list[float]:

@@ -146,6 +146,25 @@ def test_repeated_tokens_stand_where_they_stood() -> None:
     assert said(read(model, ids)) == visible(ids)
 
 
+@pytest.mark.parametrize("family", [llama, gemma, gpt2])
+def test_texts_that_begin_with_one_token_several_times(family: Any) -> None:
+    """Where positions are relative, each copy of the first token reads as the first does."""
+    model, ids = ready(family()), texts(4, 9)
+    ids[0, :2] = 7
+    ids[1, :4] = 7
+    ids[2, 0] = 7
+    ids[3, :3] = 8
+    guess = read(model, ids)
+    assert said(guess) == visible(ids)
+    assert guess.certified
+
+
+def test_one_token_several_times_looks_like_it_alone() -> None:
+    model, ids = ready(llama()), texts(2, 9)
+    ids[0] = 7
+    assert said(read(model, ids)) == sorted([[7], ids[1, :-1].tolist()])
+
+
 def test_a_lora_with_as_many_rows_as_tokens() -> None:
     model, ids = with_lora(ready(llama()), 8, QKV), texts(2, 9)
     guess = read(model, ids)

@@ -1,0 +1,119 @@
+"""What `mkdocs build` does beyond its settings: links that leave docs/, and no host that is asked.
+
+A page may link to a file of the repository, `../examples/lora.py` say. The site does not hold that
+file, so the link becomes its text and the file's name. What was built is then read: a page that
+would load anything from another host fails the build.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+_FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
+_LEAVES = re.compile(r"(?<!!)\[([^\]]*)\]\((?:\.\./)+([^)#\s]*)[^)]*\)")
+_COMMENT = re.compile(r"^<!-- test: .*? -->\n", re.DOTALL | re.MULTILINE)
+_ROLE = re.compile(r":[a-z]+:<code>~?([\w.]+)</code>")
+_ELSEWHERE = re.compile(r"(?:[a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
+_IN_CSS = re.compile(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", re.IGNORECASE)
+_ATTRIBUTES = ("src", "srcset", "poster", "data", "background")
+_LINKS = {"stylesheet", "icon", "manifest", "preload", "prefetch", "modulepreload", "preconnect"}
+_LINKS |= {"dns-prefetch", "apple-touch-icon", "shortcut"}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The page as the site shows it."""
+    parts = _FENCE.split(_COMMENT.sub("", markdown))
+    parts[::2] = [_LEAVES.sub(_named, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _named(link: re.Match[str]) -> str:
+    label, file = link.groups()
+    return label if file in label else f"{label} (`{file}`)"
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """The page with names where docstrings hold roles of Sphinx, linked where the site has them."""
+    return _ROLE.sub(_reference, html)
+
+
+def _reference(role: re.Match[str]) -> str:
+    name = role[1].rpartition(".")[2]
+    return f'<autoref optional identifier="{role[1]}"><code>{name}</code></autoref>'
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Ends the build where a page would ask another host for something.
+
+    Raises:
+        RuntimeError: which pages, and for what.
+    """
+    asked = [
+        f"{file.relative_to(config.site_dir)}: {what}"
+        for file in sorted(Path(config.site_dir).rglob("*"))
+        if file.suffix in (".html", ".css", ".svg")
+        for what in asks_of_other_hosts(file.read_text(encoding="utf-8"), file.suffix)
+    ]
+    if asked:
+        raise RuntimeError("the site would load from other hosts:\n  " + "\n  ".join(asked))
+
+
+def asks_of_other_hosts(text: str, suffix: str) -> list[str]:
+    """What a browser that opens a file would load from another host.
+
+    Links that a reader may follow are none of that. A diagram in Mermaid is: the theme fetches its
+    program.
+
+    Args:
+        text: of the file.
+        suffix: `.html`, `.svg` or `.css`.
+    """
+    if suffix == ".css":
+        return list(_in_css(text))
+    page = _Page()
+    page.feed(text)
+    page.close()
+    return page.asked
+
+
+def _in_css(text: str) -> Iterator[str]:
+    for found in _IN_CSS.finditer(text):
+        address = found[1] or found[2]
+        if _ELSEWHERE.match(address):
+            yield address
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self._in_style = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        told = {name: value or "" for name, value in attrs}
+        addresses = [told[name] for name in _ATTRIBUTES if name in told]
+        if tag == "link" and _LINKS & set(told.get("rel", "").lower().split()):
+            addresses.append(told.get("href", ""))
+        if tag in ("image", "use"):  # of SVG
+            addresses += [told[name] for name in ("href", "xlink:href") if name in told]
+        self.asked += [
+            address
+            for held in addresses
+            for address in held.replace(",", " ").split()
+            if _ELSEWHERE.match(address)
+        ]
+        self.asked += _in_css(told.get("style", ""))
+        if "mermaid" in told.get("class", "").split():
+            self.asked.append("a diagram in Mermaid")
+        self._in_style = tag == "style"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_style = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_style:
+            self.asked += _in_css(data)

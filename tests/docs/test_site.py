@@ -1,0 +1,107 @@
+"""What the site of docs/ shows, and that it asks no host for anything. `make docs` builds it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+import lightning_fedleak
+
+ROOT = Path(__file__).parents[2]
+API = sorted((ROOT / "docs" / "api").glob("*.md"))
+SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def documented(path: Path) -> list[str]:
+    return re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_every_public_name_has_one_place_in_the_reference():
+    names = [name for path in API for name in documented(path)]
+    assert len(names) == len(set(names))
+    last = [name.rpartition(".")[2] for name in names]
+    for name in set(lightning_fedleak.__all__) - {"__version__"}:
+        assert last.count(name) == 1, name
+        assert f"lightning_fedleak.{name}" in names, "under the name that is imported"
+
+
+@pytest.mark.parametrize("path", API, ids=lambda path: path.stem)
+def test_what_the_reference_names_exists_and_says_what_it_is(path):
+    for name in documented(path):
+        home, _, last = name.rpartition(".")
+        assert functools.reduce(getattr, [last], importlib.import_module(home)).__doc__, name
+
+
+def test_the_site_is_strict_and_has_no_font_or_script_of_another_host():
+    assert SETTINGS["strict"] is True
+    assert SETTINGS["theme"]["font"] is False
+    assert "extra_javascript" not in SETTINGS
+    [handlers] = [p["mkdocstrings"]["handlers"] for p in SETTINGS["plugins"] if "mkdocstrings" in p]
+    assert handlers["python"]["inventories"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "asked"),
+    [
+        ('<script src="https://h/x.js"></script>', ".html", ["https://h/x.js"]),
+        ('<script src="//h/x.js"></script>', ".html", ["//h/x.js"]),
+        ('<link rel="stylesheet" href="https://h/x.css">', ".html", ["https://h/x.css"]),
+        ('<link rel="preconnect" href="https://h" crossorigin>', ".html", ["https://h"]),
+        ('<img srcset="a.png 1x, https://h/b.png 2x">', ".html", ["https://h/b.png"]),
+        ('<p style="background: url(http://h/x)">', ".html", ["http://h/x"]),
+        ("<style>@import 'https://h/x.css';</style>", ".html", ["https://h/x.css"]),
+        ("<style>p{}</style><iframe src=HTTPS://h>", ".html", ["HTTPS://h"]),
+        ('<svg><use xlink:href="https://h/x.svg#a"/></svg>', ".svg", ["https://h/x.svg#a"]),
+        ("@font-face{src:url('https://h/x.woff')}", ".css", ["https://h/x.woff"]),
+        ('<pre class="mermaid"><code>', ".html", ["a diagram in Mermaid"]),
+        ('<a href="https://h/x">', ".html", []),
+        ('<link rel="canonical" href="https://h/x">', ".html", []),
+        ('<img src="a.png"><script src="../x.js"></script>', ".html", []),
+        ('<svg xmlns="http://www.w3.org/2000/svg">', ".svg", []),
+        ("<p>url(https://h/x)</p>", ".html", []),
+        ("a{background:url(data:image/svg+xml;utf8,x)}", ".css", []),
+    ],
+)
+def test_what_a_page_asks_of_other_hosts(hooks, text, suffix, asked):
+    assert hooks.asks_of_other_hosts(text, suffix) == asked
+
+
+def test_a_site_that_asks_another_host_fails_the_build(hooks, tmp_path):
+    (tmp_path / "index.html").write_text("<img src='x.png'>")
+    hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
+    (tmp_path / "api").mkdir()
+    (tmp_path / "api" / "x.html").write_text("<img src='https://h/x.png'>")
+    with pytest.raises(RuntimeError, match=r"api/x\.html: https://h/x\.png"):
+        hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
+
+
+def test_links_that_leave_the_docs_become_names_of_files(hooks):
+    shown = hooks.on_page_markdown(
+        "See [the rules](../CONTRIBUTING.md#a), [../x.py](../x.py), [here](x.md#b).\n"
+        "<!-- test: skip (because) -->\n```\n[0](../1)\n```\n"
+    )
+    assert shown == (
+        "See the rules (`CONTRIBUTING.md`), ../x.py, [here](x.md#b).\n```\n[0](../1)\n```\n"
+    )
+
+
+def test_roles_of_docstrings_become_names(hooks):
+    shown = hooks.on_page_content("<p>A :class:<code>~a.b.C</code>, <code>x</code></p>")
+    assert shown == (
+        '<p>A <autoref optional identifier="a.b.C"><code>C</code></autoref>, <code>x</code></p>'
+    )

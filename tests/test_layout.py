@@ -57,6 +57,8 @@ ALLOWED = {
     "lightning_packages": set(),
     "split": GROUND | {"attacks"},
     "report": {"auditing", "defenses"},
+    "federation": GROUND
+    | {"attacks", "metrics", "games", "defenses", "strategies", "callbacks", "lightning_packages"},
 }
 WITHOUT_LIGHTNING = (
     *GROUND,
@@ -135,7 +137,7 @@ def test_imports_follow_the_arrows(path: Path) -> None:
         assert not {n for n in names if n.split(".")[0] in LIGHTNING}
 
 
-@pytest.mark.parametrize("part", ["callbacks", "strategies", "canaries"])
+@pytest.mark.parametrize("part", ["callbacks", "strategies", "canaries", "federation"])
 def test_what_a_trainer_gets_is_of_either_package_of_lightning(part: str) -> None:
     for path in (path for name, path in MODULES.items() if part_of(name) == part):
         names = imported(path, at_import_time=True)

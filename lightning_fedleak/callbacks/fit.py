@@ -640,4 +640,4 @@ def _combined(channel: Channel, series: Series, rows: Tensor, mine: Result) -> O
         return unknown(channel.metrics, reason(error))
 
 
-__all__ = ["Fit"]
+__all__ = ["Exchange", "Fit"]

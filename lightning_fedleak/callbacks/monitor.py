@@ -49,6 +49,7 @@ from lightning_fedleak.callbacks.report import (
     accounting_defenses,
     privacy_tags,
     privacy_values,
+    settings_of,
     spent_by,
 )
 from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
@@ -501,13 +502,14 @@ class LeakageMonitor(EitherCallback):
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder = folder if self.log_dir is None else self.log_dir
         self._jsonl = JsonLines(folder / "leakage.jsonl")
+        rounds = self.local_steps
         self._report = Report(
-            trainer,
+            trainer.loggers,
             self.attacks,
-            self._jsonl,
+            self._jsonl if trainer.is_global_zero else None,
             RevealFiles(folder, trainer.global_rank, self.tokenizer) if self.reveal else None,
-            pooled=trainer.world_size > 1 and self.client == "rank",
-            local_steps=self.local_steps,
+            client="pooled" if trainer.world_size > 1 and self.client == "rank" else 0,
+            round_of=None if rounds is None else lambda step: step // rounds,
         )
         self._fit = Fit(
             run,
@@ -534,7 +536,7 @@ class LeakageMonitor(EitherCallback):
             writes = run.anatomy.kind == "causal" and not self._text_given
             text = _WRITTEN if writes else None
             rank_zero_info(auto.table(lineup.rows, lineup.unread, text, self.assume))
-            self._report.write_not_played(lineup.rows)
+            self._report.write_not_played(lineup.rows, trainer.global_step)
         if trainer.is_global_zero:
             shown = {s: c for s, c in self._series.items() if s.attack in playing}
             families = {channel.family for channel in shown.values()}
@@ -546,7 +548,7 @@ class LeakageMonitor(EitherCallback):
                 privacy=privacy_tags(trainer),
                 decisions=self._heard,
                 worst=worst,
-                settings=self._report.settings(),
+                settings=settings_of(trainer, self.attacks),
             )
         for begins in self._ready:
             begins()

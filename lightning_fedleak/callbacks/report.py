@@ -30,7 +30,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
-    from lightning.pytorch.loggers import TensorBoardLogger
+    from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
     from lightning_fedleak.callbacks.auto import Row
     from lightning_fedleak.callbacks.channels.base import Look
@@ -293,43 +293,43 @@ class RevealFiles:
 
 
 class Report:
-    """Writes what the looks of one fit found: to the loggers and ``leakage.jsonl``.
+    """Writes what the looks of one run found: to the loggers and ``leakage.jsonl``.
 
     Args:
-        trainer: of this fit.
+        loggers: of the run.
         attacks: for their settings.
-        jsonl: one line for each look, stage and attack; written on rank 0.
+        jsonl: one line for each look, stage and attack; None on processes that write none.
         reveal: recovered words and texts; None writes none.
-        pooled: a result holds several clients.
-        local_steps: optimizer steps of a round; None without rounds.
+        client: whose results they are, as the lines name it; ``"pooled"`` of several.
+        round_of: number of the round that a step is in; None without rounds.
 
     Attributes:
         looks: written so far.
-        boards: TensorBoard's loggers, on rank 0; empty on others.
+        boards: TensorBoard's loggers, where there is a ``jsonl``; empty elsewhere.
     """
 
     def __init__(
         self,
-        trainer: L.Trainer,
+        loggers: Sequence[Logger],
         attacks: Sequence[Attack],
-        jsonl: JsonLines,
+        jsonl: JsonLines | None,
         reveal: RevealFiles | None,
         *,
-        pooled: bool,
-        local_steps: int | None,
+        client: str | int,
+        round_of: Callable[[int], int] | None,
     ) -> None:
-        self._trainer = trainer
+        self._loggers = loggers
         self._attacks = attacks
         self._jsonl = jsonl
         self.reveal = reveal
-        self._pooled = pooled
-        self._local_steps = local_steps
+        self._client = client
+        self._round_of = round_of
         self.looks = 0
         self._warned: set[str] = set()
         self._waiting: set[Series] = set()
         self.boards: list[TensorBoardLogger] = []
-        if trainer.is_global_zero:
-            self.boards = tensorboards(trainer.loggers)
+        if jsonl is not None:
+            self.boards = tensorboards(loggers)
 
     def write(
         self, look: Look, outcomes: Mapping[Series, Outcome], values: Mapping[str, float]
@@ -351,13 +351,13 @@ class Report:
                     f"{outcome.pending}"
                 )
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
-        for logger in self._trainer.loggers:
+        for logger in self._loggers:
             logger.log_metrics(finite, step=look.step)
         if self.boards:
             add_frame(self.boards, look.step)
-        if self._trainer.is_global_zero:
+        if self._jsonl is not None:
             try:
-                self._write_lines(look, outcomes)
+                self._write_lines(self._jsonl, look, outcomes)
             except OSError as error:
                 self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
 
@@ -367,7 +367,9 @@ class Report:
             self._warned.add(key or text)
             rank_zero_warn(f"LeakageMonitor: {text}")
 
-    def _write_lines(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
+    def _write_lines(
+        self, jsonl: JsonLines, look: Look, outcomes: Mapping[Series, Outcome]
+    ) -> None:
         configs = {a.name: a.config() for a in self._attacks}
         for series, outcome in outcomes.items():
             if outcome.pending is not None:
@@ -379,11 +381,11 @@ class Report:
                 f"token_accuracy_at_{places}": right / n
                 for places, (right, n) in outcome.by_position.items()
             }
-            self._jsonl.append(
+            jsonl.append(
                 step=look.step,
                 stage=str(series.stage),
-                client="pooled" if self._pooled else 0,
-                round_=None if self._local_steps is None else look.step // self._local_steps,
+                client=self._client,
+                round_=None if self._round_of is None else self._round_of(look.step),
                 attack=series.name,
                 config=configs[series.attack],
                 n=outcome.n,
@@ -393,18 +395,18 @@ class Report:
                 unknown=outcome.unknown,
             )
 
-    def write_not_played(self, rows: Sequence[Row]) -> None:
-        """Leaves a line for each attack that is not tested in this fit."""
+    def write_not_played(self, rows: Sequence[Row], step: int) -> None:
+        """Leaves a line for each attack that is not tested in this run, which begins at a step."""
         configs = {a.name: a.config() for a in self._attacks}
-        for row in rows if self._trainer.is_global_zero else ():
-            if row.why_not is None:
+        for row in rows:
+            if row.why_not is None or self._jsonl is None:
                 continue
             try:
                 self._jsonl.append(
-                    step=self._trainer.global_step,
+                    step=step,
                     stage=str(Stage.SHARED),
-                    client="pooled" if self._pooled else 0,
-                    round_=None if self._local_steps is None else 0,
+                    client=self._client,
+                    round_=None if self._round_of is None else 0,
                     attack=row.attack,
                     config=configs[row.attack],
                     n=0,
@@ -416,19 +418,19 @@ class Report:
             except OSError as error:
                 self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
 
-    def settings(self) -> dict[str, Any]:
-        """The user's settings as Lightning logs them, and this run's attacks and defences."""
-        trainer = self._trainer
-        found: dict[str, Any] = {}
-        for holder in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
-            if holder is not None and holder._log_hyperparams:
-                found |= holder.hparams_initial
-        found.pop("_class_path", None)  # LightningCLI's own
-        defenses = getattr(trainer.strategy, "defenses", ())
-        found |= {f"fedleak/{a.name}": repr(a.config()) for a in self._attacks}
-        found["fedleak/strategy"] = type(trainer.strategy).__name__
-        found["fedleak/defenses"] = ", ".join(d.name for d in defenses) or "none"
-        return found
+
+def settings_of(trainer: L.Trainer, attacks: Sequence[Attack]) -> dict[str, Any]:
+    """The user's settings as Lightning logs them, and a fit's attacks and defences."""
+    found: dict[str, Any] = {}
+    for holder in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+        if holder is not None and holder._log_hyperparams:
+            found |= holder.hparams_initial
+    found.pop("_class_path", None)  # LightningCLI's own
+    defenses = getattr(trainer.strategy, "defenses", ())
+    found |= {f"fedleak/{a.name}": repr(a.config()) for a in attacks}
+    found["fedleak/strategy"] = type(trainer.strategy).__name__
+    found["fedleak/defenses"] = ", ".join(d.name for d in defenses) or "none"
+    return found
 
 
 # ---- what defences say that their releases have cost ----------------------------------------
@@ -480,5 +482,6 @@ __all__ = [
     "accounting_defenses",
     "privacy_tags",
     "privacy_values",
+    "settings_of",
     "spent_by",
 ]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning_fedleak.report.reading import FitLines, Line, Reading, number
 
@@ -333,6 +333,7 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
         of["target_epsilon"] = settings.get("target_epsilon")
         of["poisson"] = settings.get("poisson")
         of["trust"] = settings.get("trust", NOT_RECORDED)
+        of["sampling"] = _sampling(settings)
         of["max_grad_norm"] = settings.get("max_grad_norm")
         of["class"] = defense.get("class", NOT_RECORDED)
         of["holds"] = _holds(of)
@@ -379,8 +380,17 @@ def _without_sampling(spent: Mapping[str, Any]) -> float | str | None:
     return _epsilon(history, spent["delta"], spent["accountant"])
 
 
+def _sampling(settings: Mapping[str, Any]) -> Literal["poisson", "without_replacement"]:
+    """How what was released was drawn, as accountants name it."""
+    fixed = settings.get("sampling") == "fixed" and settings.get("trust") == "central"
+    return "without_replacement" if fixed else "poisson"
+
+
 def _epsilon(
-    history: Sequence[tuple[float, float, int]], delta: float | None, accountant: object
+    history: Sequence[tuple[float, float, int]],
+    delta: float | None,
+    accountant: object,
+    sampling: Literal["poisson", "without_replacement"] = "poisson",
 ) -> float | str | None:
     if not history or not delta or any(not sigma for sigma, _, _ in history):
         return None
@@ -390,7 +400,7 @@ def _epsilon(
             epsilon_of,
         )
 
-        found = epsilon_of(history, delta, "prv" if accountant == "prv" else "rdp")
+        found = epsilon_of(history, delta, "prv" if accountant == "prv" else "rdp", sampling)
     except (ImportError, ValueError) as error:
         return f"not computed: {error}"
     return f"more than {LARGEST_EPSILON:g}" if math.isinf(found) else found
@@ -492,7 +502,9 @@ def _together(fits: Sequence[tuple[FitLines, Mapping[str, Any]]]) -> list[dict[s
             kinds = {spent["accountant"] for spent in all_spent}
             exact = kinds <= {"prv", "rdp"} and all(spent["recorded"] for spent in all_spent)
             kind = "prv" if kinds == {"prv"} else "rdp"
-            epsilon = _epsilon(history, delta, kind) if exact else added
+            drawn = {spent["sampling"] for spent in all_spent}
+            exact = exact and len(drawn) == 1
+            epsilon = _epsilon(history, delta, kind, *drawn) if exact else added
             delta = delta if exact else deltas
         found.append(
             {

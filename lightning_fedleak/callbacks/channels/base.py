@@ -566,6 +566,17 @@ class Channel(ABC):
             Exception: there is no score; the result is unknown.
         """
 
+    def without_truth(self, said: Any) -> dict[str, float]:
+        """What a guess says where the truth is not known: what the adversary itself can tell.
+
+        Args:
+            said: what :meth:`at_moment` left in ``look.said``.
+
+        Returns:
+            Values by name, among :attr:`extras`. Default: none.
+        """
+        return {}
+
     def disarm(self, look: Look) -> None:  # noqa: B027
         """Ends a look: lets go of what was held, whatever became of it."""
 

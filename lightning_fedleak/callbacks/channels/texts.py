@@ -381,6 +381,13 @@ class TextsChannel(Channel):
         look.kept[series] = said
         return said.pack(self.settings.texts)
 
+    def without_truth(self, said: object) -> dict[str, float]:
+        """Whether an attack on gradients finished, and certifies its texts."""
+        if not isinstance(said, TextGuess):
+            return {}
+        told = {"finished": said.finished, "certified": said.certified}
+        return {name: float(value) for name, value in told.items() if value is not None}
+
     def _matched(self, guess: TextGuess, attack: TextAttack, look: Look) -> Inverted:
         """Texts guessed from gradients beside those of the batch that they are most like.
 

@@ -231,6 +231,13 @@ class WordsChannel(Channel):
         look.kept[series] = (said, types)
         return metric.pack()
 
+    def without_truth(self, said: object) -> dict[str, float]:
+        """Whether the adversary can tell that no type is missing, and how many it tells apart."""
+        if not isinstance(said, WordGuess):
+            return {}
+        told = {"certified": said.certified, "capacity": said.capacity}
+        return {name: float(value) for name, value in told.items() if value is not None}
+
     def _metric(self) -> WordRecovery:
         return WordRecovery(self._size, sync_on_compute=False)
 

@@ -13,6 +13,11 @@ and decisions taken in sight of the data.
   epsilon, which is an upper bound too. Where delta is so small that float64's rounding matters
   (below ``4e-15`` times the number of releases) RDP's epsilon is reported.
 
+- ``"rdp"`` also covers batches of a fixed number, drawn without replacement
+  (``sampling="without_replacement"``): Wang, Balle & Kasiviswanathan 2019, Theorem 27. The number
+  of examples is public then, and neighbours differ by one example put in another's place. PRV has
+  no such release.
+
 Below a noise multiplier of :data:`LEAST_NOISE`, and from :data:`LARGEST_EPSILON` on, epsilon is
 reported as infinite and PRV is not called: its mesh covers the whole range of the privacy loss,
 which grows with ``1 / noise_multiplier ** 2`` (at 1e-3 it asks for terabytes), and ``exp`` of a
@@ -28,12 +33,14 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from decimal import MAX_EMAX, MIN_EMIN, Decimal, localcontext
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.fft import next_fast_len
 from scipy.optimize import brentq
+from scipy.special import gammaln, logsumexp
 from torch import Tensor
 
 from lightning_fedleak.defenses.accounting.ledger import (
@@ -59,6 +66,7 @@ PRV_LARGEST_LOSS = 650.0
 
 Kind = Literal["prv", "rdp"]
 Trust = Literal["local", "central"]
+Sampling = Literal["poisson", "without_replacement"]
 History = tuple[tuple[float, float, int], ...]
 """Noise multiplier, sample rate and count of every kind of release."""
 
@@ -69,11 +77,82 @@ LARGEST_EPSILON = 200.0
 MOST_NOISE = 1e6
 """Largest noise multiplier that :func:`noise_multiplier_for` considers."""
 KEPT = 64
+_MOST_WHOLE = 128
+_HUGE = 700.0
+
+
+def rdp_of(noise_multiplier: float, sample_rate: float, sampling: Sampling = "poisson") -> Floats:
+    """(len(ORDERS),) Renyi DP of one release at :data:`ORDERS`; read-only.
+
+    Args:
+        noise_multiplier: standard deviation of the noise over how far two neighbours' sums may be
+            apart.
+        sample_rate: share of the examples in a batch, by chance or of a fixed number.
+        sampling: which.
+    """
+    if sampling == "without_replacement" and sample_rate < 1:
+        return _rdp_without_replacement(noise_multiplier, sample_rate)
+    return _rdp_of_poisson(noise_multiplier, sample_rate)
+
+
+@functools.lru_cache(maxsize=256)
+def _rdp_without_replacement(noise_multiplier: float, sample_rate: float) -> Floats:
+    """Theorem 27 of Wang et al. 2019 at whole orders, between them by convexity."""
+    most = int(max(order for order in ORDERS if order <= _MOST_WHOLE))
+    sums = _log_moments(noise_multiplier, sample_rate, most) if noise_multiplier else None
+    rdp = np.full(len(ORDERS), np.inf)
+    for i, order in enumerate(ORDERS):
+        if sums is not None and order <= most:
+            low, part = int(order), order - int(order)
+            high = sums[low + 1] if part else 0.0
+            rdp[i] = ((1 - part) * sums[low] + part * high) / (order - 1)
+    rdp.flags.writeable = False
+    return rdp
+
+
+def _log_moments(noise_multiplier: float, sample_rate: float, most: int) -> list[float]:
+    """The log of the bound on the moment of each whole order up to ``most``; 0 at 0 and 1."""
+    logs = _log_differences(noise_multiplier, most + 1)
+    ratio = 1 / noise_multiplier**2
+    second = ratio + math.log(-math.expm1(-ratio)) if ratio < _HUGE else ratio
+    terms = [min(math.log(4) + second, math.log(2) + ratio)]
+    for j in range(3, most + 1):
+        mean = (logs[2 * (j // 2)] + logs[2 * ((j + 1) // 2)]) / 2
+        terms.append(min(math.log(4) + mean, math.log(2) + j * (j - 1) / 2 * ratio))
+    js = np.arange(2, most + 1)
+    bounds = np.asarray(terms) + js * math.log(sample_rate) - gammaln(js + 1)
+    sums = [0.0, 0.0]
+    for order in range(2, most + 1):
+        n = order - 1
+        chosen = math.lgamma(order + 1) - gammaln(order - js[:n] + 1)
+        found = float(logsumexp(np.append(bounds[:n] + chosen, 0.0)))
+        # Sampling never costs more than none.
+        sums.append(min(found, order * (order - 1) / 2 * ratio))
+    return sums
+
+
+def _log_differences(noise_multiplier: float, most: int) -> dict[int, float]:
+    """The log of ``E_P[(Q / P - 1)^l]`` of two Gaussians one apart, for even l up to ``most + 1``.
+
+    An alternating sum that cancels: in decimal numbers of as many digits as that takes.
+    """
+    largest = most + most % 2
+    digits = 60 + math.ceil(largest * (0.61 + math.log10(max(noise_multiplier, 1.0))))
+    with localcontext() as context:
+        context.prec, context.Emax, context.Emin = digits, MAX_EMAX, MIN_EMIN
+        ratio = 1 / Decimal(noise_multiplier) ** 2
+        moments = [(ratio * (i * (i - 1)) / 2).exp() for i in range(largest + 1)]
+        found = {}
+        for order in range(2, largest + 1, 2):
+            signed = (
+                (-1) ** i * math.comb(order, i) * m for i, m in enumerate(moments[: order + 1])
+            )
+            found[order] = float(sum(signed, Decimal(0)).ln())
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
-def rdp_of(noise_multiplier: float, sample_rate: float) -> Floats:
-    """(len(ORDERS),) Renyi DP of one release at :data:`ORDERS`; read-only."""
+def _rdp_of_poisson(noise_multiplier: float, sample_rate: float) -> Floats:
     check_opacus()
     from opacus.accountants.analysis.rdp import compute_rdp
 
@@ -213,15 +292,24 @@ class Accountant:
         ledger: file that remembers every release through a crash, one for each client, see
             :class:`~lightning_fedleak.defenses.accounting.ledger.Ledger`. None: what was released
             after the last checkpoint is forgotten in a crash.
+        sampling: how batches are drawn. ``"without_replacement"`` is accounted by ``"rdp"`` alone.
 
     Raises:
-        DefenseError: an unknown kind, Opacus is missing, or the ledger's file cannot be used.
+        DefenseError: an unknown kind, one that does not cover the sampling, Opacus is missing, or
+            the ledger's file cannot be used.
     """
 
-    def __init__(self, kind: Kind = "prv", ledger: str | os.PathLike[str] | None = None) -> None:
-        _check_kind(kind)
+    def __init__(
+        self,
+        kind: Kind = "prv",
+        ledger: str | os.PathLike[str] | None = None,
+        *,
+        sampling: Sampling = "poisson",
+    ) -> None:
+        _check_kind(kind, sampling)
         check_opacus()
         self.kind: Kind = kind
+        self.sampling: Sampling = sampling
         self._ledger = Ledger(ledger)
         self._known: dict[tuple[float, History], float] = {}
         self._search: tuple[object, _Search] | None = None
@@ -288,13 +376,13 @@ class Accountant:
             raise DefenseError(f"slack={slack!r} must lie in [0, 1)")
         history = self.history
         if self.kind == "rdp" or not history:
-            return epsilon_of(history, delta, self.kind)
+            return epsilon_of(history, delta, self.kind, self.sampling)
         *before, (noise_multiplier, sample_rate, count) = history
         ahead: History = (*before, (noise_multiplier, sample_rate, _milestone(count, slack)))
         if (delta, ahead) not in self._known:
             if len(self._known) >= KEPT:
                 self._known.clear()
-            self._known[delta, ahead] = epsilon_of(ahead, delta, self.kind)
+            self._known[delta, ahead] = epsilon_of(ahead, delta, self.kind, self.sampling)
         return self._known[delta, ahead]
 
     def allows(
@@ -325,7 +413,8 @@ class Accountant:
             self._search = question, _Search()
 
         def fits(total: int) -> bool:
-            return epsilon_of((*others, (*event, total)), delta, self.kind) <= epsilon
+            history = (*others, (*event, total))
+            return epsilon_of(history, delta, self.kind, self.sampling) <= epsilon
 
         return self._search[1].answer(wanted, fits)
 
@@ -338,13 +427,19 @@ class Accountant:
         self._ledger.load_state_dict(state)
 
 
-def epsilon_of(history: Sequence[tuple[float, float, int]], delta: float, kind: Kind) -> float:
+def epsilon_of(
+    history: Sequence[tuple[float, float, int]],
+    delta: float,
+    kind: Kind,
+    sampling: Sampling = "poisson",
+) -> float:
     """Epsilon of releases whose noise was settled beforehand, at ``delta``: an upper bound.
 
     Args:
         history: noise multiplier, sample rate and count of every kind of release, in any order.
         delta: in (0, 1).
         kind: ``"prv"`` or ``"rdp"``.
+        sampling: of all of them.
 
     Returns:
         0 for no releases; ``inf`` as the module's docstring says.
@@ -352,7 +447,7 @@ def epsilon_of(history: Sequence[tuple[float, float, int]], delta: float, kind: 
     Raises:
         DefenseError: a value out of range, or Opacus is missing.
     """
-    _check_kind(kind)
+    _check_kind(kind, sampling)
     _check_delta(delta)
     for noise_multiplier, sample_rate, count in history:
         check_noise_multiplier(noise_multiplier)
@@ -362,7 +457,8 @@ def epsilon_of(history: Sequence[tuple[float, float, int]], delta: float, kind: 
         return 0.0
     if min(row[0] for row in history) < LEAST_NOISE:
         return math.inf
-    rdp = sum((count * rdp_of(sigma, rate) for sigma, rate, count in history), np.zeros(1))
+    each = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
+    rdp = sum(each, np.zeros(1))
     epsilon = float(epsilons_of_rdp(rdp, delta).min())
     if kind == "prv" and 0 < epsilon < math.inf:
         epsilon = tightened(epsilon, lambda bound: prv_epsilon(history, delta, bound, rdp))
@@ -375,6 +471,7 @@ def noise_multiplier_for(
     sample_rate: float,
     steps: int,
     kind: Kind = "prv",
+    sampling: Sampling = "poisson",
 ) -> float:
     """The noise multiplier at which ``steps`` releases cost at most ``target_epsilon``.
 
@@ -386,12 +483,13 @@ def noise_multiplier_for(
         sample_rate: in (0, 1].
         steps: number of releases.
         kind: ``"prv"`` or ``"rdp"``.
+        sampling: of the releases.
 
     Raises:
         DefenseError: a value out of range, or a target that needs more noise than
             :data:`MOST_NOISE` or less than :data:`LEAST_NOISE`.
     """
-    _check_kind(kind)
+    _check_kind(kind, sampling)
     _check_delta(target_delta, "target_delta")
     check_sample_rate(sample_rate)
     check_count(steps, "steps")
@@ -403,7 +501,8 @@ def noise_multiplier_for(
 
     @functools.cache
     def excess(log_noise: float, which: Kind) -> float:
-        epsilon = epsilon_of([(math.exp(log_noise), sample_rate, steps)], target_delta, which)
+        event = math.exp(log_noise), sample_rate, steps
+        epsilon = epsilon_of([event], target_delta, which, sampling)
         return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else 100.0
 
     least, most = math.log(LEAST_NOISE), math.log(MOST_NOISE)
@@ -530,9 +629,16 @@ def _first_below(excess: Callable[[float], float], low: float, high: float) -> f
     return root
 
 
-def _check_kind(kind: str) -> None:
+def _check_kind(kind: str, sampling: str = "poisson") -> None:
     if kind not in ("prv", "rdp"):
         raise DefenseError(f"accountant={kind!r} must be 'prv' (tight) or 'rdp' (fast)")
+    if sampling not in ("poisson", "without_replacement"):
+        raise DefenseError(f"sampling={sampling!r} must be 'poisson' or 'without_replacement'")
+    if kind == "prv" and sampling == "without_replacement":
+        raise DefenseError(
+            "accountant='prv' does not cover batches of a fixed number drawn without replacement: "
+            "use accountant='rdp', or draw by Poisson sampling"
+        )
 
 
 def _check_delta(delta: float, name: str = "delta") -> None:

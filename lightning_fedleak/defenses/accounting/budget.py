@@ -13,6 +13,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     MOST_NOISE,
     Accountant,
     Kind,
+    Sampling,
     Trust,
     noise_multiplier_for,
 )
@@ -41,6 +42,8 @@ class Budget:
         seeded: the noise can be guessed, so that epsilon is infinite.
         harden_factor: what a notch multiplies the noise by.
         most_notches: how often it may be turned up; None for as often as a gate asks.
+        sampling: how batches are drawn.
+        of: whose budget it is, for what is said of it.
 
     Attributes:
         accountant: counts releases.
@@ -60,7 +63,11 @@ class Budget:
         seeded: bool,
         harden_factor: float,
         most_notches: int | None,
+        sampling: Sampling = "poisson",
+        of: str = "DPSGD",
     ) -> None:
+        self._of = of
+        self._sampling: Sampling = sampling
         self.kind: Account = kind
         self.noise_multiplier = noise_multiplier
         self.target_epsilon = target_epsilon
@@ -85,7 +92,7 @@ class Budget:
             DefenseError: before the training data are known.
         """
         if self.rate is None or self.delta is None or self.noise_multiplier is None:
-            raise DefenseError("DPSGD.privacy is known once a fit has begun")
+            raise DefenseError(f"{self._of}.privacy is known once a fit has begun")
         account, epsilon = self.accountant, math.inf
         if isinstance(account, RenyiFilter):
             epsilon = account.epsilon
@@ -112,7 +119,7 @@ class Budget:
             DefenseError: before the training data are known, where sigma is found from them.
         """
         if self.noise_multiplier is None:
-            raise DefenseError("DPSGD: no training data yet, so no noise is settled")
+            raise DefenseError(f"{self._of}: no training data yet, so no noise is settled")
         return self.noise_multiplier * self.harden_factor**self.notches
 
     @property
@@ -131,7 +138,7 @@ class Budget:
         if before * self.harden_factor > MOST_NOISE:
             return None
         self.notches += 1
-        return f"dpsgd: noise multiplier {before:g} -> {self.noise_now:g}"
+        return f"{self._of.lower()}: noise multiplier {before:g} -> {self.noise_now:g}"
 
     def open_ledger(self, path: str | os.PathLike[str]) -> None:
         """Remembers every release in a file from now on, and goes on with what is in it.
@@ -173,7 +180,7 @@ class Budget:
             steps = planned_steps()
             kind: Kind = "prv" if self.kind == "prv" else "rdp"
             self.noise_multiplier = noise_multiplier_for(
-                self.target_epsilon, delta, rate, steps, kind
+                self.target_epsilon, delta, rate, steps, kind, self._sampling
             )
             self._covered = steps if self.accountant.steps == 0 else 0
             self._covered_rate = rate
@@ -200,8 +207,8 @@ class Budget:
         epsilon = account.epsilon(self.delta)
         if epsilon > self.target_epsilon:
             raise BudgetSpent(
-                f"DPSGD: the {account.steps} releases of the checkpoint or ledger cost epsilon="
-                f"{epsilon:.4g} at delta={self.delta} already, more than target_epsilon="
+                f"{self._of}: the {account.steps} releases of the checkpoint or ledger cost "
+                f"epsilon={epsilon:.4g} at delta={self.delta} already, more than target_epsilon="
                 f"{self.target_epsilon}. They cannot be taken back: raise target_epsilon, or begin "
                 "a new run from a model that this data did not train."
             )
@@ -216,8 +223,8 @@ class Budget:
         same = [math.isclose(noise, row[0], rel_tol=1e-9) and self.rate == row[1] for row in rows]
         if not any(same):
             raise DefenseError(
-                f"DPSGD: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are not "
-                f"those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
+                f"{self._of}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
+                f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
                 f"{rows[-1][1]:g} (noise of a seed counts as 0). accountant={self.kind!r} holds "
                 "for noise and rate that were settled beforehand: go on with the noise, batch_size "
                 "and data of then, use accountant='filter' from the start, or begin a new run."
@@ -231,7 +238,7 @@ class Budget:
         """
         if not self.affords_another():
             raise BudgetSpent(
-                f"DPSGD: after {self.accountant.steps} releases one more would cost more than "
+                f"{self._of}: after {self.accountant.steps} releases one more would cost more than "
                 f"target_epsilon={self.target_epsilon} at delta={self.delta}. It was not made; "
                 "the weights are those of the last one."
             )
@@ -262,7 +269,9 @@ class Budget:
         """
         settled = self.noise_now
         if not math.isclose(accounted, settled, rel_tol=1e-9):
-            raise DefenseError(f"DPSGD: noise multiplier {accounted} is not {settled}, as settled")
+            raise DefenseError(
+                f"{self._of}: noise multiplier {accounted} is not {settled}, as settled"
+            )
         assert self.rate is not None
         self.accountant.step(0.0 if self.seeded else settled, self.rate)
 
@@ -301,7 +310,7 @@ class Budget:
         filtered = "orders" in account
         if releases and filtered != (self.kind == "filter"):
             raise DefenseError(
-                f"DPSGD: the checkpoint's {releases} releases were "
+                f"{self._of}: the checkpoint's {releases} releases were "
                 f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
                 f"accountant={self.kind!r}. A budget holds from the first release on: go on with "
                 "the accountant of the checkpoint, or begin a new run."
@@ -337,8 +346,10 @@ class Budget:
         if self.kind == "filter":
             assert self.target_epsilon is not None
             assert self.target_delta is not None
-            return RenyiFilter(self.target_epsilon, self.target_delta, None, ledger)
-        return Accountant(self.kind, ledger)
+            return RenyiFilter(
+                self.target_epsilon, self.target_delta, None, ledger, sampling=self._sampling
+            )
+        return Accountant(self.kind, ledger, sampling=self._sampling)
 
 
 def guarantee_of(trust: Trust, poisson: bool, seed: int | None, fixed_budget: bool) -> str:

@@ -16,6 +16,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     ORDERS,
     Floats,
     History,
+    Sampling,
     conversion,
     rdp_of,
 )
@@ -55,6 +56,7 @@ class RenyiFilter:
         ledger: as for :class:`~lightning_fedleak.defenses.accounting.accounting.Accountant`. It
             remembers releases, not the budget, which a checkpoint does: begin again with the same
             one.
+        sampling: how batches are drawn.
 
     Raises:
         DefenseError: a value out of range, or orders of which none leaves any budget.
@@ -66,6 +68,8 @@ class RenyiFilter:
         delta: float,
         orders: Sequence[float] | None = DEFAULT_ORDERS,
         ledger: str | os.PathLike[str] | None = None,
+        *,
+        sampling: Sampling = "poisson",
     ) -> None:
         if not (math.isfinite(epsilon) and epsilon > 0):
             raise DefenseError(f"epsilon={epsilon!r} must be a positive number")
@@ -73,6 +77,7 @@ class RenyiFilter:
             raise DefenseError(f"delta={delta!r} must lie in (0, 1)")
         self.epsilon = epsilon
         self.delta = delta
+        self.sampling: Sampling = sampling
         self.orders: tuple[float, ...] = ()
         self._given = orders is not None
         if orders is not None:
@@ -92,7 +97,8 @@ class RenyiFilter:
             for sigma, rate, _ in self._ledger:
                 noise_multiplier, sample_rate = sigma, rate
                 break
-            self._fix((best_order(self.epsilon, self.delta, noise_multiplier, sample_rate),))
+            event = noise_multiplier, sample_rate, self.sampling
+            self._fix((best_order(self.epsilon, self.delta, *event),))
 
     @property
     def steps(self) -> int:
@@ -189,7 +195,7 @@ class RenyiFilter:
     def _rdp(self, noise_multiplier: float, sample_rate: float) -> Floats:
         if noise_multiplier < LEAST_NOISE:
             return np.full(len(self.orders), np.inf)
-        rdp: Floats = rdp_of(noise_multiplier, sample_rate)[self._places]
+        rdp: Floats = rdp_of(noise_multiplier, sample_rate, self.sampling)[self._places]
         return rdp
 
     def _spent(self) -> Floats:
@@ -206,7 +212,13 @@ class RenyiFilter:
 
 
 @functools.lru_cache(maxsize=64)
-def best_order(epsilon: float, delta: float, noise_multiplier: float, sample_rate: float) -> float:
+def best_order(
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    sample_rate: float,
+    sampling: Sampling = "poisson",
+) -> float:
     """The order at which the most releases of one kind fit in (epsilon, delta).
 
     To be chosen before the run, for the noise it begins with.
@@ -218,7 +230,8 @@ def best_order(epsilon: float, delta: float, noise_multiplier: float, sample_rat
     check_sample_rate(sample_rate)
     budget = epsilon - conversion(delta)
     with np.errstate(invalid="ignore", divide="ignore"):
-        releases = np.where(budget > 0, budget / rdp_of(noise_multiplier, sample_rate), 0.0)
+        rdp = rdp_of(noise_multiplier, sample_rate, sampling)
+        releases = np.where(budget > 0, budget / rdp, 0.0)
     best = int(np.nanargmax(releases))
     if not releases[best] >= 1 or noise_multiplier < LEAST_NOISE:
         raise DefenseError(

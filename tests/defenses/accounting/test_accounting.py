@@ -281,7 +281,7 @@ def test_counting(kind) -> None:
 def test_with_slack_epsilon_is_an_upper_bound_of_few_calls(monkeypatch) -> None:
     calls = []
 
-    def counted(history, delta, kind):
+    def counted(history, delta, kind, sampling):
         calls.append(history)
         return epsilon_of(history, delta, "rdp")
 
@@ -305,7 +305,7 @@ def test_with_slack_epsilon_is_an_upper_bound_of_few_calls(monkeypatch) -> None:
 def test_allows_is_exact_in_few_calls(kind, monkeypatch) -> None:
     calls = []
 
-    def counted(history, delta, kind):
+    def counted(history, delta, kind, sampling):
         calls.append(history)
         return epsilon_of(history, delta, "rdp")
 

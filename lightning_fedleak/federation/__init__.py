@@ -1,0 +1,27 @@
+"""Federated rounds: what an update gives away, seen by the client or by the server."""
+
+from lightning_fedleak.federation.client_dp import ClientDP, Release, clipped
+from lightning_fedleak.federation.observer import SUM, RoundLook, RoundObserver
+from lightning_fedleak.federation.updates import (
+    UpdateError,
+    difference,
+    joint_norm,
+    observe,
+    parameter_names,
+    trained_state,
+)
+
+__all__ = [
+    "SUM",
+    "ClientDP",
+    "Release",
+    "RoundLook",
+    "RoundObserver",
+    "UpdateError",
+    "clipped",
+    "difference",
+    "joint_norm",
+    "observe",
+    "parameter_names",
+    "trained_state",
+]

@@ -1,0 +1,614 @@
+"""Differential privacy of a whole client: its update is clipped, noised, and accounted for.
+
+Per round the sum of clipped updates gets Gaussian noise, and is divided by the number of clients
+that is *expected*, which hangs on nobody's data. A client that fails, withholds or returns what
+cannot be read counts as zero. All clients weigh alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.accounting.accounting import (
+    Accountant,
+    Kind,
+    Sampling,
+    effective_noise_multiplier,
+)
+from lightning_fedleak.defenses.accounting.budget import Budget
+from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
+from lightning_fedleak.defenses.base import Privacy, State
+from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
+from lightning_fedleak.federation.updates import UpdateError, joint_norm
+
+C = TypeVar("C")
+
+Update = Mapping[str, Tensor]
+"""Changes of trained parameters by name, as :func:`~lightning_fedleak.federation.difference`."""
+
+Drawn = Literal["all", "poisson", "fixed"]
+Trusted = Literal["central", "local", "secure_aggregation"]
+
+_TERMS = 1
+
+
+@dataclass(frozen=True)
+class Release:
+    """What a round of client-level DP gives to the next model.
+
+    Attributes:
+        update: mean of the clients' clipped updates with noise, by name, in the dtype of ``like``.
+        zeros: why clients counted as zero, by client. A fact about them that no noise hides: it is
+            the trusted server's, and not to be published.
+    """
+
+    update: dict[str, Tensor]
+    zeros: Mapping[Any, str]
+
+
+class ClientDP(Defense):
+    """Clips each client's whole update, adds Gaussian noise, and keeps the account of all rounds.
+
+    The unit of privacy is a client: all of its data, whatever they are. Who adds the noise, and so
+    against whom it holds, is ``trust``:
+
+    - ``"central"``: a server that sees every update as it is, is trusted with it, and adds noise to
+      the sum (:meth:`mean`). It holds against whoever sees the models of all rounds.
+    - ``"local"``: each client adds the whole noise itself (:meth:`privatized`). It holds against
+      the server too.
+    - ``"secure_aggregation"``: each client adds its share (:meth:`privatized`), and the server sees
+      nothing but the sum, which carries the whole noise. It holds against a server that does not
+      break the aggregation, while at most ``dropouts`` clients fail or tell the server their share.
+      The rounding of a secure aggregation to whole numbers is not accounted.
+
+    How clients are drawn (:meth:`drawn`) says what neighbours are:
+
+    ================  ===========================  ======================  =====================
+    ``sampling``      neighbours                   sensitivity of the sum  accountants
+    ================  ===========================  ======================  =====================
+    ``"all"``         a client added or removed    ``clip``                prv, rdp, filter
+    ``"poisson"``     a client added or removed    ``clip``                prv, rdp, filter
+    ``"fixed"``       a client's data replaced     ``2 * clip``            rdp, filter
+    ================  ===========================  ======================  =====================
+
+    Sampling helps under central trust alone, and while nobody but the server knows who took part.
+    Otherwise the server knows, each round counts in full, and neighbours differ by one client's
+    data replaced by any other (``2 * clip``).
+
+    Not covered: numbers that clients send besides their update (how many examples, metrics), what
+    is logged of leakage, and why noise was turned up in sight of data.
+
+    Args:
+        clip: largest 2-norm of a client's update, all shared tensors together.
+        noise_multiplier: standard deviation of the noise on the sum, over ``clip``; None: found
+            from ``target_epsilon`` and ``rounds``.
+        clients: of the whole federation.
+        per_round: how many take part in a round: on average (``"poisson"``) or always
+            (``"fixed"``). Left out with ``"all"``.
+        sampling: how they are drawn.
+        trust: see above.
+        target_delta: of the guarantee; below one over ``clients``.
+        target_epsilon: what all rounds together may cost; a round beyond is refused.
+        rounds: that are planned; needed where the noise is to be found.
+        accountant: ``"prv"`` (tight, as PLD), ``"rdp"``, or ``"filter"``: noise may be turned up
+            (:meth:`harden`) within (``target_epsilon``, ``target_delta``). Default: the tightest
+            that covers the sampling.
+        dropouts: of ``"secure_aggregation"``: clients of a round whose share of noise may be
+            missing.
+        ledger: file that remembers every release through a crash; beside it ``<ledger>.terms``
+            says what the releases are accounted by. With ``trust="central"`` the server keeps it,
+            otherwise each client its own.
+        harden_factor: what a notch multiplies the noise by.
+        most_notches: how often it may be turned up.
+        seed: for tests only; whoever knows it can take the noise off, so that epsilon is infinite.
+
+    Raises:
+        DefenseError: a value out of range, or a ledger of other terms.
+        BudgetSpent: the ledger's releases have cost more than ``target_epsilon`` already.
+    """
+
+    name = "client_dp"
+
+    def __init__(
+        self,
+        clip: float,
+        noise_multiplier: float | None = None,
+        *,
+        clients: int,
+        target_delta: float,
+        per_round: float | None = None,
+        sampling: Drawn = "all",
+        trust: Trusted = "central",
+        target_epsilon: float | None = None,
+        rounds: int | None = None,
+        accountant: Kind | Literal["filter"] | None = None,
+        dropouts: int = 0,
+        ledger: str | os.PathLike[str] | None = None,
+        harden_factor: float = 2.0,
+        most_notches: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        _check_numbers(clip, noise_multiplier, target_epsilon, target_delta, rounds, harden_factor)
+        self.clip = float(clip)
+        self.clients = _whole("clients", clients)
+        self.sampling: Drawn = sampling
+        self.per_round = _per_round(sampling, per_round, self.clients)
+        self.trust: Trusted = trust
+        self.dropouts = dropouts
+        _check_trust(trust, sampling, dropouts, self.per_round)
+        if target_delta >= 1 / self.clients:
+            raise DefenseError(
+                f"ClientDP: target_delta={target_delta!r} must be below 1 / {self.clients}: else "
+                "publishing one client's data at random would count as private"
+            )
+        amplified = trust == "central" and sampling != "all"
+        self.replaces = trust != "central" or sampling == "fixed"
+        accounted_as: Sampling = (
+            "without_replacement" if amplified and sampling == "fixed" else "poisson"
+        )
+        if accountant is None:
+            accountant = "rdp" if accounted_as == "without_replacement" else "prv"
+        if accountant not in ("prv", "rdp", "filter"):
+            raise DefenseError(
+                f"ClientDP: accountant={accountant!r} must be 'prv', 'rdp' or 'filter'"
+            )
+        if accountant == "filter" and target_epsilon is None:
+            raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
+        self.rounds = rounds
+        self.target_epsilon = target_epsilon
+        self.target_delta = target_delta
+        self.seed = seed
+        self._rate = self.per_round / self.clients if amplified else 1.0
+        self._budget = Budget(
+            accountant,
+            None if noise_multiplier is None else noise_multiplier / self._sensitivity,
+            target_epsilon,
+            target_delta,
+            seeded=seed is not None,
+            harden_factor=harden_factor,
+            most_notches=most_notches,
+            sampling=accounted_as,
+            of="ClientDP",
+        )
+        self.ledger = None if ledger is None else str(ledger)
+        if ledger is not None:
+            _agree(Path(ledger), self._terms())
+            self._budget.open_ledger(ledger)
+        self._budget.settle(self._rate, target_delta, lambda: rounds or 0)
+        self.guarantee = self._guaranteed()
+        self._entropy = os.urandom(32)
+        self._releases = 0
+
+    # ---- what is promised -------------------------------------------------------------------
+
+    @property
+    def _sensitivity(self) -> float:
+        """How far two neighbours' sums may be apart, over the clip norm."""
+        return 2.0 if self.replaces else 1.0
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise on the sum over the clip norm, as it is turned up now."""
+        return self._budget.noise_now * self._sensitivity
+
+    @property
+    def own_noise_std(self) -> float:
+        """Standard deviation of what a client adds to each number of its update; 0 if it does not.
+
+        A share is so large that the shares of all but ``dropouts`` clients make the whole.
+        """
+        if self.trust == "central":
+            return 0.0
+        std = self.noise_multiplier * self.clip
+        if self.trust == "local":
+            return std
+        whole = effective_noise_multiplier(
+            1.0, int(self.per_round), "central", colluding=self.dropouts
+        )
+        return std / whole
+
+    @property
+    def mean_noise_std(self) -> float:
+        """Standard deviation of the noise on each number of the mean over clients."""
+        if self.trust == "central":
+            return self.noise_multiplier * self.clip / self.per_round
+        return self.own_noise_std / math.sqrt(self.per_round)
+
+    @property
+    def accountant(self) -> Accountant | RenyiFilter:
+        """Counts the releases. Its noise multipliers are over the sensitivity, not the clip."""
+        return self._budget.accountant
+
+    @property
+    def privacy(self) -> Privacy:
+        """What the releases so far have cost; noise and rate as accounted."""
+        return self._budget.privacy
+
+    @property
+    def acts_on_gradients(self) -> bool:
+        """What leaves a client is not what it computed."""
+        return True
+
+    def settings(self) -> dict[str, bool | int | float | str]:
+        """What it was built with, for the record of a run."""
+        return super().settings() | {
+            "accountant": self._budget.kind,
+            "noise_multiplier": self.noise_multiplier,
+        }
+
+    def before_setup(self, context: DefenseContext) -> None:
+        """Refuses to be a defence of a Trainer's steps.
+
+        Raises:
+            DefenseError: always.
+        """
+        raise DefenseError(
+            "ClientDP acts on the update of a federation's round, not on a Trainer's steps: give "
+            "it to what sends the update. In a Trainer use DPSGD (for examples) or GradientNoise"
+        )
+
+    @property
+    def can_harden(self) -> bool:
+        """With ``accountant="filter"`` only."""
+        return self._budget.can_harden
+
+    def harden(self) -> str | None:
+        """Multiplies the noise by ``harden_factor``, from the next release on."""
+        return self._budget.harden()
+
+    # ---- a round ----------------------------------------------------------------------------
+
+    def drawn(self, clients: Sequence[C]) -> list[C]:
+        """Who takes part in a round, drawn by randomness of the operating system.
+
+        Args:
+            clients: all of the federation's.
+
+        Raises:
+            DefenseError: they are not as many as was said.
+        """
+        if len(clients) != self.clients:
+            raise DefenseError(
+                f"ClientDP(clients={self.clients}) draws from all clients of the federation, and "
+                f"{len(clients)} are there. The account hangs on that number: a client that cannot "
+                "be reached is drawn like every other, and counts as zero"
+            )
+        source = random.SystemRandom()
+        if self.sampling == "fixed":
+            return source.sample(list(clients), int(self.per_round))
+        if self.sampling == "poisson":
+            return [c for c in clients if source.random() < self.per_round / self.clients]
+        return list(clients)
+
+    def mean(
+        self,
+        updates: Mapping[C, Update | None],
+        like: Update,
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> Release:
+        """The mean of a round's updates with noise, by a trusted server: one release.
+
+        Args:
+            updates: of every client that was drawn; None where it failed or withheld. What cannot
+                be read (other names or shapes, NaN) counts as zero like that.
+            like: names, shapes and dtypes of what is shared.
+            weights: refused unless all are alike.
+
+        Raises:
+            DefenseError: noise is not the server's to add, weights that differ, or more clients
+                than could be drawn.
+            BudgetSpent: one more release would cost more than ``target_epsilon``.
+        """
+        if self.trust != "central":
+            raise DefenseError(
+                f"ClientDP(trust={self.trust!r}): the clients add the noise themselves "
+                "(privatized), and the server takes the mean of what they send"
+            )
+        if weights is not None and len(set(weights)) > 1:
+            raise DefenseError(
+                "ClientDP: under client-level DP every client weighs alike. Weights by the number "
+                "of examples change how far one client moves the sum, and tell that number: leave "
+                "weights out"
+            )
+        most = self.per_round if self.sampling == "fixed" else self.clients
+        if len(updates) > most:
+            raise DefenseError(
+                f"ClientDP: {len(updates)} clients took part in a round of at most {most:g}: draw "
+                "them with drawn()"
+            )
+        zeros: dict[Any, str] = {}
+        total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in like.items()}
+        for client, update in updates.items():
+            if update is None:
+                zeros[client] = "failed or withheld"
+                continue
+            try:
+                part = clipped(update, self.clip, like)
+            except UpdateError as error:
+                zeros[client] = str(error)
+                continue
+            for name, tensor in part.items():
+                total[name] += tensor.to(total[name].device)
+        std = self._recorded() * self.clip
+        return Release(self._noised(total, std, like, 1 / self.per_round), zeros)
+
+    def privatized(self, update: Update | None, like: Update) -> dict[str, Tensor]:
+        """A client's update, clipped and with its own noise: one release of this client.
+
+        Args:
+            update: None to withhold: zero leaves, with the same noise. So does an update that
+                cannot be read (NaN): a failure would tell of the data.
+            like: names, shapes and dtypes of what is shared.
+
+        Raises:
+            DefenseError: noise is the server's to add.
+            BudgetSpent: one more release would cost more than ``target_epsilon``.
+        """
+        self._check_own()
+        part = self._part(update, like)
+        self._recorded()
+        return self._noised(part, self.own_noise_std, like)
+
+    def rehearsed(self, update: Update | None, like: Update) -> dict[str, Tensor]:
+        """As :meth:`privatized`, with other noise, and not for release: nothing is accounted.
+
+        What would leave is looked at in its place: whatever is decided by it hangs on noise that
+        nobody else sees, so that the account of the release holds all the same.
+        """
+        self._check_own()
+        return self._noised(self._part(update, like), self.own_noise_std, like, stream="rehearsal")
+
+    def affords_another(self) -> bool:
+        """Whether one more release fits within ``target_epsilon``."""
+        return self._budget.affords_another()
+
+    def _check_own(self) -> None:
+        if self.trust == "central":
+            raise DefenseError(
+                "ClientDP(trust='central'): the server adds the noise (mean), and the client sends "
+                "its update as it is. For noise of its own say trust='local'"
+            )
+
+    def _part(self, update: Update | None, like: Update) -> dict[str, Tensor]:
+        if update is not None:
+            try:
+                return clipped(update, self.clip, like)
+            except UpdateError as error:
+                rank_zero_warn(f"ClientDP: {error}. Zero leaves in its place, with the same noise")
+        return {n: torch.zeros_like(t, dtype=torch.float64) for n, t in like.items()}
+
+    def _recorded(self) -> float:
+        """Counts a release, before it is made; its noise multiplier."""
+        self._budget.check_affords_another()
+        noise = self._budget.noise_now
+        self._budget.record(noise)
+        return noise * self._sensitivity
+
+    def _noised(
+        self,
+        total: Update,
+        std: float,
+        like: Update,
+        scale: float = 1.0,
+        stream: str = "client",
+    ) -> dict[str, Tensor]:
+        """With noise that is used once; rounded to the dtype of ``like`` at the end."""
+        release, self._releases = self._releases, self._releases + 1
+        base = base_of(self._entropy, self.seed)
+        out = {}
+        for index, (name, tensor) in enumerate(total.items()):
+            key = noise_key(base, 0, release, index, self.name, stream)
+            noise = standard_normal(key, tensor.shape, tensor.device, torch.float64)
+            out[name] = tensor.add(noise, alpha=std).mul_(scale).to(like[name].dtype)
+        return out
+
+    # ---- what survives ----------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor | int | float | str]:
+        """The account of the releases, and how the noise is turned up."""
+        return self._budget.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on counting; the account never runs backwards."""
+        self._budget.load_state_dict(state, self._budget.accountant.steps)
+        self._budget.check_not_overdrawn()
+
+    def _terms(self) -> dict[str, object]:
+        return {
+            "schema": _TERMS,
+            "unit": "client",
+            "clients": self.clients,
+            "sampling": self.sampling,
+            "per_round": self.per_round,
+            "trust": self.trust,
+        }
+
+    def _guaranteed(self) -> str:
+        if self.seed is not None:
+            return "none: whoever knows or guesses `seed` can subtract the noise (for tests only)"
+        against = {
+            "central": (
+                "whoever sees the models of all rounds, while the server that sees each client's "
+                "update is trusted"
+            ),
+            "local": "whoever sees each client's updates, the server among them",
+            "secure_aggregation": (
+                "a server that sees only the sum of updates, while the aggregation hides the parts "
+                f"and at most {self.dropouts} clients of a round drop out or collude; its rounding "
+                "to whole numbers is not accounted"
+            ),
+        }[self.trust]
+        neighbours = "replaced by any other data" if self.replaces else "added or removed"
+        secret = " Who takes part in a round must stay secret." if self._rate < 1 else ""
+        return (
+            f"against {against}: (epsilon, delta)-differential privacy of one client, all of its "
+            f"data, {neighbours}, for all rounds together, with the epsilon that `privacy` gives."
+            f"{secret} Not covered: what clients send besides their updates, leakage logs, and "
+            "why noise was turned up in sight of data."
+        )
+
+
+def clipped(update: Update, clip: float, like: Update) -> dict[str, Tensor]:
+    """An update in float64 whose joint 2-norm is at most ``clip``.
+
+    Args:
+        update: by name.
+        clip: positive.
+        like: names and shapes that it must have.
+
+    Raises:
+        UpdateError: other names or shapes, or a norm that is not finite.
+    """
+    if update.keys() != like.keys():
+        other = sorted(update.keys() ^ like.keys())
+        raise UpdateError(f"the update has other names than what is shared: '{other[0]}', say")
+    for name, tensor in update.items():
+        if tensor.shape != like[name].shape:
+            raise UpdateError(
+                f"'{name}' has shape {tuple(tensor.shape)} in place of {tuple(like[name].shape)}"
+            )
+    norm = joint_norm(update)
+    if not math.isfinite(norm):
+        raise UpdateError("the update holds NaN or infinity, or numbers whose squares overflow")
+    # Rounding of the norm and of the products stays below this.
+    scale = 1.0 if norm <= clip * (1 - 1e-12) else clip / norm * (1 - 1e-12)
+    return {n: update[n].detach().double() * scale for n in like}
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+
+def _check_numbers(
+    clip: float,
+    noise_multiplier: float | None,
+    target_epsilon: float | None,
+    target_delta: float,
+    rounds: int | None,
+    harden_factor: float,
+) -> None:
+    if not (math.isfinite(clip) and clip > 0):
+        raise DefenseError(f"ClientDP: clip={clip!r} must be a positive number")
+    if not 0 < target_delta < 1:
+        raise DefenseError(
+            f"ClientDP: target_delta={target_delta!r} must lie in (0, 1), well below one over the "
+            "number of clients. Gaussian noise has no epsilon at a delta of 0"
+        )
+    if target_epsilon is not None and not (math.isfinite(target_epsilon) and target_epsilon > 0):
+        raise DefenseError(
+            f"ClientDP: target_epsilon={target_epsilon!r} must be a positive number: an epsilon of "
+            "0 allows no release"
+        )
+    if noise_multiplier is None:
+        if target_epsilon is None or rounds is None:
+            raise DefenseError(
+                "ClientDP: give noise_multiplier, or target_epsilon and rounds from which it is "
+                "found"
+            )
+    elif not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+        raise DefenseError(
+            f"ClientDP: noise_multiplier={noise_multiplier!r} must be a positive number: without "
+            "noise no epsilon holds"
+        )
+    if rounds is not None:
+        _whole("rounds", rounds)
+    if not (math.isfinite(harden_factor) and harden_factor > 1):
+        raise DefenseError(f"ClientDP: harden_factor={harden_factor!r} must be a number above 1")
+
+
+def _whole(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DefenseError(f"ClientDP: {name}={value!r} must be a whole number of at least 1")
+    return value
+
+
+def _per_round(sampling: str, given: float | None, clients: int) -> float:
+    """How many clients are expected in a round."""
+    if sampling not in ("all", "poisson", "fixed"):
+        raise DefenseError(f"ClientDP: sampling={sampling!r} must be 'all', 'poisson' or 'fixed'")
+    if sampling == "all":
+        if given not in (None, clients):
+            raise DefenseError(
+                f"ClientDP: with sampling='all' each of the {clients} clients takes part; "
+                f"per_round={given!r} needs sampling='poisson' or 'fixed'"
+            )
+        return float(clients)
+    whole = sampling == "poisson" or (given is not None and given == int(given))
+    if given is None or isinstance(given, bool) or not 0 < given <= clients or not whole:
+        raise DefenseError(
+            f"ClientDP: sampling={sampling!r} needs per_round=, a {'' if whole else 'whole '}"
+            f"number of clients up to {clients}; got {given!r}"
+        )
+    return float(given)
+
+
+def _check_trust(trust: str, sampling: str, dropouts: int, per_round: float) -> None:
+    if trust not in ("central", "local", "secure_aggregation"):
+        raise DefenseError(
+            f"ClientDP: trust={trust!r} must be 'central' (the server sees each update and adds "
+            "the noise), 'local' (each client adds its own) or 'secure_aggregation' (each adds a "
+            "share, and the server sees the sum alone)"
+        )
+    if trust == "secure_aggregation" and sampling == "poisson":
+        raise DefenseError(
+            "ClientDP: shares of noise add up to the whole only where it is known how many clients "
+            "take part: with trust='secure_aggregation' use sampling='fixed' or 'all'"
+        )
+    whole = isinstance(dropouts, int) and not isinstance(dropouts, bool)
+    if not whole or not 0 <= dropouts < per_round:
+        raise DefenseError(
+            f"ClientDP: dropouts={dropouts!r} must be a whole number below the {per_round:g} "
+            "clients of a round"
+        )
+    if dropouts and trust != "secure_aggregation":
+        raise DefenseError("ClientDP: dropouts= is for trust='secure_aggregation' alone")
+
+
+def _agree(ledger: Path, terms: Mapping[str, object]) -> None:
+    """Writes down what releases are accounted by, or compares it with what was.
+
+    Raises:
+        DefenseError: an earlier run had other terms, or they are not known.
+    """
+    path = ledger.with_name(f"{ledger.name}.terms")
+    data = (json.dumps(dict(terms), sort_keys=True) + "\n").encode()
+    try:
+        if path.exists():
+            if path.is_symlink() or path.read_bytes() != data:
+                raise DefenseError(
+                    f"ledger={str(ledger)!r} was kept under other terms than "
+                    f"{data.decode().strip()} (see {path.name}): its releases would be accounted "
+                    "wrongly. Go on with the same clients, sampling and trust, or begin a new run "
+                    "from a model that these clients did not train, with a new path"
+                )
+            return
+        if ledger.exists() and ledger.stat().st_size:
+            raise DefenseError(
+                f"ledger={str(ledger)!r} holds releases, and {path.name}, which says what they "
+                "were accounted by, is not there: give a path of its own"
+            )
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise DefenseError(
+            f"ledger={str(ledger)!r} cannot be used ({error}): give a path in a folder that exists "
+            "and may be written"
+        ) from error
+
+
+__all__ = ["ClientDP", "Release", "clipped"]

@@ -1,0 +1,700 @@
+"""Attacks on the updates of a federation's rounds, by whoever sees them: a client, or the server.
+
+The same channels, attacks, names and files as :class:`~lightning_fedleak.LeakageMonitor`'s, without
+a Trainer. The x axis is the round.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.anatomy.wrappers import matrix_shape
+from lightning_fedleak.attacks.auto import ASSUMED, candidates
+from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.public_text import Given
+from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
+from lightning_fedleak.callbacks import auto
+from lightning_fedleak.callbacks.cache import CalibrationCache
+from lightning_fedleak.callbacks.channels.base import (
+    AUTOCAST,
+    Channel,
+    Look,
+    Moment,
+    Run,
+    Settings,
+    channels_of,
+    reason,
+)
+from lightning_fedleak.callbacks.channels.targets import Games
+from lightning_fedleak.callbacks.checks import check_attacks, check_optimizers, check_texts
+from lightning_fedleak.callbacks.fit import Exchange
+from lightning_fedleak.callbacks.lineup import Lineup
+from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord
+from lightning_fedleak.callbacks.results import Outcome, Result, Results, Series, Unknown, unknown
+from lightning_fedleak.callbacks.run_facts import facts_of, optimizers_of
+from lightning_fedleak.callbacks.tensorboard import add_pages
+from lightning_fedleak.defenses import Defense
+from lightning_fedleak.federation.updates import (
+    State,
+    UpdateError,
+    observe,
+    parameter_names,
+)
+from lightning_fedleak.snapshots import GradientSnapshot, Stage, UpdateSnapshot
+from lightning_fedleak.threats import Capability
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
+
+SUM = "sum"
+"""The client whose update is that of all clients together."""
+
+UNKNOWN_HERE = (
+    "whoever looks here does not hold the client's texts, so that what was read off the update "
+    "cannot be scored"
+)
+
+Side = Literal["client", "server"]
+
+
+@dataclass(frozen=True)
+class _RoundRun(Run):
+    """A federation, as channels know it: one process, in which a client is a number."""
+
+    number_: int
+    optimizer: Optimizer
+    trained_in: str
+    tokenizer: Any
+    given: tuple[Defense, ...]
+
+    @property
+    def rank(self) -> int:
+        return self.number_
+
+    @property
+    def processes(self) -> int:
+        return 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.anatomy.device
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        return [self.optimizer]
+
+    @property
+    def defenses(self) -> tuple[Defense, ...]:
+        return self.given
+
+    @property
+    def precision(self) -> str:
+        return self.trained_in
+
+    @property
+    def tokenizers(self) -> Sequence[Any]:
+        return [self.tokenizer]
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        dtype = AUTOCAST.get(self.trained_in)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+
+@dataclass(frozen=True)
+class RoundLook:
+    """What was read off one client's update in one round.
+
+    Attributes:
+        round_: number of the round.
+        client: whose update it was; :data:`SUM` for that of all together.
+        values: by log name; NaN is unknown, and what is waited for is missing.
+        unknown: why results are unknown, by the log name that their values begin with.
+        seconds: that the look took.
+    """
+
+    round_: int
+    client: str | int
+    values: Mapping[str, float]
+    unknown: Mapping[str, str]
+    seconds: float
+
+
+@dataclass
+class _Seat:
+    """What is kept of one client over its rounds."""
+
+    run: _RoundRun
+    stage: Stage
+    channels: list[Channel]
+    series: dict[Series, Channel]
+    results: Results
+    report: Report
+    exchange: Exchange
+
+
+class RoundObserver:
+    """Attacks what clients return in the rounds of a federation, and logs how much it gives away.
+
+    ::
+
+        observer = RoundObserver(model, partial(torch.optim.AdamW, lr=1e-4), local_steps=10)
+        for round_ in range(rounds):
+            observer.begin(round_, sent)
+            for client, returned in enumerate(train_clients(sent)):
+                observer.look(returned, client, batches=client_batches)
+        observer.end()
+
+    **Who knows the truth.** Only the client holds its texts. On the client's side ``batches=`` are
+    those that its local steps were trained on, and every result is scored. A server that looks has
+    none (``batches=None``): results are *unknown*, but for what an adversary can tell by itself,
+    the certificates. A simulation holds both sides, and may hand the batches over.
+
+    Attacks are calibrated once, on the first model that is sent, and follow those of later rounds.
+    Results go to ``leakage.jsonl`` in ``folder``, one line for each round, client and attack, to
+    ``run.jsonl``, and to TensorBoard, one run for each client. They hold numbers only. What fails
+    is *unknown* and counted in ``monitor/failures``, never 0. Rates of membership games are pooled
+    over the rounds of a client.
+
+    Args:
+        model: of the architecture that clients train, with ``requires_grad`` as they have it. The
+            observer's own: it takes the weights of what is sent.
+        optimizer: makes the optimizer that the server prescribed, of given parameters, as
+            ``partial(torch.optim.AdamW, lr=1e-4)`` does. It is never stepped.
+        local_steps: optimizer steps of a round.
+        attacks: as :class:`~lightning_fedleak.LeakageMonitor`'s, of those that read updates.
+        folder: where the files go.
+        side: where the looks are made, for the record: ``"client"`` or ``"server"``.
+        fresh: whether clients begin each round with a fresh optimizer.
+        precision: that clients train in, in the Trainer's words.
+        defenses: that act on what is returned, so that attacks know of them and the record has
+            what they spend.
+        gates: what the record says of gates.
+        batch_adapter, assume, tokenizer, anatomy, games, texts, public_text, look_seconds, cache:
+            as :class:`~lightning_fedleak.LeakageMonitor`'s.
+        tensorboard: log to TensorBoard, where it is installed.
+
+    Attributes:
+        round_: number of the round at work; -1 before the first.
+
+    Raises:
+        ValueError: contradictory or unknown arguments, or an attack that cannot read this model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[list[nn.Parameter]], Optimizer],
+        local_steps: int,
+        *,
+        attacks: Sequence[Attack] | Attack | Literal["auto"] = "auto",
+        folder: str | Path = "fedleak_runs/federation",
+        side: Side = "client",
+        fresh: bool = True,
+        precision: str = "32-true",
+        defenses: Sequence[Defense] = (),
+        gates: Sequence[Mapping[str, Any]] = (),
+        batch_adapter: BatchAdapter | None = None,
+        assume: Collection[Capability] | None = None,
+        tokenizer: Any | None = None,
+        anatomy: Mapping[str, Any] | None = None,
+        games: Games | None = None,
+        texts: int = 4,
+        public_text: Given | None = None,
+        look_seconds: float = 30.0,
+        cache: bool = True,
+        tensorboard: bool = True,
+    ) -> None:
+        if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
+            raise ValueError(f"local_steps must be a positive integer, got {local_steps!r}")
+        if side not in ("client", "server"):
+            raise ValueError(f"side must be 'client' or 'server', got {side!r}")
+        self._auto = isinstance(attacks, str)
+        if isinstance(attacks, str):
+            if attacks != "auto":
+                raise ValueError(f"attacks must be 'auto' or a list of attacks, got {attacks!r}")
+            assume = ASSUMED if assume is None else frozenset(assume)
+            attacks = candidates(assume, public_text, tokenizer, rounds=True)
+        elif public_text is not None:
+            raise ValueError(
+                "public_text= is what attacks='auto' calibrates on; give it to the attacks that "
+                "you list"
+            )
+        self.attacks = [attacks] if isinstance(attacks, Attack) else list(attacks)
+        check_attacks(self.attacks)
+        self.model = model
+        self.local_steps = local_steps
+        self.side: Side = side
+        self.folder = Path(folder)
+        self.games = games or Games()
+        self._texts = texts
+        self._fresh = fresh
+        self._adapter = batch_adapter
+        self._tokenizer = tokenizer
+        self._look_seconds = look_seconds
+        self._cache = CalibrationCache() if cache else None
+        self._tensorboard = tensorboard and importlib.util.find_spec("tensorboard") is not None
+        self._gates = list(gates)
+        self._anatomy = find_anatomy(model, **dict(anatomy or {}))
+        check_texts(self.attacks, {"games=Games(held_out=)": self.games.held_out}, self._anatomy)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError(
+                "no parameter of the model is trained (requires_grad): give the observer a model "
+                "that is set up as the clients' are"
+            )
+        self._optimizer = optimizer(trained)
+        check_optimizers([self._optimizer], self.attacks)
+        held = self._channels_at(Stage.SHARED)
+        adversaries = frozenset().union(*(c.adversary for c in held if c.attacks))
+        assumed = adversaries if assume is None else frozenset(assume)
+        given = tuple(defenses)
+        self._run = _RoundRun(
+            self._anatomy, "rank", assumed, 0, self._optimizer, precision, tokenizer, given
+        )
+        self._names = parameter_names(model)
+        self._sent: State | None = None
+        self._key_of: dict[str, str] = {}
+        self._held = [channel for channel in held if channel.attacks]
+        self._series = _series(self._held, Stage.SHARED)
+        self._lineup: Lineup | None = None
+        self._failed: dict[str, str] = {}
+        self._seats: dict[tuple[str | int, Stage], _Seat] = {}
+        self._jsonl = JsonLines(self.folder / "leakage.jsonl")
+        self._record = RunRecord(self.folder / "run.jsonl", self._jsonl.run, _warn)
+        self.round_ = -1
+
+    def _channels_at(self, stage: Stage) -> list[Channel]:
+        return channels_of(
+            self.attacks, Settings((stage,), self.local_steps, False, self.games, self._texts)
+        )
+
+    # ---- a round ----------------------------------------------------------------------------
+
+    def begin(self, round_: int, sent: State) -> None:
+        """A round begins: the model is the one that is sent, and attacks follow it.
+
+        Args:
+            round_: its number, larger than that of the round before.
+            sent: what clients get: a whole model's state, that of its trained parameters, or a PEFT
+                adapter's, by names of ``model``. It must not change until the round is over.
+
+        Raises:
+            UpdateError: other names or shapes than the model's, or not all that is trained.
+            ValueError: an attack cannot read this model, or a round that is not a later one.
+        """
+        if isinstance(round_, bool) or not isinstance(round_, int) or round_ <= self.round_:
+            raise ValueError(
+                f"rounds are numbered upwards: round {round_!r} cannot follow round {self.round_}"
+            )
+        self._load(sent)
+        if self._lineup is None:
+            self._open(round_)
+        assert self._lineup is not None
+        # Attacks count optimizer steps: so many have been taken, of each client, before this round.
+        self._failed = self._lineup.refresh(round_ * self.local_steps)
+        self._sent = sent
+        self.round_ = round_
+
+    @torch.no_grad()
+    def _load(self, sent: State) -> None:
+        """Puts what is sent into the observer's model."""
+        parameters = dict(self.model.named_parameters())
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        unknown_names = [n for n in sent if n not in self._names and n not in buffers]
+        if unknown_names:
+            raise UpdateError(
+                f"'{unknown_names[0]}' is sent, and {type(self.model).__name__} has no such "
+                f"parameter ({len(unknown_names)} of {len(sent)} names are not the model's): give "
+                "the observer the model whose state is sent, under the same names"
+            )
+        keys = {self._names[n]: n for n in sent if n in self._names}
+        absent = [n for n, p in parameters.items() if p.requires_grad and n not in keys]
+        if absent:
+            raise UpdateError(
+                f"'{absent[0]}' is trained in the observer's model and is not sent "
+                f"({len(absent)} such): the model must be set up as the clients' are"
+            )
+        for name, tensor in sent.items():
+            target = parameters[self._names[name]] if name in self._names else buffers[name]
+            if target.shape != tensor.shape:
+                raise UpdateError(
+                    f"'{name}' is sent with shape {tuple(tensor.shape)}, and the observer's model "
+                    f"has {tuple(target.shape)}"
+                )
+            given = tensor.detach().to(target.device)
+            target.copy_(given)
+            if not torch.equal(target.to(given.dtype), given):
+                raise UpdateError(
+                    f"'{name}' is sent with values that the observer's model, in "
+                    f"{str(target.dtype).removeprefix('torch.')}, cannot hold (or NaN): make the "
+                    "observer's model of the dtype that clients train"
+                )
+        self._key_of = keys
+
+    def _open(self, round_: int) -> None:
+        """Calibrates the attacks on the first model that is sent."""
+        for channel in self._held:
+            channel.open(self._run)
+        lineup = Lineup(
+            self._run,
+            self.attacks,
+            self._held,
+            local_steps=self.local_steps,
+            begins_at=round_ * self.local_steps,
+            choosing=self._auto,
+            most_seconds=self._look_seconds,
+            cache=self._cache,
+        )
+        lineup.follow()
+        lineup.calibrate({})
+        if not self._auto and not lineup.exposed:
+            raise ValueError(
+                "no attack reads anything that is shared in this federation: "
+                f"{len(lineup.trained)} parameters are trained, and none of "
+                f"{', '.join(a.name for a in self.attacks)} reads them. attacks='auto' takes all "
+                "that can"
+            )
+        self._lineup = lineup
+        if self._auto:
+            rank_zero_info(auto.table(lineup.rows, lineup.unread, None, self._run.assumed))
+            every = Report([], self.attacks, self._jsonl, None, client="all", round_of=int)
+            every.write_not_played(lineup.rows, round_)
+        self._record.begins(
+            facts_of(
+                self._run,
+                lineup,
+                self._series,
+                fit=f"{os.getpid()}-{id(self)}-{round_}",
+                training={
+                    "optimizers": optimizers_of([self._optimizer]),
+                    "strategy": "federation",
+                    "precision": self._run.precision,
+                    "local_steps": self.local_steps,
+                    "begins_at_round": round_,
+                },
+                gates=self._gates,
+                monitor={
+                    "looks": "every round",
+                    "stages": [str(Stage.SHARED)],
+                    "local_steps": self.local_steps,
+                    "attacks": "auto" if self._auto else "listed",
+                    "side": self.side,
+                },
+                resumed={},
+            )
+        )
+
+    def update(
+        self,
+        returned: State,
+        *,
+        learning_rate: float | None = None,
+        stage: Stage = Stage.SHARED,
+        noise_std: float = 0.0,
+    ) -> UpdateSnapshot:
+        """What is seen of a client's round, see :func:`observe`; by names of what was sent.
+
+        Raises:
+            RuntimeError: no round has begun.
+            UpdateError: no update can be read.
+        """
+        if self._sent is None:
+            raise RuntimeError("begin(round_, sent) comes before a client's update is looked at")
+        parameters = dict(self.model.named_parameters())
+        return observe(
+            self._sent,
+            returned,
+            self._optimizer,
+            self.local_steps,
+            trained=[
+                n
+                for n in self._sent
+                if n in self._names and parameters[self._names[n]].requires_grad
+            ],
+            learning_rate=learning_rate,
+            round_=self.round_,
+            stage=stage,
+            fresh=self._fresh,
+            noise_std=noise_std,
+        )
+
+    def look(
+        self,
+        returned: State,
+        client: str | int = 0,
+        *,
+        batches: Sequence[Any] | None = None,
+        learning_rate: float | None = None,
+        noise_std: float = 0.0,
+        utility: Mapping[str, float] | None = None,
+        logged: bool = True,
+    ) -> RoundLook:
+        """Attacks what a client returned in this round.
+
+        Args:
+            returned: what it gave back, or is about to.
+            client: who. :data:`SUM`: the mean over clients, what a server behind a secure
+                aggregation sees; logged as ``leakage_aggregate/...``.
+            batches: that its local steps were trained on, whoever looks holds them; None: unknown.
+            learning_rate: the mean over the local steps, where a schedule changes it.
+            noise_std: of the noise that is known to be on each number of ``returned``.
+            utility: further values of this round, logged as ``utility/<name>``.
+            logged: false for a look that is not written down.
+
+        Returns:
+            What was found. An update that cannot be read is *unknown*.
+
+        Raises:
+            RuntimeError: no round has begun.
+        """
+        if self._sent is None:
+            raise RuntimeError("begin(round_, sent) comes before a client's update is looked at")
+        stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
+        seat = self._seat(client, stage)
+        look = Look(self.round_)
+        with look.clock(self._run.device):
+            self._attack(
+                look, seat, returned, batches, learning_rate=learning_rate, noise_std=noise_std
+            )
+            outcomes = self._scored(look, seat, known=batches is not None)
+        for channel in seat.channels:
+            channel.disarm(look)
+        beside = {f"utility/{n}": float(v) for n, v in (utility or {}).items()}
+        if batches is None:
+            values = _facts(outcomes) | beside | {"monitor/seconds": look.seconds}
+        else:
+            assert self._lineup is not None
+            shared = bool(self._lineup.trained)
+            outcomes = seat.results.add(look, outcomes, beside, shared=shared)
+            values = dict(seat.results.look_values)
+        if logged:
+            self._write(look, seat, outcomes, values, utility or {})
+        why = {s.log_name: o.unknown for s, o in outcomes.items() if o.unknown is not None}
+        return RoundLook(self.round_, client, values, why, look.seconds)
+
+    def _attack(
+        self,
+        look: Look,
+        seat: _Seat,
+        returned: State,
+        batches: Sequence[Any] | None,
+        *,
+        learning_rate: float | None,
+        noise_std: float,
+    ) -> None:
+        try:
+            look.batches = [] if batches is None else [self._read(b) for b in batches]
+            if batches is not None and not look.batches:
+                raise BatchError("no batch of the round was handed over")
+        except Exception as error:
+            look.truth_error = reason(error)
+        for series in seat.series:
+            if series.attack in self._failed:
+                look.said[series] = Unknown(self._failed[series.attack])
+
+        def take() -> GradientSnapshot:
+            seen = self.update(
+                returned, learning_rate=learning_rate, stage=seat.stage, noise_std=noise_std
+            )
+            return replace(
+                seen,
+                tensors={role: seen.tensors[key] for role, key in self._keys().items()},
+                tied=self._anatomy.tied,
+                client=seat.run.number,
+            )
+
+        moment = Moment(look, (seat.stage,), (seat.stage,), None, 1.0, take)
+        for channel in seat.channels:
+            if batches is None and channel.plays_games:
+                continue  # of which texts should a game ask?
+            try:
+                channel.arm()
+                channel.at_moment(moment)
+            except Exception as error:
+                for series, owner in seat.series.items():
+                    if owner is channel:
+                        look.said[series] = Unknown(reason(error))
+        look.stepped.add(0)
+
+    def _keys(self) -> dict[str, str]:
+        """The name in what was sent of every role that an attack reads."""
+        assert self._lineup is not None
+        first = {id(p): n for n, p in self.model.named_parameters()}
+        roles = dict.fromkeys(r for plan in self._lineup.exposed for r in plan.roles)
+        return {role: self._key_of[first[id(self._anatomy.parameter(role))]] for role in roles}
+
+    def _read(self, batch: Any) -> TokenBatch:
+        if isinstance(batch, TokenBatch):
+            found = batch
+        elif self._adapter is not None:
+            found = self._adapter(batch)
+        else:
+            found = read_batch(batch, self._anatomy.kind)
+        rows = matrix_shape(self._anatomy.embedding)
+        found.check_values(None if rows is None else rows[0], self._anatomy.vocab_size)
+        return found
+
+    def _scored(self, look: Look, seat: _Seat, *, known: bool) -> dict[Series, Outcome]:
+        assert self._lineup is not None
+        plans = {plan.attack.name: plan for plan in self._lineup.plans}
+        if not known:
+            return {
+                series: _unscored(channel, look.said.get(series), plans[series.attack].exposed)
+                for series, channel in seat.series.items()
+            }
+        results: dict[Series, Result] = {}
+        for channel in seat.channels:
+            results |= channel.results(look)
+        ordered = {series: results[series] for series in seat.series if series in results}
+        shared = {series: plans[series.attack].exposed for series in ordered}
+        outcomes, _ = seat.exchange.outcomes(ordered, shared, look.step)
+        if outcomes is None:
+            why = "the client's batches hold nothing that a loss was computed on"
+            outcomes = {s: unknown(c.metrics, why) for s, c in seat.series.items()}
+        return outcomes
+
+    def _seat(self, client: str | int, stage: Stage) -> _Seat:
+        """What is kept of a client, made at its first look."""
+        if (client, stage) in self._seats:
+            return self._seats[client, stage]
+        assert self._lineup is not None
+        run = replace(self._run, number_=len(self._seats))
+        playing = {plan.attack.name: plan for plan in self._lineup.plans}
+        channels = [c for c in self._channels_at(stage) if c.attacks]
+        for channel in channels:
+            channel.leave_out({a.name for a in channel.given} - playing.keys())
+            channel.open(run)
+            channel.follow([playing[a.name] for a in channel.attacks])
+        series = _series(channels, stage)
+        results = Results(series)
+        results.begin()
+        report = Report(
+            self._boards(client),
+            self.attacks,
+            self._jsonl,
+            None,
+            client=client,
+            round_of=int,
+        )
+        self._seats[client, stage] = seat = _Seat(
+            run, stage, channels, series, results, report, Exchange(run, series)
+        )
+        families = {channel.family for channel in series.values()}
+        add_pages(
+            report.boards,
+            (),
+            series,
+            privacy=["privacy/epsilon"] if self._run.defenses else [],
+            decisions=[f"gate/{gate['name']}" for gate in self._gates],
+            worst=[f"leakage/worst/{f}" for f in results.families if f in families],
+            settings={"local_steps": self.local_steps, "client": client, "side": self.side},
+        )
+        return seat
+
+    def _boards(self, client: str | int) -> list[Logger]:
+        if not self._tensorboard:
+            return []
+        from lightning.pytorch.loggers import TensorBoardLogger
+
+        # Each client is a run of its own, so that it has a line of its own.
+        name = f"client_{client}" if client != SUM else SUM
+        return [
+            TensorBoardLogger(
+                self.folder, name="tensorboard", version=name, default_hp_metric=False
+            )
+        ]
+
+    # ---- what is written --------------------------------------------------------------------
+
+    def _write(
+        self,
+        look: Look,
+        seat: _Seat,
+        outcomes: Mapping[Series, Outcome],
+        values: Mapping[str, float],
+        utility: Mapping[str, float],
+    ) -> None:
+        for channel in seat.channels:
+            mine = {s: o for s, o in outcomes.items() if seat.series[s] is channel}
+            try:
+                channel.published(look, mine, seat.report)
+            except Exception as error:
+                seat.report.warn_once(f"not all of a look was written: {reason(error)}")
+        seat.report.write(look, outcomes, values)
+        self._record.looked(
+            look.step, utility, look.seconds, seat.results.failures, self._run.defenses
+        )
+
+    def record_decision(self, facts: Mapping[str, Any]) -> None:
+        """Leaves a line in ``run.jsonl``: what a gate has done."""
+        self._record.decided(facts)
+
+    def end(self, how: str = "finished") -> None:
+        """The federation is over; ``how``: ``"finished"``, or the class of what was raised."""
+        self._record.ends(self.round_ + 1, how, self._run.defenses)
+        for seat in self._seats.values():
+            for channel in seat.channels:
+                channel.close()
+            for board in seat.report.boards:
+                board.finalize("success")
+
+    # ---- names ------------------------------------------------------------------------------
+
+    def metric_names(self) -> list[str]:
+        """Names of the values that are logged of each client's update."""
+        return ["monitor/failures", "monitor/seconds", *Results(self._series).names()]
+
+    def headlines_of(self, name: str) -> tuple[str, ...]:
+        """The log names of which ``leakage/worst/<family>`` is the highest."""
+        return Results(self._series).headlines(name.rpartition("/")[-1])
+
+
+def _series(channels: Sequence[Channel], stage: Stage) -> dict[Series, Channel]:
+    found = {
+        series: channel
+        for channel in channels
+        for attack in channel.attacks
+        if (series := channel.series(attack, stage)) is not None
+    }
+    return found | {s: channel for channel in channels for s in channel.further_series()}
+
+
+def _unscored(channel: Channel, said: object, exposed: bool) -> Outcome:
+    """What is known of a guess without the truth: why there is no rate, and certificates."""
+    if not exposed:
+        return replace(unknown(channel.metrics, "what it reads is not shared"), exposed=False)
+    if isinstance(said, Unknown):
+        return unknown(channel.metrics, said.why, applies=said.applies)
+    told = channel.without_truth(said)
+    return replace(unknown(channel.metrics, UNKNOWN_HERE), extra=told)
+
+
+def _facts(outcomes: Mapping[Series, Outcome]) -> dict[str, float]:
+    """What is logged where the truth is not known: no rate, not even an unknown one."""
+    values = {}
+    for series, outcome in outcomes.items():
+        values[f"{series.log_name}/exposed"] = float(outcome.exposed)
+        for name, value in outcome.extra.items():
+            if not math.isnan(value):
+                values[f"{series.log_name}/{name}"] = value
+    return values
+
+
+def _warn(text: str) -> None:
+    rank_zero_warn(f"RoundObserver: {text}")
+
+
+__all__ = ["SUM", "RoundLook", "RoundObserver"]

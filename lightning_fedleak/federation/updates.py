@@ -1,0 +1,226 @@
+"""What a client of a round shares: the difference of two state dicts, checked.
+
+Engine-free: everything here is a function of what was *sent* to a client and what it *returned*,
+two mappings from names to tensors. They hold a whole model, or the part that is trained (a PEFT
+adapter's state, say).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.snapshots import Stage, UpdateSnapshot
+from lightning_fedleak.taps.gradients import UpdateError
+
+State = Mapping[str, Tensor]
+"""Tensors by name, as ``state_dict`` gives them."""
+
+_NAMED = 3
+
+
+def observe(
+    sent: State,
+    returned: State,
+    optimizer: Optimizer,
+    local_steps: int,
+    *,
+    trained: Collection[str] | None = None,
+    learning_rate: float | None = None,
+    round_: int = 0,
+    stage: Stage = Stage.SHARED,
+    fresh: bool = True,
+    noise_std: float = 0.0,
+) -> UpdateSnapshot:
+    """What a server sees of a client's round, as attacks read it.
+
+    Args:
+        sent: what the client got.
+        returned: what it gave back, with the same names, shapes and dtypes.
+        optimizer: of the class and with the settings that the server prescribed. Its learning rate
+            is what the update is divided by; it is never stepped.
+        local_steps: optimizer steps of the round.
+        trained: names of what the optimizer owns; everything else must come back as it was sent.
+            None: all floating-point tensors.
+        learning_rate: the mean over the local steps, where a schedule changes it within a round.
+        round_: number of the round, from 0: the snapshot's ``step``.
+        stage: where the update was seen.
+        fresh: whether the optimizer began the round without what earlier rounds left in it.
+        noise_std: standard deviation of the noise that a defence is known to have added to each
+            number of ``returned``.
+
+    Returns:
+        ``(sent - returned) / learning_rate`` by name, float32 (float64 where that was sent).
+
+    Raises:
+        UpdateError: no update can be read from these two, and why.
+    """
+    if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
+        raise UpdateError(f"local_steps must be a positive integer, got {local_steps!r}")
+    rate = _rate_of(optimizer) if learning_rate is None else float(learning_rate)
+    if not (rate > 0 and math.isfinite(rate)):
+        raise UpdateError(
+            f"an update has no scale at learning rate {rate}: it must be positive and finite"
+        )
+    moved = difference(sent, returned, trained=trained)
+    if not any(bool(t.any()) for t in moved.values()):
+        raise UpdateError(
+            "the client returned exactly what it was sent: it trained nothing (no batch, a "
+            "learning rate of 0, or a model that was not updated before it was returned)"
+        )
+    tensors = {name: t.div_(-rate) for name, t in moved.items()}
+    return UpdateSnapshot(
+        round_,
+        stage,
+        tensors,
+        noise_std=noise_std / rate,
+        local_steps=local_steps,
+        learning_rate=rate,
+        fresh=fresh,
+    )
+
+
+def difference(
+    sent: State, returned: State, *, trained: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """``returned - sent`` of what is trained, in float32 (float64 where that was sent).
+
+    Args:
+        sent: what the client got.
+        returned: what it gave back.
+        trained: see :func:`observe`.
+
+    Raises:
+        UpdateError: other names, shapes or dtypes than were sent, NaN or infinity, a change of
+            something that is not trained, or nothing that is trained.
+    """
+    _check_names(sent, returned)
+    owned = _trained_of(sent, trained)
+    moved: dict[str, Tensor] = {}
+    for name, before in sent.items():
+        after = returned[name]
+        if after.shape != before.shape:
+            raise UpdateError(
+                f"'{name}' was sent with shape {tuple(before.shape)} and came back with "
+                f"{tuple(after.shape)}: the client trains another model than the one it was sent"
+            )
+        if after.dtype != before.dtype:
+            raise UpdateError(
+                f"'{name}' was sent as {_dtype(before)} and came back as {_dtype(after)}. Casting "
+                "rounds an update away or makes one up: return what is trained in the dtype in "
+                "which it was sent"
+            )
+        before, after = before.detach(), after.detach().to(before.device)
+        if name not in owned:
+            if not torch.equal(before, after) and not _same_bits(before, after):
+                raise UpdateError(
+                    f"'{name}' is not trained in this federation, and came back changed: a frozen "
+                    "parameter or a buffer. No attack reads it and no defence covers it; leave it "
+                    "out of what is shared, or name it in trained="
+                )
+            continue
+        wide = torch.float64 if before.dtype == torch.float64 else torch.float32
+        moved[name] = after.to(wide) - before.to(wide)
+        if not bool(moved[name].isfinite().all()):
+            which = "what was sent" if not bool(before.isfinite().all()) else "the client's update"
+            raise UpdateError(f"{which} holds NaN or infinity in '{name}'")
+    if not moved:
+        raise UpdateError("nothing of what was sent is trained")
+    return moved
+
+
+def joint_norm(update: Mapping[str, Tensor]) -> float:
+    """The 2-norm of all tensors together, added up in float64."""
+    return math.sqrt(sum(float(t.double().square().sum()) for t in update.values()))
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the trained parameters, each once: what a client has to share of a model."""
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def parameter_names(model: nn.Module) -> dict[str, str]:
+    """The parameter's name in ``model`` by each name under which a state dict may hold it.
+
+    Those are the names in ``model`` and in the language model inside it, all of tied parameters
+    among them, and for a PEFT model those of its adapter's state
+    (``get_peft_model_state_dict``), which leave the adapter's name out.
+    """
+    first = {id(p): n for n, p in model.named_parameters()}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    names = {n: first[id(p)] for n, p in named.items()}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        adapters = getattr(module, "peft_config", None)
+        if not isinstance(adapters, Mapping):
+            continue
+        for name, parameter in named.items():
+            inside = name.removeprefix(prefix)
+            for adapter in adapters:
+                short = inside.replace(f".modules_to_save.{adapter}.", ".")
+                names.setdefault(short.replace(f".{adapter}", ""), first[id(parameter)])
+    return names
+
+
+def _rate_of(optimizer: Optimizer) -> float:
+    rates = {float(group["lr"]) for group in optimizer.param_groups}
+    if len(rates) > 1:
+        raise UpdateError(
+            f"the optimizer has {len(rates)} learning rates, {sorted(rates)}: an update has one "
+            "scale. Give all parameters one learning rate, or pass learning_rate="
+        )
+    return rates.pop()
+
+
+def _check_names(sent: State, returned: State) -> None:
+    missing = [n for n in sent if n not in returned]
+    extra = [n for n in returned if n not in sent]
+    if missing or extra:
+        said = [f"lacks {_some(missing)}"] * bool(missing)
+        said += [f"holds {_some(extra)}, which was not sent"] * bool(extra)
+        raise UpdateError(
+            f"what the client returned {' and '.join(said)}: it must return what it was sent, "
+            "under the same names"
+        )
+
+
+def _trained_of(sent: State, trained: Collection[str] | None) -> set[str]:
+    if trained is None:
+        return {n for n, t in sent.items() if t.is_floating_point()}
+    unknown = [n for n in trained if n not in sent]
+    if unknown:
+        raise UpdateError(
+            f"trained= names {_some(unknown)}, which was not sent: every trained parameter is "
+            "shared, or it would not be part of the model that the server makes"
+        )
+    return set(trained)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are alike where NaN is like NaN."""
+    return a.is_floating_point() and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"'{n}'" for n in names[:_NAMED])
+    more = len(names) - _NAMED
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+__all__ = [
+    "State",
+    "UpdateError",
+    "difference",
+    "joint_norm",
+    "observe",
+    "parameter_names",
+    "trained_state",
+]

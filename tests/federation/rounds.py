@@ -1,0 +1,58 @@
+"""Clients of a tiny federation, trained in a plain loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.federation import trained_state
+from tests.helpers.models import VOCAB, tiny_gpt2
+
+SGD = partial(torch.optim.SGD, lr=0.05)
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
+def model() -> nn.Module:
+    return tiny_gpt2(tied=False, dropout=0.0).train()
+
+
+def lora(r: int = 4) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return get_peft_model(
+            tiny_gpt2(dropout=0.0, tied=False),
+            LoraConfig(r=r, target_modules=["c_attn"], lora_dropout=0.0, fan_in_fan_out=True),
+        ).train()
+
+
+def batches(seed: int, n: int = 2, rows: int = 2, length: int = 8) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(n):
+        ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+        found.append({"input_ids": ids, "labels": ids.clone()})
+    return found
+
+
+def train(
+    sent_model: nn.Module,
+    data: Sequence[dict[str, Tensor]],
+    optimizer: Callable[[Any], torch.optim.Optimizer] = SGD,
+    *,
+    state: Callable[[nn.Module], dict[str, Tensor]] = trained_state,
+) -> dict[str, Tensor]:
+    """What a client returns that was sent a model."""
+    own = copy.deepcopy(sent_model)
+    stepping = optimizer([p for p in own.parameters() if p.requires_grad])
+    for batch in data:
+        stepping.zero_grad()
+        own(**batch).loss.backward()
+        stepping.step()
+    return {n: t.detach().clone() for n, t in state(own).items()}

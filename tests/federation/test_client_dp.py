@@ -1,0 +1,501 @@
+"""Differential privacy of a whole client: what is clipped, noised, counted and refused."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from scipy.stats import norm as normal
+
+from lightning_fedleak.defenses import BudgetSpent, DefenseError
+from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.federation import ClientDP, UpdateError, clipped, joint_norm
+from lightning_fedleak.strategies import DefendedStrategy
+
+pytest.importorskip("opacus")
+
+DELTA = 1e-5
+LIKE = {"a": torch.zeros(3, 2), "b": torch.zeros(4)}
+ONCE = (Phase.explicit, Phase.generate)
+
+
+def update(seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return {n: scale * torch.randn(t.shape, generator=generator) for n, t in LIKE.items()}
+
+
+def dp(noise=1.0, clip=1.0, clients=10, **more):
+    return ClientDP(clip, noise, clients=clients, **({"target_delta": DELTA} | more))
+
+
+def long(tensors):
+    return torch.cat([tensors[n].double().flatten() for n in LIKE])
+
+
+# ---- clipping -----------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 10**6), scale=st.floats(1e-6, 1e6), clip=st.floats(1e-3, 1e3))
+@settings(max_examples=60, deadline=None, phases=ONCE)
+def test_the_joint_norm_is_clipped(seed, scale, clip):
+    given = update(seed, scale)
+    out = clipped(given, clip, LIKE)
+    whole = long(given)
+    expected = whole * min(1.0, clip / math.sqrt(math.fsum((whole**2).tolist())))
+    torch.testing.assert_close(long(out), expected, rtol=1e-10, atol=0)
+    assert math.sqrt(math.fsum((long(out) ** 2).tolist())) <= clip
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_nan_does_not_pass_the_clip(broken):
+    given = update(0)
+    given["b"][1] = broken
+    with pytest.raises(UpdateError, match="NaN or infinity"):
+        clipped(given, 1.0, LIKE)
+
+
+def test_squares_that_overflow_are_no_update():
+    with pytest.raises(UpdateError, match="overflow"):
+        clipped(
+            {n: torch.full(t.shape, 1e200, dtype=torch.float64) for n, t in LIKE.items()}, 1, LIKE
+        )
+
+
+def test_other_names_and_shapes_are_no_update():
+    with pytest.raises(UpdateError, match="'c'"):
+        clipped(update(0) | {"c": torch.zeros(1)}, 1.0, LIKE)
+    with pytest.raises(UpdateError, match=r"shape \(2,\)"):
+        clipped(update(0) | {"b": torch.zeros(2)}, 1.0, LIKE)
+
+
+# ---- the mean of a trusted server ---------------------------------------------------------------
+
+
+@given(
+    seeds=st.lists(st.integers(0, 999), min_size=2, max_size=5, unique=True),
+    scale=st.floats(0.1, 100),
+    fixed=st.booleans(),
+)
+@settings(max_examples=30, deadline=None, phases=ONCE)
+def test_neighbours_are_no_further_apart_than_is_accounted(seeds, scale, fixed):
+    clip, n = 0.7, 5
+    more = {"sampling": "fixed", "per_round": n, "clients": 20} if fixed else {"clients": n}
+    first, *others = (update(s, scale) for s in seeds)
+    here = dict(enumerate([first, *others]))
+    # Replaced by the worst there is, or taken away.
+    there = here | {0: {n: -t for n, t in first.items()} if fixed else None}
+    a, b = (dp(1.0, clip, seed=3, **more).mean(x, LIKE).update for x in (here, there))
+    apart = float((long(a) - long(b)).norm())
+    assert apart <= (2 if fixed else 1) * clip / n * (1 + 1e-5)
+    assert apart >= (2 if fixed else 1) * min(clip, joint_norm(first)) / n * (1 - 1e-3)
+
+
+def test_the_sum_is_divided_by_the_number_expected():
+    """Whoever is there: with noise that is next to nothing."""
+    parts = {c: update(c, 0.01) for c in range(3)}
+    want = sum(long(u) for u in parts.values())
+    for more, expected in (
+        ({"clients": 10}, 10),
+        ({"clients": 10, "sampling": "poisson", "per_round": 2.5}, 2.5),
+        ({"clients": 10, "sampling": "fixed", "per_round": 4}, 4),
+    ):
+        found = dp(1e-9, 1.0, **more).mean(parts | {9: None}, LIKE)
+        torch.testing.assert_close(long(found.update), want / expected, rtol=1e-4, atol=1e-7)
+        assert found.zeros == {9: "failed or withheld"}
+
+
+def test_what_cannot_be_read_counts_as_zero():
+    good = update(1, 0.01)
+    bad = {
+        "nan": update(2) | {"b": torch.full((4,), math.nan)},
+        "shape": update(3) | {"b": torch.zeros(7)},
+        "names": {"a": torch.zeros(3, 2)},
+        "gone": None,
+    }
+    defense = dp(1e-9)
+    found = defense.mean({"good": good, **bad}, LIKE)
+    torch.testing.assert_close(long(found.update), long(good) / 10, rtol=1e-4, atol=1e-8)
+    assert found.zeros.keys() == bad.keys()
+    assert defense.accountant.steps == 1
+
+
+def test_nobody_at_all_is_a_release_of_noise():
+    found = dp(1.0, sampling="poisson", per_round=1).mean({}, LIKE)
+    assert float(long(found.update).abs().min()) > 0
+
+
+@pytest.mark.parametrize("weights", [[1, 2], [10.0, 10.0, 9.999]])
+def test_other_weights_are_refused(weights):
+    defense = dp()
+    with pytest.raises(DefenseError, match="weighs alike"):
+        defense.mean({0: update(0)}, LIKE, weights=weights)
+    assert defense.accountant.steps == 0
+    defense.mean({0: update(0), 1: None}, LIKE, weights=[3, 3])
+
+
+def test_more_clients_than_could_be_drawn_are_refused():
+    for more, n in (({"sampling": "fixed", "per_round": 2}, 3), ({}, 11)):
+        with pytest.raises(DefenseError, match="took part"):
+            dp(**more).mean(dict.fromkeys(range(n)), LIKE)
+
+
+def test_the_result_has_the_dtype_that_is_shared():
+    half = {n: t.bfloat16() for n, t in LIKE.items()}
+    found = dp().mean({0: update(0)}, half).update
+    assert {t.dtype for t in found.values()} == {torch.bfloat16}
+
+
+# ---- noise --------------------------------------------------------------------------------------
+
+WIDE = {"w": torch.zeros(200, 200)}
+
+
+def spread(tensors):
+    return float(tensors["w"].double().std())
+
+
+def test_noise_is_as_large_as_it_is_said_to_be():
+    central = dp(0.8, 2.0, clients=5)
+    assert spread(central.mean({}, WIDE).update) == pytest.approx(0.8 * 2.0 / 5, rel=0.02)
+    assert central.mean_noise_std == pytest.approx(0.32)
+    local = dp(0.8, 2.0, clients=5, trust="local")
+    assert spread(local.privatized(None, WIDE)) == pytest.approx(1.6, rel=0.02)
+    assert local.own_noise_std == pytest.approx(1.6)
+
+
+def test_shares_add_up_to_the_whole_noise_without_the_dropouts():
+    each = [dp(0.8, 2.0, clients=9, trust="secure_aggregation", dropouts=5) for _ in range(4)]
+    total = sum(one.privatized(None, WIDE)["w"] for one in each)
+    assert float(total.std()) == pytest.approx(1.6, rel=0.02)
+
+
+def test_no_noise_is_used_twice_and_no_global_generator_is_touched():
+    torch.manual_seed(1)
+    np.random.seed(1)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    defense, twin = dp(trust="local"), dp(trust="local")
+    drawn = [defense.rehearsed(None, LIKE), *(defense.privatized(None, LIKE) for _ in range(2))]
+    drawn.append(twin.privatized(None, LIKE))
+    flat = [long(d) for d in drawn]
+    assert all(not torch.equal(a, b) for i, a in enumerate(flat) for b in flat[:i])
+    for column in torch.stack(flat).T:  # not one number is repeated
+        assert len(column.unique()) == len(flat)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert np.array_equal(before[1], np.random.get_state()[1])
+
+
+def test_a_rehearsal_is_no_release():
+    defense = dp(trust="local")
+    defense.rehearsed(update(0), LIKE)
+    assert defense.accountant.steps == 0
+    defense.privatized(update(0), LIKE)
+    assert defense.accountant.steps == 1
+
+
+def test_who_withholds_sends_what_nan_sends():
+    defenses = [dp(trust="local", seed=5) for _ in range(2)]
+    nan = update(0) | {"b": torch.full((4,), math.nan)}
+    with pytest.warns(UserWarning, match="Zero leaves in its place"):
+        a = defenses[0].privatized(nan, LIKE)
+    b = defenses[1].privatized(None, LIKE)
+    assert torch.equal(long(a), long(b))
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0])
+def test_a_planted_client_is_found_as_often_as_the_law_says(sigma):
+    """AUC of the best test, of a client that is there or not: Phi(1 / (sigma sqrt 2))."""
+    n, games = 4, 1200
+    canary = torch.zeros(9, dtype=torch.float64)
+    canary[7] = 1e6  # clipped to the clip norm
+    like = {"w": torch.zeros(9)}
+    others = {c: {"w": torch.randn(9, generator=torch.Generator().manual_seed(c))} for c in (1, 2)}
+    base = float(sum(clipped(u, 0.5, like)["w"][7] for u in others.values()))
+    defense = dp(sigma, 0.5, clients=n, accountant="rdp")
+    scores = torch.tensor(
+        [
+            [
+                float(defense.mean(others | {0: planted}, like).update["w"][7]) * n - base
+                for planted in ({"w": canary}, None)
+            ]
+            for _ in range(games)
+        ]
+    )
+    auc = float((scores[:, :1] > scores[:, 1:].T).double().mean())
+    expected = float(normal.cdf(1 / (sigma * math.sqrt(2))))
+    assert auc == pytest.approx(expected, abs=4 * 0.5 / math.sqrt(games))
+
+
+# ---- the account --------------------------------------------------------------------------------
+
+
+def theirs(kind, event, rounds, replace=False):
+    dp_accounting = pytest.importorskip("dp_accounting")
+    from dp_accounting import pld, rdp
+
+    neighbours = dp_accounting.NeighboringRelation
+    relation = neighbours.REPLACE_ONE if replace else neighbours.ADD_OR_REMOVE_ONE
+    kinds = {"rdp": rdp.RdpAccountant, "prv": pld.PLDAccountant}
+    account = kinds[kind](neighboring_relation=relation)
+    account.compose(dp_accounting.SelfComposedDpEvent(event(dp_accounting), rounds))
+    return account.get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize("kind", ["prv", "rdp"])
+@pytest.mark.parametrize(("sigma", "rate", "rounds"), [(0.8, 0.1, 20), (3, 1, 40)])
+def test_poisson_rounds_cost_what_google_says(kind, sigma, rate, rounds):
+    more = {"sampling": "poisson", "per_round": 1000 * rate} if rate < 1 else {}
+    defense = dp(sigma, clients=1000, accountant=kind, **more)
+    for _ in range(rounds):
+        defense._recorded()
+
+    def event(google):
+        gaussian = google.GaussianDpEvent(sigma)
+        return gaussian if rate == 1 else google.PoissonSampledDpEvent(rate, gaussian)
+
+    expected = theirs(kind, event, rounds)
+    assert defense.privacy.epsilon == pytest.approx(expected, rel=0.01)
+    assert defense.privacy.releases == rounds
+
+
+@pytest.mark.parametrize(("sigma", "drawn", "rounds"), [(1.0, 10, 30), (4.0, 50, 100)])
+def test_rounds_of_a_fixed_number_cost_what_google_says(sigma, drawn, rounds):
+    """Replace-one: noise of sigma clip is sigma / 2 of what two neighbours may be apart."""
+    defense = dp(sigma, clients=200, sampling="fixed", per_round=drawn)
+    for _ in range(rounds):
+        defense._recorded()
+
+    def event(google):
+        return google.SampledWithoutReplacementDpEvent(
+            200, drawn, google.GaussianDpEvent(sigma / 2)
+        )
+
+    expected = theirs("rdp", event, rounds, replace=True)
+    assert defense.privacy.epsilon == pytest.approx(expected, rel=0.01)
+    assert defense.privacy.noise_multiplier == sigma / 2
+
+
+@given(sigma=st.floats(0.4, 30), rate=st.sampled_from([0.01, 0.2, 0.9]))
+@settings(max_examples=3, deadline=None, phases=ONCE)
+def test_renyi_divergence_without_replacement_is_googles(sigma, rate):
+    ours = epsilon_of([(sigma, rate, 25)], DELTA, "rdp", "without_replacement")
+    none = epsilon_of([(sigma, 1.0, 25)], DELTA, "rdp")
+
+    def event(google):
+        return google.SampledWithoutReplacementDpEvent(
+            1000, int(1000 * rate), google.GaussianDpEvent(sigma)
+        )
+
+    expected = theirs("rdp", event, 25, replace=True)
+    if ours < math.inf:
+        assert ours == pytest.approx(min(expected, none), rel=0.01)
+    assert ours <= none * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("trust", ["local", "secure_aggregation"])
+def test_sampling_does_not_help_against_a_server_that_knows_who_takes_part(trust):
+    defense = dp(2.0, clients=100, sampling="fixed", per_round=10, trust=trust)
+    for _ in range(7):
+        defense.privatized(update(1), LIKE)
+
+    def event(google):
+        return google.GaussianDpEvent(1.0)
+
+    assert defense.privacy.epsilon == pytest.approx(theirs("prv", event, 7), rel=0.01)
+
+
+def test_pld_of_a_fixed_number_is_refused():
+    with pytest.raises(DefenseError, match="drawn without replacement"):
+        dp(sampling="fixed", per_round=2, accountant="prv")
+
+
+def test_noise_is_found_from_a_target():
+    for more in (
+        {},
+        {"sampling": "poisson", "per_round": 2},
+        {"sampling": "fixed", "per_round": 2},
+    ):
+        defense = dp(None, target_epsilon=3.0, rounds=5, **more)
+        for _ in range(5):
+            defense.mean({0: update(0)}, LIKE)
+        assert 2.8 < defense.privacy.epsilon <= 3.0
+        with pytest.raises(BudgetSpent, match="ClientDP: after 5 releases"):
+            defense.mean({0: update(0)}, LIKE)
+        assert defense.accountant.steps == 5
+
+
+def test_noise_may_be_turned_up_within_a_filters_budget():
+    defense = dp(4.0, target_epsilon=4.0, accountant="filter", trust="local")
+    assert defense.can_harden
+    defense.privatized(update(0), LIKE)
+    assert defense.harden() == "clientdp: noise multiplier 2 -> 4"  # over the sensitivity
+    assert defense.noise_multiplier == 8.0
+    spent = []
+    while defense.affords_another():
+        defense.privatized(None, LIKE)
+        spent.append(defense.accountant.share_spent)
+    with pytest.raises(BudgetSpent):
+        defense.privatized(None, LIKE)
+    assert spent == sorted(spent)
+    assert spent[-1] <= 1 < 2 * spent[-1]
+    assert {row[0] for row in defense.accountant.history} == {2.0, 4.0}
+    assert dp().harden() is None
+
+
+def test_a_seed_costs_the_guarantee():
+    defense = dp(seed=1)
+    defense.mean({}, LIKE)
+    assert defense.privacy.epsilon == math.inf
+    assert defense.guarantee.startswith("none")
+
+
+# ---- the ledger ---------------------------------------------------------------------------------
+
+
+def test_a_killed_server_forgets_no_release(tmp_path):
+    path = tmp_path / "ledger"
+    child = os.fork()
+    if child == 0:  # is killed between the account and the release
+        defense = dp(clients=7, ledger=path)
+        defense.mean({0: update(0)}, LIKE)
+        defense._noised = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+        defense.mean({0: update(0)}, LIKE)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    again = dp(clients=7, ledger=path)
+    assert again.privacy.releases == 2
+    again.mean({}, LIKE)
+    assert dp(clients=7, ledger=path).accountant.steps == 3
+
+
+def test_a_spent_budget_stays_spent(tmp_path):
+    def make():
+        return dp(None, target_epsilon=1.0, rounds=2, ledger=tmp_path / "ledger")
+
+    first = make()
+    for _ in range(2):
+        first.mean({}, LIKE)
+    with pytest.raises(BudgetSpent):
+        make().mean({}, LIKE)
+
+
+def test_a_ledger_of_other_terms_is_refused(tmp_path):
+    path = tmp_path / "ledger"
+    dp(clients=7, ledger=path).mean({}, LIKE)
+    for more in (
+        {"clients": 8},
+        {"clients": 7, "sampling": "poisson", "per_round": 7},
+        {"clients": 7, "trust": "local"},
+    ):
+        with pytest.raises(DefenseError, match="other terms"):
+            dp(ledger=path, **more)
+    (tmp_path / "ledger.terms").unlink()
+    with pytest.raises(DefenseError, match="is not there"):
+        dp(clients=7, ledger=path)
+
+
+def test_a_ledger_that_cannot_be_written_lets_nothing_out(tmp_path):
+    with pytest.raises(DefenseError, match="cannot be used"):
+        dp(ledger=tmp_path / "missing" / "ledger")
+    defense = dp(ledger=tmp_path / "ledger")
+    defense.mean({}, LIKE)
+    (tmp_path / "ledger").write_text("")
+    with pytest.raises(DefenseError, match="changed by something else"):
+        defense.mean({}, LIKE)
+    assert defense.accountant.steps == 1
+
+
+def test_a_checkpoint_goes_on_counting():
+    first = dp()
+    for _ in range(3):
+        first.mean({}, LIKE)
+    second = dp()
+    second.load_state_dict(first.state_dict())
+    assert second.privacy == first.privacy
+
+
+# ---- who is drawn -------------------------------------------------------------------------------
+
+
+def test_clients_are_drawn_as_is_accounted():
+    everyone = list(range(20))
+    assert dp(clients=20).drawn(everyone) == everyone
+    fixed = dp(clients=20, sampling="fixed", per_round=5)
+    assert all(len(set(fixed.drawn(everyone))) == 5 for _ in range(20))
+    poisson = dp(clients=20, sampling="poisson", per_round=5)
+    drawn = [poisson.drawn(everyone) for _ in range(2000)]
+    sizes = torch.tensor([float(len(d)) for d in drawn])
+    assert float(sizes.mean()) == pytest.approx(5, abs=5 * math.sqrt(3.75 / 2000))
+    assert float(sizes.var()) == pytest.approx(3.75, rel=0.2)
+    seen = torch.bincount(torch.tensor([c for d in drawn for c in d]), minlength=20) / 2000
+    assert float((seen - 0.25).abs().max()) < 5 * math.sqrt(0.25 * 0.75 / 2000)
+    with pytest.raises(DefenseError, match="19 are there"):
+        poisson.drawn(everyone[1:])
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"noise": 0.0}, "noise_multiplier=0.0"),
+        ({"noise": math.nan}, "noise_multiplier"),
+        ({"noise": None}, "noise_multiplier, or target_epsilon and rounds"),
+        ({"noise": None, "target_epsilon": 1.0}, "rounds"),
+        ({"target_epsilon": 0.0}, "target_epsilon=0.0"),
+        ({"target_epsilon": math.nan}, "target_epsilon"),
+        ({"target_delta": 0.0}, "target_delta=0.0"),
+        ({"target_delta": 1.0}, "target_delta=1.0"),
+        ({"target_delta": 0.2}, "below 1 / 10"),
+        ({"clip": 0.0}, "clip=0.0"),
+        ({"clip": math.inf}, "clip=inf"),
+        ({"clip": math.nan}, "clip=nan"),
+        ({"clients": 0}, "clients=0"),
+        ({"clients": 2.5}, "clients=2.5"),
+        ({"per_round": 3}, "sampling='all'"),
+        ({"sampling": "poisson"}, "per_round="),
+        ({"sampling": "poisson", "per_round": 11}, "up to 10"),
+        ({"sampling": "fixed", "per_round": 2.5}, "whole number"),
+        ({"sampling": "some"}, "sampling='some'"),
+        ({"trust": "me"}, "trust='me'"),
+        ({"trust": "secure_aggregation", "sampling": "poisson", "per_round": 2}, "shares of noise"),
+        ({"trust": "secure_aggregation", "dropouts": 10}, "dropouts=10"),
+        ({"dropouts": 1}, "secure_aggregation"),
+        ({"accountant": "filter"}, "give target_epsilon"),
+        ({"accountant": "pld"}, "'prv', 'rdp' or 'filter'"),
+        ({"harden_factor": 1.0}, "harden_factor"),
+        ({"noise": None, "target_epsilon": 1.0, "rounds": 0}, "rounds=0"),
+    ],
+)
+def test_settings_that_hold_no_guarantee_are_refused(more, said):
+    with pytest.raises(DefenseError, match=said):
+        dp(**more)
+
+
+def test_who_adds_the_noise_is_held_to_it():
+    with pytest.raises(DefenseError, match="the server adds the noise"):
+        dp().privatized(update(0), LIKE)
+    with pytest.raises(DefenseError, match="the clients add the noise"):
+        dp(trust="local").mean({0: update(0)}, LIKE)
+
+
+def test_it_is_no_defence_of_a_trainers_steps(tmp_path):
+    from tests.callbacks.runs import fit
+
+    with pytest.raises(DefenseError, match="acts on the update of a federation's round"):
+        fit([], tmp_path, strategy=DefendedStrategy("auto", defenses=[dp()]))
+
+
+def test_the_record_of_a_run_says_who_is_trusted():
+    told = dp(trust="local").settings()
+    assert (told["trust"], told["accountant"], told["clip"]) == ("local", "prv", 1.0)
+    assert "server" in dp(trust="local").guarantee
+    assert "added or removed" in dp().guarantee
+    assert "must stay secret" in dp(sampling="poisson", per_round=2).guarantee

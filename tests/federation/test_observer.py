@@ -1,0 +1,321 @@
+"""The rounds of a federation are attacked as a monitor attacks those of a fit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_fedleak.attacks import BagOfWords, FCMembership, GradientMembership, SubspaceWords
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.callbacks import Games, LeakageMonitor
+from lightning_fedleak.federation import SUM, RoundObserver, UpdateError, trained_state
+from tests.callbacks.runs import Probe, fit
+from tests.federation.rounds import ADAMW, SGD, batches, lora, model, train
+from tests.helpers.lightning_modules import CausalLMModule
+
+F1 = "leakage/bag_of_words/f1"
+
+
+def texts(seed=9, n=24, length=8):
+    generator = torch.Generator().manual_seed(seed)
+    return PublicText([torch.randint(3, 97, (length,), generator=generator) for _ in range(n)])
+
+
+def observer(folder, net=None, attacks=None, steps=2, optimizer=SGD, **settings):
+    net = model() if net is None else net
+    attacks = [BagOfWords()] if attacks is None else attacks
+    given = {"folder": folder, "tensorboard": False, "cache": False} | settings
+    return RoundObserver(copy.deepcopy(net), optimizer, steps, attacks=attacks, **given)
+
+
+def lines(folder, name="leakage.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def loader(data):
+    return torch.utils.data.DataLoader(data, batch_size=None)
+
+
+# ---- the same as a monitor's --------------------------------------------------------------------
+
+
+SLOW = partial(torch.optim.SGD, lr=1e-3)
+
+
+class Stepping(CausalLMModule):
+    def configure_optimizers(self):
+        return SLOW(self.parameters())
+
+
+def test_a_round_is_read_as_a_monitor_reads_it(tmp_path):
+    """At a small learning rate: a monitor's attacks run the model as it is after the round."""
+    games = Games(targets=3, held_out=texts(5))
+    attacks = lambda: [  # noqa: E731
+        BagOfWords(),
+        SubspaceWords(capacity_seconds=0),
+        GradientMembership(texts(), public_rows=8, controls=4),
+    ]
+    net, data = model(), batches(4, 2, rows=1, length=5)
+    monitor = LeakageMonitor(attacks(), local_steps=2, games=games, cache=False)
+    fit([monitor], tmp_path / "a", module=Stepping(copy.deepcopy(net)), loader=loader(data))
+    rounds = observer(tmp_path / "b", net, attacks(), optimizer=SLOW, games=games)
+    sent = trained_state(net)
+    rounds.begin(0, sent)
+    look = rounds.look(train(net, data, SLOW), batches=data)
+    names = [n for n in monitor.latest if n.startswith("leakage/")]
+    assert len(names) > 20
+    assert {n: look.values[n] for n in names} == pytest.approx(
+        {n: monitor.latest[n] for n in names}, abs=1e-3, nan_ok=True
+    )
+    assert {n for n in look.values if n.startswith("leakage/")} == set(names)
+    assert look.values[F1] > 0.9
+    assert look.values["leakage/subspace_words/f1"] > 0.1
+    assert set(rounds.metric_names()) == set(monitor.metric_names())
+
+
+def test_an_attack_is_shown_what_a_monitor_shows_it(tmp_path):
+    net, data = model(), batches(4, 2)
+    probe, other = Probe(), Probe()
+    fit(
+        [LeakageMonitor(probe, local_steps=2)], tmp_path, loader=loader(data),
+        module=Stepping(copy.deepcopy(net)),
+    )  # fmt: skip
+    rounds = observer(tmp_path / "b", net, [other], optimizer=SLOW)
+    rounds.begin(0, trained_state(net))
+    rounds.look(train(net, data, SLOW), batches=data)
+    torch.testing.assert_close(probe.seen[0][2], other.seen[0][2])
+    assert (probe.prepared, other.prepared) == (1, 1)
+
+
+# ---- rounds and clients -------------------------------------------------------------------------
+
+
+def test_each_client_and_round_has_its_lines(tmp_path):
+    net = model()
+    probe = Probe()
+    rounds = observer(tmp_path, net, [BagOfWords(), probe])
+    for round_ in range(2):
+        sent = trained_state(net)
+        rounds.begin(round_, sent)
+        data = [batches(10 * round_ + c, 2) for c in range(2)]
+        returned = [train(net, of) for of in data]
+        for client, state in enumerate(returned):
+            rounds.look(state, client, batches=data[client], utility={"loss": 1.5})
+        mean = {n: torch.stack([r[n] for r in returned]).mean(0) for n in sent}
+        rounds.look(mean, SUM, batches=[b for of in data for b in of])
+        net.load_state_dict(mean, strict=False)
+    rounds.end()
+    assert probe.prepared == 1
+    found = [(x["round"], x["step"], x["client"], x["stage"], x["attack"]) for x in lines(tmp_path)]
+    expected = []
+    for round_ in range(2):
+        for client, stage in ((0, "shared"), (1, "shared"), (SUM, "aggregate")):
+            for attack in ("bag_of_words", "probe"):
+                expected.append((round_, round_, client, stage, attack))
+    assert found == expected
+    record = lines(tmp_path, "run.jsonl")
+    assert [x["kind"] for x in record] == ["begin", *["look"] * 6, "end"]
+    assert record[0]["training"]["local_steps"] == 2
+    assert record[0]["training"]["optimizers"][0]["class"] == "SGD"
+    assert record[1]["utility"] == {"loss": 1.5}
+    assert (record[-1]["step"], record[-1]["how"]) == (2, "finished")
+
+
+def test_the_sum_is_logged_by_the_aggregates_names(tmp_path):
+    net, data = model(), batches(1)
+    rounds = observer(tmp_path, net)
+    rounds.begin(0, trained_state(net))
+    look = rounds.look(train(net, data), SUM, batches=data)
+    assert look.values["leakage_aggregate/bag_of_words/f1"] > 0.9
+    assert not [n for n in look.values if n.startswith("leakage/")]
+
+
+def test_attacks_choose_themselves(tmp_path):
+    net = lora()
+    rounds = observer(tmp_path, net, "auto", 1, ADAMW, public_text=texts(n=80))
+    assert rounds._auto
+    rounds.begin(0, trained_state(net))
+    data = batches(3, 1)
+    look = rounds.look(train(net, data, ADAMW), batches=data)
+    [begin, *_] = lines(tmp_path, "run.jsonl")
+    assert [a["name"] for a in begin["attacks"]] == ["subspace_words", "gradient_membership"]
+    assert {n["name"] for n in begin["not_played"]} >= {"bag_of_words", "aligned_flatchat"}
+    assert "leakage/subspace_words/exposed" in look.values
+
+
+def test_an_adapters_own_names_will_do(tmp_path):
+    from peft import get_peft_model_state_dict
+
+    net = lora()
+    probe = Probe(role=next(n for n, p in net.named_parameters() if "lora_B" in n))
+    rounds = observer(tmp_path, net, [probe], 2)
+    rounds.begin(0, get_peft_model_state_dict(net))
+    data = batches(3, 2)
+    returned = train(net, data, state=get_peft_model_state_dict)
+    rounds.look(returned, batches=data)
+    name = probe.role.replace(".default", "")
+    sent = get_peft_model_state_dict(net)[name]
+    torch.testing.assert_close(probe.seen[0][2], (sent - returned[name]) / 0.05)
+
+
+def test_training_is_not_disturbed(tmp_path):
+    net, data = model(), batches(1)
+    sent = trained_state(net)
+    plain = train(net, data)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    rounds = observer(tmp_path, net, [BagOfWords(), GradientMembership(texts(), public_rows=4)])
+    given = {n: t.clone() for n, t in sent.items()}
+    rounds.begin(0, sent)
+    rounds.look(plain, batches=data)
+    assert torch.equal(before, torch.get_rng_state())
+    again = train(net, data)
+    assert all(torch.equal(plain[n], again[n]) and torch.equal(sent[n], given[n]) for n in sent)
+
+
+# ---- without the truth --------------------------------------------------------------------------
+
+
+def test_a_server_is_told_what_it_can_know(tmp_path):
+    net, data = lora(r=8), batches(3, 1, rows=1, length=6)
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if "lora_B" in name:
+                p.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.1)
+    attacks = lambda: [SubspaceWords(capacity_seconds=0), GradientMembership(texts())]  # noqa: E731
+    sent, returned = trained_state(net), train(net, data)
+    blind = observer(tmp_path / "a", net, attacks(), 1, side="server")
+    blind.begin(0, sent)
+    look = blind.look(returned, 7)
+    assert "leakage/subspace_words/f1" not in look.values
+    assert "hold the client's texts" in look.unknown["leakage/gradient_membership"]
+    seeing = observer(tmp_path / "b", net, attacks(), 1)
+    seeing.begin(0, sent)
+    scored = seeing.look(returned, 7, batches=data)
+    certified = scored.values["leakage/subspace_words/certified"]
+    assert look.values["leakage/subspace_words/certified"] == certified
+    for line in lines(tmp_path / "a"):
+        assert line["unknown"]
+        assert all(rate.get("value") is None for n, rate in line["metrics"].items() if n == "f1")
+    assert lines(tmp_path / "a", "run.jsonl")[0]["monitor"]["side"] == "server"
+
+
+# ---- what fails ---------------------------------------------------------------------------------
+
+
+def test_an_update_that_cannot_be_read_is_unknown(tmp_path):
+    net, data = model(), batches(1)
+    sent = trained_state(net)
+    rounds = observer(tmp_path, net)
+    rounds.begin(0, sent)
+    broken = {n: torch.full_like(t, math.nan) for n, t in sent.items()}
+    with pytest.warns(UserWarning, match="NaN or infinity"):
+        look = rounds.look(broken, batches=data)
+    assert math.isnan(look.values[F1])
+    assert math.isnan(look.values["leakage/worst/words"])
+    assert look.values["monitor/failures"] == 1
+    with pytest.warns(UserWarning, match="exactly what it was sent"):
+        rounds.look(sent, batches=data)
+    [first, second] = lines(tmp_path)
+    assert "NaN" in first["unknown"]
+    assert "exactly" in second["unknown"]
+
+
+def test_a_batch_that_cannot_be_read_is_unknown(tmp_path):
+    net, data = model(), batches(1)
+    rounds = observer(tmp_path, net)
+    rounds.begin(0, trained_state(net))
+    wrong = [{"input_ids": torch.full((1, 4), 1000), "labels": torch.full((1, 4), 1000)}]
+    with pytest.warns(UserWarning, match="batch could not be read"):
+        look = rounds.look(train(net, data), batches=wrong)
+    assert math.isnan(look.values[F1])
+    with pytest.warns(UserWarning, match="no batch of the round"):
+        look = rounds.look(train(net, data), batches=[])
+    assert math.isnan(look.values[F1])
+
+
+def test_what_is_sent_must_be_the_models(tmp_path):
+    net = model()
+    sent = trained_state(net)
+    name = "transformer.h.0.mlp.c_fc.weight"
+    for state, said in (
+        (sent | {"other": torch.zeros(1)}, "'other' is sent"),
+        ({n: t for n, t in sent.items() if n != name}, "is not sent"),
+        (sent | {name: torch.zeros(2, 2)}, r"shape \(2, 2\)"),
+        (sent | {name: torch.full_like(sent[name], math.nan)}, "cannot hold"),
+    ):
+        with pytest.raises(UpdateError, match=said):
+            observer(tmp_path, net).begin(0, state)
+
+
+def test_rounds_go_upwards(tmp_path):
+    net = model()
+    rounds = observer(tmp_path, net)
+    with pytest.raises(RuntimeError, match="begin"):
+        rounds.look(trained_state(net))
+    rounds.begin(3, trained_state(net))
+    for round_ in (3, 2, True, 4.0):
+        with pytest.raises(ValueError, match="numbered upwards"):
+            rounds.begin(round_, trained_state(net))
+
+
+def test_settings_that_cannot_be_meant_are_refused(tmp_path):
+    for settings, said in (
+        ({"steps": 0}, "local_steps"),
+        ({"attacks": "all"}, "'auto' or a list"),
+        ({"attacks": [FCMembership(layer=1)]}, "local_steps attacks a weight change"),
+        ({"public_text": texts()}, "attacks='auto'"),
+        ({"side": "both"}, "side must be"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            observer(tmp_path, **settings)
+    frozen = model().requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the model is trained"):
+        observer(tmp_path, frozen)
+
+
+def test_an_attack_that_reads_nothing_here_is_refused(tmp_path):
+    rounds = observer(tmp_path, lora(), [BagOfWords()])
+    with (
+        pytest.warns(UserWarning, match="not shared"),
+        pytest.raises(ValueError, match="no attack reads anything that is shared"),
+    ):
+        rounds.begin(0, trained_state(lora()))
+
+
+# ---- what people look at ------------------------------------------------------------------------
+
+
+def test_tensorboard_has_a_run_for_each_client(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    net = model()
+    rounds = observer(tmp_path, net, tensorboard=True)
+    for round_ in range(2):
+        rounds.begin(round_, trained_state(net))
+        for client in range(2):
+            data = batches(client + round_)
+            rounds.look(train(net, data), client, batches=data)
+    rounds.end()
+    for client in range(2):
+        board = EventAccumulator(str(tmp_path / "tensorboard" / f"client_{client}")).Reload()
+        assert [e.step for e in board.Scalars(F1)] == [0, 1]
+
+
+def test_a_report_is_written_of_it(tmp_path):
+    from lightning_fedleak.report import write
+
+    net = model()
+    rounds = observer(tmp_path, net)
+    rounds.begin(0, trained_state(net))
+    for client in range(2):
+        data = batches(client)
+        rounds.look(train(net, data), client, batches=data)
+    rounds.end()
+    page, *_ = write([tmp_path])
+    assert "bag_of_words" in page.read_text()

@@ -1,0 +1,195 @@
+"""What a client shares of a round, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_fedleak.federation import (
+    UpdateError,
+    difference,
+    joint_norm,
+    observe,
+    parameter_names,
+    trained_state,
+)
+from lightning_fedleak.snapshots import Stage
+from tests.federation.rounds import ADAMW, SGD, batches, lora, model, train
+from tests.helpers.models import tiny_gpt2
+
+
+def some() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {"w": torch.randn(3, 2, generator=generator), "b": torch.randn(4, generator=generator)}
+
+
+def moved(state, by=0.5):
+    return {n: t + by if t.is_floating_point() else t.clone() for n, t in state.items()}
+
+
+def sgd(lr=0.1):
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def test_of_one_plain_step_it_is_the_gradient():
+    net, [batch] = model(), batches(1, 1)
+    sent = trained_state(net)
+    returned = train(net, [batch])
+    net(**batch).loss.backward()
+    seen = observe(sent, returned, SGD(list(net.parameters())), 1, round_=3)
+    assert (seen.step, seen.stage, seen.local_steps, seen.learning_rate) == (
+        3,
+        Stage.SHARED,
+        1,
+        0.05,
+    )
+    named = dict(net.named_parameters())
+    assert seen.tensors.keys() == named.keys()
+    for name, update in seen.tensors.items():
+        torch.testing.assert_close(update, named[name].grad, rtol=1e-2, atol=5e-6)
+
+
+def test_of_several_steps_it_is_the_sum_of_their_gradients():
+    net, data = model(), batches(1, 3)
+    sent = trained_state(net)
+    seen = observe(sent, train(net, data), SGD(list(net.parameters())), 3)
+    total = {n: torch.zeros_like(p) for n, p in net.named_parameters()}
+    stepping = SGD(list(net.parameters()))
+    for batch in data:
+        stepping.zero_grad()
+        net(**batch).loss.backward()
+        for name, p in net.named_parameters():
+            total[name] += p.grad
+        stepping.step()
+    for name, update in seen.tensors.items():
+        torch.testing.assert_close(update, total[name], rtol=1e-2, atol=2e-5)
+
+
+def test_a_schedule_is_told_by_its_mean():
+    sent = some()
+    one = observe(sent, moved(sent), sgd(0.1), 2)
+    other = observe(sent, moved(sent), sgd(0.1), 2, learning_rate=0.05)
+    torch.testing.assert_close(2 * one.tensors["w"], other.tensors["w"])
+
+
+def test_noise_is_in_the_same_units():
+    sent = some()
+    seen = observe(sent, moved(sent), sgd(0.1), 1, noise_std=0.3)
+    assert seen.noise_std == pytest.approx(3.0)
+
+
+def test_nothing_that_was_given_is_changed():
+    sent, returned = some(), moved(some())
+    before = {n: t.clone() for n, t in (sent | {f"r{n}": t for n, t in returned.items()}).items()}
+    observe(sent, returned, sgd(), 1)
+    now = sent | {f"r{n}": t for n, t in returned.items()}
+    assert all(torch.equal(before[n], now[n]) for n in before)
+
+
+def without(state, name):
+    return {n: t for n, t in state.items() if n != name}
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (lambda s: without(moved(s), "b"), "lacks 'b'"),
+        (lambda s: moved(s) | {"c": torch.zeros(1)}, "'c', which was not sent"),
+        (lambda s: moved(s) | {"w": torch.zeros(2, 3)}, r"shape \(3, 2\) and came back with"),
+        (lambda s: {n: t.bfloat16() for n, t in moved(s).items()}, "came back as bfloat16"),
+        (lambda s: moved(s) | {"b": torch.tensor([1.0, math.nan, 1, 1])}, "NaN or infinity in 'b'"),
+        (lambda s: moved(s) | {"b": torch.full((4,), math.inf)}, "NaN or infinity in 'b'"),
+        (lambda s: {n: t.clone() for n, t in s.items()}, "exactly what it was sent"),
+        (lambda s: {}, "lacks"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_words(broken, said):
+    sent = some()
+    with pytest.raises(UpdateError, match=said):
+        observe(sent, broken(sent), sgd(), 1)
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, math.nan, math.inf])
+def test_an_update_without_a_scale_is_refused(rate):
+    with pytest.raises(UpdateError, match="learning rate"):
+        observe(some(), moved(some()), sgd(), 1, learning_rate=rate)
+
+
+def test_several_learning_rates_are_refused():
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.1, 0.2), strict=True)]
+    with pytest.raises(UpdateError, match="2 learning rates"):
+        observe(some(), moved(some()), torch.optim.SGD(groups), 1)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True])
+def test_local_steps_are_a_positive_number(steps):
+    with pytest.raises(UpdateError, match="local_steps"):
+        observe(some(), moved(some()), sgd(), steps)
+
+
+def test_what_is_not_trained_must_come_back_as_it_was():
+    sent = some() | {"frozen": torch.ones(2), "count": torch.tensor(3)}
+    returned = moved(some()) | {"frozen": torch.ones(2), "count": torch.tensor(3)}
+    seen = observe(sent, returned, sgd(), 1, trained=["w", "b"])
+    assert seen.tensors.keys() == {"w", "b"}
+    for name in ("frozen", "count"):
+        changed = returned | {name: returned[name] + 1}
+        with pytest.raises(UpdateError, match=f"'{name}' is not trained"):
+            observe(sent, changed, sgd(), 1, trained=["w", "b"])
+
+
+def test_what_is_trained_must_be_shared():
+    with pytest.raises(UpdateError, match="trained= names 'x'"):
+        difference(some(), moved(some()), trained=["w", "x"])
+    with pytest.raises(UpdateError, match="nothing of what was sent"):
+        difference({"n": torch.tensor(1)}, {"n": torch.tensor(1)})
+
+
+def test_half_precision_is_subtracted_in_single():
+    sent = {"w": torch.full((3,), 1.0, dtype=torch.bfloat16)}
+    seen = difference(sent, {"w": sent["w"] + torch.tensor(2**-7, dtype=torch.bfloat16)})
+    assert seen["w"].dtype == torch.float32
+    assert seen["w"].tolist() == [2**-7] * 3
+
+
+def test_the_joint_norm_is_that_of_one_long_vector():
+    state = some() | {"large": torch.full((10_000,), 1e18)}
+    long = torch.cat([t.double().flatten() for t in state.values()])
+    assert joint_norm(state) == pytest.approx(float(long.norm()), rel=1e-12)
+    assert joint_norm({}) == 0.0
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+def test_tied_parameters_are_known_by_both_names():
+    names = parameter_names(tiny_gpt2())
+    assert names["lm_head.weight"] == names["transformer.wte.weight"]
+
+
+def test_an_adapters_state_is_known_by_pefts_names():
+    from peft import get_peft_model_state_dict
+
+    net = lora()
+    names = parameter_names(net)
+    held = get_peft_model_state_dict(net)
+    trained = {n for n, p in net.named_parameters() if p.requires_grad}
+    assert {names[n] for n in held} == trained
+    pairs = dict(net.named_parameters())
+    assert all(torch.equal(held[n], pairs[names[n]]) for n in held)
+
+
+def test_an_adapters_update_is_read():
+    from peft import get_peft_model_state_dict
+
+    net = lora()
+    sent = {k: t.detach().clone() for k, t in get_peft_model_state_dict(net).items()}
+    returned = train(net, batches(2, 1), ADAMW, state=get_peft_model_state_dict)
+    seen = observe(sent, returned, ADAMW(list(net.parameters())), 1)
+    assert seen.tensors.keys() == sent.keys()
+    # A does not move in the first step, where B is zero, but for AdamW's decay.
+    b = [t for name, t in seen.tensors.items() if "lora_B" in name]
+    assert all(float(t.abs().max()) == pytest.approx(1.0, rel=1e-2) for t in b)

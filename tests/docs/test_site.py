@@ -51,6 +51,8 @@ def test_the_site_is_strict_and_has_no_font_or_script_of_another_host():
     assert SETTINGS["strict"] is True
     assert SETTINGS["theme"]["font"] is False
     assert "extra_javascript" not in SETTINGS
+    for script in SETTINGS["extra"]["polyfills"]:
+        assert (ROOT / "docs" / script).is_file()
     [handlers] = [p["mkdocstrings"]["handlers"] for p in SETTINGS["plugins"] if "mkdocstrings" in p]
     assert handlers["python"]["inventories"] == []
 

@@ -153,8 +153,10 @@ class PlantedGradients:
         return Games(log_likelihood_ratios(releases, sigma, sample_rate).sum(0), members)
 
     def _backward(self, defense: DPSGD, context: DefenseContext, batch: Tensor) -> None:
-        loss = defense.on_training_step(lambda: self._model(batch).mean(), [batch], context)
-        loss.backward()
+        def step(rows: list[Tensor]) -> Tensor:
+            return defense.on_training_step(lambda: self._model(rows[0]).mean(), rows, context)
+
+        defense.on_logical_batch(step, [batch], context).backward()
 
     def _secret(self, what: str, number: int) -> bytes:
         return hashlib.sha256(f"planted gradients {what} {self.seed} {number}".encode()).digest()

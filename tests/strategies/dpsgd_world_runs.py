@@ -261,9 +261,17 @@ class Runs:
 
     # ---- the cases ----------------------------------------------------------------------------
 
-    def exact(self, name: str, *, build: Any = None, twin: Any = None, **settings: Any) -> Found:
+    def exact(
+        self,
+        name: str,
+        *,
+        build: Any = None,
+        twin: Any = None,
+        most: int | None = None,
+        **settings: Any,
+    ) -> Found:
         """Without noise: what is shared against brute force over both ranks' samples."""
-        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1)
+        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, max_physical_batch=most)
         plain = LM((MODELS[name] if twin is None else twin)())
         module = self.module((MODELS[name] if build is None else build)())
         values = settings.pop("validate", None)
@@ -283,6 +291,8 @@ class Runs:
             "masks differ": sizes[0] != sizes[1],
             "rate": defense.privacy.sample_rate,
             "releases": defense.privacy.releases,
+            "ran": gathered(module.sizes),
+            "drawn": sizes,
         }
 
     def one_by_one(self) -> Found:
@@ -340,9 +350,9 @@ class Runs:
             "of one process": epsilon_of([(sigma, BATCH / 12, 2)], 1e-3, "rdp"),
         }
 
-    def rare(self) -> Found:
+    def rare(self, most: int | None = None) -> Found:
         """Batches so small that many are empty, on one rank or on both."""
-        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1)
+        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, max_physical_batch=most)
         module, run, look = self.fit(
             defense, twin=LM(), data=loader(n=21, batch_size=1), max_epochs=1
         )
@@ -354,6 +364,7 @@ class Runs:
             "both empty": sum(a == b == 0 for a, b in sizes),
             "released nothing": zero == [a == b == 0 for a, b in sizes],
             "steps": [run.global_step, defense.privacy.releases, len(module.sizes)],
+            "pieces": sum(max(1, *own) for own in sizes),
             "agree": self.agree(module),
         }
 

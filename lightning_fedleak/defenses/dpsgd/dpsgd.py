@@ -40,6 +40,7 @@ from lightning_fedleak.defenses.dpsgd.setup_checks import (
     check_choices,
     check_hardening,
     check_model,
+    check_pieces,
     check_settings,
     check_shards,
     check_trainer,
@@ -133,6 +134,9 @@ class DPSGD(Defense):
         seed: for tests only: noise and samples follow from it, and epsilon is infinite.
         harden_factor: what a notch multiplies the noise by, with ``accountant="filter"``.
         most_notches: how often it may be turned up; None for as often as a gate asks.
+        max_physical_batch: how many rows are run at once. A batch of more is run in pieces, one
+            after the other, and released once (:mod:`~.logical`): the memory is that of a piece and
+            one float32 copy of what is trained. None for the whole batch at once.
 
     Attributes:
         releases: how many were made.
@@ -163,6 +167,7 @@ class DPSGD(Defense):
         *,
         harden_factor: float = 2.0,
         most_notches: int | None = None,
+        max_physical_batch: int | None = None,
     ) -> None:
         check_settings(
             max_grad_norm,
@@ -180,6 +185,7 @@ class DPSGD(Defense):
             loss=(loss, ("checked", "trusted")),
         )
         check_hardening(harden_factor, most_notches)
+        check_pieces(max_physical_batch)
         self.max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -189,6 +195,7 @@ class DPSGD(Defense):
         self.on_budget = on_budget
         self.loss = loss
         self.seed = seed
+        self.max_physical_batch = max_physical_batch
         self.releases = 0
         self.measured_noise_multiplier = math.nan
         self.guarantee = guarantee_of(trust, poisson, seed, accountant == "filter")
@@ -290,6 +297,7 @@ class DPSGD(Defense):
             clipping=self.clipping,
             poisson=self.poisson,
             trusted=self.loss == "trusted",
+            most=self.max_physical_batch,
         )
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
@@ -348,6 +356,18 @@ class DPSGD(Defense):
         step, sampling = self._in_fit()
         return step.given(batch, sampling, context) if self._team.size > 1 else batch
 
+    def on_logical_batch(
+        self, step: Callable[[Any], Any], batch: Any, context: DefenseContext
+    ) -> Any:
+        """Runs the batch in pieces of ``max_physical_batch`` rows, where it has more.
+
+        Raises:
+            DefenseError: it was released already, is not the one that was drawn, or weights are not
+                as they should be.
+        """
+        watched, sampling = self._in_fit()
+        return watched.run_whole(step, batch, sampling, self.releases, context)
+
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
@@ -394,7 +414,9 @@ class DPSGD(Defense):
         if sigma > 0:
             step.moves.check(parameters, getattr(trainer, "optimizers", ()), team)
         checking = step.check.is_due(self.releases)
-        compared = not checking or clipped.check_complete(parameters, context, team)
+        compared = not checking or (
+            step.can_compare and clipped.check_complete(parameters, context, team)
+        )
         with team.together():
             self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
         release, self.releases = self.releases, self.releases + 1

@@ -50,8 +50,8 @@ def check_trainer(context: DefenseContext) -> None:
         raise DefenseError(
             f"DPSGD: accumulate_grad_batches={accumulated} joins several batches into one release, "
             "in which a sample can occur more than once and each loss is divided before it is "
-            "clipped. Use accumulate_grad_batches=1 and a larger batch_size, gradient "
-            "checkpointing if memory is short."
+            f"clipped. Use accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
+            "DPSGD(max_physical_batch=...) runs it in pieces of as many rows as fit into memory."
         )
 
 
@@ -183,6 +183,20 @@ def check_hardening(harden_factor: float, most_notches: int | None) -> None:
         )
 
 
+def check_pieces(max_physical_batch: int | None) -> None:
+    """Refuses what is no number of rows.
+
+    Raises:
+        DefenseError: says what is.
+    """
+    whole = isinstance(max_physical_batch, int) and not isinstance(max_physical_batch, bool)
+    if max_physical_batch is not None and (not whole or max_physical_batch < 1):
+        raise DefenseError(
+            f"DPSGD: max_physical_batch={max_physical_batch!r} must be how many rows are run at "
+            "once, at least 1, or None for all of a batch"
+        )
+
+
 def check_settings(
     max_grad_norm: float,
     noise_multiplier: float | None,
@@ -240,6 +254,7 @@ __all__ = [
     "check_choices",
     "check_hardening",
     "check_model",
+    "check_pieces",
     "check_settings",
     "check_shards",
     "check_trainer",

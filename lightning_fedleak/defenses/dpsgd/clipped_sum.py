@@ -49,29 +49,39 @@ class Gathered:
 
     Args:
         samples: of the logical batch in this process.
+        device: of norms and weights.
         probed: their per-sample gradients are compared with autograd's in the release.
 
     Attributes:
         sums: clipped sums, by parameter: of this process's samples in the whole shape; of a
             parameter that is sharded (FSDP2) this process's part of the sum over all processes.
-        norms: of the pieces' samples.
-        weights: of the same.
         along: of each parameter what of its gradient lies along a random direction, and the sum of
             its terms' absolute values.
         half: gradients came in half precision.
         positions: of all samples, in the layer that has most.
     """
 
-    def __init__(self, samples: int, *, probed: bool) -> None:
+    def __init__(self, samples: int, device: torch.device, *, probed: bool) -> None:
         self.samples = samples
         self.probed = probed
         self.sums: dict[Tensor, Tensor] = {}
-        self.norms: list[Tensor] = []
-        self.weights: list[Tensor] = []
+        # Whole from the start: what stays of each piece would part the memory that it took.
+        self._numbers = torch.zeros(2, samples, dtype=torch.float64, device=device)
+        self._known = 0
         self.along: dict[Tensor, tuple[float, float]] = {}
         self.half = False
         self.positions = 0
         self.parameters: list[nn.Parameter] | None = None
+
+    @property
+    def norms(self) -> Tensor:
+        """(n,) of the pieces' samples."""
+        return self._numbers[0, : self._known]
+
+    @property
+    def weights(self) -> Tensor:
+        """(n,) of the same."""
+        return self._numbers[1, : self._known]
 
     def add(
         self,
@@ -89,8 +99,10 @@ class Gathered:
             team: the processes of this client.
         """
         self.parameters = [*parameters]
-        self.norms.append(clipped.norms)
-        self.weights.append(clipped.weights)
+        end = self._known + clipped.samples
+        self._numbers[0, self._known : end] = clipped.norms
+        self._numbers[1, self._known : end] = clipped.weights
+        self._known = end
         self.half = self.half or clipped.half
         if self.probed:
             for index, parameter in enumerate(parameters):
@@ -190,8 +202,10 @@ class ClippedSum:
             DefenseError: they are of other samples than the batch.
         """
         before = self._gathered
-        norms = torch.cat([*(() if before is None else before.norms), self.norms])
-        weights = torch.cat([*(() if before is None else before.weights), self.weights])
+        norms, weights = self.norms, self.weights
+        if before is not None:
+            norms = torch.cat([before.norms, norms])
+            weights = torch.cat([before.weights, weights])
         if len(samples) != len(norms):
             raise DefenseError(
                 f"DPSGD: a canary of {len(samples)} samples in a batch of {len(norms)}"

@@ -96,9 +96,11 @@ def run_pieces(
     trained = [p for p in context.root.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.grad = None
-    total = sum(piece.rows for piece in pieces)
-    outputs: list[Any] = []
-    counted: list[int] = []
+    # Where none counts (this process drew no row) the first stands for all.
+    counts = [piece.rows for piece in pieces] if any(p.rows for p in pieces) else [1]
+    total, start = sum(counts), 0
+    given: Any = None
+    dtype = torch.float32
     with logged_together(context, pieces) as logging:
         for number, piece in enumerate(pieces):
             last = number == len(pieces) - 1
@@ -107,21 +109,22 @@ def run_pieces(
                 with logging(piece):
                     output = step(piece.batch)
                 loss = output["loss"] if isinstance(output, Mapping) else output
-                _backward(loss * (piece.rows / max(1, total)), context)
-            if piece.rows or not (total or outputs):
-                outputs.append(_detached(output))
-                counted.append(piece.rows or 1)
+                dtype = loss.dtype
+                _backward(loss * (piece.rows / total), context)
+            rows = counts[number] if number < len(counts) else 0
+            if rows:
+                given = _gathered(given, output, start, rows, total)
+                start += rows
             del output, loss
             if not last:
                 after(piece)
     gradients = {p: p.grad for p in trained if p.grad is not None}
     for parameter in gradients:
         parameter.grad = None
-    joined = _joined(outputs, counted)
-    whole = joined["loss"] if isinstance(joined, Mapping) else joined
+    whole = (given["loss"] if isinstance(given, Mapping) else given).to(dtype)
     anchor = torch.zeros((), device=whole.device, requires_grad=True)
     loss = _GivenBack.apply(anchor, whole, gradients)  # type: ignore[no-untyped-call]
-    return {**joined, "loss": loss} if isinstance(joined, Mapping) else loss
+    return {**given, "loss": loss} if isinstance(given, Mapping) else loss
 
 
 class _GivenBack(torch.autograd.Function):
@@ -180,29 +183,36 @@ def _rows(value: Any, rows: slice, samples: int) -> Any:
 # ---- what training_step gave and logged ------------------------------------------------------
 
 
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
+def _gathered(known: Any, value: Any, start: int, rows: int, total: int) -> Any:
+    """What pieces gave so far, with one more: numbers averaged over rows, rows side by side.
+
+    Of other things the last stays. Nothing of a piece's own memory is kept: what is left of each
+    would part the memory that all of them take in turn.
+
+    Args:
+        known: of the pieces before; None for the first.
+        value: of this piece.
+        start: how many rows came before.
+        rows: of this piece.
+        total: rows of all.
+    """
     if isinstance(value, Mapping):
-        return {key: _detached(item) for key, item in value.items()}
-    return value
-
-
-def _joined(values: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Numbers averaged over rows, rows put side by side; of other things the last stays."""
-    last = values[-1]
-    if isinstance(last, Mapping):
-        return {
-            key: _joined([value[key] for value in values], rows)
-            for key in last
-            if all(isinstance(value, Mapping) and key in value for value in values)
-        }
-    if not all(isinstance(value, Tensor) for value in values):
-        return last
-    if all(value.dim() == 0 and value.is_floating_point() for value in values):
-        return torch.stack([v * (n / sum(rows)) for v, n in zip(values, rows, strict=True)]).sum(0)
-    fits = all(value.shape[:1] == (n,) for value, n in zip(values, rows, strict=True))
-    return torch.cat([*values]) if fits and len({v.shape[1:] for v in values}) == 1 else last
+        before = known if isinstance(known, Mapping) else {}
+        return {k: _gathered(before.get(k), v, start, rows, total) for k, v in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    if value.dim() == 0 and value.is_floating_point():
+        wide = torch.promote_types(value.dtype, torch.float32)
+        mean = torch.zeros_like(value, dtype=wide) if start == 0 else known
+        return mean.add_(value, alpha=rows / total) if isinstance(mean, Tensor) else value.clone()
+    whole = (total, *value.shape[1:])
+    if value.shape[:1] == (rows,) and start == 0:
+        known = value.new_empty(whole)
+    if value.shape[:1] == (rows,) and getattr(known, "shape", None) == whole:
+        known[start : start + rows] = value
+        return known
+    return value.clone()
 
 
 @contextmanager
@@ -220,7 +230,7 @@ def logged_together(
     if results is None:
         yield lambda _: nullcontext()
         return
-    known: dict[str, list[tuple[Tensor, int]]] = {}
+    known: dict[str, tuple[Tensor, int]] = {}
     counts = any(piece.rows for piece in pieces)
     before, batch = dict.fromkeys(results), results.batch
 
@@ -237,7 +247,8 @@ def logged_together(
         yield
         for key, metric in steps().items():
             if metric._forward_cache is not None and (piece.rows or not counts):
-                known.setdefault(key, []).append((metric._forward_cache, piece.rows or 1))
+                value, rows = metric._forward_cache.detach(), piece.rows or 1
+                known[key] = _reduced(metric.meta, known.get(key), value, rows)
 
     try:
         yield one
@@ -245,24 +256,32 @@ def logged_together(
         results.batch, results.batch_size = batch, None
         for key, metric in steps().items():
             if key in known:
-                metric._forward_cache = _reduced(metric.meta, known[key])
+                value, rows = known[key]
+                metric._forward_cache = value / rows if metric.meta.is_mean_reduction else value
                 if not metric.meta.on_epoch:
                     metric.value = metric._forward_cache
             elif key in before:
                 metric._forward_cache = earlier.get(key)
 
 
-def _reduced(meta: Any, values: Sequence[tuple[Tensor, int]]) -> Tensor:
-    numbers = torch.stack([value for value, _ in values])
+def _reduced(
+    meta: Any, known: tuple[Tensor, int] | None, value: Tensor, rows: int
+) -> tuple[Tensor, int]:
+    """A value with those of the pieces before, a mean times its rows; and all their rows."""
+    if known is None:
+        return value * rows if meta.is_mean_reduction else value.clone(), rows
+    total, before = known
     if meta.is_mean_reduction:
-        rows = torch.tensor([float(n) for _, n in values], device=numbers.device)
-        mean: Tensor = (numbers * rows.to(numbers.dtype)).sum(0) / rows.sum()
-        return mean
-    if meta.is_sum_reduction:
-        return numbers.sum(0)
-    if meta.is_max_reduction:
-        return numbers.amax(0)
-    return numbers.amin(0) if meta.is_min_reduction else numbers[-1]
+        total.add_(value, alpha=rows)
+    elif meta.is_sum_reduction:
+        total.add_(value)
+    elif meta.is_max_reduction:
+        torch.maximum(total, value, out=total)
+    elif meta.is_min_reduction:
+        torch.minimum(total, value, out=total)
+    else:
+        total.copy_(value)
+    return total, before + rows
 
 
 __all__ = ["Piece", "pieces_of", "run_pieces"]

@@ -571,7 +571,7 @@ class WatchedStep:
             def after(piece: Piece) -> None:
                 if self._gathered is None:
                     due = self.check.is_due(releases)
-                    self._gathered = Gathered(samples, probed=due)
+                    self._gathered = Gathered(samples, context.device, probed=due)
                 with self._team.together():
                     clipped = self.clipped(parameters, context)
                 self._gathered.positions += self._recorder.positions

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import BatchEncoding
 
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError
-from lightning_fedleak.defenses.dpsgd.logical import _joined, pieces_of
+from lightning_fedleak.defenses.dpsgd.logical import _gathered, pieces_of
 from lightning_fedleak.defenses.processes import Team
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, clipped, first
 
@@ -81,7 +81,8 @@ def test_what_training_step_gives_is_put_together_by_rows() -> None:
         {"loss": torch.tensor(1.0), "rows": torch.ones(3, 2), "odd": torch.ones(2), "n": 3},
         {"loss": torch.tensor(5.0), "rows": torch.zeros(1, 2), "odd": torch.zeros(2), "n": 1},
     ]
-    found = _joined(given, [3, 1])
+    found = _gathered(None, given[0], 0, 3, 4)
+    found = _gathered(found, given[1], 3, 1, 4)
     assert float(found["loss"]) == 2.0
     assert found["rows"].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
     assert found["odd"].tolist() == [0.0, 0.0]

@@ -76,7 +76,8 @@ class PlantedGradients:
         self.seed = seed
         self.history: History = ()
         self._defense = defense
-        self._clip = defense().max_grad_norm
+        given = defense().max_grad_norm
+        self._clip = 1.0 if given == "auto" else given
         self._data = torch.diag(self._clip * torch.linspace(1.5, 10.0, targets))
         self._model = nn.Sequential(
             nn.Linear(targets, 1, bias=False, device="meta").to_empty(device="cpu")

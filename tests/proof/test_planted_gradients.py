@@ -22,8 +22,10 @@ GAMES, DELTA = 400, 1e-3
 
 
 def planted(sigma: float, rate: float = 1.0, steps: int = 1, **settings: Any) -> PlantedGradients:
+    given = {"max_grad_norm": 0.7, "target_delta": DELTA, **settings}
+
     def defense() -> DPSGD:
-        return DPSGD(0.7, noise_multiplier=sigma, target_delta=DELTA, **settings)
+        return DPSGD(noise_multiplier=sigma, **given)
 
     return PlantedGradients(
         defense, targets=GAMES, batch_size=round(rate * GAMES), steps=steps, seed=1
@@ -41,10 +43,17 @@ def audited(
 
 
 @pytest.mark.parametrize(
-    ("sigma", "poisson", "most"), [(0.5, True, None), (1.0, False, None), (1.0, True, 90)]
+    ("sigma", "settings"),
+    [
+        (0.5, {}),
+        (1.0, {"poisson": False}),
+        (1.0, {"max_physical_batch": 90}),
+        (1.0, {"max_grad_norm": "auto"}),
+        (1.0, {"per_layer": True, "layer_noise": "by_clip"}),
+    ],
 )
-def test_no_more_audits_of_dpsgd_than_allowed_exceed_its_epsilon(sigma, poisson, most) -> None:
-    game = planted(sigma, poisson=poisson, max_physical_batch=most)
+def test_no_more_audits_of_dpsgd_than_allowed_exceed_its_epsilon(sigma, settings) -> None:
+    game = planted(sigma, **settings)
     count, power = audited(game, 120, sigma, delta=DELTA, claim="gaussian", threshold=0.0)
     assert game.history == ((sigma, 1.0, 1),)
     assert count.audits == 120
@@ -103,6 +112,7 @@ def a_piece_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def again(self: Gathered, *given: Any) -> None:
         right(self, *given)
+        self._known -= given[0].samples
         right(self, *given)
 
     monkeypatch.setattr(Gathered, "add", again)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError
+from lightning_fedleak.defenses.dpsgd.clip import Clip
 from lightning_fedleak.defenses.dpsgd.per_sample import (
     Clipping,
     Part,
@@ -121,13 +122,13 @@ class Gathered:
 
 
 class ClippedSum:
-    """This process's per-sample gradients, clipped to one joint norm each.
+    """This process's per-sample gradients, clipped: each as a whole, or its groups by themselves.
 
     Args:
         parameters: that are released.
         parts: per-sample gradients of the mean loss.
         samples: B of this process; 0 for an empty batch.
-        clip: largest norm of a sample's gradient.
+        clip: how long a sample's gradient may be.
         clipping: in which form to keep them.
         context: where.
         half: gradients came in half precision.
@@ -148,7 +149,7 @@ class ClippedSum:
         parameters: Sequence[nn.Parameter],
         parts: Mapping[Tensor, list[Part]],
         samples: int,
-        clip: float,
+        clip: Clip,
         clipping: Clipping,
         context: DefenseContext,
         *,
@@ -161,16 +162,16 @@ class ClippedSum:
         own = torch.ones(samples, dtype=torch.float64) if weights is None else weights.double()
         self.weights = whole * own.to(context.device)
         self.parts = {p: chosen(parts[p], p.shape, clipping) for p in parameters if p in parts}
-        squares = [squared_norms(own).double() for own in self.parts.values()]
-        device = context.device
-        total = torch.stack([s.to(device) for s in squares]).sum(0) if squares else None
-        self.norms = (
-            torch.zeros(samples, device=device) if total is None else total.sqrt() * self.weights
-        )
+        device, groups = context.device, len(clip.norms)
+        squares = torch.zeros(groups, samples, dtype=torch.float64, device=device)
+        for parameter, its in self.parts.items():
+            squares[clip.group_of(parameter)] += squared_norms(its).to(device)
+        norms = squares.sqrt() * self.weights
+        self.norms = squares.sum(0).sqrt() * self.weights
         self._whole = torch.isfinite(self.norms)
         self._broken = not bool(self._whole.all())
         self.norms = self.norms.masked_fill(~self._whole, math.inf)
-        self.factors = self.weights * (clip / self.norms.clamp(min=clip))
+        self.factors = self.weights * clip.factors(norms if groups > 1 else self.norms)
         self._clip, self.half = clip, half
         self._gathered = gathered
 
@@ -187,6 +188,8 @@ class ClippedSum:
             dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             return torch.zeros(parameter.shape, dtype=dtype, device=where_whole(parameter))
         own, factors = self.parts[parameter], self.factors
+        if factors.dim() == 2:
+            factors = factors[self._clip.group_of(parameter)]
         if self._broken:  # zero times NaN is NaN
             own, factors = of_samples(own, self._whole), factors[self._whole]
         return weighted_sum(own, factors.to(where_whole(parameter)), parameter.shape, onto)
@@ -199,8 +202,14 @@ class ClippedSum:
             divisor: of the update.
 
         Raises:
-            DefenseError: they are of other samples than the batch.
+            DefenseError: they are of other samples than the batch, or layers have clip norms of
+                their own.
         """
+        if len(self._clip.norms) > 1:
+            raise DefenseError(
+                "DPSGD: with clip norms for each layer it is not settled what those of crafted "
+                "layers would be; clip all layers together (a plain max_grad_norm) to play canaries"
+            )
         before = self._gathered
         norms, weights = self.norms, self.weights
         if before is not None:
@@ -213,7 +222,7 @@ class ClippedSum:
         samples = samples * weights.to(samples)[:, None, None]
         own = norms.to(samples)[:, None]
         joint = torch.hypot(samples.norm(dim=2), own)
-        factors = (self._clip / joint.clamp(min=self._clip)) / divisor
+        factors = self._clip.factors(joint) / divisor
         whole = torch.isfinite(joint)[..., None]
         return CanaryGradient((samples * factors[..., None]).masked_fill(~whole, 0.0))
 
@@ -233,24 +242,26 @@ class ClippedSum:
         Args:
             parameters: in the same order in all processes.
             team: the processes of this client.
-            std: standard deviation of the noise; 0 for none.
+            std: standard deviation of the noise, over all groups of parameters together; 0 for
+                none.
             divisor: of sum and noise.
             key: of a number's noise, see :func:`~lightning_fedleak.defenses.noise.noise_key`.
             gauge: measures the noise.
         """
         for index, parameter, total in self._all_sums(parameters, team):
-            before = None if gauge is None else gauge.before(total)
+            relative = self._clip.relative_noise(parameter)
+            before = None if gauge is None else gauge.before(total, relative)
             if std:
                 own = key(index + (shard_number(parameter) << SHARD_BITS))
                 noise = standard_normal(own, total.shape, total.device, total.dtype)
-                total.add_(noise, alpha=std)
+                total.add_(noise, alpha=std * relative)
             total.div_(divisor)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             released = local_part(parameter.grad)
             released.copy_(total)
             if gauge is not None and before is not None:
-                gauge.after(before, released)
+                gauge.after(before, released, relative)
 
     def _all_sums(
         self, parameters: Sequence[nn.Parameter], team: Team
@@ -392,20 +403,25 @@ class NoiseGauge:
         self._square = 0.0
         self._count = 0
 
-    def before(self, total: Tensor) -> Tensor | None:
-        """Some coordinates of the clipped sum, None where rounding would hide the noise."""
+    def before(self, total: Tensor, relative: float) -> Tensor | None:
+        """Some coordinates of the clipped sum, None where rounding would hide the noise.
+
+        Args:
+            total: of one parameter.
+            relative: how much noise it gets, over ``std``.
+        """
         if not self.std:
             return None
         some = total.flatten()[:GAUGED].clone()
         largest = float(some.abs().max()) if some.numel() else 0.0
-        return some if self.std > LEAST_GAUGED * largest else None
+        return some if self.std * relative > LEAST_GAUGED * largest else None
 
-    def after(self, before: Tensor, released: Tensor) -> None:
+    def after(self, before: Tensor, released: Tensor, relative: float) -> None:
         """The same coordinates of the gradient that leaves."""
         if released.dtype not in (torch.float32, torch.float64):
             return
         noise = released.flatten()[:GAUGED].double() * self.divisor - before.double()
-        self._square += float(noise.square().sum())
+        self._square += float(noise.square().sum()) / relative**2
         self._count += noise.numel()
 
     def measured(self) -> float | None:

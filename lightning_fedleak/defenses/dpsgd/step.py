@@ -26,6 +26,7 @@ from lightning_fedleak.defenses.dpsgd.batch import (
     tensors_of,
     trainer_of,
 )
+from lightning_fedleak.defenses.dpsgd.clip import Clip
 from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, Gathered, Moves
 from lightning_fedleak.defenses.dpsgd.logical import Piece, pieces_of, run_pieces
 from lightning_fedleak.defenses.dpsgd.loss_graph import (
@@ -473,7 +474,7 @@ class WatchedStep:
     Args:
         root: the module that is trained; hooks are put on its layers.
         team: the processes of this client.
-        clip: largest norm of a sample's gradient.
+        clip: how long a sample's gradient may be.
         clipping: in which form per-sample gradients are kept.
         poisson: batches are Poisson samples.
         trusted: the user has proved that the loss is a mean of per-sample means.
@@ -484,7 +485,7 @@ class WatchedStep:
         moves: looks at whether the weights move by a release.
         weights: looks at whether they move otherwise.
         canaries: how many were released beside this step.
-        clip: largest norm of a sample's gradient.
+        clip: how long a sample's gradient may be.
     """
 
     def __init__(
@@ -492,7 +493,7 @@ class WatchedStep:
         root: nn.Module,
         team: Team,
         *,
-        clip: float,
+        clip: Clip,
         clipping: Clipping,
         poisson: bool,
         trusted: bool,
@@ -503,7 +504,7 @@ class WatchedStep:
         self.weights = Weights(CHECK_EVERY)
         self.canaries = 0
         self._team = team
-        self.clip: float = clip
+        self.clip = clip
         self._clipping: Clipping = clipping
         self._batches = DrawnBatches(poisson)
         self._recorder = Recorder(root)

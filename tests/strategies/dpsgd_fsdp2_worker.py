@@ -121,7 +121,9 @@ CASES = {
     "exact one by one": RUNS.one_by_one,
     "pieces gpt2 tied": lambda: RUNS.exact("gpt2 tied", most=2),
     "pieces lora": lambda: RUNS.exact("lora", most=2, max_steps=2),
-    "pieces replicated": lambda: REPLICATED.exact("gpt2 untied", most=2, max_steps=2),
+    "pieces replicated": lambda: REPLICATED.exact(
+        "gpt2 untied", most=2, max_steps=2, per_layer=True
+    ),
     "checked": RUNS.checked_like_trusted,
     "checked twice": lambda: RUNS.checked_like_trusted(gather=True, batch_size=1),
     "frozen": RUNS.frozen,

@@ -50,6 +50,7 @@ from lightning_fedleak.defenses import Defense
 from lightning_fedleak.federation.updates import (
     State,
     UpdateError,
+    joint_norm,
     observe,
     parameter_names,
 )
@@ -158,6 +159,7 @@ class _Seat:
     results: Results
     report: Report
     exchange: Exchange
+    last: tuple[int, dict[str, tuple[float, float]]] | None = None
 
 
 class RoundObserver:
@@ -302,18 +304,28 @@ class RoundObserver:
         """A round begins: the model is the one that is sent, and attacks follow it.
 
         Args:
-            round_: its number, larger than that of the round before.
+            round_: its number, larger than that of the round before. The same again is the same
+                round, in which the same is sent to another client.
             sent: what clients get: a whole model's state, that of its trained parameters, or a PEFT
                 adapter's, by names of ``model``. It must not change until the round is over.
 
         Raises:
             UpdateError: other names or shapes than the model's, or not all that is trained.
-            ValueError: an attack cannot read this model, or a round that is not a later one.
+            ValueError: an attack cannot read this model, a round that is not a later one, or
+                another model in the same round.
         """
-        if isinstance(round_, bool) or not isinstance(round_, int) or round_ <= self.round_:
+        whole = isinstance(round_, int) and not isinstance(round_, bool)
+        if not whole or round_ < max(self.round_, 0):
             raise ValueError(
                 f"rounds are numbered upwards: round {round_!r} cannot follow round {self.round_}"
             )
+        if round_ == self.round_ and self._sent is not None:
+            if not _alike(sent, self._sent):
+                raise ValueError(
+                    f"another model is sent in round {round_} than before: where clients get "
+                    "models of their own, give each an observer of its own"
+                )
+            return
         self._load(sent)
         if self._lineup is None:
             self._open(round_)
@@ -562,6 +574,7 @@ class RoundObserver:
                 look.said[series] = Unknown(self._failed[series.attack])
 
         def take() -> GradientSnapshot:
+            _check_new(seat, look.step, returned)
             seen = self.update(
                 returned, learning_rate=learning_rate, stage=seat.stage, noise_std=noise_std
             )
@@ -697,6 +710,28 @@ class RoundObserver:
     def headlines_of(self, name: str) -> tuple[str, ...]:
         """The log names of which ``leakage/worst/<family>`` is the highest."""
         return Results(self._series).headlines(name.rpartition("/")[-1])
+
+
+def _alike(one: State, other: State) -> bool:
+    """Whether two states hold the same names and values."""
+    return one.keys() == other.keys() and all(
+        t is other[n] or torch.equal(t.to(other[n].device), other[n]) for n, t in one.items()
+    )
+
+
+def _check_new(seat: _Seat, round_: int, returned: State) -> None:
+    """Refuses what a client has returned in an earlier round already.
+
+    Raises:
+        UpdateError: says in which.
+    """
+    sums = {n: (float(t.double().sum()), joint_norm({n: t})) for n, t in returned.items()}
+    if seat.last is not None and seat.last[0] < round_ and seat.last[1] == sums:
+        raise UpdateError(
+            f"the client returned what it returned in round {seat.last[0]}, and not what it made "
+            f"of the model of round {round_}: an update of an earlier round"
+        )
+    seat.last = (round_, sums)
 
 
 def _series(channels: Sequence[Channel], stage: Stage) -> dict[Series, Channel]:

@@ -217,8 +217,6 @@ class RiskGate(EitherCallback):
         alpha: float = 0.05,
         warmup: int | None = None,
     ) -> None:
-        if isinstance(at_most, bool) or not math.isfinite(at_most):
-            raise ValueError(f"at_most must be a finite number, got {at_most!r}")
         if not callable(action) and action not in ("stop", "harden", "raise", "warn"):
             raise ValueError(
                 f"action must be 'stop', 'harden', 'raise', 'warn' or a callable, got {action!r}"
@@ -226,21 +224,7 @@ class RiskGate(EitherCallback):
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(f"patience must be 0 or a positive integer, got {patience!r}")
         _check_bound(bound, alpha, warmup, patience, strict)
-        rate = _rate_of(metric)
-        span = range_of(rate.removesuffix("_low").removesuffix("_high"))
-        plain = range_of(rate)
-        if plain is not None and plain[0] <= at_most < plain[2]:
-            watched = f", the highest {rate} of several attacks" if _is_worst(metric) else ""
-            raise ValueError(
-                f"RiskGate watches '{metric}'{watched}. {plain[2]:g} is chance, so that "
-                f"at_most={at_most:g} would be exceeded by an attack that knows nothing: "
-                f"give {plain[2]:g} or more"
-            )
-        if bound == "value" and span is not None and at_most > span[1]:
-            raise ValueError(
-                f"RiskGate watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
-                f"that at_most={at_most:g} could never be exceeded: rates are shares, not percent"
-            )
+        check_threshold("RiskGate", metric, at_most, reachable=bound == "value")
         self.metric = metric
         self.at_most = float(at_most)
         self.action = action
@@ -295,12 +279,8 @@ class RiskGate(EitherCallback):
             )
         if not logging:
             names = [n for m in monitors for n in m.metric_names()]
-            close = difflib.get_close_matches(self.metric, names, n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else ""
-            raise ValueError(
-                f"RiskGate watches '{self.metric}', which no LeakageMonitor of this run logs."
-                f"{hint} These exist:\n{_by_attack(names)}"
-            )
+            said = f"RiskGate watches '{self.metric}', which no LeakageMonitor of this run logs."
+            raise ValueError(said + names_there_are(self.metric, names))
         twins = [
             c
             for c in _callbacks(trainer)
@@ -347,7 +327,7 @@ class RiskGate(EitherCallback):
         """Refuses to watch what says nothing of this run; one that hardens may come to that."""
         assert self._monitor is not None
         why = self._monitor.unread(self.metric)
-        if why is None or self.action == "harden" or not (self.strict or _is_worst(self.metric)):
+        if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
             return
         raise ValueError(
             f"RiskGate watches '{self.metric}': {why}. That is 'unknown', not 'safe': add an "
@@ -459,7 +439,7 @@ class RiskGate(EitherCallback):
         if not known:
             return None
         value = next((values[name] for name in names if name in values), math.nan)
-        if not _is_worst(self.metric):
+        if not is_worst(self.metric):
             return _Seen(self.metric, value, {self.metric: value})
         watched = {name: values[name] for name in self._watched if name in values}
         name = self.metric
@@ -624,6 +604,44 @@ class _Seen:
     why: str = ""
 
 
+def check_threshold(gate: str, metric: str, at_most: float, *, reachable: bool = True) -> None:
+    """Refuses a threshold that cannot be meant.
+
+    Args:
+        gate: who asks.
+        metric: a name in the logs.
+        at_most: the threshold.
+        reachable: values above it must be possible.
+
+    Raises:
+        ValueError: no number, below chance, or beyond the metric's range.
+    """
+    if isinstance(at_most, bool) or not math.isfinite(at_most):
+        raise ValueError(f"at_most must be a finite number, got {at_most!r}")
+    rate = _rate_of(metric)
+    span = range_of(rate.removesuffix("_low").removesuffix("_high"))
+    plain = range_of(rate)
+    if plain is not None and plain[0] <= at_most < plain[2]:
+        watched = f", the highest {rate} of several attacks" if is_worst(metric) else ""
+        raise ValueError(
+            f"{gate} watches '{metric}'{watched}. {plain[2]:g} is chance, so that "
+            f"at_most={at_most:g} would be exceeded by an attack that knows nothing: "
+            f"give {plain[2]:g} or more"
+        )
+    if reachable and span is not None and at_most > span[1]:
+        raise ValueError(
+            f"{gate} watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
+            f"that at_most={at_most:g} could never be exceeded: rates are shares, not percent"
+        )
+
+
+def names_there_are(metric: str, names: Sequence[str]) -> str:
+    """The names that exist, and the one that may be meant."""
+    close = difflib.get_close_matches(metric, names, n=1)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
+    return f"{hint} These exist:\n{_by_attack(names)}"
+
+
 _ENDS = ("_low", "_high", "_worst_client")
 
 
@@ -643,14 +661,15 @@ def _name_of(called: Callable[[GateEvent], Any]) -> str:
     return getattr(called, "__name__", type(called).__name__)
 
 
-def _is_worst(metric: str) -> bool:
+def is_worst(metric: str) -> bool:
+    """Whether a logged name is that of the highest headline of a family."""
     return metric.startswith(f"{WORST}/")
 
 
 def _rate_of(metric: str) -> str:
     """The rate that a logged name is of; of the worst of a family its headline."""
     last = metric.rpartition("/")[-1]
-    if not _is_worst(metric):
+    if not is_worst(metric):
         return last
     return next((c.headline for c in Channel.known.values() if c.family == last), last)
 
@@ -706,4 +725,11 @@ def harden(defenses: tuple[Defense, ...]) -> list[str]:
     return [change for change in changes if change is not None]
 
 
-__all__ = ["GateEvent", "LeakageLimitExceeded", "RiskGate"]
+__all__ = [
+    "GateEvent",
+    "LeakageLimitExceeded",
+    "RiskGate",
+    "check_threshold",
+    "is_worst",
+    "names_there_are",
+]

@@ -1,11 +1,18 @@
 """Federated rounds: what an update gives away, seen by the client or by the server."""
 
 from lightning_fedleak.federation.client_dp import ClientDP, Release, clipped
+from lightning_fedleak.federation.gate import (
+    Leaving,
+    OutgoingUpdates,
+    RoundEvent,
+    RoundGate,
+)
 from lightning_fedleak.federation.observer import SUM, RoundLook, RoundObserver
 from lightning_fedleak.federation.updates import (
     UpdateError,
     difference,
     joint_norm,
+    moved,
     observe,
     parameter_names,
     trained_state,
@@ -14,13 +21,18 @@ from lightning_fedleak.federation.updates import (
 __all__ = [
     "SUM",
     "ClientDP",
+    "Leaving",
+    "OutgoingUpdates",
     "Release",
+    "RoundEvent",
+    "RoundGate",
     "RoundLook",
     "RoundObserver",
     "UpdateError",
     "clipped",
     "difference",
     "joint_norm",
+    "moved",
     "observe",
     "parameter_names",
     "trained_state",

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,6 +50,7 @@ from lightning_fedleak.defenses import Defense
 from lightning_fedleak.federation.updates import (
     State,
     UpdateError,
+    joint_norm,
     observe,
     parameter_names,
 )
@@ -120,7 +121,9 @@ class RoundLook:
     Attributes:
         round_: number of the round.
         client: whose update it was; :data:`SUM` for that of all together.
-        values: by log name; NaN is unknown, and what is waited for is missing.
+        values: by log name, rates of games pooled over the client's rounds; NaN is unknown, and
+            what is waited for is missing.
+        now: the same of this round alone.
         unknown: why results are unknown, by the log name that their values begin with.
         seconds: that the look took.
     """
@@ -128,8 +131,21 @@ class RoundLook:
     round_: int
     client: str | int
     values: Mapping[str, float]
+    now: Mapping[str, float]
     unknown: Mapping[str, str]
     seconds: float
+    _made: _Made = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What it takes to write a look down, or to forget it."""
+
+    look: Look
+    seat: _Seat
+    outcomes: Mapping[Series, Outcome]
+    utility: Mapping[str, float]
+    before: Mapping[str, Any]
 
 
 @dataclass
@@ -143,6 +159,7 @@ class _Seat:
     results: Results
     report: Report
     exchange: Exchange
+    last: tuple[int, dict[str, tuple[float, float]]] | None = None
 
 
 class RoundObserver:
@@ -287,18 +304,28 @@ class RoundObserver:
         """A round begins: the model is the one that is sent, and attacks follow it.
 
         Args:
-            round_: its number, larger than that of the round before.
+            round_: its number, larger than that of the round before. The same again is the same
+                round, in which the same is sent to another client.
             sent: what clients get: a whole model's state, that of its trained parameters, or a PEFT
                 adapter's, by names of ``model``. It must not change until the round is over.
 
         Raises:
             UpdateError: other names or shapes than the model's, or not all that is trained.
-            ValueError: an attack cannot read this model, or a round that is not a later one.
+            ValueError: an attack cannot read this model, a round that is not a later one, or
+                another model in the same round.
         """
-        if isinstance(round_, bool) or not isinstance(round_, int) or round_ <= self.round_:
+        whole = isinstance(round_, int) and not isinstance(round_, bool)
+        if not whole or round_ < max(self.round_, 0):
             raise ValueError(
                 f"rounds are numbered upwards: round {round_!r} cannot follow round {self.round_}"
             )
+        if round_ == self.round_ and self._sent is not None:
+            if not _alike(sent, self._sent):
+                raise ValueError(
+                    f"another model is sent in round {round_} than before: where clients get "
+                    "models of their own, give each an observer of its own"
+                )
+            return
         self._load(sent)
         if self._lineup is None:
             self._open(round_)
@@ -413,23 +440,34 @@ class RoundObserver:
         """
         if self._sent is None:
             raise RuntimeError("begin(round_, sent) comes before a client's update is looked at")
-        parameters = dict(self.model.named_parameters())
         return observe(
             self._sent,
             returned,
             self._optimizer,
             self.local_steps,
-            trained=[
-                n
-                for n in self._sent
-                if n in self._names and parameters[self._names[n]].requires_grad
-            ],
+            trained=self.trained_names(),
             learning_rate=learning_rate,
             round_=self.round_,
             stage=stage,
             fresh=self._fresh,
             noise_std=noise_std,
         )
+
+    def trained_names(self) -> list[str]:
+        """The names in what was sent of what is trained.
+
+        Raises:
+            RuntimeError: no round has begun.
+        """
+        if self._sent is None:
+            raise RuntimeError("begin(round_, sent) says which names are sent")
+        parameters = dict(self.model.named_parameters())
+        known = ((n, self._names[n]) for n in self._sent if n in self._names)
+        return [n for n, name in known if parameters[name].requires_grad]
+
+    def shares_twice(self, names: Sequence[str]) -> bool:
+        """Whether two of these names are of one parameter."""
+        return len({self._names[n] for n in names}) < len(names)
 
     def look(
         self,
@@ -452,7 +490,7 @@ class RoundObserver:
             learning_rate: the mean over the local steps, where a schedule changes it.
             noise_std: of the noise that is known to be on each number of ``returned``.
             utility: further values of this round, logged as ``utility/<name>``.
-            logged: false for a look that is not written down.
+            logged: write it down at once; else by :meth:`log`, or not at all (:meth:`forget`).
 
         Returns:
             What was found. An update that cannot be read is *unknown*.
@@ -464,7 +502,7 @@ class RoundObserver:
             raise RuntimeError("begin(round_, sent) comes before a client's update is looked at")
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
         seat = self._seat(client, stage)
-        look = Look(self.round_)
+        look, before = Look(self.round_), seat.results.state_dict()
         with look.clock(self._run.device):
             self._attack(
                 look, seat, returned, batches, learning_rate=learning_rate, noise_std=noise_std
@@ -474,16 +512,46 @@ class RoundObserver:
             channel.disarm(look)
         beside = {f"utility/{n}": float(v) for n, v in (utility or {}).items()}
         if batches is None:
-            values = _facts(outcomes) | beside | {"monitor/seconds": look.seconds}
+            values = now = _facts(outcomes) | beside | {"monitor/seconds": look.seconds}
         else:
             assert self._lineup is not None
             shared = bool(self._lineup.trained)
             outcomes = seat.results.add(look, outcomes, beside, shared=shared)
-            values = dict(seat.results.look_values)
-        if logged:
-            self._write(look, seat, outcomes, values, utility or {})
+            now = dict(seat.results.look_values)
+            values = {n: v for n, v in seat.results.latest.items() if n in now}
         why = {s.log_name: o.unknown for s, o in outcomes.items() if o.unknown is not None}
-        return RoundLook(self.round_, client, values, why, look.seconds)
+        made = _Made(look, seat, outcomes, utility or {}, before)
+        found = RoundLook(self.round_, client, values, now, why, look.seconds, made)
+        if logged:
+            self.log(found)
+        return found
+
+    def log(self, look: RoundLook, beside: Mapping[str, float] | None = None) -> None:
+        """Writes a look down.
+
+        Args:
+            look: that was made with ``logged=False``.
+            beside: further values by log name.
+        """
+        made = look._made
+        seat = made.seat
+        for channel in seat.channels:
+            mine = {s: o for s, o in made.outcomes.items() if seat.series[s] is channel}
+            try:
+                channel.published(made.look, mine, seat.report)
+            except Exception as error:
+                seat.report.warn_once(f"not all of a look was written: {reason(error)}")
+        seat.report.write(made.look, made.outcomes, {**look.values, **(beside or {})})
+        self._record.looked(
+            look.round_, made.utility, look.seconds, seat.results.failures, self._run.defenses
+        )
+
+    def forget(self, look: RoundLook) -> None:
+        """Takes back a look that was not written down, the newest of its client.
+
+        One at an update that did not leave, say, which is to count in no rate.
+        """
+        look._made.seat.results.load_state_dict(look._made.before)
 
     def _attack(
         self,
@@ -506,6 +574,7 @@ class RoundObserver:
                 look.said[series] = Unknown(self._failed[series.attack])
 
         def take() -> GradientSnapshot:
+            _check_new(seat, look.step, returned)
             seen = self.update(
                 returned, learning_rate=learning_rate, stage=seat.stage, noise_std=noise_std
             )
@@ -619,25 +688,6 @@ class RoundObserver:
 
     # ---- what is written --------------------------------------------------------------------
 
-    def _write(
-        self,
-        look: Look,
-        seat: _Seat,
-        outcomes: Mapping[Series, Outcome],
-        values: Mapping[str, float],
-        utility: Mapping[str, float],
-    ) -> None:
-        for channel in seat.channels:
-            mine = {s: o for s, o in outcomes.items() if seat.series[s] is channel}
-            try:
-                channel.published(look, mine, seat.report)
-            except Exception as error:
-                seat.report.warn_once(f"not all of a look was written: {reason(error)}")
-        seat.report.write(look, outcomes, values)
-        self._record.looked(
-            look.step, utility, look.seconds, seat.results.failures, self._run.defenses
-        )
-
     def record_decision(self, facts: Mapping[str, Any]) -> None:
         """Leaves a line in ``run.jsonl``: what a gate has done."""
         self._record.decided(facts)
@@ -660,6 +710,28 @@ class RoundObserver:
     def headlines_of(self, name: str) -> tuple[str, ...]:
         """The log names of which ``leakage/worst/<family>`` is the highest."""
         return Results(self._series).headlines(name.rpartition("/")[-1])
+
+
+def _alike(one: State, other: State) -> bool:
+    """Whether two states hold the same names and values."""
+    return one.keys() == other.keys() and all(
+        t is other[n] or torch.equal(t.to(other[n].device), other[n]) for n, t in one.items()
+    )
+
+
+def _check_new(seat: _Seat, round_: int, returned: State) -> None:
+    """Refuses what a client has returned in an earlier round already.
+
+    Raises:
+        UpdateError: says in which.
+    """
+    sums = {n: (float(t.double().sum()), joint_norm({n: t})) for n, t in returned.items()}
+    if seat.last is not None and seat.last[0] < round_ and seat.last[1] == sums:
+        raise UpdateError(
+            f"the client returned what it returned in round {seat.last[0]}, and not what it made "
+            f"of the model of round {round_}: an update of an earlier round"
+        )
+    seat.last = (round_, sums)
 
 
 def _series(channels: Sequence[Channel], stage: Stage) -> dict[Series, Channel]:

@@ -66,13 +66,13 @@ def observe(
         raise UpdateError(
             f"an update has no scale at learning rate {rate}: it must be positive and finite"
         )
-    moved = difference(sent, returned, trained=trained)
-    if not any(bool(t.any()) for t in moved.values()):
+    change = difference(sent, returned, trained=trained)
+    if not any(bool(t.any()) for t in change.values()):
         raise UpdateError(
             "the client returned exactly what it was sent: it trained nothing (no batch, a "
             "learning rate of 0, or a model that was not updated before it was returned)"
         )
-    tensors = {name: t.div_(-rate) for name, t in moved.items()}
+    tensors = {name: t.div_(-rate) for name, t in change.items()}
     return UpdateSnapshot(
         round_,
         stage,
@@ -100,7 +100,7 @@ def difference(
     """
     _check_names(sent, returned)
     owned = _trained_of(sent, trained)
-    moved: dict[str, Tensor] = {}
+    change: dict[str, Tensor] = {}
     for name, before in sent.items():
         after = returned[name]
         if after.shape != before.shape:
@@ -124,13 +124,26 @@ def difference(
                 )
             continue
         wide = torch.float64 if before.dtype == torch.float64 else torch.float32
-        moved[name] = after.to(wide) - before.to(wide)
-        if not bool(moved[name].isfinite().all()):
+        change[name] = after.to(wide) - before.to(wide)
+        if not bool(change[name].isfinite().all()):
             which = "what was sent" if not bool(before.isfinite().all()) else "the client's update"
             raise UpdateError(f"{which} holds NaN or infinity in '{name}'")
-    if not moved:
+    if not change:
         raise UpdateError("nothing of what was sent is trained")
-    return moved
+    return change
+
+
+def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What was sent, with an update added to what it names, each in the dtype that was sent."""
+    unknown = [n for n in update if n not in sent]
+    if unknown:
+        raise UpdateError(f"the update names {_some(unknown)}, which was not sent")
+    return {
+        name: (before.detach() + update[name].to(before.device)).to(before.dtype)
+        if name in update
+        else before.detach().clone()
+        for name, before in sent.items()
+    }
 
 
 def joint_norm(update: Mapping[str, Tensor]) -> float:
@@ -220,6 +233,7 @@ __all__ = [
     "UpdateError",
     "difference",
     "joint_norm",
+    "moved",
     "observe",
     "parameter_names",
     "trained_state",

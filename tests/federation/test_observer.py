@@ -259,9 +259,26 @@ def test_rounds_go_upwards(tmp_path):
     with pytest.raises(RuntimeError, match="begin"):
         rounds.look(trained_state(net))
     rounds.begin(3, trained_state(net))
-    for round_ in (3, 2, True, 4.0):
+    for round_ in (2, True, 4.0, -1):
         with pytest.raises(ValueError, match="numbered upwards"):
             rounds.begin(round_, trained_state(net))
+    rounds.begin(3, trained_state(net))
+    with pytest.raises(ValueError, match="another model is sent in round 3"):
+        rounds.begin(3, {n: t + 1 for n, t in trained_state(net).items()})
+
+
+def test_an_update_of_an_earlier_round_is_unknown(tmp_path):
+    net, data = model(), batches(1)
+    rounds = observer(tmp_path, net)
+    sent = trained_state(net)
+    rounds.begin(0, sent)
+    old = train(net, data)
+    assert not math.isnan(rounds.look(old, batches=data).values[F1])
+    assert not math.isnan(rounds.look(old, batches=data).values[F1])  # looked at twice
+    rounds.begin(1, {n: (t + old[n]) / 2 for n, t in sent.items()})
+    with pytest.warns(UserWarning, match="what it returned in round 0"):
+        assert math.isnan(rounds.look(old, batches=data).values[F1])
+    assert not math.isnan(rounds.look(old, 1, batches=data).values[F1])  # another client
 
 
 def test_settings_that_cannot_be_meant_are_refused(tmp_path):

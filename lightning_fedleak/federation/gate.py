@@ -1,0 +1,378 @@
+"""What leaves a client in a round, and what does not: gated and defended before it leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_fedleak.callbacks.gate import (
+    LeakageLimitExceeded,
+    check_threshold,
+    is_worst,
+    names_there_are,
+)
+from lightning_fedleak.federation.client_dp import ClientDP
+from lightning_fedleak.federation.observer import RoundLook, RoundObserver
+from lightning_fedleak.federation.updates import (
+    State,
+    UpdateError,
+    difference,
+    moved,
+)
+
+Action = Literal["withhold", "harden", "raise", "warn"]
+
+TELLS = (
+    "that this client withholds tells the server one bit about its data: the update was above the "
+    "threshold. With ClientDP a withheld update is zero plus noise, which nobody can tell apart"
+)
+
+
+@dataclass(frozen=True)
+class RoundEvent:
+    """What a gate found in a round when it acted.
+
+    Attributes:
+        gate: its name.
+        metric: the watched name.
+        round_: number of the round.
+        client: whose update it was.
+        value: what was measured; NaN where it is unknown.
+        at_most: the threshold.
+        of: of the worst of a family, whose value it is; else empty.
+        why: why nothing is known.
+        hardened: what was turned up.
+    """
+
+    gate: str
+    metric: str
+    round_: int
+    client: str | int
+    value: float
+    at_most: float
+    of: str = ""
+    why: str = ""
+    hardened: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """What happened, in the words that users see."""
+        if math.isnan(self.value):
+            found = f"{self.metric} is unknown ({self.why}), which counts as a breach"
+        else:
+            found = f"{self.metric} = {self.value:.3f}" + (f", of {self.of}" if self.of else "")
+        text = f"in round {self.round_}\n  measured: {found}\n  allowed:  at most {self.at_most:g}"
+        if self.hardened:
+            text += f"\n  hardened: {'; '.join(self.hardened)}"
+        return text
+
+
+class RoundGate:
+    """A threshold on what a round's update gives away, judged before the update leaves.
+
+    Every round is judged by its own value, not by one that is pooled over rounds. What is
+    *unknown* counts as a breach: an attack that failed, that waits for its first result, that is
+    not played, or whose surface is not shared.
+
+    Args:
+        metric: a name in the logs, ``"leakage/<attack>/<metric>"`` or ``"leakage/worst/<family>"``.
+        at_most: the largest value that is allowed.
+        action: ``"withhold"``: the update does not leave; under a :class:`ClientDP` whose noise the
+            client adds, zero with that noise leaves in its place, else nothing does, which *tells
+            one bit*. ``"harden"``: the noise of the client's ClientDP is turned up until the update
+            passes; if it cannot be, the update is withheld. ``"raise"`` raises
+            :class:`~lightning_fedleak.LeakageLimitExceeded`: the client fails. ``"warn"`` lets it
+            leave.
+        patience: unknown values in a row of a client that are let pass.
+        name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
+
+    Raises:
+        ValueError: arguments that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        *,
+        at_most: float,
+        action: Action = "withhold",
+        patience: int = 0,
+        name: str | None = None,
+    ) -> None:
+        if action not in get_args(Action):
+            raise ValueError(f"action must be one of {', '.join(get_args(Action))}, got {action!r}")
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise ValueError(f"patience must be 0 or a positive integer, got {patience!r}")
+        check_threshold("RoundGate", metric, at_most)
+        self.metric = metric
+        self.at_most = float(at_most)
+        self.action: Action = action
+        self.patience = patience
+        self.name = name or metric.removeprefix("leakage/")
+        self._unknown: dict[str | int, int] = {}
+
+    def about(self) -> dict[str, Any]:
+        """For the record of a run."""
+        return {
+            "name": self.name,
+            "metric": self.metric,
+            "at_most": self.at_most,
+            "action": self.action,
+            "bound": "value",
+            "patience": self.patience,
+            "strict": True,
+        }
+
+    def check(self, observer: RoundObserver) -> None:
+        """Refuses a metric that the observer does not log.
+
+        Raises:
+            ValueError: with the names that exist.
+        """
+        names = observer.metric_names()
+        if self.metric not in names:
+            raise ValueError(
+                f"RoundGate watches '{self.metric}', which this RoundObserver does not log."
+                f"{names_there_are(self.metric, names)}"
+            )
+
+    def judge(self, look: RoundLook, watched: Sequence[str] = ()) -> RoundEvent | None:
+        """Whether an update gives away more than is allowed; None where it does not.
+
+        Args:
+            look: at the update.
+            watched: of the worst of a family, the values that it is the highest of.
+        """
+        value, why = self._value(look)
+        of = ""
+        if math.isnan(value):
+            self._unknown[look.client] = self._unknown.get(look.client, 0) + 1
+            if self._unknown[look.client] <= self.patience:
+                return None
+        else:
+            self._unknown[look.client] = 0
+            if value <= self.at_most:
+                return None
+            of = next((name for name in watched if look.now.get(name) == value), "")
+        client = look.client
+        return RoundEvent(self.name, self.metric, look.round_, client, value, self.at_most, of, why)
+
+    def _value(self, look: RoundLook) -> tuple[float, str]:
+        """What is watched, and why it is unknown."""
+        root = self.metric.rpartition("/")[0]
+        value = look.now.get(self.metric, math.nan)
+        if look.now.get(f"{root}/exposed") == 0:
+            return math.nan, "what the attack reads is not shared, and something else is"
+        if not math.isnan(value):
+            return value, ""
+        if is_worst(self.metric):
+            at_least = look.now.get(f"{self.metric}_at_least", math.nan)
+            if at_least > self.at_most:
+                return at_least, ""
+        told = [look.unknown[root]] if root in look.unknown else list(look.unknown.values())
+        waits = "no result yet, or an attack that is not played here"
+        return math.nan, next(iter(told), waits)
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What leaves a client in a round.
+
+    Attributes:
+        state: what is returned to the server, by the names that were sent; None where nothing is.
+        withheld: the client's update did not leave.
+        events: of the gates that acted.
+        look: at what would have left; None where the update could not be read at all.
+    """
+
+    state: dict[str, Tensor] | None
+    withheld: bool
+    events: tuple[RoundEvent, ...]
+    look: RoundLook | None
+
+
+class OutgoingUpdates:
+    """One client's way out: each round's update is defended, attacked, and gated before it leaves.
+
+    With a :class:`ClientDP` of local trust, or under secure aggregation, what is attacked is a
+    *rehearsal*: the clipped update with noise of the same law. What leaves has other noise. So the
+    account of the release also covers the decision to withhold, which hangs on the data and on
+    noise that nobody sees. It does not cover why noise was turned up (``action="harden"``), nor the
+    logs.
+
+    Args:
+        observer: of this client; ``side="client"``.
+        gates: in the order in which they judge.
+        dp: this client's own. With central trust the server clips and noises, and nothing is done
+            here.
+        client: its name in the logs.
+
+    Raises:
+        ValueError: gates that watch what is not logged, two of one name, or one that hardens
+            without noise that can be turned up.
+    """
+
+    def __init__(
+        self,
+        observer: RoundObserver,
+        gates: Sequence[RoundGate] = (),
+        dp: ClientDP | None = None,
+        *,
+        client: str | int = 0,
+    ) -> None:
+        self.observer = observer
+        self.gates = tuple(gates)
+        self.client = client
+        self.own: ClientDP | None = None if dp is None or dp.trust == "central" else dp
+        names = [gate.name for gate in self.gates]
+        double = sorted({n for n in names if names.count(n) > 1})
+        if double:
+            raise ValueError(f"two RoundGates are named '{double[0]}': give one of them name=...")
+        for gate in self.gates:
+            gate.check(observer)
+            if gate.action == "harden" and (self.own is None or not self.own.can_harden):
+                raise ValueError(
+                    "RoundGate(action='harden') turns up the noise that this client adds, and "
+                    "there is none that can be: give ClientDP(trust='local', "
+                    "accountant='filter', target_epsilon=...)"
+                )
+        self._watched = {g.name: observer.headlines_of(g.metric) for g in self.gates}
+
+    def leaves(
+        self,
+        round_: int,
+        sent: State,
+        returned: State,
+        batches: Sequence[Any],
+        *,
+        learning_rate: float | None = None,
+        utility: Mapping[str, float] | None = None,
+    ) -> Leaving:
+        """What may leave of a round.
+
+        Args:
+            round_: its number.
+            sent: what this client got.
+            returned: what it has made of it.
+            batches: that it was trained on.
+            learning_rate: the mean over the local steps, where a schedule changes it.
+            utility: further values of this round for the logs.
+
+        Raises:
+            LeakageLimitExceeded: a gate with ``action="raise"`` acted.
+            UpdateError: what was sent is not of the observer's model.
+            BudgetSpent: one more release would cost more than the client's budget.
+        """
+        observer = self.observer
+        observer.begin(round_, sent)
+        names = observer.trained_names()
+        like = {name: sent[name] for name in names}
+        if self.own is not None and observer.shares_twice(names):
+            raise UpdateError(
+                "a tied parameter is sent under two names, and would get noise twice: share each "
+                "parameter once, as trained_state(model) does"
+            )
+        try:
+            update: dict[str, Tensor] | None = difference(sent, returned, trained=names)
+        except UpdateError as error:
+            return self._unreadable(sent, like, str(error))
+        hardened: list[str] = []
+        while True:
+            state: State = returned
+            noise = 0.0
+            if self.own is not None:
+                state = moved(sent, self.own.rehearsed(update, like))
+                noise = self.own.own_noise_std
+            look = observer.look(
+                state,
+                self.client,
+                batches=batches,
+                learning_rate=learning_rate,
+                noise_std=noise,
+                utility=utility,
+                logged=False,
+            )
+            events = [
+                event
+                for gate in self.gates
+                if (event := gate.judge(look, self._watched[gate.name])) is not None
+            ]
+            did: Action | Literal["leave"] = self._decided(events)
+            change = self.own.harden() if did == "harden" and self.own is not None else None
+            if change is None:
+                break
+            hardened.append(change)
+            for event in events:
+                self._record(event, "hardened", (change,))
+            observer.forget(look)
+        if did == "harden":  # and nothing is left to be turned up
+            did = "withhold"
+        acted = {f"gate/{g.name}": float(any(e.gate == g.name for e in events)) for g in self.gates}
+        observer.log(look, acted)
+        for event in events:
+            self._record(event, "withheld" if did == "withhold" else did)
+        if did == "raise":
+            raise LeakageLimitExceeded(f"RoundGate '{events[0].gate}' raised {events[0]}")
+        withheld = did == "withhold"
+        if withheld:
+            self._tell(f"RoundGate '{events[0].gate}' withheld the update {events[0]}")
+        elif events:
+            rank_zero_warn(f"RoundGate '{events[0].gate}' warns {events[0]}")
+        if self.own is not None:
+            released = self.own.privatized(None if withheld else update, like)
+            return Leaving(moved(sent, released), withheld, tuple(events), look)
+        kept = None if withheld else {n: t.detach().clone() for n, t in returned.items()}
+        return Leaving(kept, withheld, tuple(events), look)
+
+    def _decided(self, events: Sequence[RoundEvent]) -> Action | Literal["leave"]:
+        """The strongest of what the gates that acted are for."""
+        wanted = {gate.action for gate in self.gates if any(e.gate == gate.name for e in events)}
+        order: tuple[Action, ...] = ("raise", "withhold", "harden", "warn")
+        return next((action for action in order if action in wanted), "leave")
+
+    def _unreadable(self, sent: State, like: State, why: str) -> Leaving:
+        """An update that cannot be read does not leave, gate or none."""
+        self.observer.record_decision(
+            {
+                "gate": "",
+                "did": "withheld",
+                "step": self.observer.round_,
+                "client": self.client,
+                "measured": None,
+                "metric": "",
+                "of": "",
+                "at_most": None,
+                "hardened": [],
+                "why": why,
+            }
+        )
+        self._tell(f"the update of round {self.observer.round_} did not leave: {why}")
+        if self.own is None:
+            return Leaving(None, True, (), None)
+        return Leaving(moved(sent, self.own.privatized(None, like)), True, (), None)
+
+    def _tell(self, what: str) -> None:
+        rank_zero_warn(what if self.own is not None else f"{what}\n  Note: {TELLS}.")
+
+    def _record(self, event: RoundEvent, did: str, hardened: Sequence[str] = ()) -> None:
+        self.observer.record_decision(
+            {
+                "gate": event.gate,
+                "did": did,
+                "step": event.round_,
+                "client": event.client,
+                "measured": None if math.isnan(event.value) else event.value,
+                "metric": event.metric,
+                "of": event.of,
+                "at_most": event.at_most,
+                "hardened": list(hardened),
+                "why": event.why,
+            }
+        )
+
+
+__all__ = ["Leaving", "OutgoingUpdates", "RoundEvent", "RoundGate"]

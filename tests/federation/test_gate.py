@@ -1,0 +1,316 @@
+"""What leaves a client in a round: judged and defended before it leaves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_fedleak.attacks import BagOfWords
+from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.callbacks import LeakageLimitExceeded
+from lightning_fedleak.defenses import BudgetSpent
+from lightning_fedleak.federation import (
+    ClientDP,
+    OutgoingUpdates,
+    RoundGate,
+    UpdateError,
+    difference,
+    trained_state,
+)
+from tests.callbacks.runs import Probe
+from tests.federation.rounds import batches, lora, model, train
+from tests.federation.test_observer import lines, observer
+from tests.helpers.models import tiny_gpt2
+
+F1 = "leakage/probe/f1"
+WORST = "leakage/worst/words"
+
+
+class Listening(Probe):
+    """Names the batch's own words as long as it is told of no more noise than this."""
+
+    def __init__(self, most: float = math.inf):
+        super().__init__()
+        self.most = most
+        self.told = []
+
+    def run(self, view, query=None):
+        super().run(view, query)
+        self.told.append(view.gradients[-1].noise_std)
+        words = torch.cat([b["labels"][:, 1:].flatten() for b in batches(1)]).unique()
+        return WordGuess(words if self.told[-1] <= self.most else words[:1])
+
+
+def dp(noise=2.0, **more):
+    return ClientDP(0.5, noise, clients=10, **({"target_delta": 1e-5, "trust": "local"} | more))
+
+
+def client(folder, *gates, attack=None, dp=None, net=None):
+    net = model() if net is None else net
+    watched = observer(folder, net, [Probe(k=14) if attack is None else attack])
+    return OutgoingUpdates(watched, gates, dp)
+
+
+def rounds(out, net=None, n=1, seed=1):
+    net = model() if net is None else net
+    sent, data = trained_state(net), batches(seed)
+    returned = train(net, data)
+    for round_ in range(n):
+        yield sent, returned, out.leaves(round_, sent, returned, data)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def decisions(folder):
+    return [x for x in lines(folder, "run.jsonl") if x["kind"] == "gate"]
+
+
+# ---- without differential privacy ---------------------------------------------------------------
+
+
+def test_what_is_allowed_leaves_as_it_is(tmp_path):
+    out = client(tmp_path, RoundGate(F1, at_most=1.0))
+    [(_, returned, found)] = rounds(out)
+    assert same(found.state, returned)
+    assert (found.withheld, found.events) == (False, ())
+    assert found.look.values[F1] > 0.5
+    assert [x["attack"] for x in lines(tmp_path)] == ["probe"]
+    assert decisions(tmp_path) == []
+
+
+def test_what_is_not_allowed_does_not_leave_and_that_tells_a_bit(tmp_path):
+    out = client(tmp_path, RoundGate(WORST, at_most=0.2))
+    with pytest.warns(UserWarning, match="tells the server one bit"):
+        [(_, _, found)] = rounds(out)
+    assert (found.state, found.withheld) == (None, True)
+    [event] = found.events
+    assert event.value == found.look.values[F1] > 0.5
+    assert event.of == F1
+    assert "at most 0.2" in str(event)
+    [told] = decisions(tmp_path)
+    assert (told["did"], told["gate"], told["client"]) == ("withheld", "worst/words", 0)
+    assert told["measured"] == event.value
+
+
+def test_the_decision_is_in_the_logs(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    net = model()
+    watched = observer(tmp_path, net, [Probe(k=14)], tensorboard=True)
+    out = OutgoingUpdates(watched, [RoundGate(F1, at_most=0.2, action="warn", name="g")])
+    with pytest.warns(UserWarning, match="warns"):
+        [(_, returned, found)] = rounds(out, net)
+    watched.end()
+    assert same(found.state, returned)
+    board = EventAccumulator(str(tmp_path / "tensorboard" / "client_0")).Reload()
+    assert [e.value for e in board.Scalars("gate/g")] == [1.0]
+
+
+def test_a_client_may_fail_instead(tmp_path):
+    out = client(tmp_path, RoundGate(F1, at_most=0.2, action="raise"))
+    with pytest.raises(LeakageLimitExceeded, match=r"probe/f1 = 0\.\d+"):
+        list(rounds(out))
+    assert [x["did"] for x in decisions(tmp_path)] == ["raise"]
+
+
+def test_the_strongest_of_several_gates_decides(tmp_path):
+    gates = [
+        RoundGate(F1, at_most=0.2, action="warn", name="a"),
+        RoundGate(F1, at_most=0.3, name="b"),
+        RoundGate(F1, at_most=1.0, action="raise", name="c"),
+    ]
+    with pytest.warns(UserWarning, match="withheld"):
+        [(_, _, found)] = rounds(client(tmp_path, *gates))
+    assert found.state is None
+    assert [e.gate for e in found.events] == ["a", "b"]
+
+
+# ---- unknown ------------------------------------------------------------------------------------
+
+
+class Broken(Probe):
+    def run(self, view, query=None):
+        raise RuntimeError("the private batch")
+
+
+def test_unknown_fails_closed(tmp_path):
+    with pytest.warns(UserWarning, match="which counts as a breach"):
+        [(_, _, found)] = rounds(client(tmp_path, RoundGate(F1, at_most=1.0), attack=Broken()))
+    assert found.state is None
+    [event] = found.events
+    assert math.isnan(event.value)
+    assert "RuntimeError at test_gate.py" in event.why
+    assert "private" not in event.why
+
+
+def test_patience_lets_unknown_pass_so_often(tmp_path):
+    out = client(tmp_path, RoundGate(F1, at_most=1.0, patience=2), attack=Broken())
+    with pytest.warns(UserWarning, match="withheld"):
+        found = [leaving.withheld for _, _, leaving in rounds(out, n=4)]
+    assert found == [False, False, True, True]
+
+
+def test_a_surface_that_is_not_shared_is_unknown(tmp_path):
+    net = lora()
+    watched = observer(
+        tmp_path, net, [Probe(), Probe(name="b", role=next(iter(trained_state(net))))]
+    )
+    out = OutgoingUpdates(watched, [RoundGate(F1, at_most=1.0)])
+    with pytest.warns(UserWarning, match="not shared"):
+        [(_, _, found)] = rounds(out, net)
+    assert found.look.values["leakage/probe/exposed"] == 0
+    assert found.withheld
+
+
+def test_an_update_that_cannot_be_read_does_not_leave(tmp_path):
+    net = model()
+    sent, data = trained_state(net), batches(1)
+    nan = {n: torch.full_like(t, math.nan) for n, t in sent.items()}
+    for own in (None, dp()):
+        out = client(tmp_path, dp=own, net=net)
+        with pytest.warns(UserWarning, match="did not leave: the client's update holds NaN"):
+            found = out.leaves(0, sent, nan, data)
+        assert found.withheld
+        assert found.look is None
+        if own is None:
+            assert found.state is None
+        else:
+            assert all(bool(t.isfinite().all()) for t in found.state.values())
+            assert own.accountant.steps == 1
+    assert {x["why"][:23] for x in decisions(tmp_path)} == {"the client's update hol"}
+
+
+# ---- under differential privacy of the client ---------------------------------------------------
+
+
+def test_a_withheld_update_is_zero_plus_the_same_noise(tmp_path):
+    out = client(tmp_path, RoundGate(F1, at_most=0.0), dp=dp(seed=4))
+    with pytest.warns(UserWarning, match="withheld") as said:
+        [(sent, _, found)] = rounds(out)
+    assert not any("one bit" in str(w.message) for w in said)
+    twin = dp(seed=4)
+    twin.rehearsed(None, sent)
+    expected = twin.privatized(None, sent)
+    left = difference(sent, found.state)
+    for name in sent:
+        torch.testing.assert_close(left[name], expected[name], rtol=0, atol=1e-6)
+
+
+def test_what_is_attacked_has_other_noise_than_what_leaves(tmp_path):
+    attack = Listening()
+    out = client(tmp_path, RoundGate(F1, at_most=1.0), attack=attack, dp=dp())
+    [(sent, returned, found)] = rounds(out)
+    [(_, _, seen)] = attack.seen
+    left = (sent["lm_head.weight"] - found.state["lm_head.weight"]) / 0.05
+    noise = out.own.own_noise_std / 0.05
+    assert attack.told == pytest.approx([noise])
+    assert float((seen - left).std()) == pytest.approx(noise * math.sqrt(2), rel=0.05)
+    moved = (sent["lm_head.weight"] - returned["lm_head.weight"]) / 0.05
+    assert float((left - moved).std()) == pytest.approx(noise, rel=0.1)
+    assert out.own.accountant.steps == 1
+
+
+def test_the_account_of_the_record_is_the_clients(tmp_path):
+    own = dp(accountant="rdp")
+    net = model()
+    watched = observer(tmp_path, net, [Probe(k=14)], defenses=[own])
+    list(rounds(OutgoingUpdates(watched, dp=own), net, n=2))
+    watched.end()
+    [begin, *_, end] = lines(tmp_path, "run.jsonl")
+    assert begin["defenses"][0]["settings"]["trust"] == "local"
+    [spent] = end["privacy"]
+    assert spent["releases"] == 2
+    assert spent["epsilon"] == pytest.approx(own.privacy.epsilon)
+
+
+def test_noise_is_turned_up_until_the_update_passes(tmp_path):
+    own = dp(accountant="filter", target_epsilon=50.0)
+    before = own.own_noise_std
+    attack = Listening(most=3 * before / 0.05)
+    out = client(tmp_path, RoundGate(F1, at_most=0.3, action="harden"), attack=attack, dp=own)
+    found = [leaving for _, _, leaving in rounds(out, n=2)]
+    assert [f.withheld for f in found] == [False, False]
+    assert attack.told == pytest.approx([before / 0.05 * k for k in (1, 2, 4, 4)])
+    assert own.accountant.history == ((4.0, 1.0, 2),)
+    assert [x["did"] for x in decisions(tmp_path)] == ["hardened", "hardened"]
+    assert [x["round"] for x in lines(tmp_path)] == [0, 1]
+    assert out.observer._seats[0, "shared"].results.looks == 2
+
+
+def test_where_noise_cannot_be_turned_up_any_more_the_update_is_withheld(tmp_path):
+    own = dp(accountant="filter", target_epsilon=50.0, most_notches=1)
+    gate = RoundGate(F1, at_most=0.3, action="harden")
+    with pytest.warns(UserWarning, match="withheld"):
+        [(_, _, found)] = rounds(client(tmp_path, gate, attack=Listening(), dp=own))
+    assert found.withheld
+    assert found.state is not None
+    assert [x["did"] for x in decisions(tmp_path)] == ["hardened", "withheld"]
+
+
+def test_a_spent_budget_lets_nothing_leave(tmp_path):
+    own = dp(None, target_epsilon=2.0, rounds=1, accountant="rdp")
+    out = client(tmp_path, dp=own)
+    done = rounds(out, n=2)
+    next(done)
+    with pytest.raises(BudgetSpent, match="was not made"):
+        next(done)
+
+
+def test_a_trusted_server_is_sent_the_update_as_it_is(tmp_path):
+    out = client(tmp_path, dp=dp(trust="central"))
+    [(_, returned, found)] = rounds(out)
+    assert same(found.state, returned)
+
+
+def test_a_tied_parameter_is_not_noised_twice(tmp_path):
+    net = tiny_gpt2(dropout=0.0)
+    sent = {n: t.clone() for n, t in net.state_dict().items()}
+    out = client(tmp_path, dp=dp(), net=net)
+    with pytest.raises(UpdateError, match="sent under two names"):
+        out.leaves(0, sent, {n: t + 1 for n, t in sent.items()}, batches(1))
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gate", "said"),
+    [
+        ({"at_most": math.nan}, "finite number"),
+        ({"at_most": True}, "finite number"),
+        ({"at_most": 30}, "shares, not percent"),
+        ({"metric": "leakage/x/auc", "at_most": 0.3}, "0.5 is chance"),
+        ({"action": "stop"}, "action must be one of"),
+        ({"patience": -1}, "patience"),
+    ],
+)
+def test_gates_that_cannot_be_meant_are_refused(gate, said):
+    with pytest.raises(ValueError, match=said):
+        RoundGate(**({"metric": F1, "at_most": 0.3} | gate))
+
+
+def test_a_gate_on_what_is_not_logged_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=f"Did you mean '{F1}'"):
+        client(tmp_path, RoundGate("leakage/prob/f1", at_most=0.3))
+
+
+def test_gates_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="two RoundGates"):
+        client(tmp_path, RoundGate(F1, at_most=0.3), RoundGate(F1, at_most=0.4))
+
+
+@pytest.mark.parametrize("own", [None, dp(), dp(trust="central")])
+def test_a_gate_that_hardens_needs_noise_that_can_be_turned_up(tmp_path, own):
+    with pytest.raises(ValueError, match="accountant='filter'"):
+        client(tmp_path, RoundGate(F1, at_most=0.3, action="harden"), dp=own)
+
+
+def test_an_attack_of_the_package_is_gated(tmp_path):
+    out = client(tmp_path, RoundGate("leakage/bag_of_words/f1", at_most=0.5), attack=BagOfWords())
+    with pytest.warns(UserWarning, match="withheld"):
+        [(_, _, found)] = rounds(out)
+    assert found.withheld

@@ -9,8 +9,12 @@ model. The settings of a piece are run as they are, but for what ``PL_TRAINER_..
 from __future__ import annotations
 
 import ast
+import json
 import math
 from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -26,12 +30,15 @@ from lightning_fedleak import (
     GradientNoise,
     LeakageMonitor,
     RiskGate,
+    SubspaceWords,
 )
 from lightning_fedleak.commands.fit import fit
+from lightning_fedleak.federation import RoundObserver, trained_state
 from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.finetuning.data import PadRight, TokenRows
 from lightning_fedleak.report import write
 from tests.docs.blocks import Block, blocks
+from tests.federation import rounds as rounds_
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
 from tests.report.lines import begin, look, result, written
 from tests.tools.sentences import ROOT
@@ -140,6 +147,45 @@ def own_attack() -> Iterator[Names]:
     assert 0 < names["monitor"].latest["leakage/largest_rows/f1"] <= 1
 
 
+def rounds() -> Iterator[Names]:
+    """A federation of two clients, and the first one's first round."""
+    sent_model = language_model()
+    sent, seeds = trained_state(sent_model), count()
+
+    def train(_: object) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+        data = rounds_.batches(next(seeds), n=10)
+        return rounds_.train(sent_model, data, rounds_.ADAMW), data
+
+    clients = [SimpleNamespace(number=number, train=train) for number in range(2)]
+    attack = SubspaceWords(capacity_seconds=0)
+    observer = RoundObserver(language_model(), rounds_.ADAMW, local_steps=10, attacks=attack)
+    observer.begin(0, sent)
+    returned, batches = clients[0].train(sent)
+    names: Names = {"torch": torch, "own_model": language_model(), "clients": clients, "rounds": 2}
+    names |= {"sent": sent, "observer": observer, "round_": 0}
+    names |= {"returned": returned, "batches": batches}
+    yield names
+    if "leaving" in names:
+        assert names["leaving"].state is None
+        assert names["leaving"].events
+        return
+    lines = map(json.loads, Path("fedleak_runs/federation/leakage.jsonl").read_text().splitlines())
+    seen = {(line["round"], line["client"]) for line in lines if line["unknown"] is None}
+    assert seen == {(round_, number) for round_ in range(2) for number in range(2)}
+
+
+def whole_clients() -> Iterator[Names]:
+    """A server, and clients that return a model of three numbers each."""
+    generator = torch.Generator().manual_seed(0)
+    names: Names = {"sent": {"weight": torch.zeros(3)}, "all_clients": range(1_000)}
+    names["like"] = names["sent"]
+    names["train"] = lambda client, sent: {
+        "weight": sent["weight"] + torch.randn(3, generator=generator)
+    }
+    yield names
+    assert 7.9 < names["dp"].privacy.epsilon <= 8
+
+
 SETUPS: dict[str, Callable[[], Iterator[Names]]] = {
     "": fine_tuning,
     **{
@@ -152,6 +198,8 @@ SETUPS: dict[str, Callable[[], Iterator[Names]]] = {
             canaries,
             hidden_states,
             own_attack,
+            rounds,
+            whole_clients,
         )
     },
 }

@@ -3,14 +3,18 @@
 A piece runs in an empty folder. It gets the names of a reader's own program (``model``,
 ``datamodule``, ...) from its setup. A Trainer that it makes and does not use is used afterwards; a
 monitor, gate or strategy that stands alone gets a Trainer. All of that lasts two steps of a tiny
-model. The settings of a piece are run as they are, but for what ``PL_TRAINER_...`` supplies.
+model. The settings of a piece are run as they are; ``PL_TRAINER_...`` supplies what it leaves open,
+and calibrations are short.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -28,10 +32,12 @@ from lightning_fedleak import (
     RiskGate,
 )
 from lightning_fedleak.commands.fit import fit
+from lightning_fedleak.federation import trained_state
 from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.finetuning.data import PadRight, TokenRows
 from lightning_fedleak.report import write
 from tests.docs.blocks import Block, blocks
+from tests.federation import rounds as federated
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
 from tests.report.lines import begin, look, result, written
 from tests.tools.sentences import ROOT
@@ -46,6 +52,9 @@ SUPPLIED = {
     "LOGGER": "False",
     "MAX_STEPS": "2",
 }
+
+
+CALIBRATED_ON = {"calibration_tokens": 2_000, "updates": 8}  # for the sake of time
 
 
 def language_model() -> LlamaForCausalLM:
@@ -93,7 +102,7 @@ def built() -> Iterator[Names]:
 def looked() -> Iterator[Names]:
     """A monitor whose fit is over."""
     pytest.importorskip("pandas")
-    monitor = LeakageMonitor(AlignedFlatChat("sampled", calibration_tokens=400))
+    monitor = LeakageMonitor(AlignedFlatChat("sampled"))
     L.Trainer(callbacks=[monitor]).fit(CausalLMFineTuning(language_model()), data())
     names: Names = {"monitor": monitor}
     yield names
@@ -129,6 +138,37 @@ def hidden_states() -> Iterator[Names]:
     yield {"hidden": hidden, "attention_mask": torch.ones(6, 5)}
 
 
+def federation() -> Iterator[Names]:
+    """Two clients of a simulation, for one round of ten steps."""
+    net = federated.model()
+
+    def client(number: int) -> SimpleNamespace:
+        data = federated.batches(number, 10)
+        returned = federated.train(net, data, partial(torch.optim.AdamW, lr=1e-4))
+        return SimpleNamespace(number=number, train=lambda sent: (returned, data))
+
+    names: Names = {"own_model": federated.model(), "sent": trained_state(net), "rounds": 1}
+    names |= {"clients": [client(0), client(1)]}
+    yield names
+    lines = names["observer"].folder.joinpath("leakage.jsonl").read_text().splitlines()
+    read = [line for line in map(json.loads, lines) if line["metrics"]]
+    assert {line["client"] for line in read} == {0, 1}
+
+
+def client_dp() -> Iterator[Names]:
+    """Clients of which most fail: they are ten thousand."""
+    sent = {"weight": torch.zeros(2)}
+    names: Names = {
+        "all_clients": range(10_000),
+        "sent": dict(sent),
+        "like": sent,
+        "train": lambda client, sent: None if client % 50 else {"weight": sent["weight"] + 1},
+    }
+    yield names
+    assert 0 < names["dp"].privacy.epsilon <= 8
+    assert not torch.equal(names["sent"]["weight"], sent["weight"])
+
+
 def own_attack() -> Iterator[Names]:
     """An attack of the reader's, played."""
     names: Names = {}
@@ -152,6 +192,8 @@ SETUPS: dict[str, Callable[[], Iterator[Names]]] = {
             canaries,
             hidden_states,
             own_attack,
+            federation,
+            client_dp,
         )
     },
 }
@@ -173,7 +215,7 @@ def train_what_is_built(names: Names) -> None:
         return
     if not trainers:
         if made(RiskGate) and not made(LeakageMonitor):
-            callbacks.append(LeakageMonitor(AlignedFlatChat("sampled", calibration_tokens=400)))
+            callbacks.append(LeakageMonitor(AlignedFlatChat("sampled")))
             defenses = defenses or [GradientNoise(clip=1.0, sigma=0.1)]
         if defenses and not strategies:
             strategies = [DefendedStrategy("auto", defenses)]
@@ -209,6 +251,9 @@ def reader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in SUPPLIED.items():
         monkeypatch.setenv(f"PL_TRAINER_{name}", value)
+    for name, value in CALIBRATED_ON.items():
+        assert AlignedFlatChat.__init__.__kwdefaults__[name] > value
+        monkeypatch.setitem(AlignedFlatChat.__init__.__kwdefaults__, name, value)
     (tmp_path / "letters.txt").write_text("\n".join(TEXTS * 2))
     return tmp_path
 

@@ -36,6 +36,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if not file.startswith("../"):
             return link[0]
         file = file.removeprefix("../")
+        if label.strip("`") in file:
+            return f"`{file}`"
         return label if file in label else f"{label} (`{file}`)"
 
     parts = _FENCE.split(_COMMENT.sub("", markdown))

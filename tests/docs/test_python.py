@@ -3,7 +3,8 @@
 A piece runs in an empty folder. It gets the names of a reader's own program (``model``,
 ``datamodule``, ...) from its setup. A Trainer that it makes and does not use is used afterwards; a
 monitor, gate or strategy that stands alone gets a Trainer. All of that lasts two steps of a tiny
-model. The settings of a piece are run as they are, but for what ``PL_TRAINER_...`` supplies.
+model. The settings of a piece are run as they are; ``PL_TRAINER_...`` supplies what it leaves open,
+and calibrations are short.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ SUPPLIED = {
 }
 
 
+CALIBRATED_ON = {"calibration_tokens": 2_000, "updates": 8}  # for the sake of time
+
+
 def language_model() -> LlamaForCausalLM:
     """Of four blocks: snippets look at the third."""
     config = LlamaConfig(
@@ -100,7 +104,7 @@ def built() -> Iterator[Names]:
 def looked() -> Iterator[Names]:
     """A monitor whose fit is over."""
     pytest.importorskip("pandas")
-    monitor = LeakageMonitor(AlignedFlatChat("sampled", calibration_tokens=400))
+    monitor = LeakageMonitor(AlignedFlatChat("sampled"))
     L.Trainer(callbacks=[monitor]).fit(CausalLMFineTuning(language_model()), data())
     names: Names = {"monitor": monitor}
     yield names
@@ -221,7 +225,7 @@ def train_what_is_built(names: Names) -> None:
         return
     if not trainers:
         if made(RiskGate) and not made(LeakageMonitor):
-            callbacks.append(LeakageMonitor(AlignedFlatChat("sampled", calibration_tokens=400)))
+            callbacks.append(LeakageMonitor(AlignedFlatChat("sampled")))
             defenses = defenses or [GradientNoise(clip=1.0, sigma=0.1)]
         if defenses and not strategies:
             strategies = [DefendedStrategy("auto", defenses)]
@@ -257,6 +261,9 @@ def reader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in SUPPLIED.items():
         monkeypatch.setenv(f"PL_TRAINER_{name}", value)
+    for name, value in CALIBRATED_ON.items():
+        assert AlignedFlatChat.__init__.__kwdefaults__[name] > value
+        monkeypatch.setitem(AlignedFlatChat.__init__.__kwdefaults__, name, value)
     (tmp_path / "letters.txt").write_text("\n".join(TEXTS * 2))
     return tmp_path
 

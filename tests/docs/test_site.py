@@ -98,16 +98,16 @@ def on_page(name: str) -> SimpleNamespace:
 
 def test_links_that_leave_the_docs_become_names_of_files(hooks):
     shown = hooks.on_page_markdown(
-        "See [the rules](../CONTRIBUTING.md#a), [x.py](../x.py), [here](x.md#b).\n"
+        "See [the rules](../CONTRIBUTING.md#a), [x](../x.py), [here](x.md#b).\n"
         "<!-- test: skip (because) -->\n```\n[0](../1)\n```\n",
         page=on_page("a.md"),
     )
     assert shown == (
-        "See the rules (`CONTRIBUTING.md`), x.py, [here](x.md#b).\n```\n[0](../1)\n```\n"
+        "See the rules (`CONTRIBUTING.md`), `x.py`, [here](x.md#b).\n```\n[0](../1)\n```\n"
     )
     inside = "[a](../a.md) ![b](../b.png) [c](../../c/d.py)"
     shown = hooks.on_page_markdown(inside, page=on_page("api/x.md"))
-    assert shown == "[a](../a.md) ![b](../b.png) c (`c/d.py`)"
+    assert shown == "[a](../a.md) ![b](../b.png) `c/d.py`"
 
 
 def test_roles_of_docstrings_become_names(hooks):

@@ -48,7 +48,7 @@ class LargestRows(Attack):
 def main() -> None:
     """Trains 10 steps and prints how the two attacks did."""
     monitor = LeakageMonitor(
-        [LargestRows(), AlignedFlatChat("sampled", calibration_tokens=4_000)], every_n_steps=5
+        [LargestRows(), AlignedFlatChat("sampled", calibration_tokens=2_000)], every_n_steps=5
     )
     trainer = L.Trainer(
         max_steps=10, callbacks=[monitor], default_root_dir="fedleak_runs", logger=False

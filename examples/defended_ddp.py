@@ -17,7 +17,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 def main() -> None:
     """Trains 6 steps on two processes."""
     monitor = LeakageMonitor(
-        [AlignedFlatChat("sampled", calibration_tokens=4_000)],
+        [AlignedFlatChat("sampled", calibration_tokens=2_000)],
         every_n_steps=3,
         stages=("local", "shared"),
     )

@@ -20,7 +20,7 @@ def main() -> None:
     """Fine-tunes 10 steps whole, then 10 steps with LoRA, with and without dropout."""
     for peft, dropout in ((None, 0.0), ("lora", 0.05), ("lora", 0.0)):
         attacks = [
-            AlignedFlatChat("sampled", calibration_tokens=4_000),
+            AlignedFlatChat("sampled", calibration_tokens=2_000),
             SubspaceWords(capacity_seconds=0),
             GradientMembership("sampled", tokens=32),
         ]

@@ -42,7 +42,7 @@ class TopK(Defense):
 def main() -> None:
     """Trains 6 steps and prints what leaked before the defence and after it."""
     monitor = LeakageMonitor(
-        [AlignedFlatChat("sampled", calibration_tokens=4_000), FCMembership(layer=2, ladder=[1.0])],
+        [AlignedFlatChat("sampled", calibration_tokens=2_000), FCMembership(layer=2, ladder=[1.0])],
         every_n_steps=3,
         stages=("local", "shared"),
     )

@@ -11,7 +11,7 @@ from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
 
 def main() -> None:
     """Trains for 20 steps; with action="stop" the gate would end it at the first look."""
-    monitor = LeakageMonitor(every_n_steps=5)
+    monitor = LeakageMonitor(every_n_steps=10)
     gate = RiskGate("leakage/worst/words", at_most=0.99, action="warn")
     trainer = L.Trainer(max_steps=20, callbacks=[monitor, gate], default_root_dir="fedleak_runs")
     trainer.fit(CausalLMFineTuning(), datamodule=TextDataModule())

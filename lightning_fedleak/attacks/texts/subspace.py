@@ -551,6 +551,7 @@ class _Search:
         opened = [
             _Branch((), int(token), tuple(x[i] for x in states)) for i, token in enumerate(self.bag)
         ]
+        few = len(left[0].directions) < len(self.bag)
         found: list[_Text] = []
         lost: list[_Text] = []
         while any(len(block.directions) for block in left) and len(lost) < _LOST:
@@ -561,7 +562,7 @@ class _Search:
             if self.precise and not text.exact and finished and self.speaks:
                 again, finished = self._next(opened, left, deadline, _PRIOR)
                 text = again if again is not None and again.exact else text
-            if self.precise and not text.exact:  # a wrong token, and all behind it is made up
+            if self.precise and not (text.exact or few):  # a wrong token: all behind is made up
                 lost.append(text)
                 begun = text.tokens[: text.begins + 1]
                 opened = [b for b in opened if (*b.prefix, b.token) != begun]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -123,6 +124,7 @@ class _Tensor:
         self.requires_grad = tensor.requires_grad
         self.inference = tensor.is_inference()
         self.version = 0 if self.inference else tensor._version
+        self._counter = None if self.inference else _unsafe_preserve_version_counter(tensor)
         self.alias = tensor.detach()  # of the same storage, whatever becomes of tensor.data
         self.copy: Tensor | None = None
 
@@ -142,8 +144,8 @@ class _Tensor:
         if self.copy is not None:
             with torch.inference_mode(self.inference), torch.no_grad():
                 _narrowed(alias, alias).copy_(_narrowed(self.copy, alias))
-        if not self.inference and tensor._version != self.version:
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (self.version,))
+        if self._counter is not None and tensor._version != self.version:
+            self._counter.__exit__(None, None, None)
         return self.copy is not None or not written
 
 

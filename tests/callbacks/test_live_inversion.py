@@ -1,5 +1,6 @@
 """Inversion attacks on live steps: what they are shown, and what becomes of what they say."""
 
+import inspect
 import json
 import math
 import stat
@@ -246,14 +247,17 @@ def test_a_mask_given_by_its_place_is_the_one_that_the_model_takes(tmp_path, tas
             ids = batch["input_ids"]
             mask = torch.ones_like(ids)
             mask[:, :2] = 0
-            given = (ids, mask) if task else (ids, None, mask)
+            between = [None] * (0 if task else names.index("attention_mask") - 1)
+            given = (ids, *between, mask)
             loss = self.model(*given, labels=batch["labels"]).loss
             self.log("train_loss", loss)
             return loss
 
     with own_rng(0):
         config = peft.LoraConfig(r=2, target_modules=["c_attn"], task_type=task)
-        model = peft.get_peft_model(tiny_gpt2(), config)
+        inner = tiny_gpt2()
+        names = list(inspect.signature(inner.forward).parameters)
+        model = peft.get_peft_model(inner, config)
     attack = Recording()
     fit([LeakageMonitor(attack)], tmp_path, module=ByPlace(model, lr=0.0))
     mask = attack.seen[0][1]

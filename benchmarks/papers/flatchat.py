@@ -113,7 +113,7 @@ class Size:
         "none", "Last", "Emb", "Last+Emb", "DP 1e-4", "DP 1e-3", "DP 1e-2",
     )  # fmt: skip
     curve_batch: int = 16
-    curve_steps: int = 30
+    curve_steps: int = 20
     curve_every: int = 10
     curve_seeds: tuple[int, ...] = (0, 1, 2)
     validation_pairs: int = 64
@@ -530,7 +530,7 @@ def table2_cells(size: Size, models: Sequence[str]) -> list[Cell]:
         settings = {"setting": setting, "attack": attack, "tokens": tokens, "batches": batches,
                     "hidden": size.hidden, "steps": steps_of(size, setting),
                     "seconds": size.rlg_seconds}  # fmt: skip
-        seconds = 8 + batches * (min(20.0, size.rlg_seconds) if slow else 0.3)
+        seconds = 8 + batches * (size.rlg_seconds if slow else 0.0018 * tokens)
         found.append(Cell("translation", settings, seconds, f"translator, {setting}"))
     return found
 

@@ -50,7 +50,7 @@ class Size:
     length: int = 16
     noises: tuple[float, ...] = (0.0, 0.3, 1.0, 3.0)
     attacks: tuple[str, ...] = ("paper", "relaxation", "descent", "prefix")
-    lengths: tuple[int, ...] = (16, 64, 256)
+    lengths: tuple[int, ...] = (16, 64, 128)
     length_attacks: tuple[str, ...] = ("paper", "prefix")
     seed: int = 0
 

@@ -47,7 +47,7 @@ class Size:
     thirds: tuple[int, ...] = (1, 2)
     texts: int = 3
     utility_texts: int = 8
-    steps: int = 100
+    steps: int = 80
     length: int = 16
     noises: tuple[float, ...] = (0.0, 0.3, 1.0, 3.0)
     attacks: tuple[str, ...] = ("paper", "relaxation", "descent", "prefix")

@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 LOWEST := .venv-lowest
+PAPERS_LOG ?= benchmarks/papers/measured.jsonl
 
 # An environment that is there keeps its Python: one of another version needs another name.
 ifeq ($(origin PYTHON),command line)
@@ -25,7 +26,7 @@ help:
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
-	@echo "make papers  every table and figure of the three papers: ENCODER=DIR STORIES=DIR CAUSAL=DIR are models (under two hours)"
+	@echo "make papers  every table and figure of the three papers that was not measured yet: ENCODER=DIR STORIES=DIR CAUSAL=DIR are models (all anew with PAPERS_LOG=FILE: about two hours of two cores)"
 	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove .venv, .venv-* and caches (fedleak_runs/ stays)"
@@ -60,11 +61,11 @@ smoke: $(READY)
 
 papers: $(READY)  # goes on where it was stopped; a table that fails stops none
 	@test -n "$(ENCODER)" -a -n "$(STORIES)" -a -n "$(CAUSAL)" || { echo "Name folders of three models: make papers ENCODER=DIR STORIES=DIR CAUSAL=DIR"; exit 1; }
-	@failed=0; \
-	$(BIN)/python -m benchmarks.papers membership --model $(ENCODER) $(STORIES) --jobs 2 $(ARGS) || failed=1; \
-	$(BIN)/python -m benchmarks.papers inversion --model $(CAUSAL) --jobs 2 $(ARGS) || failed=1; \
-	$(BIN)/python -m benchmarks.papers flatchat --model $(CAUSAL) --jobs 2 $(ARGS) || failed=1; \
-	$(BIN)/python -m benchmarks.papers --docs docs/papers.md $(ARGS) || failed=1; exit $$failed
+	@failed=0; run="$(BIN)/python -m benchmarks.papers --log $(PAPERS_LOG)"; \
+	$$run membership --model $(ENCODER) $(STORIES) --jobs 2 $(ARGS) || failed=1; \
+	$$run inversion --model $(CAUSAL) --jobs 2 $(ARGS) || failed=1; \
+	$$run flatchat --model $(CAUSAL) --jobs 2 $(ARGS) || failed=1; \
+	$$run --docs docs/papers.md $(ARGS) || failed=1; exit $$failed
 
 gpu: $(READY)
 	@$(BIN)/python benchmarks/gpu.py --docs docs/gpu.md $(ARGS)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,24 +13,23 @@ import pytest
 import torch
 
 from benchmarks.papers import __main__ as door
-from benchmarks.papers import flatchat, membership
+from benchmarks.papers import flatchat, inversion, membership
 from benchmarks.papers.cells import Cell, Log, Row, run
 from benchmarks.papers.tables import Found, Mean, mean_of, number, published, student
 from lightning_fedleak.attacks.membership.attention_layers import HeadPair
+from tests.helpers.folders import TEXTS, save_tiny_causal_lm
+from tests.helpers.measures import squared
 
 ROOT = Path(__file__).parents[1]
 
 
-def squared(*, value: int, models: Mapping[str, str]) -> list[Row]:
-    """A cell's measure: 3 raises, 4 ends its process."""
-    if value == 3:
-        raise ArithmeticError("three")
-    if value == 4:
-        os._exit(7)
-    return [{"square": value * value, "none": math.nan}]
-
-
 MEASURES = {"square": squared}
+
+
+@pytest.fixture(autouse=True)
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of these tests import next to nothing."""
+    monkeypatch.setattr("benchmarks.papers.cells.PRELOADED", ("benchmarks.papers.cells",))
 
 
 def cells(*values: int, together: str = "") -> list[Cell]:
@@ -48,7 +45,7 @@ def test_a_failed_cell_is_named_costs_no_other_and_is_tried_again(
     failures = run(wanted, MEASURES, {}, Log.read(path), jobs=jobs, told=said.append)
     ((failed, why),) = failures
     assert failed.settings == {"value": 3}
-    assert why.startswith("ArithmeticError at test_papers.py:")
+    assert why.startswith("ArithmeticError at measures.py:")
     log = Log.read(path)
     assert [log.rows(c) for c in cells(1, 2, 5)] == [
         [{"value": v, "square": v * v, "none": None}] for v in (1, 2, 5)
@@ -102,7 +99,7 @@ def test_a_mean_joins_what_is_independent_and_averages_what_shares_its_games() -
     assert apart.low == pytest.approx(0.6 - math.hypot(0.05, 0.05))
     assert apart.high == pytest.approx(0.6 + math.hypot(0.1, 0.1))
     unknown = Mean(math.nan, math.nan, math.nan)
-    assert str(mean_of([[a], [unknown]])) == ".500 (.40 to .70), 1 of 2 cells"
+    assert mean_of([[a], [unknown]]) == mean_of([[a]]) == a
     assert str(mean_of([[unknown]])) == "not run"
 
 
@@ -161,7 +158,7 @@ def test_our_rows_stand_beside_the_papers_in_both_protocols() -> None:
     assert accuracy == ".750 (.57 to .84)"
     assert "FC-Full has AUC .750 at 10 (paper 1.00)" in whole.finding
     part = table.show(Found(fake_rows(made[:-1])), size)
-    assert "3 of 6 cells" in str(part.grids[0])
+    assert [r[3] for r in part.grids[0].rows if "parts" in r[3]][:1] == ["30, 3 of 6 parts"]
     none = table.show(Found([]), size)
     assert none.finding == "Not run."
 
@@ -189,6 +186,33 @@ def test_one_hot_gaps_are_those_of_the_heads() -> None:
         expected = float(attention.coordinates()[2].abs().max())
         found = membership.gap(ids.numpy(), word, u.numpy(), 3.0)
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_an_attack_on_states_is_prepared_once_for_a_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_causal_lm(tmp_path / "tiny")
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(TEXTS * 4))
+    size = replace(
+        inversion.SIZES["smoke"], text=str(text), noises=(0.0, 1.0), attacks=("descent",), steps=30
+    )
+    calls = []
+    make = inversion.make_adversary
+    monkeypatch.setattr(
+        inversion, "make_adversary", lambda *args, **more: calls.append(args) or make(*args, **more)
+    )
+    log = Log.read(tmp_path / "log.jsonl")
+    table = inversion.PAPER.table("fig1")
+    made = table.cells(size, ["tiny"])
+    measures, models = inversion.PAPER.measures, {"tiny": str(folder)}
+    assert not run(made, measures, models, log, jobs=0, told=print)
+    assert calls == [("descent", 1)]
+    shown = table.show(Found(row for cell in made for row in log.rows(cell) or ()), size)
+    clean, noisy = shown.grids[0].rows
+    assert clean[:3] == ["tiny", "1 of 2", "0"]
+    assert clean[4].startswith("1.000 (")
+    assert noisy[4] < clean[4]
 
 
 def test_regression_shapes_are_the_papers_for_sizes_like_the_papers() -> None:

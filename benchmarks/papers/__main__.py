@@ -6,13 +6,16 @@
     python -m benchmarks.papers inversion fig1 --model DIR
     python -m benchmarks.papers flatchat --model DIR --jobs 2      # all of one paper
     python -m benchmarks.papers --docs docs/papers.md              # writes the page, runs nothing
-    make papers ENCODER=DIR STORIES=DIR CAUSAL=DIR                 # all of all
+    make papers ENCODER=DIR STORIES=DIR CAUSAL=DIR                 # all of all, and the page
 
 A table is made of cells, and each cell is a line of ``--log`` as soon as it was measured: stop at
 any time, and the same command goes on. One that fails is named at the end, costs no other, and is
 tried again next time; the exit status is then 1. ``--size`` and ``--set NAME=VALUE,VALUE`` say how
 much is run: ``--size paper`` is nearer to the papers, and takes days. ``--list`` tells the settings
 and the seconds of a processor of each table, measured where the log has them.
+
+``measured.jsonl`` beside this file is the log of docs/papers.md. ``make papers`` goes on with it,
+and measures all anew with ``PAPERS_LOG=FILE``.
 
 Models are folders. ``FEDLEAK_ASSETS`` names the folder of the data sets. ``--docs`` without a table
 writes what the log holds, which may be of several runs. ``--json FILE`` writes the rows of the

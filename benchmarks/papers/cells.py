@@ -30,6 +30,9 @@ Measure = Callable[..., list[Row]]
 """Called with a cell's settings and, as ``models``, the folders of models by name; gives rows of
 plain values."""
 
+PRELOADED = ("lightning", "transformers", "peft", "benchmarks.papers")
+"""Imported once, by the process from which those that measure are forked."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -228,7 +231,7 @@ def _group(
 ) -> None:
     """Measures cells one after another in a process, and in another where that dies."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning", "transformers", "lightning_fedleak"])
+    context.set_forkserver_preload(list(PRELOADED))
     left = list(cells)
     while left and not stop.is_set() and time.monotonic() < until:
         ours, theirs = context.Pipe(duplex=False)

@@ -61,8 +61,10 @@ from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 
 PAD, EOS, LENGTH = 0, 1, 100
+CUT = 32
+"""Tokens at which sentences are cut that a translator is trained on."""
 SETTINGS = ("Scratch", "FineTune")
-MT_SHAPES = ((2, 60), (8, 60), (24, 60), (64, 60), (120, 60))
+MT_SHAPES = ((2, 40), (8, 40), (24, 40), (64, 40))
 SCORERS = (("Abs", "oracle"), ("GMM", "oracle"), ("Abs", "predict"), ("GMM", "predict"))
 
 
@@ -78,10 +80,11 @@ class Size:
         regression_batches, regression_pool: for each of the paper's 18 shapes.
         noise_shape, noise_batches, sigmas: of Table 5, language models.
         hidden, scratch_steps, finetune_steps: of the translators.
-        tokens: target tokens of a batch, Table 2.
+        tokens, mt_attacks: target tokens of a batch and attacks, Table 2.
         rlg_batches, rlg_seconds: RLG's, and its time for one batch.
         mt_sigmas, mt_batch, mt_batches: of Table 5, translators.
-        defences, curve_steps, curve_every, curve_seeds: of Fig. 4.
+        defences, curve_batch, curve_steps, curve_every, curve_seeds,
+            validation_pairs: of Fig. 4.
     """
 
     texts: tuple[str, ...] = ("imdb", "agnews")
@@ -96,9 +99,10 @@ class Size:
     noise_batches: int = 2
     sigmas: tuple[float, ...] = (0.0, 1e-4, 1e-3, 1e-2)
     hidden: int = 512
-    scratch_steps: int = 100
-    finetune_steps: int = 200
+    scratch_steps: int = 60
+    finetune_steps: int = 120
     tokens: tuple[int, ...] = (100, 500, 1000, 1500, 2000)
+    mt_attacks: tuple[str, ...] = ("FlatChat", "Aligned", "RLG")
     mt_table_batches: int = 10
     rlg_batches: int = 2
     rlg_seconds: float = 20.0
@@ -108,9 +112,11 @@ class Size:
     defences: tuple[str, ...] = (
         "none", "Last", "Emb", "Last+Emb", "DP 1e-4", "DP 1e-3", "DP 1e-2",
     )  # fmt: skip
-    curve_steps: int = 40
+    curve_batch: int = 16
+    curve_steps: int = 20
     curve_every: int = 10
     curve_seeds: tuple[int, ...] = (0, 1, 2)
+    validation_pairs: int = 64
     seed: int = 0
 
 
@@ -122,9 +128,10 @@ SIZES = {
     "smoke": Size(texts=("imdb",), shapes=("2x8",), one_shape="2x8", batches=2, pool=4,
                   regression_batches=1, regression_pool=2, noise_shape="2x8", noise_batches=2,
                   sigmas=(0.0,), hidden=64, scratch_steps=2, finetune_steps=2, tokens=(20,),
+                  mt_attacks=("FlatChat", "RLG"), validation_pairs=4,
                   mt_table_batches=1, rlg_batches=1, rlg_seconds=1.0, mt_sigmas=(0.0,), mt_batch=2,
-                  mt_batches=1, defences=("none", "DP 1e-3"), curve_steps=2, curve_every=1,
-                  curve_seeds=(0,)),
+                  mt_batches=1, defences=("none", "DP 1e-3"), curve_batch=2, curve_steps=2,
+                  curve_every=1, curve_seeds=(0,)),
 }  # fmt: skip
 
 
@@ -298,12 +305,12 @@ def corpora() -> Corpora:
 
 
 def trained(model: Bart, pairs: PublicText, steps: int, seed: int) -> Bart:
-    """So many steps of AdamW on batches of 32."""
+    """So many steps of AdamW on batches of 16 sentences."""
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=5e-4)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss_of(model, pairs.batch(32, LENGTH, generator, kind="seq2seq")).backward()
+        loss_of(model, pairs.batch(16, CUT, generator, kind="seq2seq")).backward()
         optimizer.step()
     return model.eval()
 
@@ -403,16 +410,18 @@ def measure_translator_noise(
     return noise_rows(anatomy, drawn, sigmas, generator)
 
 
-def samples_of(text: PublicText, i: int, generator: torch.Generator) -> dict[str, Any]:
+def samples_of(
+    text: PublicText, i: int, generator: torch.Generator, length: int = LENGTH
+) -> dict[str, Any]:
     """One pair, as the model takes it."""
-    batch = text.rows([i], LENGTH, generator, kind="seq2seq")
+    batch = text.rows([i], length, generator, kind="seq2seq")
     return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask,
             "labels": batch.labels}  # fmt: skip
 
 
 def measure_curve(
-    *, defence: str, steps: int, every: int, batch: int, hidden: int, pretrained: int, seed: int,
-    models: Mapping[str, str],
+    *, defence: str, steps: int, every: int, batch: int, validation_pairs: int, hidden: int,
+    pretrained: int, seed: int, models: Mapping[str, str],
 ) -> list[Row]:  # fmt: skip
     """Fig. 4: FineTune goes on training on IWSLT by Adam under one defence.
 
@@ -432,20 +441,20 @@ def measure_curve(
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     sigma = float(defence.split()[1]) if defence.startswith("DP") else None
-    losses, private = [validation_loss(model)], corpora().training
+    losses, private = [validation_loss(model, validation_pairs)], corpora().training
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         if sigma is None:
-            loss_of(model, private.batch(batch, LENGTH, generator, kind="seq2seq")).backward()
+            loss_of(model, private.batch(batch, CUT, generator, kind="seq2seq")).backward()
         else:
             chosen = torch.randperm(len(private), generator=generator)[:batch].tolist()
             set_private_gradient(
-                model, parameters, [samples_of(private, i, generator) for i in chosen], sigma,
+                model, parameters, [samples_of(private, i, generator, CUT) for i in chosen], sigma,
                 generator,
             )  # fmt: skip
         optimizer.step()
         if step % every == 0:
-            losses.append(validation_loss(model))
+            losses.append(validation_loss(model, validation_pairs))
     return [{"steps": list(range(0, steps + 1, every)), "losses": losses}]
 
 
@@ -466,7 +475,7 @@ def set_private_gradient(
 
 
 @torch.no_grad()
-def validation_loss(model: Bart, pairs: int = 128) -> float:
+def validation_loss(model: Bart, pairs: int) -> float:
     """Mean over tokens of the first held-out pairs, without dropout."""
     text = corpora().private
     batch = text.rows(range(min(pairs, len(text))), LENGTH, torch.Generator(), kind="seq2seq")
@@ -513,19 +522,16 @@ def steps_of(size: Size, setting: str) -> int:
     return size.scratch_steps if setting == "Scratch" else size.finetune_steps
 
 
-MT_ATTACKS = ("FlatChat", "Aligned", "RLG")
-
-
 def table2_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     found = []
-    for setting, attack, tokens in product(SETTINGS, MT_ATTACKS, size.tokens):
+    for setting, attack, tokens in product(SETTINGS, size.mt_attacks, size.tokens):
         slow = attack == "RLG"
         batches = size.rlg_batches if slow else size.mt_table_batches
         settings = {"setting": setting, "attack": attack, "tokens": tokens, "batches": batches,
                     "hidden": size.hidden, "steps": steps_of(size, setting),
                     "seconds": size.rlg_seconds}  # fmt: skip
-        seconds = 8 + batches * (min(20.0, size.rlg_seconds) if slow else 0.3)
-        found.append(Cell("translation", settings, seconds, f"translator, {setting}, {attack}"))
+        seconds = 8 + batches * (size.rlg_seconds if slow else 0.0018 * tokens)
+        found.append(Cell("translation", settings, seconds, f"translator, {setting}"))
     return found
 
 
@@ -546,7 +552,7 @@ def table5_cells(size: Size, models: Sequence[str]) -> list[Cell]:
                     "steps": steps_of(size, setting), "seed": size.seed}  # fmt: skip
         found.append(
             Cell("translator_noise", settings, 80 + 6 * size.mt_batches,
-                 f"translator, {setting}, noise")
+                 f"translator, {setting}")
         )  # fmt: skip
     return found
 
@@ -556,9 +562,10 @@ def fig4_cells(size: Size, models: Sequence[str]) -> list[Cell]:
         Cell(
             "curve",
             {"defence": defence, "steps": size.curve_steps, "every": size.curve_every,
-             "batch": size.mt_batch, "hidden": size.hidden, "pretrained": size.finetune_steps,
+             "batch": size.curve_batch, "validation_pairs": size.validation_pairs,
+             "hidden": size.hidden, "pretrained": size.finetune_steps,
              "seed": seed},
-            size.curve_steps * (2.5 if defence.startswith("DP") else 0.6), "translator, curves",
+            size.curve_steps * (5.0 if defence.startswith("DP") else 1.5), "translator, FineTune",
         )
         for defence, seed in product(size.defences, size.curve_seeds)
     ]  # fmt: skip
@@ -575,7 +582,7 @@ def mean_f1(row: Row, name: str = "f1") -> str:
 
 def show_table2(found: Found, size: Size) -> Shown:
     lines, told = [], []
-    for setting, tokens, attack in product(SETTINGS, size.tokens, MT_ATTACKS):
+    for setting, tokens, attack in product(SETTINGS, size.tokens, size.mt_attacks):
         printed = theirs("table2", f"{setting} {tokens} {attack}")
         front = [setting, str(tokens), attack]
         if printed is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,8 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from word_recovery import read_texts
 
 from benchmarks.papers.cells import Cell, Row
+from benchmarks.papers.membership import start_of
 from benchmarks.papers.tables import Found, Grid, Paper, Shown, Table, finding, number, rate_of
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.attacks.texts.base import InversionAttack
 from lightning_fedleak.commands.invert import make_adversary, rows_of_length, run_cells
 
 LOST = 0.1
@@ -34,7 +35,7 @@ class Size:
 
     Attributes:
         text: a name or a file, as in word_recovery.py.
-        splits: blocks below the split.
+        thirds: of the model's blocks that are below the split; the paper's 10 and 20 of 28.
         texts: attacked in each cell.
         utility_texts: on which the task is measured.
         steps: most steps of a descent; the paper's 1,000.
@@ -43,14 +44,14 @@ class Size:
     """
 
     text: str = "imdb"
-    splits: tuple[int, ...] = (10, 20)
+    thirds: tuple[int, ...] = (1, 2)
     texts: int = 3
     utility_texts: int = 8
-    steps: int = 100
+    steps: int = 80
     length: int = 16
     noises: tuple[float, ...] = (0.0, 0.3, 1.0, 3.0)
     attacks: tuple[str, ...] = ("paper", "relaxation", "descent", "prefix")
-    lengths: tuple[int, ...] = (16, 64, 256)
+    lengths: tuple[int, ...] = (16, 64, 128)
     length_attacks: tuple[str, ...] = ("paper", "prefix")
     seed: int = 0
 
@@ -59,7 +60,7 @@ SIZES = {
     "default": Size(),
     "paper": Size(texts=20, utility_texts=20, steps=1000, length=220,
                   noises=(0.0, 0.1, 0.3, 1.0, 2.0, 3.0), lengths=(16, 64, 256, 1000)),
-    "smoke": Size(splits=(1,), texts=1, utility_texts=1, steps=2, length=8, noises=(0.0,),
+    "smoke": Size(thirds=(1,), texts=1, utility_texts=1, steps=2, length=8, noises=(0.0,),
                   attacks=("paper",), lengths=(8,), length_attacks=("paper",)),
 }  # fmt: skip
 
@@ -71,25 +72,44 @@ def loaded(folder: str) -> tuple[Any, Anatomy]:
     return AutoTokenizer.from_pretrained(folder), find_anatomy(model)
 
 
+@functools.lru_cache(maxsize=1)
+def prepared(folder: str, name: str, split: int, steps: int) -> InversionAttack:
+    """The model stands still, so that an attack is prepared once for a split."""
+    tokenizer, anatomy = loaded(folder)
+    hello = tokenizer("hello", add_special_tokens=False)["input_ids"][-1]
+    attack = make_adversary(
+        name, split, steps=steps, hello=hello, special_ids=tokenizer.all_special_ids
+    )
+    attack.prepare(anatomy)
+    attack.prepare = lambda anatomy: None
+    return attack
+
+
 def measure(
-    *, model: str, text: str, attack: str, split: int, length: int, noise: float, texts: int,
+    *, model: str, text: str, attack: str, third: int, length: int, noise: float, texts: int,
     utility_texts: int, steps: int, seed: int, models: Mapping[str, str],
 ) -> list[Row]:  # fmt: skip
     """One attack on the states behind one split."""
     tokenizer, anatomy = loaded(models[model])
     many = max(texts, utility_texts)
-    rows = rows_of_length(read_texts(text), tokenizer, length, many, least=many, seed=seed)
-    hello = tokenizer("hello", add_special_tokens=False)["input_ids"][-1]
-    make = partial(
-        make_adversary, attack, steps=steps, hello=hello, special_ids=tokenizer.all_special_ids
-    )
+    rows = rows_of_length(
+        read_texts(text), tokenizer, length, many, least=many, seed=seed,
+        start_token_id=start_of(tokenizer, anatomy),
+    )  # fmt: skip
+    split = max(1, round(third * len(anatomy.blocks) / 3))
+    made = prepared(models[model], attack, split, steps)
     (cell,) = run_cells(
-        anatomy, {length: rows}, [(attack, make)], [split], [noise], relative=True, texts=texts,
-        seed=seed,
+        anatomy, {length: rows}, [(attack, lambda _: made)], [split], [noise], relative=True,
+        texts=texts, seed=seed,
     )  # fmt: skip
     if not cell.rates:
         raise RuntimeError(cell.problem)
-    row: Row = {"blocks": cell.blocks, "seconds": cell.cpu_seconds, "taken": cell.steps}
+    row: Row = {
+        "split": split,
+        "blocks": cell.blocks,
+        "seconds": cell.cpu_seconds,
+        "taken": cell.steps,
+    }
     row |= {name: vars(cell.rates[name]) for name in ("token_accuracy", "exact_sentences")}
     utility = cell.utility
     return [
@@ -102,19 +122,21 @@ def cells(
     noises: Sequence[float],
 ) -> list[Cell]:  # fmt: skip
     found = []
-    for model, split, attack, length, noise in product(
-        models, size.splits, attacks, lengths, noises
+    for model, third, attack, length, noise in product(
+        models, size.thirds, attacks, lengths, noises
     ):
-        settings = {"model": model, "text": size.text, "attack": attack, "split": split,
+        settings = {"model": model, "text": size.text, "attack": attack, "third": third,
                     "length": length, "noise": noise, "texts": size.texts,
                     "utility_texts": size.utility_texts, "steps": size.steps,
                     "seed": size.seed}  # fmt: skip
         tokens = size.texts * length
         # Of a model with some hundred million weights.
         seconds = tokens * (0.05 + 1.5 * bool(noise)) if attack == "prefix" else (
-            tokens * split * size.steps * 7e-4
+            tokens * 10 * third * size.steps * 7e-4
         )  # fmt: skip
-        found.append(Cell("inversion", settings, 15 + seconds, f"{model}, split {split}, {attack}"))
+        found.append(
+            Cell("inversion", settings, 20 + seconds, f"{model}, split {third}/3, {attack}")
+        )
     return found
 
 
@@ -126,32 +148,36 @@ def fig2_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     return cells(size, models, size.length_attacks, size.lengths, [0.0])
 
 
+def place(rows: Sequence[Row], third: int) -> str:
+    """The split, in blocks where a cell was measured."""
+    return f"{rows[0]['split']} of {rows[0]['blocks']}" if rows else f"{third}/3"
+
+
 def rate(rows: Sequence[Row]) -> str:
     return str(rate_of(rows[0], "token_accuracy")) if rows else "not run"
 
 
 def show_fig1(found: Found, size: Size) -> Shown:
     lines, told = [], []
-    for model, split in product(found.values("model") or ["ours"], size.splits):
-        at = found.where(model=model, split=split, length=size.length)
+    for model, third in product(found.values("model") or ["ours"], size.thirds):
+        at = found.where(model=model, third=third, length=size.length)
         clean = next((r["task"] for r in at if r["noise"] == 0.0), None)
         for noise in size.noises:
             rows = [r for r in at if r["noise"] == noise]
             task = next((r["task"] for r in rows if r["task"] is not None), None)
             by = {a: [r for r in rows if r["attack"] == a] for a in size.attacks}
-            blocks = rows[0]["blocks"] if rows else "?"
             lines.append(
-                [model, f"{split} of {blocks}", f"{noise:g}",
+                [model, place(rows, third), f"{noise:g}",
                  "not run" if task is None else number(task, 2), *(rate(by[a]) for a in by)]
             )  # fmt: skip
             if clean and task is not None and task < LOST * clean:
                 best = {a: rate_of(r[0], "token_accuracy").value for a, r in by.items() if r}
                 told.append(
-                    f"behind block {split} noise {noise:g} leaves {number(task, 2)} of the task's "
-                    f"{number(clean, 2)}, and "
+                    f"on {model}, behind block {place(rows, third)}, noise {noise:g} leaves "
+                    f"{number(task, 2)} of the task's {number(clean, 2)}, and "
                     + ", ".join(f"`{a}` reads {number(v, 2)}" for a, v in best.items())
                 )
-    if found and not told:
+    if any(row["noise"] for row in found.rows) and not told:
         told.append("no noise level that was run takes the task below a tenth of what it was")
     head = ["model", "split", "noise", "next token", *size.attacks]
     return Shown([Grid(head, lines)], finding(told))
@@ -159,22 +185,21 @@ def show_fig1(found: Found, size: Size) -> Shown:
 
 def show_fig2(found: Found, size: Size) -> Shown:
     lines, told = [], []
-    for model, split in product(found.values("model") or ["ours"], size.splits):
+    for model, third in product(found.values("model") or ["ours"], size.thirds):
         for length in size.lengths:
-            at = found.where(model=model, split=split, length=length, noise=0.0)
-            blocks = at[0]["blocks"] if at else "?"
-            line = [model, f"{split} of {blocks}", str(length)]
+            at = found.where(model=model, third=third, length=length, noise=0.0)
+            line = [model, place(at, third), str(length)]
             for attack in size.length_attacks:
                 rows = [r for r in at if r["attack"] == attack]
                 line += [rate(rows), str(_steps(rows)), _ms(rows)]
             lines.append(line)
         for attack in size.length_attacks:
             values = {r["length"]: rate_of(r, "token_accuracy").value
-                      for r in found.where(model=model, split=split, attack=attack, noise=0.0)
+                      for r in found.where(model=model, third=third, attack=attack, noise=0.0)
                       if r["length"] in size.lengths}  # fmt: skip
             if values:
                 ends = ", ".join(f"{number(v, 2)} at {n}" for n, v in sorted(values.items()))
-                told.append(f"`{attack}` behind block {split} reads {ends} tokens")
+                told.append(f"on {model}, split at {third}/3, `{attack}` reads {ends} tokens")
     columns = [f for a in size.length_attacks for f in (a, "steps", "ms a token")]
     return Shown([Grid(["model", "split", "tokens", *columns], lines)], finding(told))
 

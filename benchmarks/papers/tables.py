@@ -24,23 +24,19 @@ class Mean:
     Attributes:
         value: NaN where nothing was measured.
         low, high: ends.
-        of, wanted: how many cells there are, and how many there should be.
     """
 
     value: float
     low: float
     high: float
-    of: int = 1
-    wanted: int = 1
 
     def __str__(self) -> str:
         if math.isnan(self.value):
             return NOT_RUN
-        told = f"{number(self.value)} ({number(self.low, 2)} to {number(self.high, 2)})"
-        return told + (f", {self.of} of {self.wanted} cells" if self.of < self.wanted else "")
+        return f"{number(self.value)} ({number(self.low, 2)} to {number(self.high, 2)})"
 
 
-UNKNOWN = Mean(math.nan, math.nan, math.nan, 0)
+UNKNOWN = Mean(math.nan, math.nan, math.nan)
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ def rate_of(row: Row, name: str) -> Mean:
     return Mean(rate["value"], low, high)
 
 
-def mean_of(groups: Sequence[Sequence[Mean]], wanted: int | None = None) -> Mean:
+def mean_of(groups: Sequence[Sequence[Mean]]) -> Mean:
     """The mean over all.
 
     The rates of a group are of the same games, so that their errors may be alike: the distances to
@@ -148,22 +144,20 @@ def mean_of(groups: Sequence[Sequence[Mean]], wanted: int | None = None) -> Mean
     distances of their means are joined by their squares (Zou & Donner 2008).
 
     Args:
-        groups: unknown ones are left out.
-        wanted: how many there should be in all; by default as many as are given.
+        groups: unknown rates in them are left out.
     """
     known = [[m for m in group if not math.isnan(m.value)] for group in groups]
     of = sum(map(len, known))
-    wanted = sum(map(len, groups)) if wanted is None else wanted
     known = [group for group in known if group]
     if not known:
-        return Mean(math.nan, math.nan, math.nan, 0, wanted)
+        return UNKNOWN
     value = statistics.fmean(m.value for group in known for m in group)
     weights = [len(group) / of for group in known]
     down = [statistics.fmean(m.value - m.low for m in group) for group in known]
     up = [statistics.fmean(m.high - m.value for m in group) for group in known]
     low = value - math.hypot(*(w * d for w, d in zip(weights, down, strict=True)))
     high = value + math.hypot(*(w * d for w, d in zip(weights, up, strict=True)))
-    return Mean(value, max(0.0, low), min(1.0, high), of, wanted)
+    return Mean(value, max(0.0, low), min(1.0, high))
 
 
 def student(values: Sequence[float]) -> Mean:

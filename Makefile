@@ -4,20 +4,22 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 LOWEST := .venv-lowest
+FLOWER := .venv-flower
 
-.PHONY: help demo test test-lowest docs notebooks smoke gpu lint clean install
+.PHONY: help demo test test-lowest test-flower docs notebooks smoke gpu lint clean install
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    fine-tune a small model on private messages and watch them leak (no network needed once installed)"
 	@echo "make test    run the tests"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
+	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
 	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
 	@echo "make lint    ruff and mypy"
-	@echo "make clean   remove .venv, .venv-lowest and caches (fedleak_runs/ stays)"
+	@echo "make clean   remove .venv, .venv-lowest, .venv-flower and caches (fedleak_runs/ stays)"
 	@echo "ARGS=\"...\" goes to the command: make demo ARGS=\"--steps 50\", make test ARGS=\"-k gate\""
 
 demo: $(READY)
@@ -25,6 +27,10 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-flower: $(FLOWER)/.ready  # in an environment of its own: Flower wants older packages
+	@FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 RAY_USAGE_STATS_ENABLED=0 PYTHONPATH=. \
+		$(FLOWER)/bin/python -m pytest --numprocesses 0 tests/federation tests/flower $(ARGS)
 
 test-lowest: $(LOWEST)/.ready  # without real models: newer versions saved their tokenizers
 	@FEDLEAK_ASSETS=none $(LOWEST)/bin/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -74,6 +80,12 @@ $(LOWEST)/.ready: pyproject.toml constraints.txt tests/tools/lowest_versions.py
 	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e ".[test,datasets]"
 	@touch $@
 
+$(FLOWER)/.ready: pyproject.toml constraints-flower.txt
+	@$(PYTHON) -m venv $(FLOWER)
+	@echo "Installing Flower into $(FLOWER) (once; some minutes) ..."
+	@$(FLOWER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-flower.txt -e ".[flower,test]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(LOWEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(FLOWER) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,7 +6,17 @@ READY  := $(VENV)/.ready
 LOWEST := .venv-lowest
 FLOWER := .venv-flower
 
-.PHONY: help demo test test-lowest test-flower docs notebooks smoke gpu lint clean install
+# An environment that is there keeps its Python: one of another version needs another name.
+ifeq ($(origin PYTHON),command line)
+  VERSION := -c 'import sys; print("%d.%d" % sys.version_info[:2])'
+  ASKED   := $(shell $(PYTHON) $(VERSION) 2>/dev/null)
+  THERE   := $(if $(wildcard $(READY)),$(shell $(BIN)/python $(VERSION)),$(ASKED))
+  ifneq ($(filter-out $(THERE),$(ASKED)),)
+    $(error $(VENV) has Python $(THERE), and PYTHON=$(PYTHON) is $(ASKED). Name an environment for it: VENV=.venv-$(ASKED))
+  endif
+endif
+
+.PHONY: help demo test test-lowest test-flower docs notebooks smoke papers gpu lint clean install
 .DEFAULT_GOAL := help
 
 help:
@@ -17,9 +27,11 @@ help:
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
+	@echo "make papers  every table and figure of the three papers: ENCODER=DIR STORIES=DIR CAUSAL=DIR are models (under two hours)"
 	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
 	@echo "make lint    ruff and mypy"
-	@echo "make clean   remove .venv, .venv-lowest, .venv-flower and caches (fedleak_runs/ stays)"
+	@echo "make clean   remove .venv, .venv-* and caches (fedleak_runs/ stays)"
+	@echo "PYTHON=python3.13 VENV=.venv-3.13 with another Python, in an environment of its own"
 	@echo "ARGS=\"...\" goes to the command: make demo ARGS=\"--steps 50\", make test ARGS=\"-k gate\""
 
 demo: $(READY)
@@ -51,6 +63,14 @@ $(VENV)/.docs: $(READY)
 
 smoke: $(READY)
 	@$(BIN)/python benchmarks/smoke.py $(ARGS)
+
+papers: $(READY)  # goes on where it was stopped; a table that fails stops none
+	@test -n "$(ENCODER)" -a -n "$(STORIES)" -a -n "$(CAUSAL)" || { echo "Name folders of three models: make papers ENCODER=DIR STORIES=DIR CAUSAL=DIR"; exit 1; }
+	@failed=0; \
+	$(BIN)/python -m benchmarks.papers membership --model $(ENCODER) $(STORIES) --jobs 2 $(ARGS) || failed=1; \
+	$(BIN)/python -m benchmarks.papers inversion --model $(CAUSAL) --jobs 2 $(ARGS) || failed=1; \
+	$(BIN)/python -m benchmarks.papers flatchat --model $(CAUSAL) --jobs 2 $(ARGS) || failed=1; \
+	$(BIN)/python -m benchmarks.papers --docs docs/papers.md $(ARGS) || failed=1; exit $$failed
 
 gpu: $(READY)
 	@$(BIN)/python benchmarks/gpu.py --docs docs/gpu.md $(ARGS)
@@ -87,5 +107,5 @@ $(FLOWER)/.ready: pyproject.toml constraints-flower.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(FLOWER) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,7 +34,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -120,22 +120,24 @@ class ClippedBatch:
         return (self.samples / size if reading == "mean" else self.update) + noise
 
 
-def clipped_batch(anatomy: Anatomy, ids: Tensor, clip: float) -> ClippedBatch:
-    """One backward pass for each of the (B, L) sentences."""
+def clipped_batch(
+    anatomy: Anatomy, samples: Sequence[Mapping[str, Tensor]], types: Tensor, clip: float
+) -> ClippedBatch:
+    """One backward pass for each sample, given as the model's keyword arguments."""
     parameters = [p for p in anatomy.model.parameters() if p.requires_grad]
     head = next(i for i, p in enumerate(parameters) if p is anatomy.parameter(HEAD_WEIGHT))
     mean = [torch.zeros_like(p) for p in parameters]
     total, norms = torch.zeros_like(parameters[head]), []
-    for row in ids.split(1):
-        loss = anatomy.model(input_ids=row, labels=row).loss
-        gradients = torch.autograd.grad(loss, parameters)
+    for sample in samples:
+        loss = anatomy.model(**sample).loss
+        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
         norms.append(_norm(gradients))
         total.add_(gradients[head], alpha=min(1.0, clip / norms[-1]))
         for sum_, gradient in zip(mean, gradients, strict=True):
-            sum_.add_(gradient, alpha=1 / len(ids))
+            sum_.add_(gradient, alpha=1 / len(samples))
     whole = _norm(mean)
     update = mean[head] * min(1.0, clip / whole)
-    return ClippedBatch(total, update, norms, whole, ids[:, 1:].unique())
+    return ClippedBatch(total, update, norms, whole, types)
 
 
 def _norm(gradients) -> float:
@@ -181,7 +183,8 @@ def noise(args: argparse.Namespace) -> None:
         late = args.seconds is not None and time.process_time() - began > args.seconds
         if number == args.batches or (late and number > 1):
             break
-        batch = clipped_batch(anatomy, ids, args.clip)
+        samples = [{"input_ids": row, "labels": row} for row in ids.split(1)]
+        batch = clipped_batch(anatomy, samples, ids[:, 1:].unique(), args.clip)
         truth = batch.types
         norms += batch.norms
         updates.append(batch.update_norm)

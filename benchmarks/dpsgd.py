@@ -4,11 +4,15 @@
     python benchmarks/dpsgd.py --lora               # the same with LoRA of rank 8 on c_attn
     python benchmarks/dpsgd.py --tied               # tied: Opacus' ghost clipping refuses it
     python benchmarks/dpsgd.py --memory ours        # peak resident memory of one arm alone
+    python benchmarks/dpsgd.py --pieces 8 --logical 8 64 512           # time of an example
+    python benchmarks/dpsgd.py --pieces 8 --batch 4096 64 --memory ours
 
 ``ours`` is a step of Lightning's Trainer under DefendedStrategy, from on_train_batch_start to
 on_train_batch_end, monitors' seams and checks included; ``plain`` and the two of Opacus (per-sample
 hooks and ghost clipping) are bare loops outside of Lightning. Opacus' steps get position ids of
 shape (B, T): with GPT-2's own (1, T) its clipped sums are wrong. Fixed batches, one thread, SGD.
+With ``--pieces`` ours
+runs a batch so many rows at a time, and ``--logical`` compares logical batches of several sizes.
 Processor time, with ``--device cuda`` elapsed time and the GPU's memory; medians over rounds, and
 ratios to the best of Opacus and to plain.
 """
@@ -36,7 +40,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.strategies import DefendedStrategy
 
-SMOKE = ("--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1",)
+SMALL = "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1"
+SMOKE = (SMALL, f"{SMALL} --pieces 2 --logical 2 4")
 
 CLIP, SIGMA, LR = 1.0, 1.0, 1e-3
 Step = Callable[[], None]
@@ -165,7 +170,13 @@ class InTurn(L.Callback):
 
 
 def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) -> DPSGD:
-    defense = DPSGD(CLIP, noise_multiplier=SIGMA, clipping=options.clipping, poisson=False)
+    defense = DPSGD(
+        CLIP,
+        noise_multiplier=SIGMA,
+        clipping=options.clipping,
+        poisson=False,
+        max_physical_batch=options.pieces,
+    )
     trainer = L.Trainer(
         strategy=DefendedStrategy("auto", [defense]),
         accelerator=options.device,
@@ -195,6 +206,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--clipping", choices=("auto", "per_sample", "ghost"), default="auto")
     parser.add_argument("--peers", nargs="*", default=["plain", "hooks", "ghost"])
+    parser.add_argument("--pieces", type=int, help="rows that ours runs at once")
+    parser.add_argument("--logical", type=int, nargs="*", help="sizes of logical batches")
     parser.add_argument("--memory", choices=("ours", "plain", "hooks", "ghost"))
     return parser
 
@@ -206,8 +219,13 @@ def batch(options: argparse.Namespace) -> Tensor:
     return torch.randint(0, options.vocabulary, shape, generator=generator).to(options.device)
 
 
-def peak(options: argparse.Namespace, ids: Tensor) -> float:
-    """GiB of one arm alone, three steps long: resident memory, of a GPU what tensors took of it."""
+def peak(options: argparse.Namespace, ids: Tensor) -> tuple[float, float]:
+    """GiB of one arm alone, three steps long: resident memory, of a GPU what tensors took of it.
+
+    And how much of it came after the packages were loaded and the model was built once.
+    """
+    build(options)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     options.rounds = 2
@@ -219,8 +237,10 @@ def peak(options: argparse.Namespace, ids: Tensor) -> float:
             step()
             step()
     if options.device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        most = torch.cuda.max_memory_allocated() / 2**30
+        return most, most
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return most, most - before
 
 
 def timed(options: argparse.Namespace, ids: Tensor) -> dict[str, list[float]]:
@@ -230,15 +250,38 @@ def timed(options: argparse.Namespace, ids: Tensor) -> dict[str, list[float]]:
     return turns.times
 
 
+def logical(options: argparse.Namespace) -> dict[int, float]:
+    """Seconds of an example, by the size of the logical batch; medians over rounds in turn."""
+    rounds, options.rounds = options.rounds, 1
+    found: dict[int, list[float]] = {size: [] for size in options.logical}
+    for _ in range(rounds):
+        for size, seconds in found.items():
+            options.batch[0] = size
+            turns = InTurn({}, options.device)
+            ours(options, batch(options), [turns])
+            seconds.append(turns.times["ours"][1] / size)
+    return {size: statistics.median(seconds) for size, seconds in found.items()}
+
+
 def main() -> None:
     options = parser().parse_args()
+    options.batch = [*options.batch]
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     ids = batch(options)
     where = f"{platform.machine()}, one thread, {options.device}, {datetime.date.today()}"
     if options.memory:
-        print(f"{options.memory}: peak {peak(options, ids):.2f} GiB ({where})")
+        most, grown = peak(options, ids)
+        rows = f"{len(ids)} rows" + (f" in pieces of {options.pieces}" if options.pieces else "")
+        print(f"{options.memory}, {rows}: peak {most:.3f} GiB, {grown:.3f} in the fit ({where})")
+        return
+    if options.logical:
+        rounds, times = options.rounds, logical(options)
+        print(f"{where}; T {ids.shape[1]}, pieces of {options.pieces}, {rounds} rounds")
+        for size, seconds in times.items():
+            ratio = seconds / times[options.logical[0]]
+            print(f"{size:>6} rows  {seconds * 1e3:8.2f} ms an example   {ratio:.3f}")
         return
     found = timed(options, ids)
     medians = {name: statistics.median(times[1:]) for name, times in found.items()}

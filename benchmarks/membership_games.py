@@ -1,8 +1,6 @@
-"""Membership games on real text: adversaries, layers, precision, beta, both protocols.
+"""Membership games on real text: every layer, precision, autograd, dropout.
 
-    python benchmarks/membership_games.py table2 --model DIR --layers 1 3 6 --json table2.json
     python benchmarks/membership_games.py layers --model DIR --json layers.json
-    python benchmarks/membership_games.py beta --model DIR --json beta.json
     python benchmarks/membership_games.py autograd --model DIR --json autograd.json
     python benchmarks/membership_games.py dropout --model DIR --json dropout.json
 
@@ -10,18 +8,14 @@
 or files as ``fedleak game`` does; the adversaries' public text is then ``--public``. Games are
 drawn from the sets' test halves, public text from their training halves.
 
-- ``table2``: Vu et al. 2024, Table 2, with both protocols: every adversary in the same games, at
-  each layer and on each text; the trained baseline with fewer games. ``attention-paper``'s own
-  decision is calibrated to a false positive rate of .01; ``attention-paper, Youden`` is its scores
-  in the same games with the threshold at which hits less false alarms were most frequent in
-  ``--public-games`` that the server played on its public text.
-- ``layers``: Tables 4 and 11 without a defence: FC and attention at every layer, 0 included; with
+- ``layers``: FC and attention at every layer, 0 included; with
   and without games in which the target's hidden state occurs twice; targets embedded alone and in
   another batch with other padding; several precisions.
-- ``beta``: Fig. 6: the attention adversary by beta and batch size.
 - ``autograd``: a few games by backward through layers that are really inserted, and whether the
   closed form guesses the same in the same games.
 - ``dropout``: what dropout at the client costs.
+
+The tables of Vu et al. 2024: ``python -m benchmarks.papers membership``.
 
 Rates come with 95% intervals over games (Clopper-Pearson; AUC by bootstrap).
 """
@@ -48,7 +42,6 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.commands.game import PLANTED, PRECISIONS, find_model
 from lightning_fedleak.finetuning.texts import read_texts
@@ -91,27 +84,13 @@ class Table:
 
     def text(self, name: str) -> tuple[SentencePool, PublicText]:
         """Sentences to play on, and the server's own text."""
-        private, public = self._halves(name)
-        return self._pool(private), PublicText(self.ids(public))
-
-    def public_pool(self, name: str) -> SentencePool:
-        """The server's own text as sentences to play on."""
-        return self._pool(self._halves(name)[1])
-
-    def _halves(self, name: str) -> tuple[list[str], list[str]]:
-        private, public = texts_of(name, self.args.public)
-        order = torch.randperm(len(private), generator=torch.Generator().manual_seed(1)).tolist()
-        private = [private[i] for i in order[: self.args.pool]]
-        order = torch.randperm(len(public), generator=torch.Generator().manual_seed(2)).tolist()
-        public = [public[i] for i in order[: self.args.public_texts]]
-        known = set(public)
-        return [t for t in private if t not in known], public
-
-    def _pool(self, texts: list[str]) -> SentencePool:
+        args = self.args
+        private, public = halves(name, args.public, args.pool, args.public_texts)
         least = 3 if self.anatomy_kind == "causal" else 2
-        return SentencePool.of(
-            texts, self.tokenizer, self.args.tokens, at_least=least, start_token_id=self.args.bos
+        pool = SentencePool.of(
+            private, self.tokenizer, args.tokens, at_least=least, start_token_id=args.bos
         )
+        return pool, PublicText(self.ids(public))
 
     @property
     def anatomy_kind(self) -> str:
@@ -152,32 +131,10 @@ class Table:
             key = (result.attack, result.layer, *told.items())
             self.together.setdefault(key, []).append(result)
 
-    def decide_by_public(
-        self, name: str, attacks: list[MembershipAttack], results: list[GameResult], sentences: int
-    ) -> None:
-        """The same games, decided by thresholds fitted on games with the server's own text."""
-        games = min(self.args.games, self.args.public_games)
-        seed = self.args.seed + 5_000_000
-        config = self.config(games=games, seed=seed, targets_per_batch=4)
-        for attack in attacks:
-            attack.prepare = lambda anatomy: None
-        own = play(self.anatomy(), attacks, self.public_pool(name), config)
-        decided = [
-            replace(r, attack=f"{r.attack}, Youden", guesses=r.scores > youden(public))
-            for r, public in zip(results, own, strict=True)
-        ]
-        self.keep(decided, name, sentences, precision="fp32")
-
-    def sum_up(self, over_layers: bool = False) -> None:
-        """All texts together, for each attack and layer, and over the layers."""
-        by_attack: dict[tuple, list[list[GameResult]]] = {}
-        for (attack, _, *told), results in self.together.items():
+    def sum_up(self) -> None:
+        """All texts together, for each attack and layer."""
+        for (_, _, *told), results in self.together.items():
             self.add(joined(results), text="all", **dict(told))
-            by_attack.setdefault((attack, *told), []).append(results)
-        for (_, *told), by_layer in by_attack.items() if over_layers else ():
-            flat = [r for results in by_layer for r in results]
-            texts = [i for results in by_layer for i in range(len(results))]
-            self.add(joined(flat, texts), text="all", **{**dict(told), "layer": "all"})
         self.together.clear()
 
     def add(self, result: GameResult, **told) -> None:
@@ -210,14 +167,6 @@ class Table:
             self.args.json.write_text(json.dumps(about | {"results": self.found}, indent=1))
 
 
-def youden(games: GameResult) -> float:
-    """The score above which hits less false alarms are most frequent (Youden's J)."""
-    cuts = games.scores.unique()
-    above = (games.scores[:, None] > cuts).double()
-    gaps = above[games.bits].mean(0) - above[~games.bits].mean(0)
-    return float(cuts[gaps.argmax()])
-
-
 def cell(rate: dict) -> str:
     if rate["value"] is None:
         return "unknown"
@@ -235,6 +184,17 @@ def texts_of(name: str, public: str | None) -> tuple[list[str], list[str]]:
     return read_texts(name), read_texts(public)
 
 
+def halves(name: str, own: str | None, pool: int, public_texts: int) -> tuple[list[str], list[str]]:
+    """So many texts of the clients' and of the server's, none in both."""
+    private, public = texts_of(name, own)
+    order = torch.randperm(len(private), generator=torch.Generator().manual_seed(1)).tolist()
+    private = [private[i] for i in order[:pool]]
+    order = torch.randperm(len(public), generator=torch.Generator().manual_seed(2)).tolist()
+    public = [public[i] for i in order[:public_texts]]
+    known = set(public)
+    return [t for t in private if t not in known], public
+
+
 def lines_of(path: Path) -> list[str]:
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     content = raw.decode("utf-8")
@@ -249,15 +209,10 @@ def lines_of(path: Path) -> list[str]:
     return [t for t in (t.replace("<br />", " ").strip() for t in texts) if t]
 
 
-def joined(results: list[GameResult], groups: list[int] | None = None) -> GameResult:
-    """Several results as one.
-
-    Results of one group were played on the same batches, those of different groups (by default
-    all) on different ones.
-    """
-    groups = list(range(len(results))) if groups is None else groups
+def joined(results: list[GameResult]) -> GameResult:
+    """Several results, played on different batches, as one."""
     most = max(int(r.batches.max()) for r in results) + 1
-    shift = [most * g for g in groups]
+    shift = [most * i for i in range(len(results))]
     columns = ("bits", "guesses", "scores", "collides", "positions")
     return replace(
         results[0],
@@ -272,11 +227,6 @@ def attention(layer: int, public: PublicText, args, **settings) -> AttentionMemb
     return AttentionMembership(layer, public, **given)
 
 
-def published(layer: int, public: PublicText, args, **settings) -> AttentionMembership:
-    given = {"tokens": args.tokens, "batch": args.batch, "name": "attention-paper", **settings}
-    return AttentionMembership.as_published(layer, public, variant="projector", **given)
-
-
 def three(args, public: PublicText, layers: Iterable[int]) -> list[MembershipAttack]:
     """FC on sentences and tokens, and attention, at each layer."""
     attacks: list[MembershipAttack] = []
@@ -285,44 +235,6 @@ def three(args, public: PublicText, layers: Iterable[int]) -> list[MembershipAtt
         attacks.append(FCMembership(k, tokens=args.tokens, name="fc"))
         attacks.append(attention(k, public, args))
     return attacks
-
-
-def table2(table: Table) -> None:
-    args = table.args
-    for protocol in args.protocols:
-        for name in args.text:
-            pool, public = table.text(name)
-            as_published = [
-                published(k, public, args, **settings)
-                for k in args.layers
-                for settings in ({}, {"gamma": "lemma", "name": "attention-lemma"})
-            ]
-            trained = [
-                TrainedMembership(k, public, g, tokens=args.tokens, name=n)
-                for k in args.layers
-                for g, n in (("full", "trained-full"), ("token", "trained"))
-            ]
-            # Fewer games are the first of the same games.
-            groups = [
-                (three(args, public, args.layers), args.games),
-                (as_published, min(args.games, args.paper_games)),
-            ]
-            if protocol == "authors":
-                groups = [(attacks, args.authors_games) for attacks, _ in groups]
-            else:
-                groups.append((trained, min(args.games, args.trained_games)))
-            for attacks, games in groups:
-                attacks = [a for a in attacks if not args.only or a.name in args.only]
-                if games and attacks:
-                    shared = args.targets if protocol == "game" else 1
-                    config = table.config(protocol=protocol, games=games, targets_per_batch=shared)
-                    results = table.play(name, pool, attacks, config)
-                    pairs = zip(attacks, results, strict=True)
-                    pairs = [(a, r) for a, r in pairs if a.name == "attention-paper"]
-                    if pairs and protocol == "game" and args.public_games:
-                        again, theirs = (list(column) for column in zip(*pairs, strict=True))
-                        table.decide_by_public(name, again, theirs, len(pool))
-        table.sum_up(over_layers=True)
 
 
 def layers(table: Table) -> None:
@@ -337,24 +249,6 @@ def layers(table: Table) -> None:
                     attacks = [a for a in attacks if isinstance(a, FCMembership)]
                 config = table.config(recompute=recompute, seed=args.seed + 1000 * i)
                 table.play(name, pool, attacks, config, precision, recompute=recompute)
-        table.sum_up()
-
-
-def beta(table: Table) -> None:
-    args = table.args
-    for batch in args.batches:
-        for name in args.text:
-            pool, public = table.text(name)
-            attacks: list[MembershipAttack] = []
-            for k in args.layers:
-                for value in args.betas:
-                    # gamma for larger batches would need more public text.
-                    given = {"beta": value, "batch": min(batch, 100)}
-                    attacks.append(attention(k, public, args, **given, name=f"beta={value:g}"))
-                    if args.paper:
-                        label = f"paper, beta={value:g}"
-                        attacks.append(published(k, public, args, **given, name=label))
-            table.play(name, pool, attacks, table.config(batch=batch), batch=batch)
         table.sum_up()
 
 
@@ -410,28 +304,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     tables = parser.add_subparsers(required=True)
-    one = tables.add_parser("table2", parents=[shared])
-    one.add_argument("--layers", type=int, nargs="+", default=[1, 3, 6])
-    one.add_argument("--protocols", nargs="+", default=["game", "authors"])
-    one.add_argument("--only", nargs="+", help="names of the attacks that play")
-    one.add_argument("--authors-games", type=int, default=10, help="worlds, two for each run")
-    one.add_argument("--paper-games", type=int, default=64, help="of the published attention")
-    one.add_argument("--targets", type=int, default=1, help="games that share a batch")
-    one.add_argument("--public-games", type=int, default=64, help="by which Youden's cut is fitted")
-    one.add_argument("--trained-games", type=int, default=4)
-    one.set_defaults(run=table2)
     one = tables.add_parser("layers", parents=[shared])
     one.add_argument("--layers", type=int, nargs="+", help="default: all")
     one.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     one.add_argument("--recompute", nargs="+", default=["alone", "padded"])
     one.add_argument("--attention", action="store_true")
     one.set_defaults(run=layers)
-    one = tables.add_parser("beta", parents=[shared])
-    one.add_argument("--layers", type=int, nargs="+", default=[3])
-    one.add_argument("--betas", type=float, nargs="+", default=[0.03, 0.1, 0.3, 1.0, 3.0])
-    one.add_argument("--batches", type=int, nargs="+", default=[10, 40, 160])
-    one.add_argument("--paper", action="store_true", help="the paper's setting too")
-    one.set_defaults(run=beta)
     one = tables.add_parser("autograd", parents=[shared])
     one.add_argument("--layers", type=int, nargs="+", default=[1, 3, 6])
     one.add_argument("--precisions", nargs="+", default=["fp32"])

@@ -88,6 +88,10 @@ def make_assets(folder: Path) -> dict[str, str]:
     records = "".join(json.dumps({"text": " ".join([t] * 4)}) + "\n" for t in texts)
     plain = "\n".join(texts)
     files = {"imdb/test.jsonl.gz": records, "wikitext2/train.raw.txt.gz": plain}
+    pairs = [{"translation": {"de": text, "en": text}} for text in texts]
+    own = [json.dumps({"text": text}) for text in reversed(texts)]
+    files["imdb/train.jsonl.gz"] = "\n".join(own[: len(own) // 2])
+    files |= {f"iwslt17_de_en/{part}.json.gz": json.dumps(pairs) for part in ("test", "validation")}
     for part in ("train", "test_2016_flickr"):
         files |= {f"multi30k/{part}.{language}.gz": plain for language in ("de", "en")}
     for name, content in files.items():

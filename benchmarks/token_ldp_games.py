@@ -39,7 +39,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from membership_games import joined, texts_of
+from membership_games import halves, joined
 from token_count import TokenCount
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -47,7 +47,7 @@ from transformers import AutoTokenizer
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.membership.attention import BETA, WIDTHS, AttentionMembership
 from lightning_fedleak.attacks.membership.base import MembershipAttack
-from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.commands.game import PLANTED, find_model
@@ -63,9 +63,6 @@ SMOKE = (
 MECHANISMS = ("grr", "rappor", "the", "dbitflip")
 PLAYED = ("count", "fc-wide-full", "fc-wide", "fc-full", "attention", "trained-full")
 ATTACKS = (*PLAYED, "attention-narrow", "attention-copies", "fc", "trained")
-WIDE = (1.0, *(float(step) for step in range(40, 2001, 20)))
-"""Rungs of ``fc-wide`` in thousandths of the target's L1 norm (``tau`` of fp32 is one)."""
-
 COLUMNS = ("bits", "guesses", "scores", "collides", "batches", "positions")
 ABOUT = ("rule", "protocol", "mechanism", "epsilon", "rounds", "memoize")
 SETTINGS = ("seed", "batch", "tokens", "targets", "pool", "public_texts", "authors_games")
@@ -117,20 +114,13 @@ class Bench:
 
     def _text(self, name: str) -> tuple[SentencePool, PublicText]:
         args = self.args
-        halves = []
-        for seed, (half, n) in enumerate(
-            zip(texts_of(name, args.public), (args.pool, args.public_texts), strict=True)
-        ):
-            order = torch.randperm(len(half), generator=torch.Generator().manual_seed(seed + 1))
-            halves.append([half[i] for i in order[:n].tolist()])
-        private, public = halves
-        private = [text for text in private if text not in set(public)]
+        private, public = halves(name, args.public, args.pool, args.public_texts)
         pool = SentencePool.of(private, self.tokenizer, args.tokens)
         return pool, PublicText(self.ids(public))
 
     def attacks(self, job: Job) -> list[MembershipAttack]:
         args, public = self.args, self.texts[job.text][1]
-        wide = {"ladder": WIDE, "tau": "auto"}
+        wide = {"ladder": RANDOMISED_LADDER, "tau": "auto"}
         tokens = {"tokens": args.tokens}
         attention = tokens | {"batch": args.batch}
         makers = {}

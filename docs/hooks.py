@@ -7,6 +7,7 @@ would load anything from another host fails the build.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
-_LEAVES = re.compile(r"(?<!!)\[([^\]]*)\]\((?:\.\./)+([^)#\s]*)[^)]*\)")
+_UP = re.compile(r"(?<!!)\[([^\]]*)\]\((\.\./[^)#\s]*)[^)]*\)")
 _COMMENT = re.compile(r"^<!-- test: .*? -->\n", re.DOTALL | re.MULTILINE)
 _ROLE = re.compile(r":[a-z]+:<code>~?([\w.]+)</code>")
+_INLINE = re.compile(r"<code>([^<\n]*/[^<\n]*)</code>")
 _ELSEWHERE = re.compile(r"(?:[a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
 _IN_CSS = re.compile(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", re.IGNORECASE)
 _ATTRIBUTES = ("src", "srcset", "poster", "data", "background")
@@ -24,21 +26,32 @@ _LINKS = {"stylesheet", "icon", "manifest", "preload", "prefetch", "modulepreloa
 _LINKS |= {"dns-prefetch", "apple-touch-icon", "shortcut"}
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page as the site shows it."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def named(link: re.Match[str]) -> str:
+        label, target = link.groups()
+        file = posixpath.normpath(posixpath.join(folder, target))
+        if not file.startswith("../"):
+            return link[0]
+        file = file.removeprefix("../")
+        if label.strip("`") in file:
+            return f"`{file}`"
+        return label if file in label else f"{label} (`{file}`)"
+
     parts = _FENCE.split(_COMMENT.sub("", markdown))
-    parts[::2] = [_LEAVES.sub(_named, part) for part in parts[::2]]
+    parts[::2] = [_UP.sub(named, part) for part in parts[::2]]
     return "".join(parts)
 
 
-def _named(link: re.Match[str]) -> str:
-    label, file = link.groups()
-    return label if file in label else f"{label} (`{file}`)"
-
-
 def on_page_content(html: str, **_: Any) -> str:
-    """The page with names where docstrings hold roles of Sphinx, linked where the site has them."""
-    return _ROLE.sub(_reference, html)
+    """The page with names where docstrings hold roles of Sphinx, linked where the site has them.
+
+    Names in the logs are long: on a narrow screen they break behind a slash.
+    """
+    broken = _INLINE.sub(lambda code: f"<code>{code[1].replace('/', '/<wbr>')}</code>", html)
+    return _ROLE.sub(_reference, broken)
 
 
 def _reference(role: re.Match[str]) -> str:

@@ -51,6 +51,14 @@ def _own_random_numbers_of_a_file() -> None:
     _begin_anew()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_is_left_where_tests_run() -> Iterator[None]:
+    """Where a Trainer is given no folder, a monitor's logs are written to the current one."""
+    before = {path.name for path in Path.cwd().glob("*.jsonl")}
+    yield
+    assert {path.name for path in Path.cwd().glob("*.jsonl")} == before
+
+
 @pytest.fixture(scope="session")
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("caches")

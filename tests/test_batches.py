@@ -372,10 +372,10 @@ def test_targets_in_reading_order(batch: TokenBatch) -> None:
 def rows_looked_up(model: nn.Module, batch: TokenBatch) -> list[list[int]]:
     """Inputs of every word embedding that the forward calls, in the order of the calls."""
     calls: list[list[int]] = []
+    everywhere = model.named_modules(remove_duplicate=False)  # one may have another name too
     handles = [
         m.register_forward_hook(lambda _, args, __: calls.append(args[0].flatten().tolist()))
-        for n, m in model.named_modules()
-        if n.endswith("embed_tokens")
+        for m in {m for n, m in everywhere if n.endswith("embed_tokens")}
     ]
     try:
         with torch.no_grad():

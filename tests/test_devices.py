@@ -7,6 +7,7 @@ computes on the host, refuses what a GPU refuses, and counts what makes the host
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -323,6 +324,7 @@ def fit(
             max_epochs=-1,
             callbacks=[counted, *([monitor] if monitor else [])],
             logger=False,
+            default_root_dir=tempfile.mkdtemp(),
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,

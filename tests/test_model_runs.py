@@ -12,7 +12,7 @@ from torch.nn.utils import weight_norm
 from transformers import BartConfig, BartForConditionalGeneration
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.anatomy.text_layers import text_blocks
+from lightning_fedleak.anatomy.text_layers import states_out, text_blocks, with_states_out
 from lightning_fedleak.model_runs import context_length, hidden_states
 from tests.helpers.models import (
     DIM,
@@ -201,7 +201,9 @@ def test_no_hook_of_others_runs_and_all_run_again_after() -> None:
         module.register_forward_hook(lambda *_, n=name: fired.append(f"forward {n}"))
         module.register_forward_pre_hook(lambda *_, n=name: fired.append(f"pre {n}"))
         module.register_full_backward_hook(lambda *_, n=name: fired.append(f"backward {n}"))
-    changing = model.transformer.h[0].register_forward_hook(lambda _, __, out: out + 1.0)
+    changing = model.transformer.h[0].register_forward_hook(
+        lambda _, __, out: with_states_out(out, states_out(out) + 1.0)
+    )
     everywhere = [
         nn.modules.module.register_module_forward_hook(lambda *_: fired.append("global")),
         nn.modules.module.register_module_forward_pre_hook(lambda *_: fired.append("global pre")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from lightning_fedleak.anatomy import Anatomy, AnatomyError, Kind, find_anatomy
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.base import MembershipAttack, PassiveMembership
-from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
@@ -28,6 +29,7 @@ from lightning_fedleak.attacks.words.public_gradients import begun
 from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import GameOptions
 from lightning_fedleak.commands.tables import print_table
+from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, TokenLDP
 from lightning_fedleak.finetuning.assets import (
     EMBEDDED_MESSAGES,
     SourceError,
@@ -37,7 +39,7 @@ from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.games import GameConfig, GameError, GameResult, SentencePool, play
 from lightning_fedleak.games.deals import AUTHORS_POSITION
-from lightning_fedleak.games.play import Adversary
+from lightning_fedleak.games.play import Adversary, Defend
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.model_runs import context_length
 
@@ -105,10 +107,11 @@ class GameCommand(GameOptions):
                 f"{context} or fewer"
             )
         layers = self.layer or [max(1, len(anatomy.blocks) // 2)]
+        defense = self._defense(anatomy, tokenizer)
         texts, public = self._texts(anatomy, tokenizer)
         pool = self._pool(texts, tokenizer, anatomy.kind)
         attacks: list[Adversary] = [
-            make_attack(name, k, self.tokens, public, self.batch, self.seed)
+            make_attack(name, k, self.tokens, public, self.batch, self.seed, defense is not None)
             for k in layers
             for name in self.attack
             if name not in PASSIVE
@@ -126,18 +129,74 @@ class GameCommand(GameOptions):
             relation=self.relation,
             gradients=self.gradients,
             position=self.position,
-            forwards=self.forwards or ("pooled" if closed else "fresh"),
+            forwards=self.forwards or ("pooled" if closed and defense is None else "fresh"),
             targets_per_batch=self.targets_per_batch,
             seed=self.seed,
         )
         self._introduce(console, pool)
-        results = self._play(console, anatomy, attacks, pool, config, self._planted(tokenizer))
-        print_table(console, table(results))
-        console.print(explanation(results), highlight=False)
+        if defense is not None:
+            console.print(
+                f"Before it is trained on, its text is randomised ({self.defense}). "
+                f"Guarantee: {defense.guarantee}.",
+                highlight=False,
+                soft_wrap=True,
+            )
+        defend = None if defense is None else self._defend(defense, anatomy)
+        results = self._play(
+            console, anatomy, attacks, pool, config, self._planted(tokenizer), defend
+        )
+        fitted = defense is not None and self.protocol == "game"
+        print_table(console, table(results, fitted))
+        console.print(explanation(results, fitted), highlight=False)
         if self.json is not None:
-            self._write(results, pool)
+            self._write(results, pool, defense)
             console.print(f"\nWritten to {self.json}.", highlight=False, soft_wrap=True)
         return 0
+
+    def _defense(self, anatomy: Anatomy, tokenizer: Any) -> TokenLDP | None:
+        """What randomises the client's tokens; anew in every game, unless ``memoize`` is given."""
+        if self.defense is None:
+            return None
+        from lightning_fedleak.commands.sweep.specs import SpecError, parse_defenses
+
+        try:
+            specs = parse_defenses(self.defense)
+        except SpecError as error:
+            raise SourceError(f"--defense: {error}") from error
+        if [spec.kind for spec in specs] != [TokenLDP.name]:
+            raise SourceError(
+                f"--defense {self.defense}: a game is played with one defence of the client's "
+                "tokens, one of grr, rappor, the and dbitflip, as grr:epsilon=5. What acts on "
+                "gradients or hidden states is measured in a fit: fedleak sweep --defense"
+            )
+        if own := {"special_ids", "kind"} & {*specs[0].settings}:
+            raise SourceError(
+                f"--defense {self.defense}: 'special_ids' and 'kind' are the game's own, leave "
+                f"{' and '.join(sorted(own))} out"
+            )
+        # The batch is ids alone, and a client's loss reads its labels off these.
+        given = {"memoize": False, **specs[0].settings}
+        defense = TokenLDP(**given, special_ids=tokenizer, kind="causal")
+        try:
+            defense.before_setup(self._where(anatomy))
+        except DefenseError as error:
+            raise SourceError(f"--defense {self.defense}: {error}") from error
+        return defense
+
+    def _where(self, anatomy: Anatomy) -> DefenseContext:
+        """A fit of one client, whose secret follows from the seed."""
+        secret = hashlib.sha256(f"fedleak game, seed {self.seed}".encode()).digest()
+        return DefenseContext(anatomy.model, 0, 1, anatomy.device, "32-true", 0, secret)
+
+    def _defend(self, defense: Defense, anatomy: Anatomy) -> Defend:
+        where = self._where(anatomy)
+
+        def defend(ids: Tensor, mask: Tensor | None) -> Tensor:
+            batch = {"input_ids": ids, "attention_mask": mask}
+            replaced: Tensor = defense.on_batch(batch, where)["input_ids"]
+            return replaced
+
+        return defend
 
     def _texts(self, anatomy: Anatomy, tokenizer: Any) -> tuple[list[str], PublicText | None]:
         """The game's corpus, and the server's own text, which is no part of it."""
@@ -220,6 +279,7 @@ class GameCommand(GameOptions):
         pool: SentencePool,
         config: GameConfig,
         planted: Tensor | None,
+        defend: Defend | None,
     ) -> list[GameResult]:
         columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as progress:
@@ -231,9 +291,12 @@ class GameCommand(GameOptions):
                 config,
                 planted=planted,
                 progress=lambda n: progress.advance(task, n),
+                defend=defend,
             )
 
-    def _write(self, results: Sequence[GameResult], pool: SentencePool) -> None:
+    def _write(
+        self, results: Sequence[GameResult], pool: SentencePool, defense: Defense | None
+    ) -> None:
         assert self.json is not None
         content = {
             "schema": 1,
@@ -242,6 +305,8 @@ class GameCommand(GameOptions):
             "column": self.column,
             "pool": {"sentences": len(pool), "duplicates": pool.duplicates, "short": pool.short},
             "precision": self.precision,
+            "defense": self.defense,
+            "guarantee": None if defense is None else defense.guarantee,
             "results": [r.to_dict(games=True) for r in results],
         }
         try:
@@ -286,12 +351,35 @@ def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
 
 
 def make_attack(
-    name: str, layer: int, tokens: int, public: PublicText | None, batch: int, seed: int
+    name: str,
+    layer: int,
+    tokens: int,
+    public: PublicText | None,
+    batch: int,
+    seed: int,
+    randomised: bool = False,
 ) -> MembershipAttack:
-    """An attack by its name on the command line; it is then called ``name@layer``."""
+    """An attack by its name on the command line; it is then called ``name@layer``.
+
+    Args:
+        name: see ``--attack``.
+        layer: that it reads.
+        tokens: of a sentence, at most.
+        public: the server's text, for those that calibrate.
+        batch: sentences of the client's batch.
+        seed: of calibration.
+        randomised: whether the client's tokens are replaced: FC's ladder then reaches that far.
+
+    Raises:
+        SourceError: no public text for an attack that needs it.
+    """
     granularity: Literal["full", "token"] = "full" if name.endswith("-full") else "token"
     label = f"{name}@{layer}"
     if name.startswith("fc"):
+        if randomised:
+            return FCMembership(
+                layer, granularity, tokens=tokens, name=label, ladder=RANDOMISED_LADDER
+            )
         return FCMembership(layer, granularity, tokens=tokens, name=label)
     if public is None:
         raise SourceError(f"--attack {name} calibrates on text that the server owns: give --public")
@@ -314,8 +402,13 @@ def _move(anatomy: Anatomy, seed: int) -> None:
             parameters[name].copy_(value)
 
 
-def table(results: Sequence[GameResult]) -> Table:
-    """Each adversary's rates with their 95% intervals; once more without collisions, if any."""
+def table(results: Sequence[GameResult], fitted: bool = False) -> Table:
+    """Each adversary's rates with their 95% intervals; once more without collisions, if any.
+
+    Args:
+        results: of the same games.
+        fitted: accuracy and advantage of a threshold that is fitted on other games.
+    """
     title = {
         "game": "the game of Fig. 2: fair bit, random target",
         "authors": "the protocol of the authors' code: one planted sentence, two worlds",
@@ -327,7 +420,7 @@ def table(results: Sequence[GameResult]) -> Table:
         rows.append((result.attack, result))
         if result.collides.any() and not result.collides.all():
             rows.append(("  no collision", result.without_collisions()))
-    rates = [result.summary() for _, result in rows]
+    rates = [result.summary(fitted=fitted) for _, result in rows]
     names = [n for n in _SHOWN if n == "accuracy" or any(_known(r[n]) for r in rates)]
     if any(r.layer is not None for r in results):
         title += f" (gradients: {results[0].gradients.replace('_', ' ')})"
@@ -357,7 +450,7 @@ def _short(value: float) -> str:
     return "1" if value == 1 else f"{value:.3f}".replace("0.", ".", 1)
 
 
-def explanation(results: Sequence[GameResult]) -> str:
+def explanation(results: Sequence[GameResult], fitted: bool = False) -> str:
     """What the table says, in sentences."""
     lines = [
         "",
@@ -376,6 +469,11 @@ def explanation(results: Sequence[GameResult]) -> str:
         lines.append(
             "A server that adds layers must be dishonest: it chooses the layers and weights that "
             "are trained, and sets dropout to 0."
+        )
+    if fitted:
+        lines.append(
+            "Accuracy and advantage are of a threshold on the scores that was fitted on other "
+            "games: an adversary's own yes or no is made for text that was not randomised."
         )
     lines.append("A low number says that these attacks fail here, not that none succeeds.")
     return "\n".join(lines)

@@ -206,6 +206,12 @@ class GameOptions:
     targets_per_batch: int = _count(
         1, "games that share one batch; faster, but no longer independent"
     )
+    defense: str | None = _option(
+        None,
+        "the client randomises its tokens first: grr, rappor, the or dbitflip with settings of "
+        "TokenLDP, as grr:epsilon=5 or rappor:epsilon=5,per=token",
+        "NAME:SETTING=VALUE,...",
+    )
     precision: str = _option("fp32", "of the model", choices=PRECISIONS)
     bos: int | None = _option(None, "token id put before every text", "ID", type=_at_least(0))
     seed: int = _seed("of data, bits, targets and calibration")

@@ -3,6 +3,7 @@
 from lightning_fedleak.defenses.accounting.accounting import (
     Accountant,
     effective_noise_multiplier,
+    joint_noise_multiplier,
     noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent
@@ -38,6 +39,7 @@ __all__ = [
     "RenyiFilter",
     "TokenLDP",
     "effective_noise_multiplier",
+    "joint_noise_multiplier",
     "mean_of_sample_means",
     "noise_multiplier_for",
 ]

@@ -249,10 +249,32 @@ class Defense(ABC):
         """
         return batch
 
+    def on_logical_batch(
+        self, step: Callable[[Any], Any], batch: Any, context: DefenseContext
+    ) -> Any:
+        """Stands around a whole batch, and may run it in pieces.
+
+        Args:
+            step: gives a batch of the same form to the module's ``training_step``, with every
+                defence's ``on_training_step`` around it; returns its output.
+            batch: after every ``on_batch``.
+            context: where and when.
+
+        Returns:
+            What Lightning gets as the output of ``training_step``. Who runs pieces also runs their
+            backward, and gives a loss whose ``backward`` leaves in ``p.grad`` what they add up to.
+
+        Raises:
+            DefenseError: the guarantee cannot hold for this batch. Training stops.
+        """
+        return step(batch)
+
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Stands around the forward pass of every micro-batch: what Lightning gets as its output.
+        """Stands around the forward pass of every micro-batch, or piece of a logical batch.
+
+        What it returns is what Lightning gets as the output.
 
         Args:
             training_step: runs the module's ``training_step`` (and what the defences after this one

@@ -199,8 +199,15 @@ class RoundObserver:
         defenses: that act on what is returned, so that attacks know of them and the record has
             what they spend.
         gates: what the record says of gates.
-        batch_adapter, assume, tokenizer, anatomy, games, texts, public_text, look_seconds, cache:
-            as :class:`~lightning_fedleak.LeakageMonitor`'s.
+        batch_adapter: as :class:`~lightning_fedleak.LeakageMonitor`'s, like all up to ``cache``.
+        assume: capabilities of the adversary.
+        tokenizer: reads the texts of ``public_text``.
+        anatomy: where the model keeps its parts.
+        games: how membership games are played.
+        texts: that are reconstructed at a look, at most.
+        public_text: that attacks which choose themselves are calibrated on.
+        look_seconds: attacks that choose themselves and would take longer are not played.
+        cache: keep calibrations on disk.
         tensorboard: log to TensorBoard, where it is installed.
 
     Attributes:

@@ -149,10 +149,17 @@ class Release:
                         "iterator over them. Let it take `batch` and `batch_idx`."
                     )
                 batch = _given(defense, "on_batch", defense.on_batch(batch, context))
-        step = functools.partial(run, batch, *rest)
+
+        def step(rows: Any) -> Any:
+            inner = functools.partial(run, rows, *rest)
+            for defense in reversed(self.defenses):
+                inner = functools.partial(defense.on_training_step, inner, rows, context)
+            return inner()
+
+        whole: Callable[[Any], Any] = step
         for defense in reversed(self.defenses):
-            step = functools.partial(defense.on_training_step, step, batch, context)
-        return step()
+            whole = functools.partial(_around, defense, whole, context)
+        return whole(batch)
 
     def guard(self, optimizer: Optimizer) -> None:
         """Puts the release before the optimizer's update, once."""
@@ -297,6 +304,12 @@ class Release:
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
         for fn in tuple(self._taps.values()):
             fn(stage, optimizer)
+
+
+def _around(
+    defense: Defense, step: Callable[[Any], Any], context: DefenseContext, batch: Any
+) -> Any:
+    return defense.on_logical_batch(step, batch, context)
 
 
 def _given(defense: Defense, hook: str, value: Any) -> Any:

@@ -196,6 +196,28 @@ class ActivationTap:
         self.disarm()
 
 
+def joined(found: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, ...]:
+    """What was seen of batches that were run in pieces (logical batches), put together to batches.
+
+    Args:
+        found: of each piece, its rows first, in the order in which they were run.
+        rows: of each batch.
+
+    Returns:
+        One for each batch; ``found`` as it is where its rows do not add up to those of the batches.
+    """
+    whole, rest = [], [*found]
+    for count in rows:
+        own: list[Tensor] = []
+        while rest and sum(map(len, own)) < count:
+            own.append(rest.pop(0))
+        fits = sum(map(len, own)) == count and len({piece.shape[1:] for piece in own}) == 1
+        if not fits:
+            return (*found,)
+        whole.append(torch.cat(own) if len(own) > 1 else own[0])
+    return (*found,) if rest else (*whole,)
+
+
 def _version(tensor: Tensor | None) -> int:
     """How often the tensor was written in place; inference tensors do not count."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
@@ -209,4 +231,4 @@ def _unchanged(tensor: Tensor, version: int, what: str) -> Tensor:
     return tensor
 
 
-__all__ = ["ActivationTap", "ChangedInPlace"]
+__all__ = ["ActivationTap", "ChangedInPlace", "joined"]

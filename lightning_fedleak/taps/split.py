@@ -18,7 +18,7 @@ from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import virtual_tokens
 from lightning_fedleak.snapshots import Stage, UnusableObservation
-from lightning_fedleak.taps.activations import ActivationTap
+from lightning_fedleak.taps.activations import ActivationTap, joined
 
 GIVEN = ("attention_mask", "position_ids")
 
@@ -132,7 +132,7 @@ class SplitTap:
 
     def _states(self, tap: ActivationTap, layer: int, shape: tuple[int, ...]) -> Tensor | Exception:
         try:
-            found = tap.states(layer)
+            found = joined(tap.states(layer), shape[:1])
         except RuntimeError as error:
             return error
         if len(found) != 1:
@@ -158,7 +158,10 @@ class SplitTap:
         shape = batch.input_ids.shape
         found: list[Tensor | None] = []
         for name in GIVEN:
-            value = self._given[-1][name]
+            given = [one[name] for one in self._given]
+            pieces = [value for value in given if isinstance(value, Tensor) and value.dim()]
+            whole = joined(pieces, shape[:1]) if len(pieces) == len(given) else ()
+            value = whole[0] if len(whole) == 1 else given[-1]
             if isinstance(value, Tensor) and value.shape == (1, shape[1]):
                 value = value.expand(shape)
             if value is not None and getattr(value, "shape", None) != shape:
@@ -211,12 +214,15 @@ class ModelIds:
         Raises:
             UnusableObservation: the model was not called once for each batch, or on other shapes.
         """
+        known = [ids for ids in self._seen if ids is not None and ids.dim()]
+        whole = joined(known, [len(batch.input_ids) for batch in batches])
+        seen = whole if len(known) == len(self._seen) else self._seen
         found = [
             replace(batch, input_ids=ids)
-            for batch, ids in zip(batches, self._seen, strict=False)
+            for batch, ids in zip(batches, seen, strict=False)
             if ids is not None and ids.shape == batch.input_ids.shape
         ]
-        if len(self._seen) != len(batches) or len(found) != len(batches):
+        if len(seen) != len(batches) or len(found) != len(batches):
             raise UnusableObservation(
                 "a defence replaces the batch, and which token ids the model was run on cannot be "
                 f"told: it was called {len(self._seen)} times in {len(batches)} batches, and on "

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,6 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedToken
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.commands.game import GameCommand, find_model
+from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.games import GameError
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
 from tests.helpers.models import own_rng
@@ -218,6 +221,88 @@ def test_refuses_arguments_that_mean_nothing(capsys: pytest.CaptureFixture[str])
             main(["game", *arguments])
         assert left.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def defended(model: str, text: str, out: Path, defense: str, **more: Any) -> dict[str, Any]:
+    settings = {"attack": ("fc-full",), "layer": (1,), "batch": 8, "tokens": 16, "games": 40}
+    command = GameCommand(model=model, text=text, json=out, defense=defense, **settings | more)
+    printed = played(command)
+    content: dict[str, Any] = json.loads(out.read_text())
+    assert content["defense"] == defense
+    assert f"its text is randomised ({defense}). Guarantee: {content['guarantee']}." in printed
+    return content | {"printed": printed}
+
+
+def test_ldp_is_played_and_epsilon_decides(model: str, text: str, tmp_path: Path) -> None:
+    out = tmp_path / "game.json"
+    weak = defended(model, text, out, "grr:epsilon=400,per=token")
+    strong = defended(model, text, out, "grr:epsilon=0.001,per=token")
+    (kept,), (lost,) = weak["results"], strong["results"]
+    assert kept["bits"] == lost["bits"]
+    assert kept["rates"]["auc"]["value"] == 1
+    assert 0.2 < lost["rates"]["auc"]["value"] < 0.8
+    assert "400-local differential privacy for each token" in weak["guarantee"]
+    assert "a threshold on the scores that was fitted on other games" in weak["printed"]
+    again = defended(model, text, out, "grr:epsilon=0.001,per=token")
+    assert again["results"][0]["scores"] == lost["scores"]
+    other = defended(model, text, out, "grr:epsilon=0.001,per=token", seed=1)
+    assert other["results"][0]["scores"] != lost["scores"]
+
+
+@pytest.mark.parametrize("mechanism", ["grr", "rappor", "the", "dbitflip"])
+def test_every_mechanism_plays_both_protocols(
+    model: str, text: str, tmp_path: Path, mechanism: str
+) -> None:
+    defense = f"{mechanism}:epsilon=60,per=token,keep_special=false"
+    for protocol in ("game", "authors"):
+        found = defended(
+            model, text, tmp_path / "game.json", defense, protocol=protocol, games=6
+        )  # fmt: skip
+        (result,) = found["results"]
+        assert result["protocol"] == protocol
+        assert result["rates"]["auc"]["value"] > 0.7
+
+
+def test_each_game_draws_new_noise_unless_it_is_memoised(
+    model: str, text: str, tmp_path: Path
+) -> None:
+    given = {"targets_per_batch": 1, "games": 30}
+    fresh, kept = (
+        defended(model, text, tmp_path / "g.json", f"grr:epsilon=8,per=token{more}", **given)
+        for more in ("", ",memoize=true")
+    )
+    assert "in every epoch anew" in fresh["guarantee"]
+    assert "keeps its replacement" in kept["guarantee"]
+    assert fresh["results"][0]["scores"] != kept["results"][0]["scores"]
+
+
+@pytest.mark.parametrize(
+    ("defense", "message"),
+    [
+        ("gradient_noise:clip=1,sigma=1", "one of grr, rappor, the and dbitflip, as grr:epsilon=5"),
+        ("grr:epsilon=1/2", "one defence of the client's tokens"),
+        ("none", "one defence of the client's tokens"),
+        ("gr:epsilon=1", "no defence 'gr' (did you mean 'grr'?)"),
+        ("grr", "needs epsilon: write token_ldp:mechanism=grr,epsilon=VALUE"),
+        ("grr:epsilon=-1", "epsilon=-1 must be a positive number"),
+        ("grr:epsilon=1,special_ids=3", "'special_ids' and 'kind' are the game's own"),
+    ],
+)
+def test_a_defence_that_no_game_can_play_is_refused(
+    model: str, text: str, defense: str, message: str
+) -> None:
+    with pytest.raises(SourceError, match=re.escape(message)):
+        played(GameCommand(model=model, text=text, defense=defense, batch=5, games=2))
+
+
+def test_pooled_forwards_and_a_defence_exclude_each_other(model: str, text: str) -> None:
+    with pytest.raises(GameError, match="needs forwards='fresh'"):
+        played(
+            GameCommand(
+                model=model, text=text, attack=("fc",), defense="grr:epsilon=5", forwards="pooled",
+                batch=5, games=2, layer=(1,),
+            )
+        )  # fmt: skip
 
 
 def test_a_model_without_blocks_is_said(

@@ -112,6 +112,9 @@ def _python(arguments: list[str]) -> None:
     if arguments[0] == "-m":
         spec = importlib.util.find_spec(arguments[1])
         assert spec is not None, arguments
+        if spec.submodule_search_locations is not None:  # a package runs its __main__
+            spec = importlib.util.find_spec(f"{arguments[1]}.__main__")
+            assert spec is not None, arguments
         assert spec.origin is not None, arguments
         path, given = Path(spec.origin), arguments[2:]
     elif arguments[0].startswith("your_"):

@@ -51,6 +51,8 @@ def test_the_site_is_strict_and_has_no_font_or_script_of_another_host():
     assert SETTINGS["strict"] is True
     assert SETTINGS["theme"]["font"] is False
     assert "extra_javascript" not in SETTINGS
+    for script in SETTINGS["extra"]["polyfills"]:
+        assert (ROOT / "docs" / script).is_file()
     [handlers] = [p["mkdocstrings"]["handlers"] for p in SETTINGS["plugins"] if "mkdocstrings" in p]
     assert handlers["python"]["inventories"] == []
 
@@ -90,14 +92,22 @@ def test_a_site_that_asks_another_host_fails_the_build(hooks, tmp_path):
         hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
 
 
+def on_page(name: str) -> SimpleNamespace:
+    return SimpleNamespace(file=SimpleNamespace(src_uri=name))
+
+
 def test_links_that_leave_the_docs_become_names_of_files(hooks):
     shown = hooks.on_page_markdown(
-        "See [the rules](../CONTRIBUTING.md#a), [../x.py](../x.py), [here](x.md#b).\n"
-        "<!-- test: skip (because) -->\n```\n[0](../1)\n```\n"
+        "See [the rules](../CONTRIBUTING.md#a), [x](../x.py), [here](x.md#b).\n"
+        "<!-- test: skip (because) -->\n```\n[0](../1)\n```\n",
+        page=on_page("a.md"),
     )
     assert shown == (
-        "See the rules (`CONTRIBUTING.md`), ../x.py, [here](x.md#b).\n```\n[0](../1)\n```\n"
+        "See the rules (`CONTRIBUTING.md`), `x.py`, [here](x.md#b).\n```\n[0](../1)\n```\n"
     )
+    inside = "[a](../a.md) ![b](../b.png) [c](../../c/d.py)"
+    shown = hooks.on_page_markdown(inside, page=on_page("api/x.md"))
+    assert shown == "[a](../a.md) ![b](../b.png) `c/d.py`"
 
 
 def test_roles_of_docstrings_become_names(hooks):
@@ -105,3 +115,11 @@ def test_roles_of_docstrings_become_names(hooks):
     assert shown == (
         '<p>A <autoref optional identifier="a.b.C"><code>C</code></autoref>, <code>x</code></p>'
     )
+
+
+def test_long_names_break_behind_a_slash_and_blocks_stay(hooks):
+    assert hooks.on_page_content("<td><code>a/&lt;b&gt;/c</code></td>") == (
+        "<td><code>a/<wbr>&lt;b&gt;/<wbr>c</code></td>"
+    )
+    block = "<pre><code>a/b\nc/d\n</code></pre>"
+    assert hooks.on_page_content(block) == block

@@ -211,4 +211,7 @@ def tiny_marian(
         forced_eos_token_id=2,
     )
     with own_rng(seed):
-        return MarianMTModel(config)
+        model = MarianMTModel(config)
+        if decoder_vocab is not None:  # transformers 4 builds both sides with the source's size
+            model.resize_decoder_token_embeddings(decoder_vocab)
+        return model

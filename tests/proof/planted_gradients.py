@@ -76,7 +76,8 @@ class PlantedGradients:
         self.seed = seed
         self.history: History = ()
         self._defense = defense
-        self._clip = defense().max_grad_norm
+        given = defense().max_grad_norm
+        self._clip = 1.0 if given == "auto" else given
         self._data = torch.diag(self._clip * torch.linspace(1.5, 10.0, targets))
         self._model = nn.Sequential(
             nn.Linear(targets, 1, bias=False, device="meta").to_empty(device="cpu")
@@ -153,8 +154,10 @@ class PlantedGradients:
         return Games(log_likelihood_ratios(releases, sigma, sample_rate).sum(0), members)
 
     def _backward(self, defense: DPSGD, context: DefenseContext, batch: Tensor) -> None:
-        loss = defense.on_training_step(lambda: self._model(batch).mean(), [batch], context)
-        loss.backward()
+        def step(rows: list[Tensor]) -> Tensor:
+            return defense.on_training_step(lambda: self._model(rows[0]).mean(), rows, context)
+
+        defense.on_logical_batch(step, [batch], context).backward()
 
     def _secret(self, what: str, number: int) -> bytes:
         return hashlib.sha256(f"planted gradients {what} {self.seed} {number}".encode()).digest()

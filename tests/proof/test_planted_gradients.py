@@ -12,7 +12,7 @@ import torch
 from lightning_fedleak.auditing import audit_scores
 from lightning_fedleak.defenses import DPSGD, DefenseError, noise
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
-from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, NoiseGauge
+from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, Gathered, NoiseGauge
 from tests.proof.dp_sgd import Refutations, best_threshold, refutations
 from tests.proof.planted_gradients import PlantedGradients
 
@@ -22,8 +22,10 @@ GAMES, DELTA = 400, 1e-3
 
 
 def planted(sigma: float, rate: float = 1.0, steps: int = 1, **settings: Any) -> PlantedGradients:
+    given = {"max_grad_norm": 0.7, "target_delta": DELTA, **settings}
+
     def defense() -> DPSGD:
-        return DPSGD(0.7, noise_multiplier=sigma, target_delta=DELTA, **settings)
+        return DPSGD(noise_multiplier=sigma, **given)
 
     return PlantedGradients(
         defense, targets=GAMES, batch_size=round(rate * GAMES), steps=steps, seed=1
@@ -40,9 +42,18 @@ def audited(
     return refutations(bounds, epsilon), float(np.median(bounds)) / epsilon
 
 
-@pytest.mark.parametrize(("sigma", "poisson"), [(0.5, True), (1.0, False)])
-def test_no_more_audits_of_dpsgd_than_allowed_exceed_its_epsilon(sigma, poisson) -> None:
-    game = planted(sigma, poisson=poisson)
+@pytest.mark.parametrize(
+    ("sigma", "settings"),
+    [
+        (0.5, {}),
+        (1.0, {"poisson": False}),
+        (1.0, {"max_physical_batch": 90}),
+        (1.0, {"max_grad_norm": "auto"}),
+        (1.0, {"per_layer": True, "layer_noise": "by_clip"}),
+    ],
+)
+def test_no_more_audits_of_dpsgd_than_allowed_exceed_its_epsilon(sigma, settings) -> None:
+    game = planted(sigma, **settings)
     count, power = audited(game, 120, sigma, delta=DELTA, claim="gaussian", threshold=0.0)
     assert game.history == ((sigma, 1.0, 1),)
     assert count.audits == 120
@@ -50,9 +61,14 @@ def test_no_more_audits_of_dpsgd_than_allowed_exceed_its_epsilon(sigma, poisson)
     assert power > 0.4
 
 
-@pytest.mark.parametrize(("sigma", "rate", "steps"), [(0.5, 0.5, 1), (1.0, 0.5, 4)])
-def test_nor_under_poisson_sampling(sigma: float, rate: float, steps: int) -> None:
-    game = planted(sigma, rate, steps)
+@pytest.mark.parametrize(
+    ("sigma", "rate", "steps", "most"),
+    [(0.5, 0.5, 1, None), (1.0, 0.5, 4, None), (0.5, 0.5, 1, 64)],
+)
+def test_nor_under_poisson_sampling(
+    sigma: float, rate: float, steps: int, most: int | None
+) -> None:
+    game = planted(sigma, rate, steps, max_physical_batch=most)
     cut = best_threshold(sigma, rate, steps, games=GAMES, delta=0.1)
     count, power = audited(game, 120, sigma, rate, delta=0.1, threshold=cut)
     assert game.history == ((sigma, rate, steps),)
@@ -91,11 +107,30 @@ def rate_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DPSGD, "on_dataloader", often)
 
 
-@pytest.mark.parametrize("broken", [half_the_noise, twice_the_clip])
-def test_a_broken_step_is_refuted(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def a_piece_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Gathered.add
+
+    def again(self: Gathered, *given: Any) -> None:
+        right(self, *given)
+        self._known -= given[0].samples
+        right(self, *given)
+
+    monkeypatch.setattr(Gathered, "add", again)
+    monkeypatch.setattr(ClippedSum, "check_complete", lambda *_: True)
+
+
+@pytest.mark.parametrize(
+    ("broken", "most"),
+    [(half_the_noise, None), (twice_the_clip, None), (twice_the_clip, 150), (a_piece_twice, 150)],
+)
+def test_a_broken_step_is_refuted(
+    broken: Any, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken(monkeypatch)
     monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
-    count, power = audited(planted(1.0), 30, 1.0, delta=DELTA, claim="gaussian", threshold=0.0)
+    count, power = audited(
+        planted(1.0, max_physical_batch=most), 30, 1.0, delta=DELTA, claim="gaussian", threshold=0.0
+    )
     assert count.refuted > 20
     assert count.p_value < 1e-9
     assert power > 1
@@ -111,6 +146,16 @@ def test_a_broken_run_is_refuted_under_poisson_sampling(
     count, _ = audited(planted(1.0, 0.5, 4), 40, 1.0, 0.5, delta=0.1, threshold=cut)
     assert count.refuted > 6
     assert count.p_value < 1e-3
+
+
+def test_a_piece_that_is_added_twice_is_seen_by_dpsgd_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = ClippedSum.check_complete
+    a_piece_twice(monkeypatch)
+    monkeypatch.setattr(ClippedSum, "check_complete", right)
+    with pytest.raises(DefenseError, match="not the sum of what its layer was seen to add"):
+        planted(1.0, max_physical_batch=150).games(0, 1.0, 1.0)
 
 
 def test_half_the_noise_is_seen_by_dpsgd_itself(monkeypatch: pytest.MonkeyPatch) -> None:

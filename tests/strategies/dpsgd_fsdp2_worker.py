@@ -119,6 +119,11 @@ CASES = {
     "exact leaves": lambda: LEAVES.exact("gpt2 tied"),
     "exact checkpointed": lambda: RUNS.exact("gpt2 tied", build=checkpointed),
     "exact one by one": RUNS.one_by_one,
+    "pieces gpt2 tied": lambda: RUNS.exact("gpt2 tied", most=2),
+    "pieces lora": lambda: RUNS.exact("lora", most=2, max_steps=2),
+    "pieces replicated": lambda: REPLICATED.exact(
+        "gpt2 untied", most=2, max_steps=2, per_layer=True
+    ),
     "checked": RUNS.checked_like_trusted,
     "checked twice": lambda: RUNS.checked_like_trusted(gather=True, batch_size=1),
     "frozen": RUNS.frozen,
@@ -131,6 +136,7 @@ CASES = {
     "noise": RUNS.noise,
     "noise replicated": REPLICATED.noise,
     "rare": RUNS.rare,
+    "rare pieces": lambda: RUNS.rare(most=1),
     "budget": RUNS.budget,
     "resume": lambda: RUNS.resume(Path(sys.argv[1])),
     "hardened": RUNS.hardened,

@@ -36,6 +36,7 @@ def defense(folder: Path) -> DPSGD:
         target_delta=1e-3,
         accountant="rdp",
         ledger=folder / "ledger",
+        max_physical_batch=2,  # so that some kills come within a batch
     )
 
 

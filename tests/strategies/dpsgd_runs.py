@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from typing import Any
 
 import lightning as L
@@ -105,6 +106,7 @@ def trainer(strategy: Any, **settings: Any) -> L.Trainer:
         "devices": 1,
         "max_epochs": 1,
         "logger": False,
+        "default_root_dir": tempfile.mkdtemp(),
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,

@@ -157,6 +157,7 @@ class Look(Callback):
         strategy: of the fit.
         twin: a plain model, to which the weights of each step are copied.
         precision: under which the twin computes.
+        per_layer: layers are clipped by themselves, each to the same norm.
     """
 
     def __init__(
@@ -164,8 +165,10 @@ class Look(Callback):
         strategy: DefendedStrategy,
         twin: LM | None = None,
         precision: str = "32-true",
+        per_layer: bool = False,
     ) -> None:
         self.strategy, self.twin, self.precision = strategy, twin, precision
+        self.per_layer = per_layer
         self.sizes: list[int] = []
         self.brute: list[Tensor] = []
         self.stages: dict[Stage, list[Tensor]] = {stage: [] for stage in Stage}
@@ -191,7 +194,7 @@ class Look(Callback):
             for name, p in self.twin.named_parameters():
                 p.data.copy_(weights[name])
             with torch.enable_grad():
-                mine = clipped_sum(self.twin, self.batch, self.precision)
+                mine = clipped_sum(self.twin, self.batch, self.precision, self.per_layer)
             self.brute.append(sum(gathered(mine)))  # type: ignore[arg-type]
 
     def distances(self, expected: float = EXPECTED) -> list[float]:
@@ -200,8 +203,13 @@ class Look(Callback):
         return [float((a * expected - b).norm() / b.norm().clamp(min=1e-12)) for a, b in pairs]
 
 
-def clipped_sum(module: LM, batch: dict[str, Tensor], precision: str) -> Tensor:
+def clipped_sum(
+    module: LM, batch: dict[str, Tensor], precision: str, per_layer: bool = False
+) -> Tensor:
     """One backward pass for each sample of one rank."""
+    names = [n.rpartition(".")[0] for n, p in module.named_parameters() if p.requires_grad]
+    layers = sorted(set(names)) if per_layer else [None]
+    clip = CLIP / len(layers) ** 0.5
     trained = [p for p in module.parameters() if p.requires_grad]
     total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
     for i in range(len(batch["labels"])):
@@ -211,8 +219,13 @@ def clipped_sum(module: LM, batch: dict[str, Tensor], precision: str) -> Tensor:
         grads = [
             torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)
         ]
-        flat = torch.cat([g.double().flatten() for g in grads])
-        total += flat * min(1.0, CLIP / float(flat.norm()))
+        flat = [g.double().flatten() for g in grads]
+        for layer in layers:
+            own = [i for i, name in enumerate(names) if layer in (None, name)]
+            norm = float(torch.cat([flat[i] for i in own]).norm())
+            for i in own:
+                flat[i] = flat[i] * min(1.0, clip / max(norm, 1e-30))
+        total += torch.cat(flat)
     return total
 
 
@@ -244,7 +257,8 @@ class Runs:
     ) -> tuple[LM, L.Trainer, Look]:
         strategy = self.defended(*(defense if isinstance(defense, list) else [defense]))
         precision = settings.get("precision", "32-true")
-        watch = Look(strategy, twin, precision)
+        per_layer = any(getattr(d, "per_layer", False) for d in strategy.defenses)
+        watch = Look(strategy, twin, precision, per_layer)
         run = trainer(
             strategy,
             devices=2,
@@ -261,9 +275,20 @@ class Runs:
 
     # ---- the cases ----------------------------------------------------------------------------
 
-    def exact(self, name: str, *, build: Any = None, twin: Any = None, **settings: Any) -> Found:
+    def exact(
+        self,
+        name: str,
+        *,
+        build: Any = None,
+        twin: Any = None,
+        most: int | None = None,
+        per_layer: bool = False,
+        **settings: Any,
+    ) -> Found:
         """Without noise: what is shared against brute force over both ranks' samples."""
-        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1)
+        defense = DPSGD(
+            CLIP, noise_multiplier=0.0, seed=1, max_physical_batch=most, per_layer=per_layer
+        )
         plain = LM((MODELS[name] if twin is None else twin)())
         module = self.module((MODELS[name] if build is None else build)())
         values = settings.pop("validate", None)
@@ -283,6 +308,8 @@ class Runs:
             "masks differ": sizes[0] != sizes[1],
             "rate": defense.privacy.sample_rate,
             "releases": defense.privacy.releases,
+            "ran": gathered(module.sizes),
+            "drawn": sizes,
         }
 
     def one_by_one(self) -> Found:
@@ -340,9 +367,9 @@ class Runs:
             "of one process": epsilon_of([(sigma, BATCH / 12, 2)], 1e-3, "rdp"),
         }
 
-    def rare(self) -> Found:
+    def rare(self, most: int | None = None) -> Found:
         """Batches so small that many are empty, on one rank or on both."""
-        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1)
+        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, max_physical_batch=most)
         module, run, look = self.fit(
             defense, twin=LM(), data=loader(n=21, batch_size=1), max_epochs=1
         )
@@ -354,6 +381,7 @@ class Runs:
             "both empty": sum(a == b == 0 for a, b in sizes),
             "released nothing": zero == [a == b == 0 for a, b in sizes],
             "steps": [run.global_step, defense.privacy.releases, len(module.sizes)],
+            "pieces": sum(max(1, *own) for own in sizes),
             "agree": self.agree(module),
         }
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lightning_fedleak.anatomy.text_layers import states_out
 from lightning_fedleak.defenses import (
     ActivationNoise,
     Defense,
@@ -313,7 +314,9 @@ class ShardedGPT2(CausalLMModule):
 
     def on_train_start(self) -> None:
         block = self.model.transformer.h[0]
-        block.register_forward_hook(lambda _, __, out: self.sent.append(out.detach().clone()))
+        block.register_forward_hook(
+            lambda _, __, out: self.sent.append(states_out(out).detach().clone())
+        )
 
 
 @case("activation noise")

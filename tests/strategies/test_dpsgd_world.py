@@ -99,6 +99,35 @@ def test_the_same_under_other_ways_to_shard(fsdp2, name: str) -> None:
         check_exact(found, 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "name", "releases"),
+    [
+        *((s, "gpt2 tied", 3) for s in ("ddp", "fsdp2")),
+        *((s, "lora", 2) for s in ("ddp", "fsdp2")),
+        ("ddp", "static_graph", 2),
+        ("fsdp2", "replicated", 2),
+    ],
+)
+def test_the_same_of_logical_batches_in_equally_many_pieces(
+    request: pytest.FixtureRequest, strategy: str, name: str, releases: int
+) -> None:
+    for found in of(request.getfixturevalue(strategy), f"pieces {name}"):
+        check_exact(found, 1e-6, releases)
+        first, second = found["ran"]
+        steps = [*zip(*found["drawn"], strict=True)]
+        assert len(first) == len(second) == sum(max(-(-a // 2), -(-b // 2)) for a, b in steps)
+        assert max(first + second) == 2
+
+
+def test_a_rank_with_fewer_pieces_or_none_takes_part(ranks) -> None:
+    for found in of(ranks, "rare pieces"):
+        assert found["distance"] < 1e-6
+        assert found["one empty"] > 0
+        assert found["steps"] == [10, 10, found["pieces"]]
+        assert found["pieces"] > 10
+        assert found["agree"]
+
+
 def test_the_same_under_a_policy_of_mixed_precision(fsdp2) -> None:
     for found in of(fsdp2, "exact MixedPrecisionPolicy"):
         check_exact(found, 2e-2)

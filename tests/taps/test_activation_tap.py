@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.anatomy.text_layers import text_blocks
+from lightning_fedleak.anatomy.text_layers import states_out, text_blocks
 from lightning_fedleak.taps.activations import ActivationTap, ChangedInPlace
 from tests.callbacks.runs import assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule
@@ -133,7 +133,7 @@ def test_nothing_is_copied() -> None:
     model = tiny_gpt2().train()
     tap = ActivationTap(find_anatomy(model), [1])
     seen: list[Tensor] = []
-    model.transformer.h[0].register_forward_hook(lambda _, __, out: seen.append(out))
+    model.transformer.h[0].register_forward_hook(lambda _, __, out: seen.append(states_out(out)))
     tap.arm()
     step(model, batch())
     assert tap.states(1)[0].data_ptr() == seen[0].data_ptr()

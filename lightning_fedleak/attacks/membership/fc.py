@@ -55,6 +55,10 @@ MEASURE_EVERY = 500
 WIDEST = 0.5
 """The highest rung of an automatic ladder, in units of ``‖T‖_1``."""
 
+RANDOMISED_LADDER = (1.0, *(float(step) for step in range(40, 2001, 20)))
+"""A ladder that reaches text of which some tokens were replaced: with fp32's ``tau``, up to twice
+``‖T‖_1``."""
+
 
 class FCMembership(MembershipAttack):
     """Algorithms 2 and 3, with a ladder of ``tau`` in place of one.
@@ -431,4 +435,4 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-__all__ = ["SAFE", "FCMembership", "Precision"]
+__all__ = ["RANDOMISED_LADDER", "SAFE", "FCMembership", "Precision"]

@@ -9,10 +9,11 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from lightning_fedleak import defenses as known
-from lightning_fedleak.defenses import Defense, DefenseError
+from lightning_fedleak.defenses import Defense, DefenseError, TokenLDP
+from lightning_fedleak.defenses.token_ldp.mechanisms import Mechanism
 
 NONE = "none"
 GRIDS = {
@@ -24,6 +25,8 @@ GRIDS = {
     "token_ldp": "mechanism=grr,epsilon=1/4/16",
 }
 """A grid of each of the package's defences, by its name."""
+MECHANISMS = get_args(Mechanism)
+"""Of TokenLDP; each is a word for it with this mechanism."""
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_+*.\- ]*")
 
 
@@ -76,7 +79,8 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
     """Every combination of the settings in ``name:setting=value/value,setting=value``.
 
     Values are numbers, ``true``, ``false``, ``none`` or words; several of one setting are told
-    apart by ``/`` and make a grid: ``gradient_noise:clip=1,sigma=0/1e-4/1e-3``.
+    apart by ``/`` and make a grid: ``gradient_noise:clip=1,sigma=0/1e-4/1e-3``. A mechanism of
+    TokenLDP may stand for the defence: ``grr:epsilon=5`` is ``token_ldp:mechanism=grr,epsilon=5``.
 
     Args:
         text: one defence, or ``none``.
@@ -88,10 +92,13 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
     if kind == NONE and not rest:
         return [DefenseSpec(NONE, {})]
     kinds = defense_kinds()
+    if kind in MECHANISMS:
+        kind, rest = TokenLDP.name, ",".join([f"mechanism={kind}", *filter(None, [rest])])
     if kind not in kinds:
+        names = [NONE, *sorted(kinds), *MECHANISMS]
         raise SpecError(
-            f"there is no defence '{kind}'{_did_you_mean(kind, [NONE, *kinds])}. These exist: "
-            f"{', '.join([NONE, *sorted(kinds)])}"
+            f"there is no defence '{kind}'{_did_you_mean(kind, names)}. These exist: "
+            f"{', '.join(names)}"
         )
     settings = _settings(kind, kinds[kind], rest)
     _check_complete(kind, kinds[kind], settings)

@@ -3,6 +3,7 @@
 from lightning_fedleak.defenses.accounting.accounting import (
     Accountant,
     effective_noise_multiplier,
+    joint_noise_multiplier,
     noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.budget import Budget, BudgetSpent
@@ -16,5 +17,6 @@ __all__ = [
     "Ledger",
     "RenyiFilter",
     "effective_noise_multiplier",
+    "joint_noise_multiplier",
     "noise_multiplier_for",
 ]

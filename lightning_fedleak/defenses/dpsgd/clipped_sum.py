@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError
+from lightning_fedleak.defenses.dpsgd.clip import Clip
 from lightning_fedleak.defenses.dpsgd.per_sample import (
     Clipping,
     Part,
@@ -43,21 +45,100 @@ RELATIVE = 1e-2
 PATIENCE = 3
 
 
+class Gathered:
+    """What the pieces of a logical batch before the last have left for its release.
+
+    Args:
+        samples: of the logical batch in this process.
+        device: of norms and weights.
+        probed: their per-sample gradients are compared with autograd's in the release.
+
+    Attributes:
+        sums: clipped sums, by parameter: of this process's samples in the whole shape; of a
+            parameter that is sharded (FSDP2) this process's part of the sum over all processes.
+        along: of each parameter what of its gradient lies along a random direction, and the sum of
+            its terms' absolute values.
+        half: gradients came in half precision.
+        positions: of all samples, in the layer that has most.
+    """
+
+    def __init__(self, samples: int, device: torch.device, *, probed: bool) -> None:
+        self.samples = samples
+        self.probed = probed
+        self.sums: dict[Tensor, Tensor] = {}
+        # Whole from the start: what stays of each piece would part the memory that it took.
+        self._numbers = torch.zeros(2, samples, dtype=torch.float64, device=device)
+        self._known = 0
+        self.along: dict[Tensor, tuple[float, float]] = {}
+        self.half = False
+        self.positions = 0
+        self.parameters: list[nn.Parameter] | None = None
+
+    @property
+    def norms(self) -> Tensor:
+        """(n,) of the pieces' samples."""
+        return self._numbers[0, : self._known]
+
+    @property
+    def weights(self) -> Tensor:
+        """(n,) of the same."""
+        return self._numbers[1, : self._known]
+
+    def add(
+        self,
+        clipped: ClippedSum,
+        parameters: Sequence[nn.Parameter],
+        context: DefenseContext,
+        team: Team,
+    ) -> None:
+        """Adds one piece's; a collective where parameters are sharded.
+
+        Args:
+            clipped: of the piece.
+            parameters: that are released, the same in all pieces.
+            context: where.
+            team: the processes of this client.
+        """
+        self.parameters = [*parameters]
+        end = self._known + clipped.samples
+        self._numbers[0, self._known : end] = clipped.norms
+        self._numbers[1, self._known : end] = clipped.weights
+        self._known = end
+        self.half = self.half or clipped.half
+        if self.probed:
+            for index, parameter in enumerate(parameters):
+                if parameter in clipped.parts:
+                    left, right = random_direction(index, parameter)
+                    value, scale = probe(clipped.parts[parameter], left, right)
+                    before = self.along.get(parameter, (0.0, 0.0))
+                    self.along[parameter] = before[0] + float(value), before[1] + float(scale)
+        sharded = [p for p in parameters if isinstance(p, DTensor)]
+        for parameter in parameters:
+            if not isinstance(parameter, DTensor) and parameter in clipped.parts:
+                self.sums[parameter] = clipped.sum_of(parameter, self.sums.pop(parameter, None))
+        for _, parameter, total in clipped.sums(sharded, team):
+            known = self.sums.get(parameter)
+            self.sums[parameter] = total if known is None else known.add_(total)
+
+
 class ClippedSum:
-    """This process's per-sample gradients, clipped to one joint norm each.
+    """This process's per-sample gradients, clipped: each as a whole, or its groups by themselves.
 
     Args:
         parameters: that are released.
         parts: per-sample gradients of the mean loss.
         samples: B of this process; 0 for an empty batch.
-        clip: largest norm of a sample's gradient.
+        clip: how long a sample's gradient may be.
         clipping: in which form to keep them.
         context: where.
         half: gradients came in half precision.
         weights: (B,) that make each sample's gradient that of its own mean; None where it is.
+        gathered: of the pieces before, where these are samples of a logical batch in pieces.
 
     Attributes:
         samples: B.
+        weights: (B,) that make of a part of the mean loss's gradient that of a sample's own.
+        half: gradients came in half precision.
         norms: (B,) norms of the gradients of each sample's own loss, before clipping; infinite for
             a sample whose gradient holds NaN or infinity, or whose norm overflows. It counts as
             zero: whether a run goes on must not tell of one example.
@@ -68,37 +149,50 @@ class ClippedSum:
         parameters: Sequence[nn.Parameter],
         parts: Mapping[Tensor, list[Part]],
         samples: int,
-        clip: float,
+        clip: Clip,
         clipping: Clipping,
         context: DefenseContext,
         *,
         half: bool = False,
         weights: Tensor | None = None,
+        gathered: Gathered | None = None,
     ) -> None:
         self.samples = samples
-        self._weights = samples if weights is None else samples * weights.to(context.device)
+        whole = samples if gathered is None else gathered.samples
+        own = torch.ones(samples, dtype=torch.float64) if weights is None else weights.double()
+        self.weights = whole * own.to(context.device)
         self.parts = {p: chosen(parts[p], p.shape, clipping) for p in parameters if p in parts}
-        squares = [squared_norms(own).double() for own in self.parts.values()]
-        device = context.device
-        total = torch.stack([s.to(device) for s in squares]).sum(0) if squares else None
-        self.norms = (
-            torch.zeros(samples, device=device) if total is None else total.sqrt() * self._weights
-        )
+        device, groups = context.device, len(clip.norms)
+        squares = torch.zeros(groups, samples, dtype=torch.float64, device=device)
+        for parameter, its in self.parts.items():
+            squares[clip.group_of(parameter)] += squared_norms(its).to(device)
+        norms = squares.sqrt() * self.weights
+        self.norms = squares.sum(0).sqrt() * self.weights
         self._whole = torch.isfinite(self.norms)
         self._broken = not bool(self._whole.all())
         self.norms = self.norms.masked_fill(~self._whole, math.inf)
-        self.factors = self._weights * (clip / self.norms.clamp(min=clip))
-        self._clip, self._half = clip, half
+        self.factors = self.weights * clip.factors(norms if groups > 1 else self.norms)
+        self._clip, self.half = clip, half
+        self._gathered = gathered
 
-    def sum_of(self, parameter: nn.Parameter) -> Tensor:
-        """Clipped sum of these samples' own gradients, float32 or float64, of the whole shape."""
+    def sum_of(self, parameter: nn.Parameter, onto: Tensor | None = None) -> Tensor:
+        """Clipped sum of these samples' own gradients, float32 or float64, of the whole shape.
+
+        Args:
+            parameter: whose.
+            onto: a sum to which it is added, in place.
+        """
         if parameter not in self.parts:
+            if onto is not None:
+                return onto
             dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             return torch.zeros(parameter.shape, dtype=dtype, device=where_whole(parameter))
         own, factors = self.parts[parameter], self.factors
+        if factors.dim() == 2:
+            factors = factors[self._clip.group_of(parameter)]
         if self._broken:  # zero times NaN is NaN
             own, factors = of_samples(own, self._whole), factors[self._whole]
-        return weighted_sum(own, factors.to(where_whole(parameter)), parameter.shape)
+        return weighted_sum(own, factors.to(where_whole(parameter)), parameter.shape, onto)
 
     def with_canary(self, samples: Tensor, divisor: float) -> CanaryGradient:
         """What is released of crafted layers whose gradients join those of the samples.
@@ -108,16 +202,27 @@ class ClippedSum:
             divisor: of the update.
 
         Raises:
-            DefenseError: they are of other samples than the batch.
+            DefenseError: they are of other samples than the batch, or layers have clip norms of
+                their own.
         """
-        if len(samples) != self.samples:
+        if len(self._clip.norms) > 1:
             raise DefenseError(
-                f"DPSGD: a canary of {len(samples)} samples in a batch of {self.samples}"
+                "DPSGD: with clip norms for each layer it is not settled what those of crafted "
+                "layers would be; clip all layers together (a plain max_grad_norm) to play canaries"
             )
-        samples = samples * torch.as_tensor(self._weights).to(samples).reshape(-1, 1, 1)
-        own = self.norms.to(samples)[:, None] if len(samples) else samples.new_zeros(0, 1)
+        before = self._gathered
+        norms, weights = self.norms, self.weights
+        if before is not None:
+            norms = torch.cat([before.norms, norms])
+            weights = torch.cat([before.weights, weights])
+        if len(samples) != len(norms):
+            raise DefenseError(
+                f"DPSGD: a canary of {len(samples)} samples in a batch of {len(norms)}"
+            )
+        samples = samples * weights.to(samples)[:, None, None]
+        own = norms.to(samples)[:, None]
         joint = torch.hypot(samples.norm(dim=2), own)
-        factors = (self._clip / joint.clamp(min=self._clip)) / divisor
+        factors = self._clip.factors(joint) / divisor
         whole = torch.isfinite(joint)[..., None]
         return CanaryGradient((samples * factors[..., None]).masked_fill(~whole, 0.0))
 
@@ -137,32 +242,58 @@ class ClippedSum:
         Args:
             parameters: in the same order in all processes.
             team: the processes of this client.
-            std: standard deviation of the noise; 0 for none.
+            std: standard deviation of the noise, over all groups of parameters together; 0 for
+                none.
             divisor: of sum and noise.
             key: of a number's noise, see :func:`~lightning_fedleak.defenses.noise.noise_key`.
             gauge: measures the noise.
         """
-        for index, parameter, total in self._sums(parameters, team):
-            before = None if gauge is None else gauge.before(total)
+        for index, parameter, total in self._all_sums(parameters, team):
+            relative = self._clip.relative_noise(parameter)
+            before = None if gauge is None else gauge.before(total, relative)
             if std:
                 own = key(index + (shard_number(parameter) << SHARD_BITS))
                 noise = standard_normal(own, total.shape, total.device, total.dtype)
-                total.add_(noise, alpha=std)
+                total.add_(noise, alpha=std * relative)
             total.div_(divisor)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             released = local_part(parameter.grad)
             released.copy_(total)
             if gauge is not None and before is not None:
-                gauge.after(before, released)
+                gauge.after(before, released, relative)
 
-    def _sums(
+    def _all_sums(
         self, parameters: Sequence[nn.Parameter], team: Team
     ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
-        """Each parameter with its place, and this process's part of its sum; small ones at once."""
+        """As :meth:`sums`, with those of the pieces before."""
+        before = {} if self._gathered is None else self._gathered.sums
+        for index, parameter, total in self.sums(parameters, team, before):
+            if isinstance(parameter, DTensor) and parameter in before:
+                total.add_(before.pop(parameter))
+            yield index, parameter, total
+
+    def sums(
+        self,
+        parameters: Sequence[nn.Parameter],
+        team: Team,
+        onto: dict[Tensor, Tensor] | None = None,
+    ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
+        """Each parameter with its place, and this process's part of its sum; small ones at once.
+
+        Args:
+            parameters: in the same order in all processes.
+            team: the processes of this client; a collective of them.
+            onto: sums of this process's earlier samples, which are used up; not of what is sharded.
+        """
+
+        def own(parameter: nn.Parameter) -> Tensor:
+            known = None if isinstance(parameter, DTensor) else (onto or {}).pop(parameter, None)
+            return self.sum_of(parameter, known)
+
         if team.size == 1:
             for index, parameter in enumerate(parameters):
-                yield index, parameter, self.sum_of(parameter)
+                yield index, parameter, own(parameter)
             return
         start = 0
         while start < len(parameters):
@@ -170,7 +301,7 @@ class ClippedSum:
             while end < len(parameters) and numbers + parameters[end].numel() <= AT_ONCE:
                 numbers, end = numbers + parameters[end].numel(), end + 1
             some = parameters[start:end]
-            totals = own_parts_of_sums([self.sum_of(parameter) for parameter in some], some)
+            totals = own_parts_of_sums([own(parameter) for parameter in some], some)
             for index, (parameter, total) in enumerate(zip(some, totals, strict=True), start):
                 yield index, parameter, total
             start = end
@@ -183,7 +314,8 @@ class ClippedSum:
         Raises:
             DefenseError: says whose.
         """
-        seen = team.largest([parameter in self.parts for parameter in parameters])
+        before = {} if self._gathered is None else self._gathered.sums
+        seen = team.largest([p in self.parts or p in before for p in parameters])
         unseen = [p for p, known in zip(parameters, seen, strict=True) if not known]
         if not unseen:
             return
@@ -214,7 +346,9 @@ class ClippedSum:
             rows = [self._along_a_direction(i, p, team) for i, p in enumerate(parameters)]
         numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).to(context.device)
         sums = team.summed(numbers).tolist()
-        coarse = self._half or context.precision.startswith("bf16")
+        before = self._gathered
+        half = self.half or (before is not None and before.half)
+        coarse = half or context.precision.startswith("bf16")
         tolerance = 0.05 if team.largest([coarse])[0] else 1e-3
         known = [(p, row) for p, row in zip(parameters, sums, strict=True) if _finite(row)]
         largest = max((scale for _, (_, _, scale) in known), default=0.0)
@@ -234,23 +368,25 @@ class ClippedSum:
         """This process's addends of the gradient's component, of the parts', and of its terms'."""
         gradient = parameter.grad
         parts = self.parts.get(parameter, [])
-        if gradient is None or (team.size == 1 and not parts):
+        known = {} if self._gathered is None else self._gathered.along
+        if gradient is None or (team.size == 1 and not parts and parameter not in known):
             return 0.0, 0.0, 0.0
         mine = local_part(gradient).to(where_whole(gradient))
-        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        generator = torch.Generator(mine.device).manual_seed(index)
-        shape = gradient.shape[0], gradient.shape[1:].numel()
-        left, right = (
-            torch.randn(n, generator=generator, device=mine.device, dtype=wide) for n in shape
-        )
+        left, right = random_direction(index, parameter)
+        shape, wide = (len(left), len(right)), left.dtype
         if mine.shape == gradient.shape:
             found = left @ (mine.reshape(shape).to(wide) @ right)
         else:
             direction = own_part(torch.outer(left, right).view(gradient.shape), gradient)
             found = (mine.to(wide) * direction).sum()
-        value, scale = probe(parts, left, right)
+        value, scale = map(float, probe(parts, left, right))
+        earlier = known.get(parameter, (0.0, 0.0))
         share = copies(gradient) if team.size > 1 else 1.0
-        return float(found) / share, float(value) / team.size, float(scale) / team.size
+        return (
+            float(found) / share,
+            (value + earlier[0]) / team.size,
+            (scale + earlier[1]) / team.size,
+        )
 
 
 class NoiseGauge:
@@ -267,20 +403,25 @@ class NoiseGauge:
         self._square = 0.0
         self._count = 0
 
-    def before(self, total: Tensor) -> Tensor | None:
-        """Some coordinates of the clipped sum, None where rounding would hide the noise."""
+    def before(self, total: Tensor, relative: float) -> Tensor | None:
+        """Some coordinates of the clipped sum, None where rounding would hide the noise.
+
+        Args:
+            total: of one parameter.
+            relative: how much noise it gets, over ``std``.
+        """
         if not self.std:
             return None
         some = total.flatten()[:GAUGED].clone()
         largest = float(some.abs().max()) if some.numel() else 0.0
-        return some if self.std > LEAST_GAUGED * largest else None
+        return some if self.std * relative > LEAST_GAUGED * largest else None
 
-    def after(self, before: Tensor, released: Tensor) -> None:
+    def after(self, before: Tensor, released: Tensor, relative: float) -> None:
         """The same coordinates of the gradient that leaves."""
         if released.dtype not in (torch.float32, torch.float64):
             return
         noise = released.flatten()[:GAUGED].double() * self.divisor - before.double()
-        self._square += float(noise.square().sum())
+        self._square += float(noise.square().sum()) / relative**2
         self._count += noise.numel()
 
     def measured(self) -> float | None:
@@ -334,6 +475,18 @@ class Moves:
             )
 
 
+def random_direction(index: int, parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Two random vectors for a parameter's first and its other dimensions, always the same."""
+    device = where_whole(parameter)
+    generator = torch.Generator(device).manual_seed(index)
+    wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    left, right = (
+        torch.randn(n, generator=generator, device=device, dtype=wide)
+        for n in (parameter.shape[0], parameter.shape[1:].numel())
+    )
+    return left, right
+
+
 def name_of(parameter: nn.Parameter, root: nn.Module) -> str:
     """As in ``root.named_parameters()``."""
     for name, candidate in root.named_parameters():
@@ -352,4 +505,4 @@ def _some(parameters: Sequence[nn.Parameter]) -> Tensor:
     return torch.cat(few) if few else torch.zeros(0)
 
 
-__all__ = ["ClippedSum", "Moves", "NoiseGauge", "name_of"]
+__all__ = ["ClippedSum", "Gathered", "Moves", "NoiseGauge", "name_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -33,13 +33,16 @@ from lightning_fedleak.defenses.base import (
     State,
 )
 from lightning_fedleak.defenses.dpsgd.batch import trainer_of
+from lightning_fedleak.defenses.dpsgd.clip import Clip, LayerNoise, MaxGradNorm, clip_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import NoiseGauge
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 from lightning_fedleak.defenses.dpsgd.sampling import Sampling, check_same_data, sampling_of
 from lightning_fedleak.defenses.dpsgd.setup_checks import (
     check_choices,
+    check_clip,
     check_hardening,
     check_model,
+    check_pieces,
     check_settings,
     check_shards,
     check_trainer,
@@ -101,7 +104,11 @@ class DPSGD(Defense):
     which reads the true batch, is told by the noise.
 
     Args:
-        max_grad_norm: C.
+        max_grad_norm: C. ``"auto"``: a sample's gradient g becomes ``g / (|g| + gamma)``, of a norm
+            below C = 1, so that there is no norm to find (:mod:`~.clip`). Norms by the names of
+            layers (a module's or a parameter's name in the LightningModule, the longest that fits;
+            ``""`` for the rest): what each names is clipped by itself, C is the root of the sum of
+            their squares.
         noise_multiplier: sigma. Or:
         target_epsilon: what the whole run may cost; sigma is then found from the number of steps.
         target_delta: delta of the guarantee; must be below one over the number of examples. With
@@ -133,6 +140,16 @@ class DPSGD(Defense):
         seed: for tests only: noise and samples follow from it, and epsilon is infinite.
         harden_factor: what a notch multiplies the noise by, with ``accountant="filter"``.
         most_notches: how often it may be turned up; None for as often as a gate asks.
+        gamma: of automatic clipping.
+        per_layer: each layer that is trained is clipped by itself, to C over the root of their
+            number.
+        layer_noise: of layers that are clipped by themselves: ``"equal"``, sigma C on every number;
+            ``"by_clip"``, on those of layer l sigma times its own norm, times the root of the
+            number of layers. Both are one Gaussian mechanism of sigma
+            (:func:`~lightning_fedleak.defenses.accounting.accounting.joint_noise_multiplier`).
+        max_physical_batch: how many rows are run at once. A batch of more is run in pieces, one
+            after the other, and released once (:mod:`~.logical`): the memory is that of a piece and
+            one float32 copy of what is trained. None for the whole batch at once.
 
     Attributes:
         releases: how many were made.
@@ -148,7 +165,7 @@ class DPSGD(Defense):
 
     def __init__(
         self,
-        max_grad_norm: float,
+        max_grad_norm: MaxGradNorm,
         noise_multiplier: float | None = None,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
@@ -163,6 +180,10 @@ class DPSGD(Defense):
         *,
         harden_factor: float = 2.0,
         most_notches: int | None = None,
+        gamma: float = 0.01,
+        per_layer: bool = False,
+        layer_noise: LayerNoise = "equal",
+        max_physical_batch: int | None = None,
     ) -> None:
         check_settings(
             max_grad_norm,
@@ -180,7 +201,12 @@ class DPSGD(Defense):
             loss=(loss, ("checked", "trusted")),
         )
         check_hardening(harden_factor, most_notches)
+        check_clip(max_grad_norm, gamma, per_layer, layer_noise)
+        check_pieces(max_physical_batch)
         self.max_grad_norm = max_grad_norm
+        self.gamma = gamma
+        self.per_layer = per_layer
+        self.layer_noise: LayerNoise = layer_noise
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
         self.clipping: Clipping = clipping
@@ -189,6 +215,7 @@ class DPSGD(Defense):
         self.on_budget = on_budget
         self.loss = loss
         self.seed = seed
+        self.max_physical_batch = max_physical_batch
         self.releases = 0
         self.measured_noise_multiplier = math.nan
         self.guarantee = guarantee_of(trust, poisson, seed, accountant == "filter")
@@ -206,12 +233,15 @@ class DPSGD(Defense):
         self._sampling: Sampling | None = None
         self._team = Team()
         self._step: WatchedStep | None = None
+        self._fixed = self._clip_settings()
 
     def settings(self) -> dict[str, bool | int | float | str]:
         """As :meth:`Defense.settings`, and how it accounts."""
         found = super().settings() | {"accountant": self._budget.kind}
         if self.noise_multiplier is not None:
             found["noise_multiplier"] = self.noise_multiplier
+        if isinstance(self.max_grad_norm, Mapping):
+            found["max_grad_norm"] = f"{math.hypot(*self.max_grad_norm.values()):g}, by layers"
         return found
 
     @property
@@ -286,10 +316,11 @@ class DPSGD(Defense):
         self._step = WatchedStep(
             context.root,
             team,
-            clip=self.max_grad_norm,
+            clip=self._clip(context),
             clipping=self.clipping,
             poisson=self.poisson,
             trusted=self.loss == "trusted",
+            most=self.max_physical_batch,
         )
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
@@ -303,7 +334,7 @@ class DPSGD(Defense):
         self._team = team = Team(context)
         drawn = 0 if self._sampling is None else self._sampling.drawn
         team.check_alike(
-            max_grad_norm=self.max_grad_norm,
+            max_grad_norm=0.0 if self._step is None else self._step.clip.sensitivity,
             noise_multiplier=self.noise_multiplier or 0.0,
             target_epsilon=self.target_epsilon or 0.0,
             target_delta=self.target_delta or 0.0,
@@ -335,6 +366,7 @@ class DPSGD(Defense):
         """
         if self._step is not None:
             reshard(context.root)
+            self._step.clip = self._clip(context)
             self._step.adopt()
         self._budget.check_not_overdrawn()
 
@@ -347,6 +379,18 @@ class DPSGD(Defense):
         """The batch; one example that does not count where it is empty and others may not be."""
         step, sampling = self._in_fit()
         return step.given(batch, sampling, context) if self._team.size > 1 else batch
+
+    def on_logical_batch(
+        self, step: Callable[[Any], Any], batch: Any, context: DefenseContext
+    ) -> Any:
+        """Runs the batch in pieces of ``max_physical_batch`` rows, where it has more.
+
+        Raises:
+            DefenseError: it was released already, is not the one that was drawn, or weights are not
+                as they should be.
+        """
+        watched, sampling = self._in_fit()
+        return watched.run_whole(step, batch, sampling, self.releases, context)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
@@ -383,10 +427,13 @@ class DPSGD(Defense):
         team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
         step, sampling = self._in_fit()
         # What follows sends other messages where these differ.
+        std = sigma * step.clip.sensitivity
         team.check_alike(
-            noise_multiplier=sigma, releases=self.releases, max_grad_norm=self.max_grad_norm
+            noise_multiplier=sigma,
+            releases=self.releases,
+            max_grad_norm=step.clip.sensitivity,
         )
-        self._check_clip(step)
+        self._check_clip()
         with team.together():
             step.weights.check(parameters, context.root)
             clipped = step.clipped(parameters, context)
@@ -394,18 +441,20 @@ class DPSGD(Defense):
         if sigma > 0:
             step.moves.check(parameters, getattr(trainer, "optimizers", ()), team)
         checking = step.check.is_due(self.releases)
-        compared = not checking or clipped.check_complete(parameters, context, team)
+        compared = not checking or (
+            step.can_compare and clipped.check_complete(parameters, context, team)
+        )
         with team.together():
             self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
         release, self.releases = self.releases, self.releases + 1
-        gauge = NoiseGauge(sigma * self.max_grad_norm, sampling.expected) if checking else None
+        gauge = NoiseGauge(std, sampling.expected) if checking else None
         key = functools.partial(self._key, context, release, stream="gradient")
-        clipped.release(parameters, team, sigma * self.max_grad_norm, sampling.expected, key, gauge)
+        clipped.release(parameters, team, std, sampling.expected, key, gauge)
         if gauge is not None:
             with team.together():
                 measured = gauge.measured()
             if measured is not None:
-                self.measured_noise_multiplier = measured / self.max_grad_norm
+                self.measured_noise_multiplier = measured / step.clip.sensitivity
         if sigma > 0:
             step.moves.remember(parameters)
         step.released(self.releases, unchecked=not compared)
@@ -434,7 +483,7 @@ class DPSGD(Defense):
                 "DPSGD: noise on the sum of samples cannot be clipped sample by sample"
             )
         step, sampling = self._in_fit()
-        self._check_clip(step)
+        self._check_clip()
         clipped = step.clipped(parameters, context)
         released = clipped.with_canary(canary.samples, sampling.expected)
         std = self.noise_std(context)
@@ -447,9 +496,14 @@ class DPSGD(Defense):
         return released
 
     def noise_std(self, context: DefenseContext) -> float:
-        """Of the mean over the expected batch."""
-        _, sampling = self._in_fit()
-        return self._client_noise(context) * self.max_grad_norm / sampling.expected
+        """Of the mean over the expected batch; of layers that differ the root mean square."""
+        step, sampling = self._in_fit()
+        std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
+        if len(step.clip.norms) == 1:
+            return std
+        trained = [p for p in context.root.parameters() if p.requires_grad]
+        square = sum(p.numel() * step.clip.relative_noise(p) ** 2 for p in trained)
+        return std * math.sqrt(square / sum(p.numel() for p in trained))
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Releases, what they were accounted as, and the noise: as settled, and how turned up."""
@@ -492,14 +546,35 @@ class DPSGD(Defense):
             )
         return self._step, self._sampling
 
-    def _check_clip(self, step: WatchedStep) -> None:
-        if self.max_grad_norm != step.clip:
-            raise DefenseError(
-                f"DPSGD: max_grad_norm was {step.clip:g} when the fit began and is "
-                f"{self.max_grad_norm:g} now. Samples are clipped to the first, and noise would "
-                "follow the second, less of it than is accounted. Leave max_grad_norm as it is "
-                "during a fit; nothing was released."
-            )
+    def _clip(self, context: DefenseContext) -> Clip:
+        self._fixed = self._clip_settings()
+        return clip_of(
+            self.max_grad_norm,
+            context.root,
+            gamma=self.gamma,
+            per_layer=self.per_layer,
+            layer_noise=self.layer_noise,
+        )
+
+    def _clip_settings(self) -> dict[str, object]:
+        given = self.max_grad_norm
+        return {
+            "max_grad_norm": dict(given) if isinstance(given, Mapping) else given,
+            "gamma": self.gamma,
+            "per_layer": self.per_layer,
+            "layer_noise": self.layer_noise,
+        }
+
+    def _check_clip(self) -> None:
+        now = self._clip_settings()
+        for name, before in self._fixed.items():
+            if now[name] != before:
+                raise DefenseError(
+                    f"DPSGD: {name} was {before} when the fit began and is {now[name]} now. "
+                    "Samples are clipped by the first, and noise would follow the second, less of "
+                    f"it than is accounted. Leave {name} as it is during a fit; nothing was "
+                    "released."
+                )
 
     def _client_noise(self, context: DefenseContext) -> float:
         """Noise multiplier of what this client adds itself."""

@@ -173,15 +173,19 @@ def squared_norms(parts: Sequence[Part]) -> Tensor:
     return torch.cat(pieces)
 
 
-def weighted_sum(parts: Sequence[Part], weights: Tensor, shape: torch.Size) -> Tensor:
+def weighted_sum(
+    parts: Sequence[Part], weights: Tensor, shape: torch.Size, onto: Tensor | None = None
+) -> Tensor:
     """``sum_b weights[b] gradient_b``, of the parameter's shape.
 
     Args:
         parts: of all B samples.
         weights: (B,).
         shape: of the parameter.
+        onto: what it is added to, in place, of this shape and as wide as the gradients; None for
+            nothing.
     """
-    total: Tensor | None = None
+    total = onto
     for part in parts:
         if isinstance(part, Dense):
             wide = _wide(part.values)
@@ -193,7 +197,11 @@ def weighted_sum(parts: Sequence[Part], weights: Tensor, shape: torch.Size) -> T
                 left = left * column
             else:
                 right = right * column
-            term = left.flatten(0, 1).T @ right.flatten(0, 1)
+            left, right = left.flatten(0, 1), right.flatten(0, 1)
+            if total is not None:
+                total.addmm_(left.T, right)
+                continue
+            term = left.T @ right
         else:
             source = _wide(part.values) * weights.to(_wide(part.values).dtype)[:, None, None]
             target = source.new_zeros(shape) if total is None else total

@@ -416,7 +416,7 @@ def _emptied(once: Any, twice: Any) -> Any:
         return _emptied(torch.from_numpy(once), torch.from_numpy(twice)).numpy()
     if isinstance(once, Mapping):
         fields = {key: _emptied(value, twice[key]) for key, value in once.items()}
-        return fields if type(once) is dict else _rebuilt(once, fields)
+        return rebuilt(once, fields)
     if isinstance(once, str | bytes):
         return once
     if isinstance(once, list | tuple):
@@ -429,14 +429,20 @@ def _emptied(once: Any, twice: Any) -> Any:
     return once
 
 
-def _rebuilt(like: Mapping[Any, Any], fields: dict[Any, Any]) -> Any:
-    """The same kind of mapping (HF's BatchEncoding, say)."""
+def rebuilt(like: Mapping[Any, Any], fields: dict[Any, Any]) -> Any:
+    """The same kind of mapping (HF's BatchEncoding, say).
+
+    Raises:
+        DefenseError: it cannot be made of a dict.
+    """
+    if type(like) is dict:
+        return fields
     try:
         return type(like)(fields)  # type: ignore[call-arg]
     except TypeError as error:
         raise DefenseError(
-            f"the collate function returns a {type(like).__name__}, of which no empty one can be "
-            "made: let it return a dict, a list or a tuple"
+            f"the collate function returns a {type(like).__name__}, of which none with other rows "
+            "can be made: let it return a dict, a list or a tuple"
         ) from error
 
 
@@ -448,4 +454,5 @@ __all__ = [
     "checked_loader",
     "is_sharded",
     "poisson_loader",
+    "rebuilt",
 ]

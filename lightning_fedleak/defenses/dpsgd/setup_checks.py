@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.batch import trainer_of
+from lightning_fedleak.defenses.dpsgd.clip import LayerNoise, MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
 
@@ -50,8 +52,8 @@ def check_trainer(context: DefenseContext) -> None:
         raise DefenseError(
             f"DPSGD: accumulate_grad_batches={accumulated} joins several batches into one release, "
             "in which a sample can occur more than once and each loss is divided before it is "
-            "clipped. Use accumulate_grad_batches=1 and a larger batch_size, gradient "
-            "checkpointing if memory is short."
+            f"clipped. Use accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
+            "DPSGD(max_physical_batch=...) runs it in pieces of as many rows as fit into memory."
         )
 
 
@@ -183,8 +185,46 @@ def check_hardening(harden_factor: float, most_notches: int | None) -> None:
         )
 
 
+def check_clip(
+    max_grad_norm: MaxGradNorm, gamma: float, per_layer: bool, layer_noise: LayerNoise
+) -> None:
+    """Refuses settings of clipping that are out of range or do nothing.
+
+    Raises:
+        DefenseError: says which.
+    """
+    if not (math.isfinite(gamma) and gamma > 0):
+        raise DefenseError(f"DPSGD: gamma={gamma!r} must be a positive number")
+    check_choices(layer_noise=(layer_noise, ("equal", "by_clip")))
+    several = isinstance(max_grad_norm, Mapping)
+    if several and per_layer:
+        raise DefenseError(
+            "DPSGD: max_grad_norm names layers already; leave per_layer out, which gives each "
+            "layer an equal share of one norm"
+        )
+    if layer_noise != "equal" and not (several or per_layer):
+        raise DefenseError(
+            f"DPSGD: layer_noise={layer_noise!r} shares noise among layers that are clipped by "
+            "themselves: pass per_layer=True, or max_grad_norm by the names of layers"
+        )
+
+
+def check_pieces(max_physical_batch: int | None) -> None:
+    """Refuses what is no number of rows.
+
+    Raises:
+        DefenseError: says what is.
+    """
+    whole = isinstance(max_physical_batch, int) and not isinstance(max_physical_batch, bool)
+    if max_physical_batch is not None and (not whole or max_physical_batch < 1):
+        raise DefenseError(
+            f"DPSGD: max_physical_batch={max_physical_batch!r} must be how many rows are run at "
+            "once, at least 1, or None for all of a batch"
+        )
+
+
 def check_settings(
-    max_grad_norm: float,
+    max_grad_norm: MaxGradNorm,
     noise_multiplier: float | None,
     target_epsilon: float | None,
     target_delta: float | None,
@@ -199,8 +239,14 @@ def check_settings(
     Raises:
         DefenseError: says which.
     """
-    if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-        raise DefenseError(f"DPSGD: max_grad_norm={max_grad_norm!r} must be a positive number")
+    norms: Iterable[object] = () if max_grad_norm == "auto" else (max_grad_norm,)
+    if isinstance(max_grad_norm, Mapping):
+        norms = max_grad_norm.values() or (None,)
+    if not all(isinstance(n, int | float) and math.isfinite(n) and n > 0 for n in norms):
+        raise DefenseError(
+            f"DPSGD: max_grad_norm={max_grad_norm!r} must be a positive number, 'auto', or such "
+            "numbers by the names of layers"
+        )
     if fixed_budget and target_epsilon is None:
         raise DefenseError(
             "DPSGD: accountant='filter' keeps the run within a budget that is fixed before it. "
@@ -238,8 +284,10 @@ def check_settings(
 __all__ = [
     "PRECISIONS",
     "check_choices",
+    "check_clip",
     "check_hardening",
     "check_model",
+    "check_pieces",
     "check_settings",
     "check_shards",
     "check_trainer",

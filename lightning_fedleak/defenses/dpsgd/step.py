@@ -26,7 +26,9 @@ from lightning_fedleak.defenses.dpsgd.batch import (
     tensors_of,
     trainer_of,
 )
-from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, Moves
+from lightning_fedleak.defenses.dpsgd.clip import Clip
+from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, Gathered, Moves
+from lightning_fedleak.defenses.dpsgd.logical import Piece, pieces_of, run_pieces
 from lightning_fedleak.defenses.dpsgd.loss_graph import (
     FormCheck,
     check_isolation,
@@ -298,6 +300,28 @@ def printed(tensor: Tensor, *, whole: bool = True) -> Tensor:
     return aligned[:end].view(torch.int64).sum() + bits[end:].sum()
 
 
+def _released(context: DefenseContext) -> list[nn.Parameter]:
+    """What an optimizer step is going to release, in its order; without a Trainer all trained."""
+    optimizers = getattr(trainer_of(context), "optimizers", None)
+    groups = [g["params"] for o in optimizers or () for g in o.param_groups]
+    known = [p for group in groups for p in group] if optimizers else context.root.parameters()
+    return [p for p in known if p.requires_grad]
+
+
+def _check_same(before: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> None:
+    own = [p for p in parameters if p.requires_grad]
+    if {id(p) for p in own} != {id(p) for p in before}:
+        raise DefenseError(
+            "DPSGD: what is trained changed between the first piece of a batch and its release, "
+            "so samples were clipped without it. Freeze or unfreeze in on_train_batch_end, or in "
+            "a callback at the start of an epoch; nothing was released."
+        )
+
+
+def _static(context: DefenseContext) -> bool:
+    return bool(getattr(trainer_of(context).strategy.model, "static_graph", False))
+
+
 def is_ddp(context: DefenseContext) -> bool:
     """Whether DistributedDataParallel runs ``training_step``."""
     strategy = getattr(trainer_of(context), "strategy", None)
@@ -336,7 +360,8 @@ class DrawnBatches:
         if self._waiting > 1:
             raise DefenseError(
                 "DPSGD: a second batch came before the first was released (gradient accumulation, "
-                "by a callback perhaps). Let every batch have its own optimizer step."
+                "by a callback perhaps). Let every batch have its own optimizer step: a larger "
+                "batch_size, of which DPSGD(max_physical_batch=...) runs a few rows at a time."
             )
 
     def released(self) -> None:
@@ -449,17 +474,18 @@ class WatchedStep:
     Args:
         root: the module that is trained; hooks are put on its layers.
         team: the processes of this client.
-        clip: largest norm of a sample's gradient.
+        clip: how long a sample's gradient may be.
         clipping: in which form per-sample gradients are kept.
         poisson: batches are Poisson samples.
         trusted: the user has proved that the loss is a mean of per-sample means.
+        most: rows that are run at once; None for all.
 
     Attributes:
         check: looks at the loss.
         moves: looks at whether the weights move by a release.
         weights: looks at whether they move otherwise.
         canaries: how many were released beside this step.
-        clip: largest norm of a sample's gradient.
+        clip: how long a sample's gradient may be.
     """
 
     def __init__(
@@ -467,21 +493,25 @@ class WatchedStep:
         root: nn.Module,
         team: Team,
         *,
-        clip: float,
+        clip: Clip,
         clipping: Clipping,
         poisson: bool,
         trusted: bool,
+        most: int | None = None,
     ) -> None:
         self.check = LossCheck(trusted)
         self.moves = Moves()
         self.weights = Weights(CHECK_EVERY)
         self.canaries = 0
         self._team = team
-        self.clip: float = clip
+        self.clip = clip
         self._clipping: Clipping = clipping
         self._batches = DrawnBatches(poisson)
         self._recorder = Recorder(root)
         self._clipped: ClippedSum | None = None
+        self._gathered: Gathered | None = None
+        self._most = most
+        self._begun = False
         self._stands_in = False
         self._refused: Exception | None = None
         self._compared: int | None = None
@@ -502,6 +532,69 @@ class WatchedStep:
             self._refused = error
         return batch
 
+    def run_whole(
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        sampling: Sampling,
+        releases: int,
+        context: DefenseContext,
+    ) -> Any:
+        """Runs a logical batch, in pieces where it has more rows than are to be run at once.
+
+        Args:
+            step: gives a batch to ``training_step``, with :meth:`run` around it.
+            batch: the logical one.
+            sampling: how it was drawn.
+            releases: how many were made.
+            context: where.
+
+        Returns:
+            What ``training_step`` gives for the whole batch.
+
+        Raises:
+            DefenseError: as :meth:`run`.
+        """
+        self._begin(batch, sampling, context)
+        samples = 0 if self._stands_in else count_samples(batch)
+        self._begun = True
+        try:
+            if self._most is None:
+                return step(batch)
+            pieces = pieces_of(batch, samples, self._most, self._team)
+            if len(pieces) == 1:
+                return step(batch)
+            parameters = _released(context)
+
+            def before(piece: Piece) -> None:
+                self._stands_in, self._clipped = not piece.rows, None
+
+            def after(piece: Piece) -> None:
+                if self._gathered is None:
+                    due = self.check.is_due(releases)
+                    self._gathered = Gathered(samples, context.device, probed=due)
+                with self._team.together():
+                    clipped = self.clipped(parameters, context)
+                self._gathered.positions += self._recorder.positions
+                self._gathered.add(clipped, parameters, context, self._team)
+                self._clipped = None
+                self._recorder.clear()
+
+            ddp = is_ddp(context) and not _static(context)
+            return run_pieces(pieces, step, context, before=before, after=after, reduced_last=ddp)
+        finally:
+            self._begun = False
+
+    def _begin(self, batch: Any, sampling: Sampling, context: DefenseContext) -> None:
+        """A logical batch comes."""
+        with self._team.together():
+            if self._refused is not None:
+                raise self._refused
+            self._batches.begin(batch, context)
+            self.weights.begin(context.root)
+            sampling.check_size(0 if self._stands_in else count_samples(batch))
+        self._clipped = self._gathered = None
+
     def run(
         self,
         training_step: Callable[[], Any],
@@ -514,7 +607,7 @@ class WatchedStep:
 
         Args:
             training_step: of the module.
-            batch: that it gets.
+            batch: that it gets: a logical one, or a piece of it within :meth:`run_whole`.
             sampling: how it was drawn.
             releases: how many were made.
             context: where.
@@ -528,14 +621,9 @@ class WatchedStep:
                 another process.
         """
         recorder, team = self._recorder, self._team
-        with team.together():
-            if self._refused is not None:
-                raise self._refused
-            self._batches.begin(batch, context)
-            self.weights.begin(context.root)
-            samples = count_samples(batch)
-            sampling.check_size(0 if self._stands_in else samples)
-        self._clipped = None
+        if not self._begun:
+            self._begin(batch, sampling, context)
+        samples = count_samples(batch)
         if samples == 0:
             recorder.clear()
             return zero_on_the_graph(context.root)
@@ -567,8 +655,10 @@ class WatchedStep:
             DefenseError: per-sample gradients could not be recorded.
         """
         if self._clipped is None:
-            recorder = self._recorder
+            recorder, gathered = self._recorder, self._gathered
             recorder.check()
+            if gathered is not None and gathered.parameters is not None:
+                _check_same(gathered.parameters, parameters)
             self._clipped = ClippedSum(
                 parameters,
                 recorder.parts,
@@ -578,8 +668,14 @@ class WatchedStep:
                 context,
                 half=recorder.half,
                 weights=self.check.weights if recorder.samples else None,
+                gathered=gathered,
             )
         return self._clipped
+
+    @property
+    def can_compare(self) -> bool:
+        """Whether all pieces' gradients are known well enough to be compared with autograd's."""
+        return self._gathered is None or self._gathered.probed
 
     def released(self, releases: int, *, unchecked: bool = False) -> None:
         """It has left the client: lets go of all that was recorded.
@@ -588,11 +684,13 @@ class WatchedStep:
             releases: how many were made, with this one.
             unchecked: what is checked now and then could not be, and is to be in the next release.
         """
-        self.weights.released(releases, self._recorder.positions, self._recorder.root)
+        positions = self._recorder.positions
+        positions += 0 if self._gathered is None else self._gathered.positions
+        self.weights.released(releases, positions, self._recorder.root)
         self._batches.released()
         self.canaries = 0
         self.check.unchecked = unchecked
-        self._clipped = None
+        self._clipped = self._gathered = None
         self._recorder.clear()
 
     def remove(self) -> None:

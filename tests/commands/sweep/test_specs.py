@@ -37,6 +37,16 @@ def test_words_and_none() -> None:
     assert parse_defenses("none")[0].build() == []
 
 
+def test_a_mechanism_is_a_word_for_token_ldp() -> None:
+    specs = parse_defenses("grr:epsilon=1/4,per=token")
+    assert [str(s) for s in specs] == [
+        "token_ldp:mechanism=grr,epsilon=1,per=token",
+        "token_ldp:mechanism=grr,epsilon=4,per=token",
+    ]
+    with pytest.raises(SpecError, match="'mechanism' is given twice"):
+        parse_defenses("grr:mechanism=the,epsilon=1")
+
+
 @pytest.mark.parametrize("kind", defense_kinds())
 def test_a_refusal_shows_a_grid_to_copy(kind: str) -> None:
     with pytest.raises(SpecError, match=rf"A grid to copy: --defense {kind}:(\S+)$") as refused:

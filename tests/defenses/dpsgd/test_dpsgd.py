@@ -406,7 +406,11 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
     ("settings", "fields", "message"),
     [
         ({"gradient_clip_val": 1.0}, {}, "Leave gradient_clip_val out"),
-        ({"accumulate_grad_batches": 2}, {}, "Use accumulate_grad_batches=1 and a larger"),
+        (
+            {"accumulate_grad_batches": 2},
+            {},
+            "a batch_size 2 times as big: DPSGD\\(max_physical_batch",
+        ),
         ({}, {"precision": "16-mixed"}, "Use 'bf16-mixed'"),
     ],
 )

@@ -44,8 +44,8 @@ class Planted(nn.Module):
 class Server:
     """Sees releases; ``score`` is the neuron's gradient along what the target would add."""
 
-    def __init__(self, sigma: float) -> None:
-        self.defense, self.model = DPSGD(CLIP, noise_multiplier=sigma), Planted()
+    def __init__(self, sigma: float, **settings: Any) -> None:
+        self.defense, self.model = DPSGD(CLIP, noise_multiplier=sigma, **settings), Planted()
         self.context = DefenseContext(
             root=self.model,
             client=0,
@@ -67,14 +67,17 @@ class Server:
     def score(self, batch: Tensor) -> float:
         for parameter in self.parameters:
             parameter.grad = None
-        loss = self.defense.on_training_step(
-            lambda: self.model(batch).mean(), [batch], self.context
-        )
+        loss = self.defense.on_logical_batch(self.step, [batch], self.context)
         loss.backward()
         with torch.no_grad():
             self.defense.on_gradients(self.parameters, self.context)
         update = torch.cat([p.grad.flatten() for p in self.parameters])
         return float(update @ self.direction) * BATCH / CLIP
+
+    def step(self, batch: list[Tensor]) -> Tensor:
+        return self.defense.on_training_step(
+            lambda: self.model(batch[0]).mean(), batch, self.context
+        )
 
 
 def auc_of(inside: list[float], outside: list[float]) -> float:
@@ -89,9 +92,14 @@ def standard_error(auc: float, n: int, m: int) -> float:
     return math.sqrt((auc * (1 - auc) + spread) / (n * m))
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0, 4.0])
-def test_the_auc_of_a_planted_neuron_is_what_the_noise_allows(sigma: float) -> None:
-    server = Server(sigma)
+@pytest.mark.parametrize(
+    ("sigma", "most"), [(0.5, None), (1.0, None), (2.0, None), (4.0, None), (0.5, 1), (1.0, 3)]
+)
+def test_the_auc_of_a_planted_neuron_is_what_the_noise_allows(
+    sigma: float, most: int | None
+) -> None:
+    """Of batches as they are, and of logical ones in pieces."""
+    server = Server(sigma, max_physical_batch=most)
     batch = server.others[:BATCH]
     with_target = torch.cat([TARGET[None], batch[1:]])
     inside = [server.score(with_target) for _ in range(250)]
@@ -102,8 +110,9 @@ def test_the_auc_of_a_planted_neuron_is_what_the_noise_allows(sigma: float) -> N
     assert np.mean(inside) == pytest.approx(1.0, abs=2.5 * sigma / math.sqrt(250))
 
 
-def test_without_noise_the_neuron_tells_all() -> None:
-    server = Server(0.0)
+@pytest.mark.parametrize("most", [None, 1, 3])
+def test_without_noise_the_neuron_tells_all(most: int | None) -> None:
+    server = Server(0.0, max_physical_batch=most)
     batch = server.others[:BATCH]
     assert server.score(batch) == 0.0
     assert server.score(torch.cat([TARGET[None], batch[1:]])) == pytest.approx(1.0, rel=1e-5)

@@ -1,0 +1,263 @@
+"""Every table and figure of the three papers, published numbers beside measured ones.
+
+    python -m benchmarks.papers --list
+    python -m benchmarks.papers membership table2 --model DIR DIR
+    python -m benchmarks.papers flatchat table3 --model DIR
+    python -m benchmarks.papers inversion fig1 --model DIR
+    python -m benchmarks.papers flatchat --model DIR --jobs 2      # all of one paper
+    python -m benchmarks.papers --docs docs/papers.md              # writes the page, runs nothing
+    make papers ENCODER=DIR STORIES=DIR CAUSAL=DIR                 # all of all
+
+A table is made of cells, and each cell is a line of ``--log`` as soon as it was measured: stop at
+any time, and the same command goes on. One that fails is named at the end, costs no other, and is
+tried again next time; the exit status is then 1. ``--size`` and ``--set NAME=VALUE,VALUE`` say how
+much is run: ``--size paper`` is nearer to the papers, and takes days. ``--list`` tells the settings
+and the seconds of a processor of each table, measured where the log has them.
+
+Models are folders. ``FEDLEAK_ASSETS`` names the folder of the data sets. ``--docs`` without a table
+writes what the log holds, which may be of several runs. ``--json FILE`` writes the rows of the
+tables that are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers import flatchat, inversion, membership
+from benchmarks.papers.cells import Cell, Log, run
+from benchmarks.papers.tables import Found, Paper, Table, published
+
+SMOKE = (
+    "membership --size smoke --model {model} --log {out}/log.jsonl --jobs 0 --docs {out}/page.md",
+    "flatchat --size smoke --model {model} --log {out}/log.jsonl --jobs 0",
+    "inversion --size smoke --model {model} --log {out}/log.jsonl --jobs 0 --json {out}/rows.json",
+)
+
+PAPERS: tuple[Paper, ...] = (membership.PAPER, flatchat.PAPER, inversion.PAPER)
+LOG = Path("fedleak_runs/papers.jsonl")
+
+
+def sized(paper: Paper, name: str, changes: Sequence[str]) -> Any:
+    """A size of the paper with ``NAME=VALUE`` in it.
+
+    Raises:
+        ValueError: no such setting in any paper, or a value of another type.
+    """
+    size = paper.sizes[name]
+    fields = {f.name: getattr(size, f.name) for f in dataclasses.fields(size)}
+    for change in changes:
+        key, equals, text = change.partition("=")
+        everywhere = {f.name for p in PAPERS for f in dataclasses.fields(p.sizes[name])}
+        if not equals or key not in everywhere:
+            raise ValueError(
+                f"--set {change}: no such setting. {paper.name} has: {', '.join(fields)}"
+            )
+        if key not in fields:
+            continue
+        old = fields[key]
+        values = [_value(part) for part in text.split(",")]
+        like = old[0] if isinstance(old, tuple) and old else old
+        if isinstance(like, float):
+            values = [float(v) if isinstance(v, int) else v for v in values]
+        if any(type(v) is not type(like) for v in values) or (
+            len(values) > 1 and not isinstance(old, tuple)
+        ):
+            raise ValueError(f"--set {change}: {key} is like {key}={_written(old)}")
+        fields[key] = tuple(values) if isinstance(old, tuple) else values[0]
+    return type(size)(**fields)
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _written(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def expected(cells: Sequence[Cell], log: Log) -> float:
+    """Seconds of a processor, measured where they are known."""
+    return sum(s if (s := log.seconds(c)) is not None else c.seconds for c in cells)
+
+
+def unique(cells: Sequence[Cell]) -> list[Cell]:
+    """Each cell once."""
+    return list({cell.key: cell for cell in cells}.values())
+
+
+def listing(chosen: Sequence[tuple[Paper, Table]], sizes: dict[str, Any], log: Log) -> None:
+    """Every table, its cells, and its time."""
+    print("| paper | table | shows | cells | done | processor seconds |\n|" + "---|" * 6)
+    every: list[Cell] = []
+    for paper, table in chosen:
+        names = log.models(paper.measures) or ["MODEL"]
+        cells = unique(table.cells(sizes[paper.name], names))
+        every += cells
+        done = sum(log.rows(c) is not None for c in cells)
+        print(
+            f"| {paper.name} | {table.name} | {table.title} | {len(cells)} | {done} "
+            f"| {expected(cells, log):.0f} |"
+        )
+    every = unique(every)
+    measured = sum(s for c in every if (s := log.seconds(c)) is not None)
+    print(
+        f"\nIn all {expected(every, log):.0f} s of one processor, {measured:.0f} of them measured; "
+        "cells that several tables show count once."
+    )
+    for name, size in sizes.items():
+        print(f"\n{name}: " + " ".join(f"{k}={_written(v)}" for k, v in vars(size).items()))
+
+
+def text_of(paper: Paper, table: Table, size: Any, names: Sequence[str], log: Log) -> str:
+    """One table in Markdown: grids, the finding, when and where, what lacks."""
+    cells = unique(table.cells(size, names))
+    found = Found(row for cell in cells for row in log.rows(cell) or ())
+    shown = table.show(found, size)
+    known = published()[paper.name][table.name]
+    parts = [f"### {paper.name} {table.name}: {table.title}", shown.finding]
+    if "says" in known:
+        parts.append(f"The paper ({known['source']}) says: {known['says']}.")
+    if found:
+        parts += map(str, shown.grids)
+    parts.append(told_of(cells, log))
+    return "\n\n".join(parts)
+
+
+def told_of(cells: Sequence[Cell], log: Log) -> str:
+    """Date, machine, seconds, and how many cells lack or failed."""
+    lines = [log.lines[c.key] for c in cells if log.rows(c) is not None]
+    failed = [c for c in cells if log.failure(c) is not None]
+    left = len(cells) - len(lines) - len(failed)
+    told = []
+    if lines:
+        dates = sorted({line["date"] for line in lines})
+        machines = sorted({line["machine"] for line in lines})
+        seconds = sum(line["seconds"] for line in lines)
+        days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        told.append(f"{days}; {'; '.join(machines)}; {seconds:.0f} s of one processor.")
+    if left:
+        told.append(f"{left} of {len(cells)} cells not run.")
+    for why in dict.fromkeys(log.failure(cell) for cell in failed):
+        alike = [cell for cell in failed if log.failure(cell) == why]
+        told.append(f"{len(alike)} of {len(cells)} cells failed, {alike[0]} first ({why}).")
+    return " ".join(told)
+
+
+def page(sizes: dict[str, Any], log: Log) -> str:
+    """docs/papers.md."""
+    parts = [
+        "# The tables of the papers",
+        "Every table and figure of three papers, their numbers beside ours. One command writes "
+        "this page from the log of what was measured:",
+        "    make papers ENCODER=DIR STORIES=DIR CAUSAL=DIR",
+        "or, one table at a time: `python -m benchmarks.papers membership table2 --model DIR`. "
+        "`--list` names them all, with their times.",
+        "Brackets hold 95% intervals. A mean over texts joins their intervals. Layers and "
+        "mechanisms of one text share its games, so that their intervals are averaged; that is "
+        "too wide rather than too narrow. `±` is half of a 95% interval over batches (Student's "
+        "t). Times are of a processor on a machine that did other work too.",
+    ]
+    for paper in PAPERS:
+        size = sizes[paper.name]
+        names = log.models(paper.measures) or ["MODEL"]
+        parts.append(f"## {paper.title}")
+        parts.append("\n".join(f"- {note}" for note in paper.notes))
+        parts += [text_of(paper, table, size, names, log) for table in paper.tables]
+    return "\n\n".join(parts) + "\n"
+
+
+def pairs(folders: Sequence[str]) -> dict[str, str]:
+    """Folders of models by their names."""
+    named = {Path(folder).name: folder for folder in folders}
+    if len(named) < len(folders):
+        raise ValueError("--model: two folders of one name, which tells them apart in the log")
+    for folder in folders:
+        if not (Path(folder) / "config.json").is_file():
+            raise ValueError(f"--model {folder}: no folder of a model (it has no config.json)")
+    return named
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m benchmarks.papers",
+    )
+    parser.add_argument("paper", nargs="?", choices=[paper.name for paper in PAPERS])
+    parser.add_argument("table", nargs="*", help="table2, fig1, ...; default all of the paper")
+    parser.add_argument("--list", action="store_true", help="every table with its time; runs none")
+    parser.add_argument("--model", nargs="+", default=[], metavar="DIR", help="folders of models")
+    parser.add_argument("--size", default="default", choices=["default", "paper", "smoke"])
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE,VALUE")
+    parser.add_argument("--log", type=Path, default=LOG, help="what was measured, gone on with")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; 0: in this one")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="then no cell is begun")
+    parser.add_argument("--docs", type=Path, help="page to write from the log")
+    parser.add_argument("--json", type=Path, help="rows of the tables that are shown")
+    args = parser.parse_args(argv)
+    try:
+        sizes = {paper.name: sized(paper, args.size, args.set) for paper in PAPERS}
+        models = pairs(args.model)
+    except ValueError as error:
+        parser.error(str(error))
+    chosen = [
+        (paper, table) for paper in PAPERS for table in paper.tables
+        if args.paper in (None, paper.name) and (not args.table or table.name in args.table)
+    ]  # fmt: skip
+    unknown = set(args.table) - {table.name for _, table in chosen}
+    if unknown:
+        names = ", ".join(t.name for p in PAPERS if p.name == args.paper for t in p.tables)
+        parser.error(f"{args.paper} has no {', '.join(sorted(unknown))}; it has {names}")
+    if args.jobs < 0:
+        parser.error("--jobs must be 0 or more")
+    log = Log.read(args.log)
+    if log.unreadable:
+        print(f"{args.log}: {log.unreadable} lines cannot be read and are left out")
+    if args.list:
+        listing(chosen, sizes, log)
+        return 0
+    failures = []
+    if args.paper is not None:
+        for paper, table in chosen:
+            names = list(models)
+            if not names and any(
+                "model" in c.settings for c in table.cells(sizes[paper.name], ["?"])
+            ):
+                parser.error(f"{paper.name} {table.name} needs --model, the folder of a model")
+        paper = chosen[0][0]
+        cells = [c for _, table in chosen for c in table.cells(sizes[paper.name], list(models))]
+        failures = run(
+            cells, paper.measures, models, log, jobs=args.jobs, minutes=args.minutes,
+            told=lambda line: print(line, file=sys.stderr, flush=True),
+        )  # fmt: skip
+        for _, table in chosen:
+            print(text_of(paper, table, sizes[paper.name], list(models), log) + "\n")
+        if args.json:
+            rows = {t.name: [r for c in unique(t.cells(sizes[paper.name], list(models)))
+                             for r in log.rows(c) or ()] for _, t in chosen}  # fmt: skip
+            args.json.write_text(json.dumps({paper.name: rows}, indent=1) + "\n", "utf-8")
+    elif not args.docs:
+        parser.error("name a paper, --list or --docs")
+    if args.docs:
+        args.docs.write_text(page(sizes, log), "utf-8")
+        print(f"written: {args.docs}")
+    for cell, why in failures:
+        print(f"FAILED {cell}: {why}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

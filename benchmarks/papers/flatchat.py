@@ -1,0 +1,765 @@
+"""FLAT-CHAT: Tables 2 to 5, Figs. 3 and 4.
+
+The language model is whatever ``--model`` names; batches are put together from sentences that were
+run once (word_recovery.py). The translators are small encoder-decoders (BART's layout, hidden size
+512 as in the paper, byte-level BPE of 8,192, head not tied): *Scratch* has had some steps on IWSLT
+2017, *FineTune* some more on Multi30k, which stands for the paper's News Commentary. Both are
+attacked with batches of held-out IWSLT; the attacker's own text is Multi30k.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gzip
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from defenses import READINGS, clipped_batch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig
+from transformers import BartForConditionalGeneration as Bart
+from word_recovery import (
+    REGRESSION_SHAPES,
+    composed_batches,
+    long_enough,
+    read_texts,
+    score,
+    tokens_of,
+)
+
+from benchmarks.papers.cells import Cell, Row
+from benchmarks.papers.tables import (
+    Found,
+    Grid,
+    Paper,
+    Shown,
+    Table,
+    finding,
+    number,
+    pm,
+    published,
+    student,
+)
+from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy, find_anatomy
+from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText, RevealLabels
+from lightning_fedleak.attacks.base import UnusableObservation, WordGuess
+from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
+from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+
+PAD, EOS, LENGTH = 0, 1, 100
+SETTINGS = ("Scratch", "FineTune")
+MT_SHAPES = ((2, 60), (8, 60), (24, 60), (64, 60), (120, 60))
+SCORERS = (("Abs", "oracle"), ("GMM", "oracle"), ("Abs", "predict"), ("GMM", "predict"))
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run.
+
+    Attributes:
+        texts, public: names or files, as in word_recovery.py.
+        shapes: sentences x tokens of Table 3; Table 4 has ``one_shape``.
+        batches: attacked in each cell.
+        pool: private sentences that batches are drawn from, at least.
+        regression_batches, regression_pool: for each of the paper's 18 shapes.
+        noise_shape, noise_batches, sigmas: of Table 5, language models.
+        hidden, scratch_steps, finetune_steps: of the translators.
+        tokens: target tokens of a batch, Table 2.
+        rlg_batches, rlg_seconds: RLG's, and its time for one batch.
+        mt_sigmas, mt_batch, mt_batches: of Table 5, translators.
+        defences, curve_steps, curve_every, curve_seeds: of Fig. 4.
+    """
+
+    texts: tuple[str, ...] = ("imdb", "agnews")
+    public: str = "wikitext2"
+    shapes: tuple[str, ...] = ("8x25", "16x50", "32x100", "64x50", "128x100")
+    one_shape: str = "32x100"
+    batches: int = 5
+    pool: int = 64
+    regression_batches: int = 3
+    regression_pool: int = 32
+    noise_shape: str = "32x100"
+    noise_batches: int = 2
+    sigmas: tuple[float, ...] = (0.0, 1e-4, 1e-3, 1e-2)
+    hidden: int = 512
+    scratch_steps: int = 100
+    finetune_steps: int = 200
+    tokens: tuple[int, ...] = (100, 500, 1000, 1500, 2000)
+    mt_table_batches: int = 10
+    rlg_batches: int = 2
+    rlg_seconds: float = 20.0
+    mt_sigmas: tuple[float, ...] = (0.0, 1e-9, 1e-8, 1e-7, 1e-5, 1e-4, 1e-3, 1e-2)
+    mt_batch: int = 32
+    mt_batches: int = 5
+    defences: tuple[str, ...] = (
+        "none", "Last", "Emb", "Last+Emb", "DP 1e-4", "DP 1e-3", "DP 1e-2",
+    )  # fmt: skip
+    curve_steps: int = 40
+    curve_every: int = 10
+    curve_seeds: tuple[int, ...] = (0, 1, 2)
+    seed: int = 0
+
+
+SIZES = {
+    "default": Size(),
+    "paper": Size(batches=10, regression_batches=20, noise_batches=10, mt_batches=10,
+                  scratch_steps=2000, finetune_steps=2000, rlg_batches=10, rlg_seconds=1e5,
+                  curve_steps=1000, curve_every=100),
+    "smoke": Size(texts=("imdb",), shapes=("2x8",), one_shape="2x8", batches=2, pool=4,
+                  regression_batches=1, regression_pool=2, noise_shape="2x8", noise_batches=2,
+                  sigmas=(0.0,), hidden=64, scratch_steps=2, finetune_steps=2, tokens=(20,),
+                  mt_table_batches=1, rlg_batches=1, rlg_seconds=1.0, mt_sigmas=(0.0,), mt_batch=2,
+                  mt_batches=1, defences=("none", "DP 1e-3"), curve_steps=2, curve_every=1,
+                  curve_seeds=(0,)),
+}  # fmt: skip
+
+
+def sides(shape: str) -> tuple[int, int]:
+    size, _, length = shape.partition("x")
+    return int(size), int(length)
+
+
+# Language models.
+
+
+@dataclass(frozen=True)
+class Language:
+    """A causal model, and the attacker's own text."""
+
+    anatomy: Anatomy
+    tokenizer: Any
+    public: PublicText
+
+
+@functools.lru_cache(maxsize=1)
+def language(folder: str, public: str, seed: int) -> Language:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    text = tokens_of(read_texts(public), tokenizer, None, seed + 2, 1000)
+    return Language(find_anatomy(model), tokenizer, text)
+
+
+@functools.cache
+def points(
+    folder: str, public: str, shape: tuple[int, int], batches: int, pool: int, seed: int
+) -> list[tuple[float, int]]:
+    """Weight of the positive cluster and number of types, of public batches."""
+    lm = language(folder, public, seed)
+    drawn = composed_batches(lm.anatomy, lm.public, shape, batches, seed, pool)
+    return [(float(flatchat(g, 1).mixture.weights[1]), len(types)) for g, types, _ in drawn]
+
+
+def regression_shapes(shapes: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """The paper's 18, or, of a size whose batches are all smaller, those themselves."""
+    own = [sides(s) for s in shapes]
+    small = max(length for _, length in own) < min(length for _, length in REGRESSION_SHAPES)
+    return tuple(dict.fromkeys([*own, (1, 6)])) if small else REGRESSION_SHAPES
+
+
+def measure_weights(
+    *, model: str, public: str, shape: str, batches: int, pool: int, seed: int,
+    models: Mapping[str, str],
+) -> list[Row]:  # fmt: skip
+    """Fig. 3: one shape's points."""
+    found = points(models[model], public, sides(shape), batches, pool, seed)
+    return [{"weights": [w for w, _ in found], "counts": [n for _, n in found]}]
+
+
+def measure_words(
+    *, model: str, text: str, public: str, shape: str, batches: int, pool: int,
+    regression_batches: int, regression_pool: int, fitted_on: Sequence[str], seed: int,
+    models: Mapping[str, str],
+) -> list[Row]:  # fmt: skip
+    """FlatChat's four variants on one shape: what each batch gave."""
+    lm = language(models[model], public, seed)
+    fitted = [
+        point
+        for s in fitted_on
+        for point in points(
+            models[model], public, sides(s), regression_batches, regression_pool, seed
+        )
+    ]
+    regressor = TypeCountRegressor.fit([w for w, _ in fitted], [n for _, n in fitted])
+    private = tokens_of(read_texts(text), lm.tokenizer, None, seed + 1, 2000)
+    rows: dict[tuple[str, str], list[dict[str, float]]] = {variant: [] for variant in SCORERS}
+    for gradient, truth, _ in composed_batches(
+        lm.anatomy, private, sides(shape), batches, seed, pool
+    ):
+        for scorer, count in SCORERS:
+            number_ = len(truth) if count == "oracle" else regressor
+            guess = flatchat(gradient, number_, "abs" if scorer == "Abs" else "gmm")
+            rows[scorer, count].append(score(guess, truth) | {"types": float(len(truth))})
+    return [
+        {"attack": f"{scorer} {count}", **{k: [f[k] for f in found] for k in found[0]}}
+        for (scorer, count), found in rows.items()
+    ]
+
+
+def measure_noise(
+    *, model: str, text: str, shape: str, sigmas: Sequence[float], batches: int, seed: int,
+    models: Mapping[str, str],
+) -> list[Row]:  # fmt: skip
+    """Table 5 of a language model: FlatChat with the number given, four readings of DP-SGD."""
+    lm = language(models[model], "wikitext2", seed)
+    size, length = sides(shape)
+    private = tokens_of(read_texts(text), lm.tokenizer, None, seed + 1, 2000)
+    full = long_enough(private, length, size * batches)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = []
+    for order in torch.randperm(len(full), generator=generator).split(size)[:batches]:
+        rows = [full.sentences[i][None, :length] for i in order.tolist()]
+        drawn.append(
+            ([{"input_ids": row, "labels": row} for row in rows], torch.cat(
+                [row[0, 1:] for row in rows]).unique())
+        )  # fmt: skip
+    return noise_rows(lm.anatomy, drawn, sigmas, generator)
+
+
+def noise_rows(
+    anatomy: Anatomy, drawn: Sequence[tuple[list[dict[str, Any]], torch.Tensor]],
+    sigmas: Sequence[float], generator: torch.Generator,
+) -> list[Row]:  # fmt: skip
+    found: dict[tuple[str, float], list[float]] = {}
+    for samples, types in drawn:
+        batch = clipped_batch(anatomy, samples, types, 1.0)
+        z = torch.randn(batch.samples.shape, generator=generator)
+        for sigma, reading in product(sigmas, READINGS):
+            f1 = score(flatchat(batch.released(reading, sigma * z), len(types)), types)["f1"]
+            found.setdefault((reading, sigma), []).append(f1)
+    return [{"reading": r, "sigma": s, "f1": values} for (r, s), values in found.items()]
+
+
+# Translators.
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """Pairs as ids: the attacker's, those that the translator is trained on, and held out ones."""
+
+    public: PublicText
+    training: PublicText
+    private: PublicText
+    vocabulary: int
+
+
+def data() -> Path:
+    return Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data"
+
+
+@functools.lru_cache(maxsize=1)
+def corpora() -> Corpora:
+    def lines(name: str) -> list[str]:
+        with gzip.open(data() / "multi30k" / name, "rt", encoding="utf-8") as file:
+            return [line.strip() for line in file if line.strip()]
+
+    texts = {f"public.{side}": lines(f"train.{side}.gz") for side in ("de", "en")}
+    read: list[list[dict[str, str]]] = []
+    for name in ("test.json.gz", "validation.json.gz"):
+        with gzip.open(data() / "iwslt17_de_en" / name, "rt", encoding="utf-8") as file:
+            read.append([entry["translation"] for entry in json.load(file)])
+    training, private = sorted(read, key=len, reverse=True)
+    for side in ("de", "en"):
+        texts[f"training.{side}"] = [pair[side] for pair in training]
+        texts[f"private.{side}"] = [pair[side] for pair in private]
+    tokenizer = Tokenizer(tokenizer_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8192, special_tokens=["<pad>", "</s>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(
+        [t for name in ("public", "training") for s in ("de", "en") for t in texts[f"{name}.{s}"]],
+        trainer,
+    )
+
+    def pairs(name: str) -> PublicText:
+        ids = [
+            [[*e.ids[: LENGTH - 1], EOS] for e in tokenizer.encode_batch(texts[f"{name}.{side}"])]
+            for side in ("de", "en")
+        ]
+        return PublicText(ids[0], targets=ids[1])
+
+    return Corpora(pairs("public"), pairs("training"), pairs("private"), tokenizer.get_vocab_size())
+
+
+def trained(model: Bart, pairs: PublicText, steps: int, seed: int) -> Bart:
+    """So many steps of AdamW on batches of 32."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=5e-4)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, pairs.batch(32, LENGTH, generator, kind="seq2seq")).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def loss_of(model: Bart, batch: TokenBatch) -> torch.Tensor:
+    out = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels)
+    loss: torch.Tensor = out.loss
+    return loss
+
+
+@functools.lru_cache(maxsize=2)
+def translator(setting: str, hidden: int, steps: int) -> Bart:
+    torch.manual_seed(0)
+    heads = hidden // 64
+    config = BartConfig(
+        vocab_size=corpora().vocabulary, d_model=hidden, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=heads, decoder_attention_heads=heads,
+        encoder_ffn_dim=2 * hidden, decoder_ffn_dim=2 * hidden, max_position_embeddings=128,
+        tie_word_embeddings=False, pad_token_id=PAD, bos_token_id=EOS, eos_token_id=EOS,
+        decoder_start_token_id=EOS, forced_eos_token_id=EOS,
+    )  # fmt: skip
+    pairs = corpora().training if setting == "Scratch" else corpora().public
+    return trained(Bart(config), pairs, steps, 1)
+
+
+def of_tokens(text: PublicText, tokens: int, generator: torch.Generator) -> TokenBatch:
+    """Sentence pairs until their targets hold ``tokens`` tokens."""
+    assert text.targets is not None
+    picked: list[int] = []
+    total = 0
+    for i in torch.randperm(len(text), generator=generator).tolist():
+        picked.append(i)
+        total += len(text.targets[i])
+        if total >= tokens:
+            break
+    return text.rows(picked, LENGTH, generator, kind="seq2seq")
+
+
+@functools.lru_cache(maxsize=4)
+def reader(name: str, setting: str, hidden: int, steps: int, seconds: float) -> Any:
+    """An attack that has been prepared for a translator."""
+    attack: Any
+    if name == "FlatChat":
+        attack = FlatChat(corpora().public, shapes=MT_SHAPES)
+    elif name == "RLG":
+        attack = RevealLabels(max_seconds=seconds, allow_full_rank=True)
+    else:
+        attack = AlignedFlatChat(corpora().public)
+    attack.prepare(find_anatomy(translator(setting, hidden, steps)))
+    return attack
+
+
+def measure_translation(
+    *, setting: str, attack: str, tokens: int, batches: int, hidden: int, steps: int,
+    seconds: float, models: Mapping[str, str],
+) -> list[Row]:  # fmt: skip
+    """Table 2: one attack on batches of so many target tokens."""
+    anatomy = find_anatomy(translator(setting, hidden, steps))
+    made = reader(attack, setting, hidden, steps, seconds)
+    found: list[dict[str, float]] = []
+    failed = 0
+    for k in range(batches):
+        batch = of_tokens(
+            corpora().private, tokens, torch.Generator().manual_seed(100 * tokens + k)
+        )
+        gradient = gradient_of(anatomy, batch, [HEAD_WEIGHT])
+        truth = batch.target_ids().unique()
+        began = time.process_time()
+        try:
+            guess = made.run(Observation((GradientSnapshot(0, Stage.SHARED, gradient),)))
+        except UnusableObservation:
+            failed += 1
+            continue
+        took = time.process_time() - began
+        row = score(guess, truth) | {"types": float(len(truth)), "took": took}
+        if attack == "FlatChat":
+            oracle: WordGuess = flatchat(gradient[HEAD_WEIGHT], len(truth))
+            row["oracle"] = score(oracle, truth)["f1"]
+        found.append(row)
+    columns = {k: [row[k] for row in found] for k in found[0]} if found else {}
+    return [{"failed": failed, **columns}]
+
+
+def measure_translator_noise(
+    *, setting: str, sigmas: Sequence[float], batch: int, batches: int, hidden: int, steps: int,
+    seed: int, models: Mapping[str, str],
+) -> list[Row]:  # fmt: skip
+    """Table 5 of a translator."""
+    anatomy = find_anatomy(translator(setting, hidden, steps))
+    generator = torch.Generator().manual_seed(seed)
+    text = corpora().private
+    drawn = []
+    for order in torch.randperm(len(text), generator=generator).split(batch)[:batches]:
+        samples = [samples_of(text, i, generator) for i in order.tolist()]
+        types = torch.cat([s["labels"][s["labels"] >= 0] for s in samples]).unique()
+        drawn.append((samples, types))
+    return noise_rows(anatomy, drawn, sigmas, generator)
+
+
+def samples_of(text: PublicText, i: int, generator: torch.Generator) -> dict[str, Any]:
+    """One pair, as the model takes it."""
+    batch = text.rows([i], LENGTH, generator, kind="seq2seq")
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask,
+            "labels": batch.labels}  # fmt: skip
+
+
+def measure_curve(
+    *, defence: str, steps: int, every: int, batch: int, hidden: int, pretrained: int, seed: int,
+    models: Mapping[str, str],
+) -> list[Row]:  # fmt: skip
+    """Fig. 4: FineTune goes on training on IWSLT by Adam under one defence.
+
+    ``DP sigma`` clips the whole gradient of each sentence to 1 and adds noise of sigma to their
+    sum, which is divided by their number.
+    """
+    model = copy.deepcopy(translator("FineTune", hidden, pretrained)).train()
+    head = model.get_output_embeddings().weight
+    embeddings = [model.get_input_embeddings().weight, model.model.encoder.embed_tokens.weight,
+                  model.model.decoder.embed_tokens.weight]  # fmt: skip
+    for parameter in ([head] if "Last" in defence else []) + (
+        embeddings if "Emb" in defence else []
+    ):
+        parameter.requires_grad_(False)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=5e-4)
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    sigma = float(defence.split()[1]) if defence.startswith("DP") else None
+    losses, private = [validation_loss(model)], corpora().training
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        if sigma is None:
+            loss_of(model, private.batch(batch, LENGTH, generator, kind="seq2seq")).backward()
+        else:
+            chosen = torch.randperm(len(private), generator=generator)[:batch].tolist()
+            set_private_gradient(
+                model, parameters, [samples_of(private, i, generator) for i in chosen], sigma,
+                generator,
+            )  # fmt: skip
+        optimizer.step()
+        if step % every == 0:
+            losses.append(validation_loss(model))
+    return [{"steps": list(range(0, steps + 1, every)), "losses": losses}]
+
+
+def set_private_gradient(
+    model: Bart, parameters: Sequence[torch.nn.Parameter], samples: Sequence[dict[str, Any]],
+    sigma: float, generator: torch.Generator,
+) -> None:  # fmt: skip
+    """Each sentence's gradient clipped to 1, summed, noised, over their number."""
+    total = [torch.zeros_like(p) for p in parameters]
+    for sample in samples:
+        own = torch.autograd.grad(model(**sample).loss, parameters, materialize_grads=True)
+        norm = math.sqrt(sum(float(g.norm()) ** 2 for g in own))
+        for sum_, gradient in zip(total, own, strict=True):
+            sum_.add_(gradient, alpha=min(1.0, 1.0 / norm))
+    for parameter, sum_ in zip(parameters, total, strict=True):
+        noise = torch.randn(sum_.shape, generator=generator)
+        parameter.grad = (sum_ + sigma * noise) / len(samples)
+
+
+@torch.no_grad()
+def validation_loss(model: Bart, pairs: int = 128) -> float:
+    """Mean over tokens of the first held-out pairs, without dropout."""
+    text = corpora().private
+    batch = text.rows(range(min(pairs, len(text))), LENGTH, torch.Generator(), kind="seq2seq")
+    was = model.training
+    loss = float(loss_of(model.eval(), batch))
+    model.train(was)
+    return loss
+
+
+# What is shown.
+
+
+def words_cells(size: Size, models: Sequence[str], shapes: Sequence[str]) -> list[Cell]:
+    fitted_on = [f"{b}x{n}" for b, n in regression_shapes(size.shapes)]
+    return [
+        Cell(
+            "words",
+            {"model": model, "text": text, "public": size.public, "shape": shape,
+             "batches": size.batches, "pool": max(size.pool, sides(shape)[0]),
+             "regression_batches": size.regression_batches,
+             "regression_pool": size.regression_pool, "fitted_on": fitted_on, "seed": size.seed},
+            10 + (max(size.pool, sides(shape)[0]) + size.batches * sides(shape)[0] / 5)
+            * sides(shape)[1] / 100,
+            f"{model}, words",
+        )
+        for model, shape, text in product(models, shapes, size.texts)
+    ]  # fmt: skip
+
+
+def fig3_cells(size: Size, models: Sequence[str]) -> list[Cell]:
+    return [
+        Cell(
+            "weights",
+            {"model": model, "public": size.public, "shape": f"{b}x{n}",
+             "batches": size.regression_batches, "pool": size.regression_pool, "seed": size.seed},
+            5 + size.regression_pool * n / 100,
+            f"{model}, words",
+        )
+        for model, (b, n) in product(models, regression_shapes(size.shapes))
+    ]  # fmt: skip
+
+
+def steps_of(size: Size, setting: str) -> int:
+    return size.scratch_steps if setting == "Scratch" else size.finetune_steps
+
+
+MT_ATTACKS = ("FlatChat", "Aligned", "RLG")
+
+
+def table2_cells(size: Size, models: Sequence[str]) -> list[Cell]:
+    found = []
+    for setting, attack, tokens in product(SETTINGS, MT_ATTACKS, size.tokens):
+        slow = attack == "RLG"
+        batches = size.rlg_batches if slow else size.mt_table_batches
+        settings = {"setting": setting, "attack": attack, "tokens": tokens, "batches": batches,
+                    "hidden": size.hidden, "steps": steps_of(size, setting),
+                    "seconds": size.rlg_seconds}  # fmt: skip
+        seconds = 8 + batches * (min(20.0, size.rlg_seconds) if slow else 0.3)
+        found.append(Cell("translation", settings, seconds, f"translator, {setting}, {attack}"))
+    return found
+
+
+def table5_cells(size: Size, models: Sequence[str]) -> list[Cell]:
+    b, n = sides(size.noise_shape)
+    found = [
+        Cell(
+            "noise",
+            {"model": model, "text": text, "shape": size.noise_shape,
+             "sigmas": list(size.sigmas), "batches": size.noise_batches, "seed": size.seed},
+            10 + size.noise_batches * (b * n * 0.035 + 10), f"{model}, noise, {text}",
+        )
+        for model, text in product(models, size.texts)
+    ]  # fmt: skip
+    for setting in SETTINGS:
+        settings = {"setting": setting, "sigmas": list(size.mt_sigmas), "batch": size.mt_batch,
+                    "batches": size.mt_batches, "hidden": size.hidden,
+                    "steps": steps_of(size, setting), "seed": size.seed}  # fmt: skip
+        found.append(
+            Cell("translator_noise", settings, 80 + 6 * size.mt_batches,
+                 f"translator, {setting}, noise")
+        )  # fmt: skip
+    return found
+
+
+def fig4_cells(size: Size, models: Sequence[str]) -> list[Cell]:
+    return [
+        Cell(
+            "curve",
+            {"defence": defence, "steps": size.curve_steps, "every": size.curve_every,
+             "batch": size.mt_batch, "hidden": size.hidden, "pretrained": size.finetune_steps,
+             "seed": seed},
+            size.curve_steps * (2.5 if defence.startswith("DP") else 0.6), "translator, curves",
+        )
+        for defence, seed in product(size.defences, size.curve_seeds)
+    ]  # fmt: skip
+
+
+def theirs(table: str, row: str) -> list[float] | None:
+    found = published()["flatchat"][table]["rows"].get(row)
+    return None if found is None else list(found)
+
+
+def mean_f1(row: Row, name: str = "f1") -> str:
+    return number(statistics.fmean(row[name]))
+
+
+def show_table2(found: Found, size: Size) -> Shown:
+    lines, told = [], []
+    for setting, tokens, attack in product(SETTINGS, size.tokens, MT_ATTACKS):
+        printed = theirs("table2", f"{setting} {tokens} {attack}")
+        front = [setting, str(tokens), attack]
+        if printed is not None:
+            rates = [number(v, 4) for v in printed[1:5]]
+            lines.append([*front, "paper", f"{printed[0]:g}", *rates, f"{printed[5]:,g}", ""])
+        for row in found.where(setting=setting, tokens=tokens, attack=attack):
+            failed = str(row["failed"])
+            if "f1" not in row:
+                lines.append(
+                    [*front, "ours", "", *["none"] * 4, f"over {row['seconds']:g}", failed]
+                )
+                continue
+            rates = [pm(row[k]) for k in ("precision", "recall", "f1")]
+            oracle = pm(row["oracle"]) if "oracle" in row else ""
+            types = f"{statistics.fmean(row['types']):.0f}"
+            took = f"{statistics.fmean(row['took']):.2g}"
+            lines.append([*front, "ours", types, oracle, *rates, took, failed])
+            if attack == "FlatChat" and tokens in (min(size.tokens), max(size.tokens)):
+                paper = "" if printed is None else f" (paper {number(printed[4])})"
+                told.append(
+                    f"FlatChat on {setting} at {tokens} tokens has F1 {mean_f1(row)}{paper}"
+                )
+    none = [r for r in found.where(attack="RLG") if "f1" not in r]
+    if none:
+        told.append(f"RLG gave nothing in {none[0]['seconds']:g} s from "
+                    f"{min(r['tokens'] for r in none)} tokens on")  # fmt: skip
+    head = ["setting", "tokens", "attack", "whose", "types", "F1, number given", "precision",
+            "recall", "F1", "seconds", "without a result"]  # fmt: skip
+    return Shown([Grid(head, lines)], finding(told))
+
+
+def show_table3(found: Found, size: Size) -> Shown:
+    lines, told = [], []
+    for text, shape in product(size.texts, size.shapes):
+        printed = theirs("table3", f"{text} {shape}")
+        if printed is not None:
+            rates = [number(v, 4) for v in printed[1:]]
+            lines.append([text, shape, "paper, GPT-2", f"{printed[0]:g}", *rates])
+        for model in found.values("model"):
+            at = {r["attack"]: r for r in found.where(model=model, text=text, shape=shape)}
+            if not at:
+                continue
+            row, oracle = at["GMM predict"], at["GMM oracle"]
+            rates = [pm(row[k]) for k in ("maer", "precision", "recall", "f1")]
+            types = f"{statistics.fmean(row['types']):.0f}"
+            lines.append([text, shape, model, types, *rates, pm(oracle["f1"])])
+            paper = "" if printed is None else f" (paper {number(printed[4])})"
+            told.append(f"{text} {shape} {mean_f1(row)}{paper}")
+    head = ["text", "batch", "model", "types", "MAER", "precision", "recall", "F1",
+            "F1, number given"]  # fmt: skip
+    if told:
+        told[0] = f"F1 with the predicted number of types: {told[0]}"
+    return Shown([Grid(head, lines)], finding([", ".join(told)] if told else []))
+
+
+def show_table4(found: Found, size: Size) -> Shown:
+    lines, gaps = [], []
+    for text, (scorer, count) in product(size.texts, SCORERS):
+        attack = f"{scorer} {count}"
+        printed = theirs("table4", f"{text} {attack}")
+        if printed is not None:
+            lines.append([text, attack, "paper, GPT-2", *(number(v, 4) for v in printed)])
+        for row in found.where(text=text, shape=size.one_shape, attack=attack):
+            lines.append(
+                [
+                    text,
+                    attack,
+                    row["model"],
+                    *(pm(row[k], 4) for k in ("precision", "recall", "f1")),
+                ]
+            )
+            for other in found.where(text=text, shape=size.one_shape, model=row["model"],
+                                     attack=f"GMM {count}"):  # fmt: skip
+                if scorer == "Abs":
+                    gaps += [g - a for g, a in zip(other["f1"], row["f1"], strict=True)]
+    told = []
+    if gaps:
+        mean = student(gaps)
+        told.append(
+            f"GMM ranks better than Abs by {number(mean.value, 4)} in F1 "
+            f"({number(mean.low, 4)} to {number(mean.high, 4)}; the paper: .0047 to .0057)"
+        )
+    return Shown([Grid(["text", "scorer, number of types", "model", "precision", "recall", "F1"],
+                       lines)], finding(told))  # fmt: skip
+
+
+def show_table5(found: Found, size: Size) -> Shown:
+    lines, told = [], []
+    for name, sigmas in (
+        *((t, size.sigmas) for t in size.texts), *((s, size.mt_sigmas) for s in SETTINGS)
+    ):  # fmt: skip
+        for sigma in sigmas:
+            key = f"{name} 0" if sigma == 0 else f"{name} {sigma:.0e}"
+            printed = theirs("table5", key)
+            own = [r for r in found.rows if name in (r.get("text"), r.get("setting"))]
+            rows = [r for r in own if r["sigma"] == sigma]
+            if printed is None and not rows:
+                continue
+            cells = [pm(next((r["f1"] for r in rows if r["reading"] == reading), []))
+                     for reading in READINGS]  # fmt: skip
+            lines.append([name, f"{sigma:g}", number(printed[0], 4) if printed else "", *cells])
+        for reading in READINGS:
+            by = {r["sigma"]: statistics.fmean(r["f1"]) for r in found.where(reading=reading)
+                  if name in (r.get("text"), r.get("setting"))}  # fmt: skip
+            broken = [s for s, v in sorted(by.items()) if v < 0.5 * by.get(0.0, math.inf)]
+            if reading == "sum/B" and by:
+                told.append(
+                    f"on {name} it loses half of its F1 at sigma {broken[0]:g} (sum/B)"
+                    if broken
+                    else f"on {name} it keeps more than half of its F1 at every sigma (sum/B)"
+                )
+    head = ["text or translator", "sigma", "paper", *READINGS]
+    return Shown([Grid(head, lines)], finding(told))
+
+
+def show_fig3(found: Found, size: Size) -> Shown:
+    lines, told = [], []
+    for model in found.values("model"):
+        rows = found.where(model=model)
+        for row in rows:
+            lines.append([model, row["shape"], pm(row["weights"], 4),
+                          f"{statistics.fmean(row['counts']):.0f}"])  # fmt: skip
+        x = np.array([w for r in rows for w in r["weights"]])
+        y = np.array([n for r in rows for n in r["counts"]])
+        if len(set(x.tolist())) > 2:
+            r = float(np.corrcoef(x, y)[0, 1])
+            low, high = np.tanh(np.arctanh(min(r, 1 - 1e-12)) + np.array([-1, 1]) * 1.96
+                                / math.sqrt(max(1, len(x) - 3)))  # fmt: skip
+            told.append(
+                f"over {len(x)} batches on {model} the weight of the positive cluster and the "
+                f"number of types have a correlation of {number(r)} ({number(low)} to "
+                f"{number(high)})"
+            )
+    return Shown([Grid(["model", "batch", "weight of the positive cluster", "types"], lines)],
+                 finding(told))  # fmt: skip
+
+
+def show_fig4(found: Found, size: Size) -> Shown:
+    lines, told = [], []
+    steps = list(range(0, size.curve_steps + 1, size.curve_every))
+    bare = {r["seed"]: r["losses"][-1] for r in found.where(defence="none")}
+    for defence in size.defences:
+        rows = found.where(defence=defence)
+        cells = [pm([r["losses"][i] for r in rows]) for i in range(len(steps))]
+        more = [r["losses"][-1] - bare[r["seed"]] for r in rows if r["seed"] in bare]
+        lines.append([defence, *cells, pm(more) if defence != "none" else ""])
+        if more and defence != "none":
+            told.append(f"{defence} {pm(more)}")
+    head = ["defence", *(f"step {s}" for s in steps), "more than none"]
+    text = [f"validation loss above that without a defence after {steps[-1]} steps: "
+            + ", ".join(told)] if told else []  # fmt: skip
+    return Shown([Grid(head, lines)], finding(text))
+
+
+def at_one_shape(size: Size, models: Sequence[str]) -> list[Cell]:
+    return words_cells(size, models, [size.one_shape])
+
+
+PAPER = Paper(
+    "flatchat",
+    "FLAT-CHAT: A Word Recovery Attack on Federated Language Model Training",
+    (
+        Table("table2", "FlatChat and RLG on translators", table2_cells, show_table2),
+        Table("table3", "FlatChat by batch shape",
+              lambda size, models: words_cells(size, models, size.shapes), show_table3),
+        Table("table4", "two scorers, number of types given and predicted", at_one_shape,
+              show_table4),
+        Table("table5", "FlatChat against DP-SGD, number of types given", table5_cells,
+              show_table5),
+        Table("fig3", "weight of the positive cluster and number of types", fig3_cells, show_fig3),
+        Table("fig4", "validation loss of a translator under defences", fig4_cells, show_fig4),
+    ),
+    SIZES,
+    {"words": measure_words, "weights": measure_weights, "noise": measure_noise,
+     "translation": measure_translation, "translator_noise": measure_translator_noise,
+     "curve": measure_curve},
+    (
+        "Language model: ours is named in each row; the paper's is GPT-2. One gradient, no local "
+        "steps. A tied head is attacked as it is shared, as the sum of its parts.",
+        "Translators: small ones, trained for some steps here; the attacker's text is Multi30k. "
+        "`Aligned` is `AlignedFlatChat`, which the paper does not have.",
+        "Table 5: the paper leaves open what is clipped and divided. `sum`: clipped sentences "
+        "summed, then noise; `sum/B`: that over the batch size; `mean`: noise on the clipped "
+        "mean; `update`: the mean gradient clipped, then noise. C is 1.",
+        "RLG (`RevealLabels`) is stopped after the seconds that the size names.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,750 @@
+"""Vu, Nguyen, Jeter, Thai 2024: Tables 2, 3, 4 and 7 to 11, Figs. 5 and 6.
+
+Both protocols: the game of their Fig. 2, and that of their published code (``authors``: a planted
+sentence, no bit). Without a defence accuracy and F1 are of the adversary's own yes or no; where the
+text is randomised of a threshold that is fitted on other games (in the authors' protocol theirs,
+the mean of all scores), since those of ours are made for exact copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from membership_games import attention, halves, joined
+from token_ldp_games import Bench, Job
+from transformers import AutoTokenizer
+
+from benchmarks.papers.cells import Cell, Row
+from benchmarks.papers.lemma import retrieval_error
+from benchmarks.papers.membership_theory import LAWS, LENGTHS, beta_of
+from benchmarks.papers.synthetic import simulate_bound
+from benchmarks.papers.tables import (
+    Found,
+    Grid,
+    Mean,
+    Paper,
+    Shown,
+    Table,
+    dots,
+    finding,
+    mean_of,
+    number,
+    published,
+    rate_of,
+)
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.base import MembershipAttack
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.trained import TrainedMembership
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.commands.game import PLANTED, find_model
+from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
+from lightning_fedleak.metrics.membership import membership_rates
+
+PROTOCOLS = {"game": "Fig. 2", "authors": "authors' code"}
+METRICS = ("accuracy", "f1", "auc")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is played; the paper's own numbers are in its Table 1.
+
+    Attributes:
+        texts: data sets.
+        layers: early, mid, late.
+        batch, tokens: the paper's 40 and 32.
+        pool, public_texts: private sentences of each text, and the server's.
+        games: without a defence, of each text; of the attack as published and of the trained
+            baseline there are fewer, since they cost more.
+        mechanisms, epsilons: of Tables 3 and 7 to 11.
+        blocks, targets: batches of each text under a mechanism, and games on each.
+        dims, runs: of Fig. 5.
+        betas, batches, beta_games, beta_layer: of Fig. 6, on ``beta_text``.
+    """
+
+    texts: tuple[str, ...] = ("banking77", "emotion", "imdb", "yelp")
+    layers: tuple[int, ...] = (1, 3, 6)
+    batch: int = 40
+    tokens: int = 32
+    pool: int = 400
+    public_texts: int = 400
+    games: int = 40
+    published_games: int = 10
+    trained_games: int = 4
+    authors_games: int = 10
+    mechanisms: tuple[str, ...] = ("grr", "rappor", "the", "dbitflip")
+    epsilons: tuple[float, ...] = (10.0, 7.5, 5.0)
+    blocks: int = 6
+    targets: int = 4
+    ldp_authors_games: int = 10
+    trained_blocks: int = 3
+    dims: tuple[int, ...] = (1_000, 11_000, 41_000, 141_000)
+    runs: int = 200
+    beta_text: str = "imdb"
+    betas: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0)
+    one_hot_betas: tuple[float, ...] = (1.0, 3.0, 10.0)
+    batches: tuple[int, ...] = (10, 40, 500)
+    beta_layer: int = 3
+    beta_games: int = 32
+    beta_published_games: int = 8
+    one_hot_games: int = 200
+    seed: int = 0
+
+
+SIZES = {
+    "default": Size(),
+    "paper": Size(games=40, published_games=40, trained_games=40, authors_games=40, blocks=10,
+                  targets=1, trained_blocks=10, beta_games=500, beta_published_games=500),
+    "smoke": Size(texts=("imdb",), layers=(1,), batch=4, tokens=12, pool=20, public_texts=60,
+                  games=4, published_games=2, trained_games=0, authors_games=2, mechanisms=("grr",),
+                  epsilons=(10.0,), blocks=1, targets=2, ldp_authors_games=2, trained_blocks=0,
+                  dims=(1_000,), runs=4, betas=(0.3,), one_hot_betas=(10.0,), batches=(4,),
+                  beta_layer=1, beta_games=2, beta_published_games=0, one_hot_games=4),
+}  # fmt: skip
+
+
+# What is measured.
+
+
+@dataclass(frozen=True)
+class Played:
+    """A model with its text: what games need.
+
+    Attributes:
+        anatomy: of the model.
+        pool: the client's sentences.
+        public: the server's.
+        public_pool: the same as sentences to play on.
+        planted: ids of the authors' sentence.
+    """
+
+    anatomy: Anatomy
+    pool: SentencePool
+    public: PublicText
+    public_pool: SentencePool
+    planted: torch.Tensor
+
+
+@functools.lru_cache(maxsize=1)
+def anatomy_of(folder: str) -> Anatomy:
+    return find_model(folder, torch.float32)
+
+
+def start_of(tokenizer: Any, anatomy: Anatomy) -> int | None:
+    """``<s>`` where a causal model's tokenizer knows it and does not put it itself."""
+    own = tokenizer("a")["input_ids"]
+    if anatomy.kind == "causal" and tokenizer.bos_token == "<s>" and own[0] != own_bos(tokenizer):
+        return own_bos(tokenizer)
+    return None
+
+
+def own_bos(tokenizer: Any) -> int:
+    return int(tokenizer.bos_token_id)
+
+
+@functools.lru_cache(maxsize=1)
+def played(folder: str, text: str, pool: int, public_texts: int, tokens: int) -> Played:
+    anatomy, tokenizer = anatomy_of(folder), AutoTokenizer.from_pretrained(folder)
+    start = start_of(tokenizer, anatomy)
+    front = [] if start is None else [start]
+    private, public = halves(text, None, pool, public_texts)
+
+    def ids(texts: list[str]) -> list[list[int]]:
+        rows = tokenizer(texts, truncation=True, max_length=tokens - len(front))["input_ids"]
+        return [front + row for row in rows]
+
+    def sentences(texts: list[str]) -> SentencePool:
+        least = 3 if anatomy.kind == "causal" else 2
+        return SentencePool.of(texts, tokenizer, tokens, at_least=least, start_token_id=start)
+
+    planted = torch.tensor(ids([PLANTED])[0])
+    return Played(anatomy, sentences(private), PublicText(ids(public)), sentences(public), planted)
+
+
+def result_row(result: GameResult, **told: Any) -> Row:
+    """Rates of the adversary's own guesses, and of a threshold fitted on other games."""
+    own, fitted = result.summary(), result.summary(fitted=True)
+    row: Row = {"attack": result.attack, "layer": result.layer, "games": len(result), **told}
+    row["collisions"] = int(result.collides.sum())
+    for name in METRICS:
+        row[name] = vars(own[name])
+    for name in METRICS[:2]:
+        row[f"fitted_{name}"] = vars(fitted[name])
+    return row
+
+
+def measure_games(
+    *, model: str, text: str, protocol: str, group: str, layers: Sequence[int], games: int,
+    batch: int, tokens: int, pool: int, public_texts: int, seed: int, models: Mapping[str, str],
+) -> list[Row]:  # fmt: skip
+    """Games without a defence. ``group``: which adversaries."""
+    at = played(models[model], text, pool, public_texts, tokens)
+    args = argparse.Namespace(tokens=tokens, batch=batch)
+    made: list[MembershipAttack] = []
+    for k in layers:
+        if group == "crafted":
+            made.append(FCMembership(k, "full", tokens=tokens, name="FC-Full"))
+            made.append(FCMembership(k, tokens=tokens, name="FC-Token"))
+            made.append(attention(k, at.public, args, name="Attn"))
+        elif group == "published":
+            made.append(published_attention(k, at.public, args, name="Attn, as published"))
+            made.append(
+                published_attention(
+                    k, at.public, args, gamma="lemma", name="Attn, the lemma's gamma"
+                )
+            )
+        else:
+            for granularity, name in (("full", "AMI FC Full"), ("token", "AMI FC Token")):
+                made.append(TrainedMembership(k, at.public, granularity, tokens=tokens, name=name))
+    config = GameConfig(
+        games=games, batch=batch, protocol=protocol, forwards="pooled", seed=seed + _seed(text)
+    )
+    results = play(at.anatomy, made, at.pool, config, planted=at.planted)
+    if group == "published" and protocol == "game":
+        results += by_public_games(at, made[::2], results[::2], config, games)
+    return [result_row(result) for result in results]
+
+
+def by_public_games(
+    at: Played,
+    attacks: Sequence[MembershipAttack],
+    results: Sequence[GameResult],
+    config: GameConfig,
+    games: int,
+) -> list[GameResult]:
+    """The same games, decided by thresholds fitted on as many that the server played by itself."""
+    own = replace(config, games=games, seed=config.seed + 5_000_000, targets_per_batch=4)
+    found = play(at.anatomy, list(attacks), at.public_pool, own)
+    return [
+        replace(r, attack="Attn, as published, Youden's threshold", guesses=r.scores > youden(p))
+        for r, p in zip(results, found, strict=True)
+    ]
+
+
+def _seed(text: str) -> int:
+    """No two texts share their bits."""
+    return 10_000 * (sum(text.encode()) % 1000)
+
+
+def published_attention(layer: int, public: PublicText, args, **settings) -> AttentionMembership:
+    """With the paper's choices; gamma by default so that few batches without the target fire."""
+    given = {"tokens": args.tokens, "batch": args.batch, **settings}
+    return AttentionMembership.as_published(layer, public, variant="projector", **given)
+
+
+def youden(games: GameResult) -> float:
+    """The score above which hits less false alarms are most frequent (Youden's J)."""
+    cuts = games.scores.unique()
+    above = (games.scores[:, None] > cuts).double()
+    gaps = above[games.bits].mean(0) - above[~games.bits].mean(0)
+    return float(cuts[gaps.argmax()])
+
+
+@functools.lru_cache(maxsize=1)
+def ldp_bench(
+    folder: str, text: str, attacks: tuple[str, ...], layers: tuple[int, ...], batch: int,
+    tokens: int, pool: int, public_texts: int, targets: int, authors_games: int, seed: int,
+) -> Bench:  # fmt: skip
+    return Bench(
+        argparse.Namespace(
+            model=folder, text=[text], public=None, public_texts=public_texts, pool=pool,
+            batch=batch, tokens=tokens, layers=list(layers), targets=targets, attacks=attacks,
+            authors_games=authors_games, trained_layers=list(layers), trained_blocks=10**6,
+            seed=seed + _seed(text),
+        )
+    )  # fmt: skip
+
+
+CRAFTED = {"fc-wide-full": "FC-Full", "fc-wide": "FC-Token", "attention": "Attn"}
+TRAINED = {"trained-full": "AMI FC Full", "trained": "AMI FC Token"}
+
+
+def measure_ldp(
+    *, model: str, text: str, mechanism: str, epsilon: float, protocol: str, group: str,
+    layers: Sequence[int], blocks: int, batch: int, tokens: int, pool: int, public_texts: int,
+    targets: int, authors_games: int, seed: int, models: Mapping[str, str],
+) -> list[Row]:  # fmt: skip
+    """Games under token-index LDP as the published code has it (``TokenLDP.as_published``)."""
+    names = CRAFTED if group == "crafted" else TRAINED
+    bench = ldp_bench(
+        models[model], text, tuple(names), tuple(layers), batch, tokens, pool, public_texts,
+        targets, authors_games, seed,
+    )  # fmt: skip
+    rounds = [
+        bench.play(Job("published", protocol, mechanism, epsilon, 1, True, text, block))
+        for block in range(1 if protocol == "authors" else blocks)
+    ]
+    rows = []
+    for parts in zip(*rounds, strict=True):
+        result = joined(list(parts))
+        rows.append(result_row(replace(result, attack=names[result.attack])))
+    return rows
+
+
+def measure_lemma(
+    *, law: str, tokens: int, dim: int, runs: int, seed: int, models: Mapping[str, str]
+) -> list[Row]:
+    """Lemma 2's bound on simulated data."""
+    point = simulate_bound(law, dim, tokens, beta_of(law, dim), runs=runs, seed=seed)
+    row: Row = {"condition_holds": vars(point.condition_holds)}
+    for name in ("bound", "random_direction", "condition_ratio"):
+        estimate = getattr(point, name)
+        row[name] = {end: getattr(estimate, end) for end in ("value", "low", "high")}
+    return [row]
+
+
+def measure_beta(
+    *, model: str, text: str, layer: int, beta: float, batch: int, games: int, group: str,
+    tokens: int, pool: int, public_texts: int, seed: int, models: Mapping[str, str],
+) -> list[Row]:  # fmt: skip
+    """The attention adversary by beta and batch size."""
+    at = played(models[model], text, max(pool, 2 * batch), public_texts, tokens)
+    # gamma for larger batches would need more public text.
+    args = argparse.Namespace(tokens=tokens, batch=min(batch, 100))
+    make = attention if group == "crafted" else published_attention
+    config = GameConfig(games=games, batch=batch, forwards="pooled", seed=seed + _seed(text))
+    attack = make(layer, at.public, args, beta=beta, name="Attn")
+    (result,) = play(at.anatomy, [attack], at.pool, config)
+    return [result_row(result)]
+
+
+def measure_one_hot(
+    *, model: str, text: str, beta: float, batch: int, games: int, tokens: int, pool: int,
+    seed: int, models: Mapping[str, str],
+) -> list[Row]:  # fmt: skip
+    """Algorithm 1 on one-hot tokens of real text, with the lemma's gamma.
+
+    A token is the basis vector of its id, as many dimensions as the vocabulary has. The game is
+    that of Fig. 2; a game collides where the target's word is also in another sentence of the
+    batch.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(models[model])
+    private, _ = halves(text, None, max(pool, 2 * batch), 1)
+    sentences = SentencePool.of(private, tokenizer, tokens, at_least=2).rows
+    rng = np.random.default_rng(seed + batch)
+    u = rng.standard_normal(len(tokenizer))
+    u /= np.linalg.norm(u)
+    gamma = 2 * float(retrieval_error(beta, tokens, 1.0, 1.0))
+    rows = [row.numpy() for row in sentences]
+    without = np.array([gap(row, -1, u, beta) for row in rows])
+    bits, scores, collides = [], [], []
+    for _ in range(games):
+        order = rng.permutation(len(rows))
+        inside, bit = order[:batch], bool(rng.integers(2))
+        target = int(inside[0] if bit else order[batch])
+        word = int(rng.choice(rows[target]))
+        others = [i for i in inside if i != target]
+        holding = [i for i in inside if word in rows[i]]
+        gaps = without[inside].max(initial=0.0)
+        scores.append(max([gaps, *(gap(rows[i], word, u, beta) for i in holding)]))
+        bits.append(bit)
+        collides.append(any(word in rows[i] for i in others))
+    return [
+        one_hot_row(np.array(scores), np.array(bits), np.array(collides), kept, gamma, name)
+        for kept, name in ((None, "all"), (False, "no collision"))
+    ]
+
+
+def gap(ids: np.ndarray, word: int, u: np.ndarray, beta: float) -> float:
+    """Largest coordinate of Z1 - Z2 over a sentence's tokens, where head 1 leaves out ``word``."""
+    products = (ids[:, None] == ids[None]).astype(float)
+    own, along = (ids == word).astype(float), u[ids]
+    first = _softmax(beta * (products - np.outer(own, own)))
+    second = _softmax(beta * (products - np.outer(along, along)))
+    return float(np.abs((first - second) @ products).max())
+
+
+def _softmax(z: np.ndarray) -> np.ndarray:
+    e = np.exp(z - z.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def one_hot_row(
+    scores: np.ndarray, bits: np.ndarray, collides: np.ndarray, kept: bool | None, gamma: float,
+    name: str,
+) -> Row:  # fmt: skip
+    chosen = np.ones_like(bits) if kept is None else collides == kept
+    row: Row = {"attack": name, "games": int(chosen.sum()), "collisions": int(collides.sum())}
+    known = 0 < int(bits[chosen].sum()) < int(chosen.sum())
+    s, b = torch.tensor(scores[chosen]), torch.tensor(bits[chosen])
+    rates = membership_rates(s, b, None, s > gamma) if known else None
+    return row | {m: None if rates is None else vars(rates[m]) for m in METRICS}
+
+
+# What is shown.
+
+
+def games_cells(size: Size, models: Sequence[str]) -> list[Cell]:
+    """Table 2's: of each text and protocol."""
+    counts = {
+        ("game", "crafted"): (size.games, 0.3),
+        ("game", "published"): (size.published_games, 6.0),
+        ("game", "trained"): (size.trained_games, 25.0),
+        ("authors", "crafted"): (size.authors_games, 0.7),
+        ("authors", "published"): (size.authors_games, 4.0),
+    }
+    cells = []
+    for model, text in product(models, size.texts):
+        for (protocol, group), (games, seconds) in counts.items():
+            settings = {"model": model, "text": text, "protocol": protocol, "group": group,
+                        "layers": list(size.layers), "games": games, "batch": size.batch,
+                        "tokens": size.tokens, "pool": size.pool,
+                        "public_texts": size.public_texts, "seed": size.seed}  # fmt: skip
+            if games:
+                cells.append(
+                    Cell("games", settings, 8 + games * seconds, f"{model}, {text}, {group}")
+                )
+    return cells
+
+
+def ldp_cells(
+    size: Size, models: Sequence[str], mechanisms: Collection[str] | None = None,
+    epsilons: Sequence[float] | None = None, groups: Sequence[str] = ("crafted",),
+) -> list[Cell]:  # fmt: skip
+    cells = []
+    chosen = size.mechanisms if mechanisms is None else mechanisms
+    for model, text, group in product(models, size.texts, groups):
+        blocks = size.blocks if group == "crafted" else size.trained_blocks
+        for mechanism, epsilon in product(chosen, epsilons or size.epsilons):
+            for protocol in PROTOCOLS:
+                settings = {"model": model, "text": text, "mechanism": mechanism,
+                            "epsilon": float(epsilon), "protocol": protocol, "group": group,
+                            "layers": list(size.layers if group == "crafted" else size.layers[:1]),
+                            "blocks": blocks, "batch": size.batch, "tokens": size.tokens,
+                            "pool": size.pool, "public_texts": size.public_texts,
+                            "targets": size.targets, "authors_games": size.ldp_authors_games,
+                            "seed": size.seed}  # fmt: skip
+                seconds = 6.0 if protocol == "authors" else 3.0 + 0.6 * blocks
+                if group == "trained":
+                    seconds = 9.0 + 5.0 * (protocol == "game")
+                if blocks:
+                    together = f"{model}, {text}, {group} under LDP"
+                    cells.append(Cell("ldp", settings, seconds, together))
+    return cells
+
+
+def rates(rows: Sequence[Row], wanted: int, fitted: bool) -> list[str]:
+    """ACC, F1, AUC over all rows: those of one text share its games."""
+    texts = list(dict.fromkeys(r["text"] for r in rows))
+    cells = []
+    for name in METRICS:
+        key = f"fitted_{name}" if fitted and name != "auc" else name
+        groups = [[rate_of(r, key) for r in rows if r["text"] == text] for text in texts]
+        cells.append(str(mean_of(groups, wanted)))
+    return cells
+
+
+def mean_rate(rows: Sequence[Row], name: str) -> Mean:
+    texts = list(dict.fromkeys(r["text"] for r in rows))
+    return mean_of([[rate_of(r, name) for r in rows if r["text"] == text] for text in texts])
+
+
+def theirs(table: str, row: str) -> list[str] | None:
+    """The paper's ACC, F1 and AUC, over its models."""
+    values = published()["membership"][table]["rows"].get(row)
+    if values is None:
+        return None
+    return [dots(f"{v[i]:.2f}".replace("0.", ".", 1) for v in values) for i in range(3)]
+
+
+def blocks_of(
+    table: str, found: Found, labels: Sequence[tuple[str, str, Callable[[Row], bool]]],
+    wanted: int, fitted: Callable[[str], bool], head: Sequence[str],
+) -> Grid:  # fmt: skip
+    """A grid: for each label the paper's row, then ours for each model and protocol.
+
+    Args:
+        table: its name.
+        found: rows.
+        labels: what stands in front (cells with bars between), the name of the paper's row, and
+            which rows of ours are meant.
+        wanted: cells that a mean of ours should be over.
+        fitted: whether accuracy is by a fitted threshold, for a protocol.
+        head: of the columns in front.
+    """
+    lines = []
+    for label, row, ours in labels:
+        front = label.split("|")
+        values = theirs(table, row)
+        if values is not None:
+            lines.append([*front, "paper", "", *values])
+        for model in found.values("model") or ["ours"]:
+            for protocol, told in PROTOCOLS.items():
+                rows = [r for r in found.where(model=model, protocol=protocol) if ours(r)]
+                if not rows and (values is None or "Youden" in label):
+                    continue
+                games = str(sum(r["games"] for r in rows)) if rows else ""
+                cells = rates(rows, wanted, fitted(protocol))
+                lines.append([*(" " for _ in front), f"{model}, {told}", games, *cells])
+    columns = dots(published()["membership"][table]["columns"])
+    return Grid(
+        [*head, "whose", "games", "ACC", "F1", "AUC"], lines, f"The paper's models: {columns}."
+    )
+
+
+def own(protocol: str) -> bool:
+    return False
+
+
+def by_fit(protocol: str) -> bool:
+    return protocol == "game"
+
+
+TABLE2 = ("FC-Full", "AMI FC Full", "Attn", "FC-Token", "AMI FC Token", "Attn, as published",
+          "Attn, as published, Youden's threshold", "Attn, the lemma's gamma")  # fmt: skip
+
+
+def show_table2(found: Found, size: Size) -> Shown:
+    labels = [(name, name, lambda r, name=name: r["attack"] == name) for name in TABLE2]
+    wanted = len(size.texts) * len(size.layers)
+    grid = blocks_of("table2", found, labels, wanted, own, ["method"])
+    told = []
+    for model in found.values("model"):
+        ours = {name: found.where(model=model, protocol="game", attack=name) for name in TABLE2}
+        if all(ours[name] for name in ("FC-Full", "Attn", "Attn, as published")):
+            fc, attn, old = (mean_rate(ours[n], "accuracy").value
+                             for n in ("FC-Full", "Attn", "Attn, as published"))  # fmt: skip
+            auc = mean_rate(ours["Attn, as published"], "auc").value
+            told.append(
+                f"on {model} FC-Full guesses {number(fc)} of the games of Fig. 2 right and our "
+                f"attention adversary {number(attn)}"
+            )
+            told.append(
+                f"with the paper's own setting attention guesses {number(old)} right, and ranks "
+                f"with an AUC of {number(auc)}"
+            )
+    return Shown([grid], finding(told))
+
+
+def means_over_models(table: str, name: str) -> float:
+    """Of the paper's AUCs of one row."""
+    return float(np.mean([v[2] for v in published()["membership"][table]["rows"][name]]))
+
+
+def ldp_finding(
+    found: Found, table: str, epsilons: Sequence[float], attack: str = "FC-Full"
+) -> str:
+    """The AUC of one attack by epsilon beside the paper's mean."""
+    told = []
+    for model in found.values("model"):
+        for protocol, name in PROTOCOLS.items():
+            cells = []
+            for epsilon in epsilons:
+                rows = found.where(model=model, protocol=protocol, epsilon=epsilon, attack=attack)
+                if rows:
+                    paper = means_over_models(table, f"{epsilon:g} {attack}")
+                    ours = mean_rate(rows, "auc").value
+                    cells.append(f"{number(ours)} at {epsilon:g} (paper {number(paper, 2)})")
+            if cells:
+                told.append(f"on {model}, {name}, {attack} has AUC {', '.join(cells)}")
+    return finding(told)
+
+
+def show_ldp(table: str, methods: Sequence[str], over: int) -> Callable[[Found, Size], Shown]:
+    """A table by epsilon and method; ``over`` mechanisms."""
+
+    def show(found: Found, size: Size) -> Shown:
+        labels = [
+            (f"{eps:g}|{name}", f"{eps:g} {name}",
+             lambda r, eps=eps, name=name: r["epsilon"] == eps and r["attack"] == name)
+            for eps in size.epsilons for name in methods
+        ]  # fmt: skip
+        wanted = len(size.texts) * len(size.layers) * over
+        grid = blocks_of(table, found, labels, wanted, by_fit, ["epsilon", "method"])
+        return Shown([grid], ldp_finding(found, table, size.epsilons))
+
+    return show
+
+
+def show_table3(found: Found, size: Size) -> Shown:
+    trained = tuple(TRAINED.values())
+    grids = []
+    for names, layers, caption in (
+        (("FC-Full", "Attn", "FC-Token"), len(size.layers), ""),
+        (trained, 1, "The trained baselines, at the first of the layers alone."),
+    ):
+        labels = [
+            (f"{eps:g}|{name}", f"{eps:g} {name}",
+             lambda r, eps=eps, name=name: r["epsilon"] == eps and r["attack"] == name)
+            for eps in size.epsilons for name in names
+        ]  # fmt: skip
+        wanted = len(size.texts) * layers * len(size.mechanisms)
+        grid = blocks_of("table3", found, labels, wanted, by_fit, ["epsilon", "method"])
+        grids.append(replace(grid, caption=f"{caption} {grid.caption}".strip()))
+    return Shown(grids, ldp_finding(found, "table3", size.epsilons))
+
+
+PLACES = ("Early", "Mid", "Late")
+
+
+def show_layers(table: str, methods: Sequence[str]) -> Callable[[Found, Size], Shown]:
+    def show(found: Found, size: Size) -> Shown:
+        labels = [
+            (f"{place} ({layer})|{name}", f"{place} {name}",
+             lambda r, layer=layer, name=name: r["layer"] == layer and r["attack"] == name)
+            for place, layer in zip(PLACES, size.layers, strict=False) for name in methods
+        ]  # fmt: skip
+        wanted = len(size.texts) * len(size.mechanisms)
+        grid = blocks_of(table, found, labels, wanted, by_fit, ["layer", "method"])
+        told = []
+        for model, attack in product(found.values("model"), methods):
+            by_layer = {
+                k: mean_rate(rows, "auc").value
+                for k in size.layers
+                if (rows := found.where(model=model, protocol="game", layer=k, attack=attack))
+            }
+            if by_layer:
+                cells = ", ".join(f"{number(v)} at layer {k}" for k, v in by_layer.items())
+                told.append(f"on {model}, Fig. 2, {attack} has AUC {cells}")
+        return Shown([grid], finding(told))
+
+    return show
+
+
+def fig5_cells(size: Size, models: Sequence[str]) -> list[Cell]:
+    return [
+        Cell("lemma", {"law": law, "tokens": tokens, "dim": d, "runs": size.runs,
+                       "seed": size.seed}, 0.5, "Fig. 5")
+        for law in LAWS for tokens in LENGTHS for d in size.dims
+    ]  # fmt: skip
+
+
+def show_fig5(found: Found, size: Size) -> Shown:
+    lines, held = [], []
+    for law, tokens, which in product(LAWS, LENGTHS, ("bound", "random_direction")):
+        if which == "random_direction" and law != "one_hot":
+            continue
+        cells = []
+        for d in size.dims:
+            rows = found.where(law=law, tokens=tokens, dim=d)
+            cells.append(wide(rows[0][which]) if rows else "not run")
+            held += [r["condition_holds"]["value"] for r in rows]
+        name = law.replace("_", "-") + (", u random" if which != "bound" else "")
+        lines.append([name, str(tokens), *cells])
+    head = ["law", "l_X", *(f"d = {d:,}" for d in size.dims)]
+    above = [r for r in found.rows if r["law"] != "one_hot" and r["bound"]["value"] > 0]
+    others = [r for r in found.rows if r["law"] != "one_hot"]
+    said = "Not run."
+    if others:
+        least = {t: min((r["dim"] for r in above if r["tokens"] == t), default=None)
+                 for t in LENGTHS}  # fmt: skip
+        told = ", ".join(
+            f"from d = {d:,} on with {t} tokens" if d else f"at no d here with {t} tokens"
+            for t, d in least.items()
+        )
+        said = (
+            f"Of the dimensions simulated, the bound for spherical or Gaussian data is above 0 "
+            f"{told}. Condition (4) held in {number(float(np.mean(held)))} of all data sets."
+        )
+    return Shown([Grid(head, lines)], said)
+
+
+def wide(rate: Mapping[str, float]) -> str:
+    """An estimate that is no rate; without an interval that is thinner than the last digit."""
+    value, low, high = (number(rate[end]) for end in ("value", "low", "high"))
+    return value if value == low == high else f"{value} ({low} to {high})"
+
+
+def fig6_cells(size: Size, models: Sequence[str]) -> list[Cell]:
+    cells = []
+    for model, batch in product(models, size.batches):
+        shared = {"model": model, "text": size.beta_text, "batch": batch, "tokens": size.tokens,
+                  "pool": size.pool, "seed": size.seed}  # fmt: skip
+        groups = (
+            ("crafted", size.beta_games, 0.002),
+            ("published", size.beta_published_games, 0.02),
+        )
+        for (group, games, seconds), beta in product(groups, size.betas):
+            settings = {**shared, "layer": size.beta_layer, "beta": beta, "games": games,
+                        "group": group, "public_texts": size.public_texts}  # fmt: skip
+            if games:
+                cells.append(
+                    Cell("beta", settings, 8 + games * batch * seconds, f"Fig. 6, {model}, {batch}")
+                )
+        for beta in size.one_hot_betas:
+            settings = {**shared, "beta": beta, "games": size.one_hot_games}
+            cells.append(Cell("one_hot", settings, 2.0, f"Fig. 6, one-hot, {model}"))
+    return cells
+
+
+def show_fig6(found: Found, size: Size) -> Shown:
+    lines = []
+    kinds = (
+        ("ours", {"group": "crafted"}, size.betas),
+        ("as published", {"group": "published"}, size.betas),
+        ("one-hot", {"attack": "all"}, size.one_hot_betas),
+        ("one-hot, word in no other sentence", {"attack": "no collision"}, size.one_hot_betas),
+    )
+    for model in found.values("model") or ["ours"]:
+        for (name, what, betas), batch in product(kinds, size.batches):
+            for beta in betas:
+                rows = found.where(model=model, batch=batch, beta=beta, **what)
+                cells = [str(rate_of(rows[0], m)) if rows else "not run" for m in METRICS]
+                games = str(rows[0]["games"]) if rows else ""
+                lines.append([model, name, str(batch), f"{beta:g}", games, *cells])
+    head = ["model", "embedding", "sentences", "beta", "games", "ACC", "F1", "AUC"]
+    largest, told = max(size.batches), []
+    for name, what, betas in kinds:
+        rows = [r for b in betas for r in found.where(batch=largest, beta=b, **what)]
+        known = [m.value for r in rows if (m := rate_of(r, "auc")).value == m.value]
+        if known:
+            told.append(f"{name} has AUC {number(min(known))} to {number(max(known))}")
+    return Shown([Grid(head, lines)], finding([f"at {largest} sentences, over beta, {t}"
+                                                for t in told]))  # fmt: skip
+
+
+def ldp_table(number_: int, mechanism: str, name: str) -> Table:
+    return Table(
+        f"table{number_}",
+        f"attacks under {name}",
+        lambda size, models: ldp_cells(size, models, {mechanism} & {*size.mechanisms}),
+        show_ldp(f"table{number_}", ("FC-Full", "Attn", "FC-Token"), 1),
+    )
+
+
+def at_largest(size: Size, models: Sequence[str]) -> list[Cell]:
+    return ldp_cells(size, models, epsilons=size.epsilons[:1])
+
+
+PAPER = Paper(
+    "membership",
+    "Analysis of Privacy Leakage in Federated Large Language Models (Vu et al. 2024)",
+    (
+        Table("table2", "attacks without a defence", games_cells, show_table2),
+        Table(
+            "table3",
+            "attacks under LDP, mean over four mechanisms",
+            lambda size, models: ldp_cells(size, models, groups=("crafted", "trained")),
+            show_table3,
+        ),
+        Table("table4", "FC-Token and attention by layer, epsilon 10", at_largest,
+              show_layers("table4", ("FC-Token", "Attn"))),
+        ldp_table(7, "grr", "GRR"),
+        ldp_table(8, "rappor", "RAPPOR"),
+        ldp_table(9, "the", "THE"),
+        ldp_table(10, "dbitflip", "dBitFlipPM"),
+        Table("table11", "all attacks by layer, epsilon 10", at_largest,
+              show_layers("table11", ("FC-Full", "Attn", "FC-Token"))),
+        Table("fig5", "Lemma 2's lower bound on simulated data", fig5_cells, show_fig5),
+        Table("fig6", "the attention adversary by beta and batch size", fig6_cells, show_fig6),
+    ),
+    SIZES,
+    {"games": measure_games, "ldp": measure_ldp, "lemma": measure_lemma, "beta": measure_beta,
+     "one_hot": measure_one_hot},
+    (
+        "Models: ours are named in each row; the paper's five cannot be downloaded here.",
+        "Yelp: review sentences, not whole reviews.",
+        "Under LDP the mechanisms are as in the authors' code (`TokenLDP.as_published`: epsilon on "
+        "every position, the batch's own ids as the domain), which holds no guarantee.",
+        "Under LDP the FC adversaries have a ladder that reaches randomised text; ACC and F1 are "
+        "of a threshold fitted on other games, in the authors' protocol of theirs.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,202 @@
+"""How the papers' tables are laid out: published numbers beside measured ones, with intervals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers.cells import Cell, Row
+
+NOT_RUN = "not run"
+PUBLISHED = Path(__file__).with_name("published.toml")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean with its 95% interval.
+
+    Attributes:
+        value: NaN where nothing was measured.
+        low, high: ends.
+        of, wanted: how many cells there are, and how many there should be.
+    """
+
+    value: float
+    low: float
+    high: float
+    of: int = 1
+    wanted: int = 1
+
+    def __str__(self) -> str:
+        if math.isnan(self.value):
+            return NOT_RUN
+        told = f"{number(self.value)} ({number(self.low, 2)} to {number(self.high, 2)})"
+        return told + (f", {self.of} of {self.wanted} cells" if self.of < self.wanted else "")
+
+
+UNKNOWN = Mean(math.nan, math.nan, math.nan, 0)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One table in Markdown."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.caption}\n"] if self.caption else []
+        lines += ["| " + " | ".join(self.head) + " |", "|" + "---|" * len(self.head)]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a table shows: its grids, and one sentence of what was found."""
+
+    grids: Sequence[Grid]
+    finding: str
+
+
+class Found:
+    """Rows of the cells that were measured; each holds its cell's settings."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = list(rows)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def where(self, **settings: Any) -> list[Row]:
+        """In the order of the log."""
+        return [r for r in self.rows if all(r.get(k) == v for k, v in settings.items())]
+
+    def values(self, name: str) -> list[Any]:
+        """That occur under a name, each once."""
+        return list(dict.fromkeys(r[name] for r in self.rows if name in r))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table or figure of a paper.
+
+    Attributes:
+        name: ``table2``, ``fig1``.
+        title: what it shows.
+        cells: those that it shows, for a size and the names of models.
+        show: what is printed, of the measured rows.
+    """
+
+    name: str
+    title: str
+    cells: Callable[[Any, Sequence[str]], list[Cell]]
+    show: Callable[[Found, Any], Shown]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper, its tables, and how their cells are measured.
+
+    Attributes:
+        name: on the command line.
+        title: of the paper.
+        tables: in its order.
+        sizes: by name; frozen dataclasses of plain values.
+        measures: by the kind of a cell.
+        notes: what is otherwise than in the paper, for its page.
+    """
+
+    name: str
+    title: str
+    tables: Sequence[Table]
+    sizes: Mapping[str, Any]
+    measures: Mapping[str, Callable[..., list[Row]]]
+    notes: Sequence[str] = ()
+
+    def table(self, name: str) -> Table:
+        return next(table for table in self.tables if table.name == name)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Without the zero before the point, as the docs print rates."""
+    text = f"{value:.{digits}f}"
+    return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
+
+
+def rate_of(row: Row, name: str) -> Mean:
+    """A rate of a row, ``{"value", "low", "high"}``."""
+    rate = row[name]
+    if rate is None or rate["value"] is None:
+        return UNKNOWN
+    low, high = (rate[e] if rate[e] is not None else rate["value"] for e in ("low", "high"))
+    return Mean(rate["value"], low, high)
+
+
+def mean_of(groups: Sequence[Sequence[Mean]], wanted: int | None = None) -> Mean:
+    """The mean over all.
+
+    The rates of a group are of the same games, so that their errors may be alike: the distances to
+    the ends are averaged, which is too wide rather than too narrow. Groups are independent: the
+    distances of their means are joined by their squares (Zou & Donner 2008).
+
+    Args:
+        groups: unknown ones are left out.
+        wanted: how many there should be in all; by default as many as are given.
+    """
+    known = [[m for m in group if not math.isnan(m.value)] for group in groups]
+    of = sum(map(len, known))
+    wanted = sum(map(len, groups)) if wanted is None else wanted
+    known = [group for group in known if group]
+    if not known:
+        return Mean(math.nan, math.nan, math.nan, 0, wanted)
+    value = statistics.fmean(m.value for group in known for m in group)
+    weights = [len(group) / of for group in known]
+    down = [statistics.fmean(m.value - m.low for m in group) for group in known]
+    up = [statistics.fmean(m.high - m.value for m in group) for group in known]
+    low = value - math.hypot(*(w * d for w, d in zip(weights, down, strict=True)))
+    high = value + math.hypot(*(w * d for w, d in zip(weights, up, strict=True)))
+    return Mean(value, max(0.0, low), min(1.0, high), of, wanted)
+
+
+def student(values: Sequence[float]) -> Mean:
+    """The mean over batches with Student's t interval; of one batch without one."""
+    from scipy import stats
+
+    n, value = len(values), statistics.fmean(values)
+    if n < 2:
+        return Mean(value, math.nan, math.nan)
+    half = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n)
+    return Mean(value, value - half, value + half)
+
+
+def pm(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and half width of :func:`student`."""
+    if not values:
+        return NOT_RUN
+    mean = student(values)
+    half = "" if math.isnan(mean.low) else f" ± {number(mean.value - mean.low, digits)}"
+    return number(mean.value, digits) + half
+
+
+@cache
+def published() -> dict[str, Any]:
+    """The papers' own numbers: by paper and table."""
+    return tomllib.loads(PUBLISHED.read_text("utf-8"))
+
+
+def finding(sentences: Iterable[str]) -> str:
+    """Sentences, each without its full stop, or that nothing was run."""
+    return " ".join(f"{s[0].upper()}{s[1:]}." for s in sentences) or "Not run."
+
+
+def dots(values: Iterable[object]) -> str:
+    """Several of the paper's columns in one."""
+    return " · ".join(str(value) for value in values)

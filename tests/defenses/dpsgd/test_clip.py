@@ -1,0 +1,203 @@
+"""Automatic and per-layer clipping: sums against brute force, sensitivity, noise, account."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fedleak.defenses import (
+    DPSGD,
+    CanaryGradient,
+    DefenseError,
+    joint_noise_multiplier,
+)
+from tests.defenses.dpsgd.test_dpsgd import Run, first
+from tests.defenses.dpsgd.test_logical import Pieces
+
+GAMMA = 0.01
+NORMS = {"below": 0.3, "above.weight": 0.2, "": 0.05}
+TWO = [[0, 1], [2, 3]]
+GROUPS: dict[str, Any] = {
+    "together": ({"max_grad_norm": 0.4}, [[0, 1, 2, 3]], [0.4]),
+    "auto": ({"max_grad_norm": "auto"}, [[0, 1, 2, 3]], [1.0]),
+    "gamma": ({"max_grad_norm": "auto", "gamma": 0.5}, [[0, 1, 2, 3]], [1.0]),
+    "per layer": ({"max_grad_norm": 0.4, "per_layer": True}, TWO, [0.4 / 2**0.5] * 2),
+    "auto per layer": ({"max_grad_norm": "auto", "per_layer": True}, TWO, [0.5**0.5] * 2),
+    "named": ({"max_grad_norm": NORMS}, [[0, 1], [2], [3]], [0.3, 0.2, 0.05]),
+    "named, by clip": (
+        {"max_grad_norm": NORMS, "layer_noise": "by_clip"},
+        [[0, 1], [2], [3]],
+        [0.3, 0.2, 0.05],
+    ),
+}
+"""Settings; which of Net's four parameters are clipped together; to what norms."""
+
+
+def split(run: Run, flat: Tensor) -> list[Tensor]:
+    """(..., d) by parameter."""
+    return list(flat.split([p.numel() for p in run.parameters], dim=-1))
+
+
+def brute(run: Run, batch: Any, name: str) -> Tensor:
+    """(B, d) clipped gradients, each sample and group by itself, in float64."""
+    settings, groups, norms = GROUPS[name]
+    gamma = settings.get("gamma", GAMMA) if settings["max_grad_norm"] == "auto" else None
+    parts = split(run, run.one_by_one(batch).double())
+    for group, clip in zip(groups, norms, strict=True):
+        norm = torch.cat([parts[i] for i in group], 1).norm(dim=1, keepdim=True)
+        factor = clip / norm.clamp(min=clip) if gamma is None else clip / (norm + gamma)
+        for i in group:
+            parts[i] = parts[i] * factor
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("most", [None, 5])
+@pytest.mark.parametrize("name", GROUPS)
+def test_clipped_sums_are_those_of_brute_force(name: str, most: int | None) -> None:
+    defense = DPSGD(noise_multiplier=0.0, max_physical_batch=most, **GROUPS[name][0])
+    run, batch = Pieces(defense), first(12)
+    batch[0] = batch[0] * torch.linspace(0.01, 30, 12)[:, None]
+    expected = brute(run, batch, name).sum(0) / 8
+    found = run.step(batch).double()
+    assert float((found - expected).norm() / expected.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_one_example_moves_the_sum_by_no_more_than_the_norms_say(name: str) -> None:
+    settings, groups, norms = GROUPS[name]
+    runs = []
+    for scale in (None, 1e-3, 1.0, 1e6, -1e6):
+        batch = first(9 if scale is not None else 8)
+        if scale is not None:
+            batch[0] = batch[0].clone()
+            batch[0][8] *= scale
+        run = Run(DPSGD(noise_multiplier=0.0, **settings))
+        runs.append(8 * run.step(batch).double())
+    without, *with_it = runs
+    sensitivity = math.hypot(*norms)
+    for found in with_it:
+        parts = split(run, found - without)
+        for group, norm in zip(groups, norms, strict=True):
+            assert float(torch.cat([parts[i] for i in group]).norm()) <= norm + 1e-5
+        assert float((found - without).norm()) <= sensitivity + 1e-5
+    used = 0.9 if name in ("together", "auto") else 0.5  # not all groups have long gradients
+    assert max(float((found - without).norm()) for found in with_it) > used * sensitivity
+    one, other = with_it[2:]
+    assert float((one - other).norm()) <= 2 * sensitivity + 1e-5  # an example that is replaced
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_noise_is_accounted_as_one_gaussian_of_the_noise_multiplier(name: str) -> None:
+    settings, groups, norms = GROUPS[name]
+    sigma, by_clip = 1.7, "layer_noise" in settings
+    joint = math.hypot(*norms)
+    stds = [sigma * (math.sqrt(len(norms)) * c if by_clip else joint) for c in norms]
+    defense = DPSGD(noise_multiplier=sigma, target_delta=1e-3, accountant="rdp", **settings)
+    run = Run(defense)
+    drawn = [split(run, 8 * run.step(first(0), lr=1e-3).double()) for _ in range(250)]
+    squares = numbers = 0.0
+    for group, std in zip(groups, stds, strict=True):
+        noise = torch.cat([parts[i] for parts in drawn for i in group])
+        assert float(noise.std()) == pytest.approx(std, rel=6 / math.sqrt(2 * len(noise)))
+        squares, numbers = squares + len(noise) * std**2, numbers + len(noise)
+    assert joint_noise_multiplier(norms, stds) == pytest.approx(sigma, rel=1e-12)
+    assert defense.accountant.history == ((sigma, 0.2, 250),)
+    assert defense.measured_noise_multiplier == pytest.approx(sigma, rel=0.35)
+    expected = math.sqrt(squares / numbers) / 8
+    assert defense.noise_std(run.context) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_joint_noise_multiplier_is_that_of_the_whitened_sum() -> None:
+    assert joint_noise_multiplier([2.0], [3.0]) == 1.5
+    assert joint_noise_multiplier([3.0, 4.0], [5.0, 5.0]) == 1.0
+    assert joint_noise_multiplier([1.0, 1.0], [1.0, 0.0]) == 0.0
+    assert joint_noise_multiplier([1.0, 2.0], [1.0, 1.0]) == pytest.approx(1 / math.sqrt(5))
+    for clips, stds in (([], []), ([1.0], [1.0, 1.0]), ([0.0], [1.0]), ([1.0], [-1.0])):
+        with pytest.raises(DefenseError, match="clips="):
+            joint_noise_multiplier(clips, stds)
+
+
+def test_too_little_noise_on_one_layer_is_seen() -> None:
+    run = Run(DPSGD(noise_multiplier=1.0, **GROUPS["named, by clip"][0]))
+    run.backward(first(8))
+    step = run.defense._step
+    assert step is not None
+    clipped = step.clipped(run.parameters, run.context)
+    object.__setattr__(clipped._clip, "noise", (0.1, *clipped._clip.noise[1:]))
+    right = clipped.release
+
+    def weaker(parameters: Any, *given: Any) -> None:
+        gauge = given[-1]
+        after = gauge.after
+        gauge.after = lambda before, released, relative: after(before, released, relative * 4)
+        right(parameters, *given)
+
+    clipped.release = weaker  # type: ignore[method-assign]
+    with pytest.raises(DefenseError, match="noise measured"):
+        run.release()
+
+
+def test_a_canary_is_clipped_automatically_too_and_unknown_where_layers_are_apart() -> None:
+    run = Run(DPSGD("auto", noise_multiplier=0.0))
+    batch = first(5)
+    own = run.one_by_one(batch)
+    run.backward(batch)
+    canary = CanaryGradient(torch.randn(5, 2, 30, generator=torch.Generator().manual_seed(1)))
+    found = run.defense.on_canary(canary, run.parameters, run.context).samples
+    joint = torch.cat([own, 5 * canary.samples[:, 0]], 1)
+    expected = 5 * canary.samples[:, 0] / (joint.norm(dim=1, keepdim=True) + GAMMA) / 8
+    torch.testing.assert_close(found[:, 0], expected, rtol=1e-4, atol=1e-8)
+    apart = Run(DPSGD(0.4, noise_multiplier=0.0, per_layer=True))
+    apart.backward(batch)
+    with pytest.raises(DefenseError, match="clip all layers together"):
+        apart.defense.on_canary(canary, apart.parameters, apart.context)
+
+
+@pytest.mark.parametrize("name", ["auto", "per layer"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_sample_that_is_not_finite_counts_as_zero(name: str, bad: float) -> None:
+    run, batch = Run(DPSGD(noise_multiplier=0.0, **GROUPS[name][0])), first(6)
+    expected = brute(run, batch, name)
+    expected[2] = 0
+    batch[0] = batch[0].clone()
+    batch[0][2] = bad
+    found = run.step(batch).double()
+    torch.testing.assert_close(found, expected.sum(0) / 8, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"max_grad_norm": "flat"}, "'auto', or such numbers"),
+        ({"max_grad_norm": {}}, "'auto', or such numbers"),
+        ({"max_grad_norm": {"below": -1.0}}, "'auto', or such numbers"),
+        ({"max_grad_norm": "auto", "gamma": 0.0}, "gamma=0.0"),
+        ({"max_grad_norm": 1.0, "layer_noise": "by_clip"}, "per_layer=True"),
+        ({"max_grad_norm": 1.0, "layer_noise": "free"}, "layer_noise='free'"),
+        ({"max_grad_norm": {"": 1.0}, "per_layer": True}, "names layers already"),
+        ({"max_grad_norm": {"below": 1.0}}, "no norm for 'above.weight'"),
+        ({"max_grad_norm": {"": 1.0, "belov": 1.0}}, "names 'belov'"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(DefenseError, match=word):
+        Run(DPSGD(noise_multiplier=1.0, **settings))
+
+
+def test_neither_norms_nor_what_is_trained_may_change_in_a_fit() -> None:
+    norms = dict(NORMS)
+    run = Run(DPSGD(norms, noise_multiplier=1.0))
+    run.step(first(4))
+    norms["below"] = 0.1  # the caller's own, which the defence must not follow unseen
+    with pytest.raises(DefenseError, match="max_grad_norm was"):
+        run.step(first(5))
+    run = Run(DPSGD("auto", noise_multiplier=1.0))
+    run.defense.gamma = 1.0
+    with pytest.raises(DefenseError, match="gamma was"):
+        run.step(first(4))
+    assert DPSGD("auto", noise_multiplier=1.0).settings()["max_grad_norm"] == "auto"
+    assert "by layers" in str(DPSGD(NORMS, noise_multiplier=1.0).settings()["max_grad_norm"])

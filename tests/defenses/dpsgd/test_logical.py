@@ -1,0 +1,218 @@
+"""A logical batch in pieces, without Lightning: rows, releases, canaries, looks, memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BatchEncoding
+
+from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError
+from lightning_fedleak.defenses.dpsgd.logical import _gathered, pieces_of
+from lightning_fedleak.defenses.processes import Team
+from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, clipped, first
+
+
+class Pieces(Run):
+    """Runs every batch as a logical one."""
+
+    def __init__(self, defense: DPSGD, **settings: Any) -> None:
+        super().__init__(defense, **settings)
+        self.sizes: list[int] = []
+
+    def piece(self, batch: Any) -> Tensor:
+        def training_step() -> Tensor:
+            self.sizes.append(len(batch[0]))
+            return self.loss(batch)
+
+        return self.defense.on_training_step(training_step, batch, self.context)
+
+    def backward(self, batch: Any) -> Tensor:
+        loss = self.defense.on_logical_batch(self.piece, batch, self.context)
+        self.root.zero_grad()
+        loss.backward()
+        return loss
+
+
+def quiet(most: int | None = 5, **settings: Any) -> DPSGD:
+    return DPSGD(CLIP, **{"noise_multiplier": 0.0, "max_physical_batch": most, **settings})
+
+
+class Fields(NamedTuple):
+    ids: Tensor
+    names: list[str]
+
+
+def test_rows_of_a_batch_are_those_of_everything_that_has_one_for_each_sample() -> None:
+    ids = torch.arange(14).view(7, 2)
+    batch = {
+        "encoded": BatchEncoding({"input_ids": ids}),
+        "fields": Fields(ids + 1, [*"abcdefg"]),
+        "pair": (ids, [ids]),
+        "array": np.arange(7),
+        "scale": torch.tensor(2.0),
+        "task": "sst2xyz",
+        "classes": ["no", "yes"],
+    }
+    pieces = pieces_of(batch, 7, 3, Team())
+    assert [piece.rows for piece in pieces] == [3, 3, 1]
+    second = pieces[1].batch
+    assert type(second["encoded"]) is BatchEncoding
+    assert torch.equal(second["encoded"]["input_ids"], ids[3:6])
+    assert type(second["fields"]) is Fields
+    assert torch.equal(second["fields"].ids, ids[3:6] + 1)
+    assert second["fields"].names == ["d", "e", "f"]
+    assert torch.equal(second["pair"][1][0], ids[3:6])
+    assert second["array"].tolist() == [3, 4, 5]
+    assert float(second["scale"]) == 2.0
+    assert second["task"] == "sst2xyz"
+    assert second["classes"] == ["no", "yes"]
+    assert [piece.batch is batch for piece in pieces_of(batch, 7, 7, Team())] == [True]
+    assert [piece.rows for piece in pieces_of(batch, 0, 3, Team())] == [0]
+
+
+def test_what_training_step_gives_is_put_together_by_rows() -> None:
+    given = [
+        {"loss": torch.tensor(1.0), "rows": torch.ones(3, 2), "odd": torch.ones(2), "n": 3},
+        {"loss": torch.tensor(5.0), "rows": torch.zeros(1, 2), "odd": torch.zeros(2), "n": 1},
+    ]
+    found = _gathered(None, given[0], 0, 3, 4)
+    found = _gathered(found, given[1], 3, 1, 4)
+    assert float(found["loss"]) == 2.0
+    assert found["rows"].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
+    assert found["odd"].tolist() == [0.0, 0.0]
+    assert found["n"] == 1
+
+
+@pytest.mark.parametrize("clipping", ["auto", "per_sample", "ghost"])
+@pytest.mark.parametrize("most", [1, 5, 11])
+def test_a_release_in_pieces_is_the_clipped_sum(clipping: Any, most: int) -> None:
+    run = Pieces(quiet(most, clipping=clipping))
+    batch = first(12)
+    rows = run.one_by_one(batch)
+    loss = run.backward(batch)
+    assert loss.item() == pytest.approx(run.loss(batch).item(), rel=1e-6)
+    torch.testing.assert_close(run.update(), rows.mean(0), rtol=1e-5, atol=1e-8)
+    expected = clipped(rows.double()).sum(0) / 8
+    found = run.release().double()
+    assert float((found - expected).norm() / expected.norm()) < 1e-6
+    assert len(run.sizes) == math.ceil(12 / most)
+    assert run.defense.releases == 1
+
+
+def test_one_example_moves_a_release_in_pieces_by_no_more_than_the_clip() -> None:
+    for place in (0, 6, 8):
+        with_it, without = first(9), first(9)
+        keep = [i for i in range(9) if i != place]
+        without = [value[keep] for value in without]
+        with_it[0] = with_it[0].clone()
+        with_it[0][place] *= 1e4
+        a, b = (Pieces(quiet(3)).step(batch) for batch in (with_it, without))
+        assert float((8 * (a - b)).norm()) == pytest.approx(CLIP, rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [0, 7, 11])
+def test_a_sample_that_is_not_finite_counts_as_zero_in_whichever_piece(bad: int) -> None:
+    run = Pieces(quiet(5))
+    batch = first(12)
+    rows = run.one_by_one(batch)
+    batch[0] = batch[0].clone()
+    batch[0][bad] = math.nan
+    found = run.step(batch)
+    rows[bad] = 0
+    torch.testing.assert_close(found, clipped(rows).sum(0) / 8, rtol=1e-5, atol=1e-8)
+    again = run.step(first(4))
+    assert bool(again.isfinite().all())
+
+
+def test_a_canary_joins_the_norms_of_all_pieces() -> None:
+    batch = first(12)
+    generator = torch.Generator().manual_seed(2)
+    canary = CanaryGradient(torch.randn(12, 3, 40, generator=generator) * 0.01)
+    found = []
+    for most in (5, None):
+        run = Pieces(quiet(most))
+        run.backward(batch)
+        found.append(run.defense.on_canary(canary, run.parameters, run.context).samples)
+        own = run.one_by_one(batch)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-9)
+    joint = torch.cat([own, 12 * canary.samples[:, 0]], dim=1)
+    expected = clipped(joint)[:, own.shape[1] :] / 8
+    torch.testing.assert_close(found[0][:, 0], expected, rtol=1e-4, atol=1e-8)
+    with pytest.raises(DefenseError, match="5 samples in a batch of 12"):
+        run.defense.on_canary(CanaryGradient(torch.ones(5, 1, 2)), run.parameters, run.context)
+
+
+def test_what_the_layers_do_not_explain_is_seen_in_any_piece() -> None:
+    class Beside(Pieces):
+        def loss(self, batch: Any) -> Tensor:
+            hidden = self.root(batch[0])
+            if self.sizes and len(self.sizes) == 2:
+                hidden = hidden + torch.tanh(batch[0]) @ self.root.below.weight.T[:, :3]
+            return F.cross_entropy(hidden, batch[1])
+
+    run = Beside(quiet(4, loss="trusted"))
+    with pytest.raises(DefenseError, match="not the sum of what its layer was seen to add"):
+        run.step(first(12))
+    assert run.defense.releases == 0
+
+
+def test_layers_that_only_a_later_piece_reaches_are_compared_in_the_next_release() -> None:
+    class Wide(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(6, 3)
+
+    class Late(Pieces):
+        def loss(self, batch: Any) -> Tensor:
+            hidden = self.root(batch[0])
+            if len(self.sizes) in (5, 8):
+                hidden = hidden + torch.tanh(batch[0]) @ self.root.below.weight.T[:, :3]
+                hidden = hidden + self.root.extra(batch[0])
+            return F.cross_entropy(hidden, batch[1])
+
+    run = Late(quiet(4, loss="trusted"), root=Wide())
+    run.step(first(12))
+    run.step(first(12))  # its second piece is new, and the first was not looked at
+    with pytest.raises(DefenseError, match="not the sum of what its layer was seen to add"):
+        run.step(first(12))
+    assert run.defense.releases == 2
+
+
+def test_a_batch_is_drawn_and_released_once_also_in_pieces() -> None:
+    run = Pieces(quiet(4, noise_multiplier=1.0))
+    batch = first(12)
+    run.step(batch)
+    with pytest.raises(DefenseError, match="released already"):
+        run.step(batch)
+    run = Pieces(quiet(4, noise_multiplier=1.0))
+    run.backward(first(12))
+    with pytest.raises(DefenseError, match="max_physical_batch"):
+        run.backward(first(12))
+
+
+def test_an_example_decides_about_no_look_by_where_it_stands() -> None:
+    """Rows that read like another's in the same piece: alone they are chance, as in any batch."""
+    net = Net()
+    run = Pieces(quiet(6), root=net)
+    batch = first(12)
+    batch[0] = batch[0].clone()
+    batch[0][3] = batch[0][1]
+    run.step(batch)
+    assert run.defense.releases == 1
+
+
+def test_one_copy_of_what_is_trained_is_kept_between_pieces() -> None:
+    run = Pieces(quiet(4))
+    run.backward(first(12))
+    gathered = run.defense._step._gathered  # type: ignore[union-attr]
+    assert gathered is not None
+    assert {p: t.shape for p, t in gathered.sums.items()} == {p: p.shape for p in run.parameters}
+    assert all(t.dtype == torch.float32 for t in gathered.sums.values())
+    run.release()
+    assert run.defense._step._gathered is None  # type: ignore[union-attr]

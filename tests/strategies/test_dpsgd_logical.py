@@ -1,0 +1,311 @@
+"""Logical batches in pieces, in Lightning: one release, one step, and what counts steps."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from lightning_fedleak import FCMembership, Games, LeakageMonitor
+from lightning_fedleak.defenses import (
+    DPSGD,
+    ActivationNoise,
+    DefenseError,
+    mean_of_sample_means,
+)
+from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.models import tiny_gpt2, tiny_llama
+from tests.strategies.dpsgd_runs import CLIP, CausalLM, Look, fit, loader, trainer
+from tests.strategies.test_dpsgd_fit import lora
+
+MODELS = {
+    "gpt2 tied": lambda: tiny_gpt2(dropout=0.0).train(),
+    "llama": lambda: tiny_llama().train(),
+    "lora": lora,
+}
+
+
+def quiet(**settings: Any) -> DPSGD:
+    return DPSGD(CLIP, **{"noise_multiplier": 0.0, "seed": 1, "max_physical_batch": 3, **settings})
+
+
+class Local(Look):
+    """Keeps what was local too."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        super().on_train_start(trainer, module)
+        self.local: list[Tensor] = []
+
+    def tap(self, stage: Stage, optimizer: Any) -> None:
+        if stage == Stage.LOCAL:
+            found = [p.grad for p in self.module.parameters() if p.requires_grad]
+            self.local.append(
+                torch.cat([g.flatten() for g in found if g is not None] or [torch.zeros(0)])
+            )
+        super().tap(stage, optimizer)
+
+
+def looked(defense: DPSGD, module: CausalLM, *, batch: int = 8, **settings: Any) -> Local:
+    strategy = DefendedStrategy("auto", [defense])
+    look = Local(strategy, batch)
+    callbacks = [look, *settings.pop("callbacks", ())]
+    trainer(strategy, callbacks=callbacks, **settings).fit(module, loader(batch_size=batch))
+    return look
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "most"),
+    [
+        ("gpt2 tied", "32-true", 1e-6),
+        ("llama", "32-true", 1e-6),
+        ("lora", "32-true", 1e-6),
+        ("gpt2 tied", "bf16-mixed", 2e-2),
+    ],
+)
+def test_what_is_shared_is_the_clipped_sum_over_all_pieces(
+    name: str, precision: Any, most: float
+) -> None:
+    module = CausalLM(MODELS[name]())
+    defense = quiet()
+    look = looked(defense, module, precision=precision, max_epochs=2)
+    assert len(look.distances) == defense.releases == 6
+    assert max(look.distances) < most
+    assert max(module.sizes) == 3
+    assert sum(module.sizes) == sum(len(b["labels"]) for b in look.batches)
+    assert max(len(b["labels"]) for b in look.batches) > 6
+
+
+def test_local_is_the_mean_over_the_logical_batch_and_training_is_the_same() -> None:
+    found = []
+    for most in (3, None):
+        module = CausalLM()
+        look = looked(quiet(max_physical_batch=most), module, max_epochs=2)
+        found.append((look.local, [p.detach().clone() for p in module.parameters()]))
+    (local, weights), (whole, expected) = found
+    for a, b in zip(local, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+    for a, b in zip(weights, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+class Logs(CausalLM):
+    """Logs in each of the ways in which Lightning puts values together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torchmetrics.SumMetric()
+        self.truth: list[dict[str, float]] = []
+        self.outputs: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        rows = batch["labels"]
+        marks = rows.float().clamp(min=0).mean(1)
+        self.log("mean", marks.mean(), on_step=True, on_epoch=True)
+        self.log("sum", marks.sum(), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("max", marks.max(), on_step=True, on_epoch=True, reduce_fx="max")
+        self.seen(float(len(rows)))
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return {"loss": loss, "marks": marks, "mean": marks.mean(), "name": "step"}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        marks = batch["labels"].float().clamp(min=0).mean(1)
+        truth = {"mean": marks.mean(), "sum": marks.sum(), "max": marks.max(), "rows": len(marks)}
+        self.truth.append({name: float(value) for name, value in truth.items()})
+        self.marks = marks
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        torch.testing.assert_close(outputs["marks"], self.marks)
+        torch.testing.assert_close(outputs["mean"], self.marks.mean())
+        assert outputs["name"] == "step"
+        self.outputs.append(float(outputs["loss"]))
+
+
+class Loss(Callback):
+    """The loss of the whole batch, before the step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    @torch.no_grad()
+    def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(module.loss(batch)))
+
+
+def test_everything_counts_logical_steps(tmp_path: Path) -> None:
+    class Counted(Logs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hooks: dict[str, int] = {}
+
+        def count(self, name: str) -> None:
+            self.hooks[name] = self.hooks.get(name, 0) + 1
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            self.count("zero")
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.count("before")
+
+        def on_after_backward(self) -> None:
+            assert all(p.grad is not None for p in self.model.parameters())
+            self.count("after")
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.count("step")
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    module, defense, losses = Counted(), quiet(), Loss()
+    logger = CSVLogger(tmp_path)
+    _, run = fit(
+        defense,
+        module,
+        data=loader(batch_size=8),
+        max_steps=6,
+        max_epochs=-1,
+        logger=logger,
+        log_every_n_steps=1,
+        callbacks=[losses],
+    )
+    assert run.global_step == defense.releases == defense.privacy.releases == 6
+    assert len(module.sizes) > 12
+    assert set(module.hooks.values()) == {6}
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.9**6)
+    assert module.outputs == pytest.approx(losses.losses, rel=1e-5)
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        rows = [*csv.DictReader(file)]
+    steps = [row for row in rows if row["mean_step"]]
+    assert [int(row["step"]) for row in steps] == [*range(6)]
+    for number, (row, truth) in enumerate(zip(steps, module.truth, strict=True)):
+        for name in ("mean", "sum", "max"):
+            value = truth[name]
+            assert float(row[f"{name}_step"]) == pytest.approx(value, rel=1e-5), name
+        assert float(row["train_loss"]) == pytest.approx(losses.losses[number], rel=1e-5)
+    epochs = [row for row in rows if row["seen"]]
+    assert len(epochs) == 2
+    assert sum(float(row["seen"]) for row in epochs) == sum(module.sizes)
+    for row, own in zip(epochs, (slice(0, 3), slice(3, 6)), strict=True):
+        truth, sizes = module.truth[own], [t["rows"] for t in module.truth[own]]
+        mean = sum(t["mean"] * t["rows"] for t in truth) / sum(sizes)
+        assert float(row["mean_epoch"]) == pytest.approx(mean, rel=1e-5)
+        assert float(row["sum_epoch"]) == pytest.approx(sum(t["sum"] for t in truth), rel=1e-5)
+
+
+def test_a_step_of_few_rows_or_none_needs_no_pieces() -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch=2)
+    module, run = fit(defense, data=loader(batch_size=1))
+    assert run.global_step == defense.releases == 24
+    assert module.sizes
+    assert max(module.sizes) <= 2
+    assert min(module.sizes) > 0
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_one_broken_example_takes_nothing_away_and_stops_nothing(poisson: bool) -> None:
+    class Broken(CausalLM):
+        def loss(self, batch: Any) -> Tensor:
+            inputs = {key: value for key, value in batch.items() if key != "labels"}
+            hidden = self.model(**inputs, use_cache=False).logits
+            bad = (batch["input_ids"][:, 0] == batch["input_ids"][:, 0].max())[:, None, None]
+            return mean_of_sample_means(
+                torch.where(bad, hidden * float("inf"), hidden), batch["labels"], causal=True
+            )
+
+    defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch=3, poisson=poisson)
+    module, run = fit(defense, Broken(), data=loader(batch_size=8))
+    assert run.global_step == defense.releases == 3
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_what_fails_in_a_piece_releases_nothing() -> None:
+    class Fails(CausalLM):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(self.sizes) == 6:
+                raise OSError("no memory")
+            return super().training_step(batch, batch_idx)
+
+    defense = quiet(poisson=False)
+    with pytest.raises(OSError, match="no memory"):
+        fit(defense, Fails(), data=loader(batch_size=12), max_epochs=1)
+    assert defense.releases == 1
+
+
+def test_a_checkpoint_within_a_batch_forgets_and_repeats_no_release(tmp_path: Path) -> None:
+    path = tmp_path / "mid.ckpt"
+
+    class Saves(CausalLM):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(self.sizes) == 10:
+                self.trainer.save_checkpoint(path)
+                raise KeyError("killed")
+            return super().training_step(batch, batch_idx)
+
+    settings: Any = {"noise_multiplier": 1.0, "target_delta": 1e-3, "accountant": "rdp"}
+    pieces: Any = {"max_physical_batch": 3, "poisson": False, "ledger": tmp_path / "ledger"}
+    first = DPSGD(CLIP, **settings, **pieces)
+    with pytest.raises(KeyError, match="killed"):
+        fit(first, Saves(), data=loader(batch_size=12), max_epochs=4)
+    assert first.releases == 2  # ten of twelve pieces were run: the third batch is lost
+    second = DPSGD(CLIP, **settings, **pieces)
+    _, run = fit(second, data=loader(batch_size=12), max_epochs=4, ckpt_path=str(path))
+    assert run.global_step == second.releases == second.accountant.steps == 8
+    assert len((tmp_path / "ledger").read_text().splitlines()) == 8
+
+
+def test_accumulation_is_refused_with_what_to_write_instead() -> None:
+    mend = "max_physical_batch"
+    with pytest.raises(DefenseError, match=mend):
+        fit(DPSGD(CLIP, noise_multiplier=1.0), accumulate_grad_batches=4)
+    with pytest.raises(DefenseError, match=mend):
+        fit(quiet(), callbacks=[GradientAccumulationScheduler({0: 2})])
+    for wrong in (0, True, 2.5):
+        with pytest.raises(DefenseError, match="max_physical_batch"):
+            DPSGD(CLIP, noise_multiplier=1.0, max_physical_batch=wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_trained_must_stay_the_same_in_all_pieces() -> None:
+    class Thaws(CausalLM):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.model.transformer.ln_f.requires_grad_(len(self.sizes) != 1)
+            return super().training_step(batch, batch_idx)
+
+    defense = quiet(poisson=False)
+    with pytest.raises(DefenseError, match="what is trained changed"):
+        fit(defense, Thaws(), data=loader(batch_size=12))
+    assert defense.releases == 0
+
+
+def test_a_network_that_mixes_samples_is_refused_in_the_first_piece() -> None:
+    class Mixes(CausalLM):
+        def loss(self, batch: Any) -> Tensor:
+            self.model.transformer.ln_f.register_forward_hook(
+                lambda *given: given[2] + given[2].mean(0, keepdim=True)
+            )
+            return super().loss(batch)
+
+    with pytest.raises(DefenseError, match="samples are mixed"):
+        fit(quiet(), Mixes(), data=loader(batch_size=8))
+
+
+def test_the_monitor_plays_on_the_whole_batch_with_noise_on_activations_or_not() -> None:
+    for defenses in ([quiet()], [quiet(), ActivationNoise(sigma=0.01, layer=0, clip=None)]):
+        monitor = LeakageMonitor(
+            [FCMembership(layer=1)], every_n_steps=1, games=Games(targets=4), report=False
+        )
+        fit(defenses, CausalLM(), data=loader(batch_size=8), max_steps=2, callbacks=[monitor])
+        known = monitor.latest
+        assert monitor.looks == 2
+        value = known["leakage/fc_membership/auc"]
+        assert (value == value) is (len(defenses) == 1)

@@ -1,0 +1,261 @@
+"""``python -m benchmarks.papers``: cells, their log, the layout, and the page that is written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.papers import __main__ as door
+from benchmarks.papers import flatchat, membership
+from benchmarks.papers.cells import Cell, Log, Row, run
+from benchmarks.papers.tables import Found, Mean, mean_of, number, published, student
+from lightning_fedleak.attacks.membership.attention_layers import HeadPair
+
+ROOT = Path(__file__).parents[1]
+
+
+def squared(*, value: int, models: Mapping[str, str]) -> list[Row]:
+    """A cell's measure: 3 raises, 4 ends its process."""
+    if value == 3:
+        raise ArithmeticError("three")
+    if value == 4:
+        os._exit(7)
+    return [{"square": value * value, "none": math.nan}]
+
+
+MEASURES = {"square": squared}
+
+
+def cells(*values: int, together: str = "") -> list[Cell]:
+    return [Cell("square", {"value": value}, float(value), together) for value in values]
+
+
+@pytest.mark.parametrize("jobs", [0, 2])
+def test_a_failed_cell_is_named_costs_no_other_and_is_tried_again(
+    tmp_path: Path, jobs: int
+) -> None:
+    path, said = tmp_path / "log.jsonl", []
+    wanted = cells(1, 3, 2, 2, 5)
+    failures = run(wanted, MEASURES, {}, Log.read(path), jobs=jobs, told=said.append)
+    ((failed, why),) = failures
+    assert failed.settings == {"value": 3}
+    assert why.startswith("ArithmeticError at test_papers.py:")
+    log = Log.read(path)
+    assert [log.rows(c) for c in cells(1, 2, 5)] == [
+        [{"value": v, "square": v * v, "none": None}] for v in (1, 2, 5)
+    ]
+    assert log.rows(wanted[1]) is None
+    assert log.failure(wanted[1]) == why
+    assert len(said) == 4
+    again = []
+    run(wanted, MEASURES, {}, Log.read(path), jobs=0, told=again.append)
+    assert len(again) == 1
+    assert "value 3" in again[0]
+
+
+def test_a_process_that_dies_costs_the_cell_that_it_was_at_alone(tmp_path: Path) -> None:
+    log = Log.read(tmp_path / "log.jsonl")
+    wanted = cells(1, 4, 6, together="one process")
+    failures = run(wanted, MEASURES, {}, log, jobs=1, told=lambda line: None)
+    ((failed, why),) = failures
+    assert failed.settings == {"value": 4}
+    assert why == "its process ended (7)"
+    assert log.rows(wanted[0])
+    assert log.rows(wanted[2])
+
+
+def test_a_line_that_was_cut_off_is_left_out_and_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    run(cells(1, 2), MEASURES, {}, Log.read(path), jobs=0, told=lambda line: None)
+    path.write_text(path.read_text()[:-20])
+    log = Log.read(path)
+    assert log.unreadable == 1
+    assert log.rows(cells(1)[0])
+    assert log.rows(cells(2)[0]) is None
+    run(cells(1, 2), MEASURES, {}, log, jobs=0, told=lambda line: None)
+    log = Log.read(path)
+    assert log.unreadable == 1
+    assert log.rows(cells(2)[0])
+
+
+def test_no_cell_begins_when_the_minutes_are_over(tmp_path: Path) -> None:
+    log = Log.read(tmp_path / "log.jsonl")
+    for jobs in (0, 1):
+        assert not run(cells(1), MEASURES, {}, log, jobs=jobs, minutes=0, told=print)
+    assert not log.lines
+
+
+def test_a_mean_joins_what_is_independent_and_averages_what_shares_its_games() -> None:
+    a, b = Mean(0.5, 0.4, 0.7), Mean(0.7, 0.6, 0.9)
+    both = mean_of([[a, b]])
+    assert (both.value, both.low, both.high) == pytest.approx((0.6, 0.5, 0.8))
+    apart = mean_of([[a], [b]])
+    assert apart.low == pytest.approx(0.6 - math.hypot(0.05, 0.05))
+    assert apart.high == pytest.approx(0.6 + math.hypot(0.1, 0.1))
+    unknown = Mean(math.nan, math.nan, math.nan)
+    assert str(mean_of([[a], [unknown]])) == ".500 (.40 to .70), 1 of 2 cells"
+    assert str(mean_of([[unknown]])) == "not run"
+
+
+def test_numbers_and_students_interval() -> None:
+    assert [number(v) for v in (0.5, 1.0, -0.25, 10.04)] == [".500", "1.000", "-.250", "10.040"]
+    assert student([1.0, 2.0, 3.0]).high == pytest.approx(2 + 4.302652729911275 / math.sqrt(3))
+
+
+def test_published_numbers_are_complete() -> None:
+    for paper in door.PAPERS:
+        assert {t.name for t in paper.tables} == set(published()[paper.name]) - {"paper"}
+        for table in published()[paper.name].values():
+            if not isinstance(table, dict) or "rows" not in table:
+                continue
+            shapes = {np.shape(row) for row in table["rows"].values()}
+            columns = table.get("columns")
+            metrics = len(table["metrics"])
+            assert shapes == {(len(columns), metrics) if columns else (metrics,)}
+    table = published()["membership"]
+    for eps in ("5", "7.5", "10"):  # Table 3 is the mean of Tables 7 to 10, but for its rounding
+        for attack in ("FC-Full", "FC-Token", "Attn"):
+            four = [np.array(table[f"table{n}"]["rows"][f"{eps} {attack}"]) for n in range(7, 11)]
+            mean = np.array(table["table3"]["rows"][f"{eps} {attack}"])
+            assert np.median(np.abs(np.mean(four, 0) - mean)) < 0.02
+
+
+def fake_rows(cells: list[Cell]) -> list[Row]:
+    """As measured, for the layout of LDP tables."""
+    rates = {"value": 0.75, "low": 0.5, "high": 0.875}
+    names = [*membership.METRICS, "fitted_accuracy", "fitted_f1"]
+    return [
+        {**c.settings, "attack": attack, "layer": layer, "games": 10, **dict.fromkeys(names, rates)}
+        for c in cells
+        for layer in c.settings["layers"]
+        for attack in membership.CRAFTED.values()
+    ]
+
+
+def test_our_rows_stand_beside_the_papers_in_both_protocols() -> None:
+    size = replace(membership.SIZES["default"], texts=("imdb", "yelp"))
+    table = membership.PAPER.table("table7")
+    made = table.cells(size, ["minilm"])
+    assert len(made) == 2 * 3 * 2
+    whole = table.show(Found(fake_rows(made)), size)
+    rows = {tuple(row[:3]): row[3:] for row in whole.grids[0].rows}
+    paper = rows["5", "Attn", "paper"]
+    assert whole.grids[0].caption == (
+        "The paper's models: BERT · RoBERTa · DistilBERT · GPT1 · GPT2."
+    )
+    assert paper == ["", ".56 · .67 · .61 · .64 · .50", ".51 · .62 · .52 · .60 · .50",
+                     ".60 · .69 · .64 · .67 · .50"]  # fmt: skip
+    ours = [row for row in whole.grids[0].rows if "minilm" in row[2]]
+    assert len(ours) == 3 * 3 * 2
+    games, accuracy = ours[0][3:5]
+    assert games == "60"
+    assert accuracy == ".750 (.57 to .84)"
+    assert "FC-Full has AUC .750 at 10 (paper 1.00)" in whole.finding
+    part = table.show(Found(fake_rows(made[:-1])), size)
+    assert "3 of 6 cells" in str(part.grids[0])
+    none = table.show(Found([]), size)
+    assert none.finding == "Not run."
+
+
+def test_every_table_can_be_shown_before_anything_was_measured() -> None:
+    for paper in door.PAPERS:
+        for name, size in paper.sizes.items():
+            for table in paper.tables:
+                made = table.cells(size, ["some-model"])
+                assert made or name == "smoke"
+                assert table.show(Found([]), size).finding == "Not run."
+                assert all(cell.kind in paper.measures for cell in made)
+                json.dumps([cell.settings for cell in made], allow_nan=False)
+
+
+def test_one_hot_gaps_are_those_of_the_heads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+    u = torch.randn(12, generator=generator, dtype=torch.float64)
+    u /= u.norm()
+    hidden = torch.nn.functional.one_hot(ids, 12).double()
+    for word in (4, 1, 7):
+        target = torch.nn.functional.one_hot(torch.tensor([word]), 12).double()
+        (attention,) = HeadPair(3.0, u).attentions(hidden[None], None, target)
+        expected = float(attention.coordinates()[2].abs().max())
+        found = membership.gap(ids.numpy(), word, u.numpy(), 3.0)
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_regression_shapes_are_the_papers_for_sizes_like_the_papers() -> None:
+    assert len(flatchat.regression_shapes(flatchat.SIZES["default"].shapes)) == 18
+    assert (2, 8) in flatchat.regression_shapes(("2x8",))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["flatchat", "table9"], "flatchat has no table9"),
+        (["flatchat", "table3"], "needs --model"),
+        (["flatchat", "--model", "nowhere"], "no folder of a model"),
+        (["--list", "--set", "gams=3"], "no such setting"),
+        (["--list", "--set", "layers=a"], "layers is like layers=1,3,6"),
+        (["--list", "--set", "games=3,4"], "games is like games=40"),
+        ([], "name a paper"),
+    ],
+)
+def test_bad_words_are_refused_at_once(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        door.main([*words, "--log", str(tmp_path / "log.jsonl")])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_list_names_every_table_with_its_time(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--list", "--set", "games=7", "--log", str(tmp_path / "no.jsonl")]
+    assert door.main(words) == 0
+    said = capsys.readouterr().out
+    for paper in door.PAPERS:
+        for table in paper.tables:
+            assert f"| {paper.name} | {table.name} | {table.title} | " in said
+    assert "s of one processor, 0 of them measured" in said
+    assert "games=7" in said
+
+
+def test_one_table_runs_is_printed_and_goes_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["membership", "fig5", "--log", str(tmp_path / "log.jsonl"), "--jobs", "0"]
+    words += ["--set", "dims=1000,50000", "--set", "runs=5", "--json", str(tmp_path / "rows.json")]
+    words += ["--docs", str(tmp_path / "page.md")]
+    assert door.main(words) == 0
+    first = capsys.readouterr()
+    assert "| gaussian | 15 |" in first.out
+    assert "[18/18]" in first.err
+    rows: dict[str, Any] = json.loads((tmp_path / "rows.json").read_text())
+    assert len(rows["membership"]["fig5"]) == 18
+    page = (tmp_path / "page.md").read_text()
+    assert "| gaussian | 15 |" in page
+    assert "12 of 12 cells not run" not in page.split("### membership fig6")[0].split("fig5")[1]
+    assert door.main(words) == 0
+    second = capsys.readouterr()
+    assert second.err == ""
+    assert second.out == first.out
+
+
+def test_the_page_is_what_the_log_in_the_repository_gives(tmp_path: Path) -> None:
+    log = ROOT / "benchmarks" / "papers" / "measured.jsonl"
+    assert door.main(["--docs", str(tmp_path / "page.md"), "--log", str(log)]) == 0
+    written = (tmp_path / "page.md").read_text("utf-8")
+    assert written == (ROOT / "docs" / "papers.md").read_text("utf-8"), (
+        "write it anew: python -m benchmarks.papers --log benchmarks/papers/measured.jsonl "
+        "--docs docs/papers.md"
+    )

@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 LOWEST := .venv-lowest
+FLOWER := .venv-flower
 PAPERS_LOG ?= benchmarks/papers/measured.jsonl
 
 # An environment that is there keeps its Python: one of another version needs another name.
@@ -16,13 +17,14 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-lowest docs notebooks smoke papers gpu lint clean install
+.PHONY: help demo test test-lowest test-flower docs notebooks smoke papers gpu lint clean install
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    fine-tune a small model on private messages and watch them leak (no network needed once installed)"
 	@echo "make test    run the tests"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
+	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
@@ -38,6 +40,10 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-flower: $(FLOWER)/.ready  # in an environment of its own: Flower wants older packages
+	@FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 RAY_USAGE_STATS_ENABLED=0 PYTHONPATH=. \
+		$(FLOWER)/bin/python -m pytest --numprocesses 0 tests/federation tests/flower $(ARGS)
 
 test-lowest: $(LOWEST)/.ready  # without real models: newer versions saved their tokenizers
 	@FEDLEAK_ASSETS=none $(LOWEST)/bin/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -93,6 +99,12 @@ $(LOWEST)/.ready: pyproject.toml constraints.txt tests/tools/lowest_versions.py
 	@$(PYTHON) tests/tools/lowest_versions.py > $(LOWEST)/constraints.txt
 	@echo "Installing the oldest versions into $(LOWEST) (once; some minutes) ..."
 	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e ".[test,datasets]"
+	@touch $@
+
+$(FLOWER)/.ready: pyproject.toml constraints-flower.txt
+	@$(PYTHON) -m venv $(FLOWER)
+	@echo "Installing Flower into $(FLOWER) (once; some minutes) ..."
+	@$(FLOWER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-flower.txt -e ".[flower,test]"
 	@touch $@
 
 clean:

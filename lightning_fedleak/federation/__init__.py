@@ -8,6 +8,7 @@ from lightning_fedleak.federation.gate import (
     RoundGate,
 )
 from lightning_fedleak.federation.observer import SUM, RoundLook, RoundObserver
+from lightning_fedleak.federation.trained_on import TrainedOn, recording, trained_on
 from lightning_fedleak.federation.updates import (
     UpdateError,
     difference,
@@ -28,6 +29,7 @@ __all__ = [
     "RoundGate",
     "RoundLook",
     "RoundObserver",
+    "TrainedOn",
     "UpdateError",
     "clipped",
     "difference",
@@ -35,5 +37,7 @@ __all__ = [
     "moved",
     "observe",
     "parameter_names",
+    "recording",
+    "trained_on",
     "trained_state",
 ]

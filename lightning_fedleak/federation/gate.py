@@ -280,6 +280,8 @@ class OutgoingUpdates:
             update: dict[str, Tensor] | None = difference(sent, returned, trained=names)
         except UpdateError as error:
             return self._unreadable(sent, like, str(error))
+        if self.own is None:  # it was to be checked; the look makes its own
+            update = None
         hardened: list[str] = []
         while True:
             state: State = returned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import warnings
 
@@ -161,3 +162,32 @@ def test_a_gate_of_each_client_leaves_the_round_to_the_others(tmp_path):
         gated = federation(send, mean)
     assert sum("withheld" in str(w.message) for w in said) == ROUNDS
     assert all(torch.equal(plain[n], gated[n]) for n in plain)
+
+
+def test_a_report_says_what_clients_have_spent_and_for_whom_it_holds(tmp_path):
+    """Two fits on the same clients, drawn without replacement, composed as such."""
+    from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+    from lightning_fedleak.report import write
+
+    net = model()
+    for fit in range(2):
+        dp = ClientDP(
+            0.5, 4.0, clients=30, sampling="fixed", per_round=3, target_delta=1e-5,
+            ledger=tmp_path / f"ledger{fit}",
+        )  # fmt: skip
+        server = watched(tmp_path / f"{fit}", defenses=[dp])
+        for round_ in range(2):
+            server.begin(round_, trained_state(net))
+            data = batches(round_)
+            server.look(train(net, data), batches=data)
+            dp.mean(dict.fromkeys(range(3)), trained_state(net))
+        server.end()
+    page, found, *_ = write([tmp_path])
+    told = json.loads(found.read_text())
+    [spent] = told["runs"][1]["privacy"]
+    assert spent["epsilon"] == dp.privacy.epsilon
+    assert "one client, all of its data, replaced" in spent["statement"]
+    [together] = told["privacy_together"]
+    expected = epsilon_of([(2.0, 0.1, 4)], 1e-5, "rdp", "without_replacement")
+    assert abs(together["epsilon"] / expected - 1) < 1e-6
+    assert "client_dp" in page.read_text()

@@ -1,0 +1,99 @@
+"""The apps of a tiny federation, as users of Flower write them; imported by its workers too."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+from lightning_fedleak.attacks import BagOfWords
+from lightning_fedleak.federation import ClientDP, RoundGate, RoundObserver, trained_on
+from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMean
+from lightning_fedleak.federation.updates import trained_state
+from tests.federation.rounds import SGD, batches, model
+
+F1 = "leakage/bag_of_words/f1"
+
+
+def observer(folder: Path, **settings) -> RoundObserver:
+    given = {"attacks": [BagOfWords()], "tensorboard": False, "cache": False} | settings
+    return RoundObserver(copy.deepcopy(model()), SGD, 2, folder=folder, **given)
+
+
+def data_of(client: int, round_: int) -> list[dict[str, torch.Tensor]]:
+    return batches(100 * round_ + client, 2)
+
+
+def train(message: Message, context: Context) -> Message:
+    net = model()
+    net.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
+    stepping = SGD(net.parameters())
+    round_ = int(message.content["config"]["server-round"])
+    client = int(context.node_config["partition-id"])
+    if os.environ.get("FEDLEAK_FAILS") == str(client):
+        raise RuntimeError("this client fails")
+    for batch in data_of(client, round_):
+        trained_on(batch)
+        stepping.zero_grad()
+        loss = net(**batch).loss
+        loss.backward()
+        stepping.step()
+    metrics = MetricRecord({"num-examples": 4 + client, "train-loss": float(loss)})
+    content = RecordDict({"arrays": ArrayRecord(trained_state(net)), "metrics": metrics})
+    return Message(content=content, reply_to=message)
+
+
+class ForClient:
+    """Makes an observer, or the account, of a client: where its files go is the user's to say."""
+
+    def __init__(self, folder: Path, what: str = "observer") -> None:
+        self.folder = folder
+        self.what = what
+
+    def __call__(self, context: Context) -> RoundObserver | ClientDP:
+        number = context.node_config["partition-id"]
+        if self.what == "observer":
+            return observer(self.folder / f"process_{os.getpid()}")
+        return ClientDP(
+            0.5, 2.0, clients=10, target_delta=1e-5, trust="local", accountant="rdp",
+            ledger=self.folder / f"ledger_{number}",
+        )  # fmt: skip
+
+
+def client_app(folder: Path | None, at_most: dict | None = None, *, private: bool = False):
+    """Watched where a folder is given."""
+    mods = []
+    if folder is not None:
+        gates = [RoundGate(F1, at_most=at_most)] if isinstance(at_most, float) else []
+        dp = ForClient(folder, "dp") if private else None
+        mods = [FedLeakMod(ForClient(folder), gates, dp)]
+    app = ClientApp(mods=mods)
+    app.train()(train)
+    return app
+
+
+def server_app(
+    out: Path, *, watched: Path | None = None, dp: dict | None = None, rounds: int = 2
+) -> ServerApp:
+    """Leaves the last model in a file; watched where a folder is given."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=2, min_available_nodes=2)
+        if dp is not None:
+            strategy = PrivateMean(strategy, ClientDP(**dp))
+        if watched is not None:
+            strategy = Observed(strategy, observer(watched, side="server"))
+        result = strategy.start(grid, ArrayRecord(trained_state(model())), num_rounds=rounds)
+        torch.save(result.arrays.to_torch_state_dict(), out)
+        if watched is not None:
+            strategy.observer.end()
+
+    return app

@@ -1,0 +1,303 @@
+"""The mod and the strategies, on Flower's own messages, without an engine."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    RecordDict,
+)
+from flwr.clientapp.mod import LocalDpMod
+from flwr.serverapp.strategy import FedAvg
+from flwr.supercore.task_identity import TaskIdentity
+
+from lightning_fedleak.defenses import BudgetSpent, DefenseError
+from lightning_fedleak.federation import (
+    ClientDP,
+    RoundGate,
+    UpdateError,
+    clipped,
+    difference,
+    trained_state,
+)
+from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMean
+from tests.federation.rounds import model
+from tests.federation.rounds import train as trained
+from tests.federation.test_observer import lines
+from tests.flower.apps import F1, ForClient, data_of, observer, train
+
+
+@pytest.fixture(autouse=True)
+def _in_a_task(monkeypatch):
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+def message(round_=1, kind="train", node=7, state=None):
+    sent = trained_state(model()) if state is None else state
+    config = ConfigRecord({} if round_ is None else {"server-round": round_})
+    content = RecordDict({"arrays": ArrayRecord(sent), "config": config})
+    return Message(content=content, message_type=kind, dst_node_id=node)
+
+
+def context(number=0, run=1):
+    return Context(run, 7 + number, {"partition-id": number}, RecordDict(), {})
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def arrays(reply):
+    return reply.content["arrays"].to_torch_state_dict()
+
+
+# ---- the mod ------------------------------------------------------------------------------------
+
+
+def test_without_a_gate_the_reply_is_that_of_the_client(tmp_path):
+    asked = message()
+    plain = train(asked, context())
+    watched = FedLeakMod(ForClient(tmp_path))(asked, context(), train)
+    assert same(arrays(plain), arrays(watched))
+    assert watched.content["metrics"] == plain.content["metrics"]
+    [line] = lines(next(tmp_path.glob("process_*")))
+    assert (line["client"], line["round"], line["attack"]) == (0, 1, "bag_of_words")
+    assert line["metrics"]["f1"]["value"] > 0.9
+
+
+def test_a_withheld_update_is_answered_with_an_error_that_holds_no_number(tmp_path):
+    mod = FedLeakMod(ForClient(tmp_path), [RoundGate(F1, at_most=0.3)])
+    with pytest.warns(UserWarning, match="tells the server one bit"):
+        reply = mod(message(), context(), train)
+    assert reply.has_error()
+    assert reply.error.reason == "lightning-fedleak: withheld (bag_of_words/f1)"
+
+
+def test_a_gate_that_raises_tells_the_server_no_number(tmp_path):
+    mod = FedLeakMod(ForClient(tmp_path), [RoundGate(F1, at_most=0.3, action="raise")])
+    reply = mod(message(), context(), train)
+    assert reply.error.reason == "lightning-fedleak: a gate ended this client's round"
+
+
+def test_batches_that_were_not_told_are_unknown(tmp_path):
+    def silent(asked, where):
+        content = RecordDict({"arrays": ArrayRecord(trained(model(), data_of(0, 1)))})
+        return Message(content=content, reply_to=asked)
+
+    mod = FedLeakMod(ForClient(tmp_path), [RoundGate(F1, at_most=1.0)])
+    with pytest.warns(UserWarning, match="no batch of the round was handed over"):
+        assert mod(message(), context(), silent).has_error()
+
+
+def test_noise_of_the_clients_own_leaves_with_no_metrics(tmp_path):
+    mod = FedLeakMod(ForClient(tmp_path), [RoundGate(F1, at_most=0.01)], ForClient(tmp_path, "dp"))
+    for round_ in (1, 2):
+        with pytest.warns(UserWarning, match="withheld"):
+            reply = mod(message(round_), context(), train)
+        assert not reply.has_error()
+        assert dict(reply.content["metrics"]) == {"num-examples": 1.0}
+        left = difference(trained_state(model()), arrays(reply))
+        assert float(left["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
+    assert ForClient(tmp_path, "dp")(context()).accountant.steps == 2
+    assert ForClient(tmp_path, "dp")(context(1)).accountant.steps == 0
+
+
+def test_an_account_without_a_ledger_is_refused(tmp_path):
+    def forgets(where):
+        return ClientDP(0.5, 1.0, clients=10, target_delta=1e-5, trust="local")
+
+    with pytest.raises(DefenseError, match=r"ledger=\.\.\."):
+        FedLeakMod(ForClient(tmp_path), dp=forgets)(message(), context(), train)
+
+
+def test_other_messages_pass_untouched(tmp_path):
+    mod = FedLeakMod(ForClient(tmp_path))
+    seen = []
+    mod(message(kind="evaluate"), context(), lambda m, c: seen.append(m) or m)
+    assert len(seen) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_client_stays_failed(tmp_path):
+    def fails(asked, where):
+        return Message(Error(0, "mine"), reply_to=asked)
+
+    reply = FedLeakMod(ForClient(tmp_path))(message(), context(), fails)
+    assert reply.error.reason == "mine"
+
+
+def test_messages_that_cannot_be_meant_are_refused(tmp_path):
+    mod = FedLeakMod(ForClient(tmp_path))
+    with pytest.raises(UpdateError, match="which round"):
+        mod(message(None), context(), train)
+    two = message()
+    two.content["more"] = ArrayRecord(trained_state(model()))
+    with pytest.raises(UpdateError, match="2 ArrayRecords"):
+        mod(two, context(), train)
+
+
+# ---- the server ---------------------------------------------------------------------------------
+
+
+class Nodes:
+    def __init__(self, n):
+        self.n = n
+
+    def get_node_ids(self):
+        return range(100, 100 + self.n)
+
+
+def answered(asked, by=train):
+    return [by(one, context(number)) for number, one in enumerate(asked)]
+
+
+def a_round(strategy, nodes=3, by=train, round_=1):
+    sent = ArrayRecord(trained_state(model()))
+    asked = strategy.configure_train(round_, sent, ConfigRecord(), Nodes(nodes))
+    result, metrics = strategy.aggregate_train(round_, answered(list(asked), by))
+    return result.to_torch_state_dict(), metrics
+
+
+def test_a_watched_strategy_gives_the_same_model(tmp_path):
+    plain, metrics = a_round(FedAvg())
+    seen, watched = a_round(Observed(FedAvg(), observer(tmp_path, side="server")))
+    assert same(plain, seen)
+    assert metrics == watched
+    found = [(x["client"], x["stage"]) for x in lines(tmp_path)]
+    assert found == [(0, "shared"), (1, "shared"), (2, "shared"), ("sum", "aggregate")]
+    assert all(x["unknown"] for x in lines(tmp_path))
+
+
+def test_a_simulation_may_hand_the_truth_over(tmp_path):
+    strategy = Observed(
+        FedAvg(), observer(tmp_path), lambda client, round_: data_of(client, round_)
+    )
+    a_round(strategy)
+    assert [x["n"] > 0 and not x["unknown"] for x in lines(tmp_path)] == [True] * 4
+
+
+def test_who_sees_what_is_logged(tmp_path, caplog):
+    caplog.set_level("INFO")
+    Observed(FedAvg(), observer(tmp_path)).summary()
+    assert "sees each client's update as it arrives, before FedAvg" in caplog.text
+
+
+def private(folder, **more):
+    given = {
+        "clip": 1e3, "noise_multiplier": 1e-9, "clients": 4, "target_delta": 1e-5,
+        "accountant": "rdp", "ledger": folder / "ledger",
+    }  # fmt: skip
+    return ClientDP(**(given | more))
+
+
+def test_the_mean_of_a_trusted_server_is_over_all_that_were_drawn(tmp_path):
+    def one_fails(asked, where):
+        if where.node_config["partition-id"] == 2:
+            return Message(Error(0, "gone"), reply_to=asked)
+        return train(asked, where)
+
+    dp = private(tmp_path)
+    result, metrics = a_round(PrivateMean(FedAvg(), dp), 4, one_fails)
+    sent = trained_state(model())
+    there = [trained(model(), data_of(c, 1)) for c in (0, 1, 3)]
+    for name, before in sent.items():
+        want = before + sum(s[name] - before for s in there) / 4
+        torch.testing.assert_close(result[name], want, rtol=1e-4, atol=1e-6)
+    assert metrics is None
+    assert private(tmp_path).accountant.steps == 1  # a server that begins again knows
+
+
+def test_a_spent_budget_ends_the_federation(tmp_path):
+    dp = private(tmp_path, noise_multiplier=None, target_epsilon=1.0, rounds=1)
+    strategy = PrivateMean(FedAvg(), dp)
+    a_round(strategy, 4)
+    with pytest.raises(BudgetSpent):
+        a_round(strategy, 4, round_=2)
+
+
+def test_the_account_hangs_on_the_number_of_clients(tmp_path):
+    strategy = PrivateMean(FedAvg(), private(tmp_path), minutes=0.001)
+    with pytest.raises(DefenseError, match="3 are there"):
+        a_round(strategy, 3)
+    for more in ({"trust": "local"}, {"ledger": None}):
+        with pytest.raises(DefenseError, match="account survives a restart"):
+            PrivateMean(FedAvg(), private(tmp_path / "x", **{"ledger": None} | more))
+
+
+# ---- where the published mod is silently wrong --------------------------------------------------
+
+
+def theirs(reply_state, **settings):
+    given = {"clipping_norm": 1.0, "sensitivity": 1.0, "epsilon": 1.0, "delta": 1e-5} | settings
+
+    def client(asked, where):
+        return Message(RecordDict({"arrays": ArrayRecord(reply_state)}), reply_to=asked)
+
+    return arrays(LocalDpMod(**given)(message(), context(), client))
+
+
+def test_an_epsilon_or_delta_of_zero():
+    LocalDpMod(clipping_norm=1.0, sensitivity=0.0, epsilon=0.0, delta=0.0)  # theirs takes it
+    for more in ({"target_epsilon": 0.0}, {"target_delta": 0.0}):
+        with pytest.raises(DefenseError, match="of 0"):
+            ClientDP(1.0, 1.0, clients=10, **({"target_delta": 1e-5} | more))
+
+
+def test_a_sensitivity_of_ones_own():
+    state = trained(model(), data_of(0, 1))
+    left = theirs(state, sensitivity=0.0)  # theirs: an epsilon of 1 is claimed, without any noise
+    moved = difference(trained_state(model()), state)
+    assert all(
+        torch.allclose(left[n] - t, trained_state(model())[n], atol=1e-5) for n, t in moved.items()
+    )
+    with pytest.raises(TypeError, match="sensitivity"):
+        ClientDP(1.0, 1.0, clients=10, target_delta=1e-5, sensitivity=0.0)
+
+
+def test_nan_through_the_clip():
+    state = trained(model(), data_of(0, 1))
+    state["lm_head.weight"][0, 0] = math.nan
+    left = theirs(state)  # theirs: which number was NaN is there to be read
+    assert bool(torch.isnan(left["lm_head.weight"]).any())
+    with pytest.raises(UpdateError, match="NaN"):
+        clipped({"w": state["lm_head.weight"]}, 1.0, {"w": state["lm_head.weight"]})
+
+
+def test_noise_that_a_seed_repeats():
+    state = trained(model(), data_of(0, 1))
+    found = []
+    for _ in range(2):
+        np.random.seed(3)
+        found.append(theirs(state))
+    assert same(*found)  # theirs
+    own = []
+    for _ in range(2):
+        np.random.seed(3)
+        torch.manual_seed(3)
+        dp = ClientDP(1.0, 1.0, clients=10, target_delta=1e-5, trust="local")
+        own.append(dp.privatized(None, state))
+    assert not same(*own)
+
+
+def test_no_composition():
+    mod = LocalDpMod(1.0, 1.0, 1.0, 1e-5)
+    assert not any("round" in name or "spent" in name for name in vars(mod))  # theirs
+    dp = ClientDP(1.0, 4.0, clients=10, target_delta=1e-5, trust="local", accountant="rdp")
+    spent = []
+    for _ in range(3):
+        dp.privatized(None, {"w": torch.zeros(2)})
+        spent.append(dp.privacy.epsilon)
+    assert spent == sorted(spent)
+    assert spent[0] < spent[-1]

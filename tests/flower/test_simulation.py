@@ -1,0 +1,74 @@
+"""Federations on Flower's simulation: clients in workers of Ray."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+pytest.importorskip("ray")
+
+from flwr.simulation import run_simulation
+
+from lightning_fedleak.federation import ClientDP
+from tests.federation.test_observer import lines
+from tests.flower.apps import client_app, server_app
+
+RESOURCES = {
+    "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    "init_args": {"num_cpus": 2, "include_dashboard": False, "logging_level": 40},
+}
+
+
+def simulated(out, *, watched=None, at_most=None, private=False, **server):
+    run_simulation(
+        server_app(out, watched=None if watched is None else watched / "server", **server),
+        client_app(watched, at_most, private=private),
+        num_supernodes=2,
+        backend_config=RESOURCES,
+    )
+    return torch.load(out)
+
+
+def of_clients(folder):
+    return [x for place in folder.glob("process_*") for x in lines(place)]
+
+
+def test_watching_a_federation_changes_no_bit_of_its_model(tmp_path):
+    plain = simulated(tmp_path / "plain.pt")
+    seen = simulated(tmp_path / "seen.pt", watched=tmp_path)
+    assert plain.keys() == seen.keys()
+    assert all(torch.equal(plain[n], seen[n]) for n in plain)
+    found = sorted((x["round"], x["client"]) for x in of_clients(tmp_path))
+    assert found == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert all(x["metrics"]["f1"]["value"] > 0.9 for x in of_clients(tmp_path))
+    server = lines(tmp_path / "server")
+    assert [x["client"] for x in server] == [0, 1, "sum"] * 2
+    assert all(x["unknown"] for x in server)  # it does not hold the texts
+    assert lines(tmp_path / "server", "run.jsonl")[-1]["how"] == "finished"
+
+
+def test_a_client_that_fails_counts_as_zero_and_each_round_is_accounted(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLEAK_FAILS", "1")
+    account = {
+        "clip": 0.5, "noise_multiplier": 1.0, "clients": 2, "target_delta": 1e-5,
+        "ledger": tmp_path / "ledger", "accountant": "rdp",
+    }  # fmt: skip
+    model = simulated(tmp_path / "model.pt", dp=account)
+    assert all(bool(t.isfinite().all()) for t in model.values())
+    assert ClientDP(**account).privacy.releases == 2
+
+
+def test_clients_that_add_their_own_noise_are_gated_without_a_sign(tmp_path):
+    """Every update is withheld: each client still sends noise, and the round goes on."""
+    simulated(tmp_path / "model.pt", watched=tmp_path, at_most=0.0, private=True)
+    kept = [(tmp_path / f"ledger_{c}").read_text() for c in range(2)]
+    assert kept == ["1.0 1.0 1\n1.0 1.0 1\n"] * 2
+    decisions = [
+        x
+        for place in tmp_path.glob("process_*")
+        for x in lines(place, "run.jsonl")
+        if x["kind"] == "gate"
+    ]
+    assert len(decisions) == 4
+    assert {x["did"] for x in decisions} == {"withheld"}

@@ -6,6 +6,7 @@ must be.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -27,7 +28,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, Freeze, mean_of_sample_means
+from lightning_fedleak.defenses import (
+    DPSGD,
+    Defense,
+    DefenseError,
+    DPAdamBC,
+    Freeze,
+    mean_of_sample_means,
+)
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd import clipped_sum as update
 from lightning_fedleak.defenses.dpsgd import step as step_checks
@@ -536,6 +544,24 @@ class Runs:
             "epsilon": gathered(second.privacy.epsilon),
             "agree": self.agree(module),
         }
+
+    def adam(self, folder: Path) -> Found:
+        """The noise's variance is known on every rank, and goes on from a checkpoint."""
+        path = Path(gathered(str(folder))[0]) / f"{type(self.strategy()).__name__}.adam.ckpt"
+        found: Found = {"steps": [], "noise": []}
+        for steps, resumed in ((2, None), (3, str(path))):
+            module = self.module()
+            make = functools.partial(DPAdamBC, module.parameters(), lr=1e-3)
+            module.configure_optimizers = make  # type: ignore[method-assign]
+            defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch=3)
+            _, run, _ = self.fit(defense, module, max_steps=steps, max_epochs=-1, ckpt_path=resumed)
+            if resumed is None:
+                run.save_checkpoint(path)
+            for state in run.optimizers[0].state.values():
+                last = float(state["step"]), float(state["noise"])
+            found["steps"].append(last[0])
+            found["noise"].append(last[1])
+        return {**found, "agree": self.agree(module)}
 
     def hardened(self) -> Found:
         defense = DPSGD(

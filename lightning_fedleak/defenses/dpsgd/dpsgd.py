@@ -32,6 +32,7 @@ from lightning_fedleak.defenses.base import (
     Privacy,
     State,
 )
+from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.batch import trainer_of
 from lightning_fedleak.defenses.dpsgd.clip import Clip, LayerNoise, MaxGradNorm, clip_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import NoiseGauge
@@ -363,7 +364,9 @@ class DPSGD(Defense):
 
         Raises:
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
+            DefenseError: a :class:`~.DPAdamBC` would get noise that this defence does not know.
         """
+        self._check_noise_known(context)
         if self._step is not None:
             reshard(context.root)
             self._step.clip = self._clip(context)
@@ -455,6 +458,7 @@ class DPSGD(Defense):
                 measured = gauge.measured()
             if measured is not None:
                 self.measured_noise_multiplier = measured / step.clip.sensitivity
+        self._tell_noise(parameters, context)
         if sigma > 0:
             step.moves.remember(parameters)
         step.released(self.releases, unchecked=not compared)
@@ -504,6 +508,41 @@ class DPSGD(Defense):
         trained = [p for p in context.root.parameters() if p.requires_grad]
         square = sum(p.numel() * step.clip.relative_noise(p) ** 2 for p in trained)
         return std * math.sqrt(square / sum(p.numel() for p in trained))
+
+    def noise_variances(
+        self, parameters: Sequence[nn.Parameter], context: DefenseContext
+    ) -> dict[Tensor, float]:
+        """Of the noise on each number of a parameter's gradient, as the optimizer gets it.
+
+        That is, averaged over clients where there are several.
+        """
+        step, sampling = self._in_fit()
+        std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
+        return {
+            p: (std * step.clip.relative_noise(p)) ** 2 / context.clients
+            for p in parameters
+            if p.requires_grad
+        }
+
+    def _tell_noise(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
+        for optimizer in getattr(trainer_of(context), "optimizers", ()):
+            if isinstance(optimizer, DPAdamBC):
+                optimizer.told_noise(self.noise_variances(parameters, context))
+
+    def _check_noise_known(self, context: DefenseContext) -> None:
+        trainer = trainer_of(context)
+        if not any(isinstance(o, DPAdamBC) for o in getattr(trainer, "optimizers", ())):
+            return
+        others = [
+            d.name
+            for d in getattr(trainer.strategy, "defenses", ())
+            if d is not self and d.acts_on_gradients
+        ]
+        if others:
+            raise DefenseError(
+                f"DPAdamBC takes the variance of DPSGD's noise out, and {', '.join(others)} "
+                "changes the gradients after it. Leave it out, or use AdamW."
+            )
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Releases, what they were accounted as, and the noise: as settled, and how turned up."""

@@ -6,7 +6,6 @@ must be.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -94,6 +93,7 @@ class LM(L.LightningModule):
         self.model = gpt2() if model is None else model
         self.causal = "ForMaskedLM" not in type(self.model).__name__
         self.lr, self.gather = lr, False
+        self.kind: type[Optimizer] = torch.optim.SGD
         self.sizes: list[int] = []
 
     def forward(self, inputs: dict[str, Tensor]) -> Any:
@@ -115,7 +115,8 @@ class LM(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Optimizer:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return self.kind(trained, lr=self.lr)  # type: ignore[call-arg]
 
 
 class Own(nn.Module):
@@ -551,8 +552,7 @@ class Runs:
         found: Found = {"steps": [], "noise": []}
         for steps, resumed in ((2, None), (3, str(path))):
             module = self.module()
-            make = functools.partial(DPAdamBC, module.parameters(), lr=1e-3)
-            module.configure_optimizers = make  # type: ignore[method-assign]
+            module.kind = DPAdamBC
             defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch=3)
             _, run, _ = self.fit(defense, module, max_steps=steps, max_epochs=-1, ckpt_path=resumed)
             if resumed is None:

@@ -333,6 +333,7 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
         of["target_epsilon"] = settings.get("target_epsilon")
         of["poisson"] = settings.get("poisson")
         of["trust"] = settings.get("trust", NOT_RECORDED)
+        of["unit"] = settings.get("unit", "example")
         of["max_grad_norm"] = settings.get("max_grad_norm")
         of["class"] = defense.get("class", NOT_RECORDED)
         of["holds"] = _holds(of)

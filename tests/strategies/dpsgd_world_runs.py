@@ -167,6 +167,7 @@ class Look(Callback):
         twin: a plain model, to which the weights of each step are copied.
         precision: under which the twin computes.
         per_layer: layers are clipped by themselves, each to the same norm.
+        users: rows are of the users that :func:`user_of` tells, and these are clipped.
     """
 
     def __init__(
@@ -175,7 +176,9 @@ class Look(Callback):
         twin: LM | None = None,
         precision: str = "32-true",
         per_layer: bool = False,
+        users: bool = False,
     ) -> None:
+        self.users = users
         self.strategy, self.twin, self.precision = strategy, twin, precision
         self.per_layer = per_layer
         self.sizes: list[int] = []
@@ -203,7 +206,8 @@ class Look(Callback):
             for name, p in self.twin.named_parameters():
                 p.data.copy_(weights[name])
             with torch.enable_grad():
-                mine = clipped_sum(self.twin, self.batch, self.precision, self.per_layer)
+                given = self.per_layer, self.users
+                mine = clipped_sum(self.twin, self.batch, self.precision, *given)
             self.brute.append(sum(gathered(mine)))  # type: ignore[arg-type]
 
     def distances(self, expected: float = EXPECTED) -> list[float]:
@@ -212,18 +216,29 @@ class Look(Callback):
         return [float((a * expected - b).norm() / b.norm().clamp(min=1e-12)) for a, b in pairs]
 
 
+def user_of(ids: Tensor) -> int:
+    """Whose a row is."""
+    return int(ids[0]) % 9
+
+
 def clipped_sum(
-    module: LM, batch: dict[str, Tensor], precision: str, per_layer: bool = False
+    module: LM,
+    batch: dict[str, Tensor],
+    precision: str,
+    per_layer: bool = False,
+    users: bool = False,
 ) -> Tensor:
-    """One backward pass for each sample of one rank."""
+    """One backward pass for each sample of one rank, or for all samples of each user."""
+    whose = [user_of(ids) if users else i for i, ids in enumerate(batch["input_ids"])]
     names = [n.rpartition(".")[0] for n, p in module.named_parameters() if p.requires_grad]
     layers = sorted(set(names)) if per_layer else [None]
     clip = CLIP / len(layers) ** 0.5
     trained = [p for p in module.parameters() if p.requires_grad]
     total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
-    for i in range(len(batch["labels"])):
+    for user in dict.fromkeys(whose):
+        own = [i for i, other in enumerate(whose) if other == user]
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-            loss = module.loss({key: value[i : i + 1] for key, value in batch.items()})
+            loss = module.loss({key: value[own] for key, value in batch.items()})
         found = torch.autograd.grad(loss, trained, allow_unused=True)
         grads = [
             torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)
@@ -267,7 +282,8 @@ class Runs:
         strategy = self.defended(*(defense if isinstance(defense, list) else [defense]))
         precision = settings.get("precision", "32-true")
         per_layer = any(getattr(d, "per_layer", False) for d in strategy.defenses)
-        watch = Look(strategy, twin, precision, per_layer)
+        users = any(getattr(d, "unit", "") == "user" for d in strategy.defenses)
+        watch = Look(strategy, twin, precision, per_layer, users)
         run = trainer(
             strategy,
             devices=2,
@@ -292,11 +308,18 @@ class Runs:
         twin: Any = None,
         most: int | None = None,
         per_layer: bool = False,
+        users: Any = None,
         **settings: Any,
     ) -> Found:
         """Without noise: what is shared against brute force over both ranks' samples."""
         defense = DPSGD(
-            CLIP, noise_multiplier=0.0, seed=1, max_physical_batch=most, per_layer=per_layer
+            CLIP,
+            noise_multiplier=0.0,
+            seed=1,
+            max_physical_batch=most,
+            per_layer=per_layer,
+            unit="example" if users is None else "user",
+            group_by=users,
         )
         plain = LM((MODELS[name] if twin is None else twin)())
         module = self.module((MODELS[name] if build is None else build)())
@@ -308,7 +331,7 @@ class Runs:
         sizes = gathered(look.sizes)
         local, shared = look.stages[Stage.LOCAL], look.stages[Stage.SHARED]
         return {
-            "distance": max(look.distances()),
+            "distance": max(look.distances(defense._sampling.expected)),
             "undefended": min(
                 float((a - b).norm() / b.norm()) for a, b in zip(local, shared, strict=True)
             ),
@@ -545,6 +568,15 @@ class Runs:
             "epsilon": gathered(second.privacy.epsilon),
             "agree": self.agree(module),
         }
+
+    def users(self) -> Found:
+        """Clipped together with all of their rows, each on the one rank that has them."""
+        return self.exact(
+            "gpt2 tied",
+            most=6,
+            users=lambda example: user_of(example["input_ids"]),
+            data=loader(batch_size=2),
+        )
 
     def adam(self, folder: Path) -> Found:
         """The noise's variance is known on every rank, and goes on from a checkpoint."""

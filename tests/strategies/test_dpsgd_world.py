@@ -128,6 +128,16 @@ def test_a_rank_with_fewer_pieces_or_none_takes_part(ranks) -> None:
         assert found["agree"]
 
 
+def test_users_are_clipped_with_all_of_their_rows(ranks) -> None:
+    for found in of(ranks, "users"):
+        assert found["distance"] < 1e-6
+        assert found["rate"] == 2 / 4
+        assert found["agree"]
+        assert found["releases"] == 2
+        assert max(map(max, found["drawn"])) > 6
+        assert len(found["ran"][0]) == len(found["ran"][1]) > 3
+
+
 def test_an_optimizer_that_takes_the_noise_out_knows_it_on_all_ranks_and_after_a_resume(
     ranks,
 ) -> None:

@@ -17,6 +17,7 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     Part,
     chosen,
     of_samples,
+    of_users,
     probe,
     squared_norms,
     weighted_sum,
@@ -134,9 +135,11 @@ class ClippedSum:
         half: gradients came in half precision.
         weights: (B,) that make each sample's gradient that of its own mean; None where it is.
         gathered: of the pieces before, where these are samples of a logical batch in pieces.
+        users: how many samples each user has, who stand side by side, where users are clipped:
+            the mean of one's samples' gradients is then what is said of a sample's below.
 
     Attributes:
-        samples: B.
+        samples: B; users where they are clipped.
         weights: (B,) that make of a part of the mean loss's gradient that of a sample's own.
         half: gradients came in half precision.
         norms: (B,) norms of the gradients of each sample's own loss, before clipping; infinite for
@@ -156,16 +159,22 @@ class ClippedSum:
         half: bool = False,
         weights: Tensor | None = None,
         gathered: Gathered | None = None,
+        users: Sequence[int] | None = None,
     ) -> None:
-        self.samples = samples
+        self.samples = samples if users is None else len(users)
         whole = samples if gathered is None else gathered.samples
         own = torch.ones(samples, dtype=torch.float64) if weights is None else weights.double()
         self.weights = whole * own.to(context.device)
         self.parts = {p: chosen(parts[p], p.shape, clipping) for p in parameters if p in parts}
+        self._users, self._clipping = users, clipping
+        if users is not None:
+            counts = torch.tensor(users, dtype=torch.int64)
+            self._rows = self.weights / counts.repeat_interleave(counts).to(context.device)
+            self.weights = torch.ones(len(users), dtype=torch.float64, device=context.device)
         device, groups = context.device, len(clip.norms)
-        squares = torch.zeros(groups, samples, dtype=torch.float64, device=device)
-        for parameter, its in self.parts.items():
-            squares[clip.group_of(parameter)] += squared_norms(its).to(device)
+        squares = torch.zeros(groups, self.samples, dtype=torch.float64, device=device)
+        for parameter in self.parts:
+            squares[clip.group_of(parameter)] += squared_norms(self._own(parameter)).to(device)
         norms = squares.sqrt() * self.weights
         self.norms = squares.sum(0).sqrt() * self.weights
         self._whole = torch.isfinite(self.norms)
@@ -174,6 +183,13 @@ class ClippedSum:
         self.factors = self.weights * clip.factors(norms if groups > 1 else self.norms)
         self._clip, self.half = clip, half
         self._gathered = gathered
+
+    def _own(self, parameter: nn.Parameter) -> list[Part]:
+        """What is clipped: samples' gradients, or those of users."""
+        parts = self.parts[parameter]
+        if self._users is None:
+            return parts
+        return chosen(of_users(parts, self._rows, self._users), parameter.shape, self._clipping)
 
     def sum_of(self, parameter: nn.Parameter, onto: Tensor | None = None) -> Tensor:
         """Clipped sum of these samples' own gradients, float32 or float64, of the whole shape.
@@ -187,7 +203,7 @@ class ClippedSum:
                 return onto
             dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             return torch.zeros(parameter.shape, dtype=dtype, device=where_whole(parameter))
-        own, factors = self.parts[parameter], self.factors
+        own, factors = self._own(parameter), self.factors
         if factors.dim() == 2:
             factors = factors[self._clip.group_of(parameter)]
         if self._broken:  # zero times NaN is NaN
@@ -205,6 +221,11 @@ class ClippedSum:
             DefenseError: they are of other samples than the batch, or layers have clip norms of
                 their own.
         """
+        if self._users is not None:
+            raise DefenseError(
+                "DPSGD: a canary is one row, and with unit='user' all rows of a user are clipped "
+                "together; what would leave of it is not computed"
+            )
         if len(self._clip.norms) > 1:
             raise DefenseError(
                 "DPSGD: with clip norms for each layer it is not settled what those of crafted "

@@ -42,13 +42,17 @@ class Piece:
     Attributes:
         batch: of the form of the logical batch.
         rows: how many of them count: all, or none where they stand in for no rows.
+        users: how many rows each user has, where users are clipped.
     """
 
     batch: Any
     rows: int
+    users: Sequence[int] | None = None
 
 
-def pieces_of(batch: Any, samples: int, most: int, team: Team) -> list[Piece]:
+def pieces_of(
+    batch: Any, samples: int, most: int, team: Team, users: Sequence[int] | None = None
+) -> list[Piece]:
     """A logical batch in pieces of up to ``most`` rows; as many in all processes of the client.
 
     Args:
@@ -57,17 +61,28 @@ def pieces_of(batch: Any, samples: int, most: int, team: Team) -> list[Piece]:
         samples: rows that count, 0 where the batch stands in for an empty one.
         most: of a piece.
         team: the processes; a collective.
+        users: how many rows each user has; none has more than ``most``, and a piece holds whole
+            ones.
     """
-    starts = range(0, samples, most)
-    (count,) = team.largest([len(starts)])
-    if count <= 1:
-        return [Piece(batch, samples)]
-    found = []
-    for start in starts:
-        rows = min(most, samples - start)
-        found.append(Piece(_rows(batch, slice(start, start + rows), samples), rows))
-    spare = _rows(batch, slice(0, 1), samples) if samples else batch
-    return found + [Piece(spare, 0)] * (int(count) - len(found))
+    shares = [[1] * min(most, samples - start) for start in range(0, samples, most)]
+    if users is not None:
+        shares = [[]]
+        for count in users:
+            if sum(shares[-1]) + count > most:
+                shares.append([])
+            shares[-1].append(count)
+        shares = [share for share in shares if share]
+    (pieces,) = team.largest([len(shares)])
+    if pieces <= 1:
+        return [Piece(batch, samples, users)]
+    found, start = [], 0
+    for share in shares:
+        rows = slice(start, start + sum(share))
+        own = None if users is None else share
+        found.append(Piece(_rows(batch, rows, samples), sum(share), own))
+        start = rows.stop
+    spare = Piece(_rows(batch, slice(0, 1), samples) if samples else batch, 0)
+    return found + [spare] * (int(pieces) - len(found))
 
 
 def run_pieces(

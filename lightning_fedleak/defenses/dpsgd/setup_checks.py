@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -223,6 +223,56 @@ def check_pieces(max_physical_batch: int | None) -> None:
         )
 
 
+def check_users(
+    unit: str, grouped: bool, rows_per_user: int | None, most: int | None, *, poisson: bool
+) -> None:
+    """Refuses a unit of privacy that cannot be told, or settings that do nothing for it.
+
+    Raises:
+        DefenseError: says which.
+    """
+    if unit == "user" and not grouped:
+        raise DefenseError(
+            "DPSGD: unit='user' needs group_by: the name of a column, a function of an example, or "
+            "one key for each row"
+        )
+    if unit != "user" and (grouped or rows_per_user is not None):
+        raise DefenseError(
+            "DPSGD: group_by and rows_per_user are for unit='user', and the unit is an example. "
+            "Pass unit='user', or leave them out."
+        )
+    if unit == "user" and not poisson:
+        raise DefenseError(
+            "DPSGD: unit='user' draws users by chance, and poisson=False takes the loader's "
+            "batches as they are: leave it out"
+        )
+    whole = isinstance(rows_per_user, int) and not isinstance(rows_per_user, bool)
+    if rows_per_user is not None and (not whole or rows_per_user < 1):
+        raise DefenseError(
+            f"DPSGD: rows_per_user={rows_per_user!r} must be at least 1, or None for all rows"
+        )
+    if rows_per_user is not None and most is not None and rows_per_user > most:
+        check_rows_of_users([range(rows_per_user)], None, most)
+
+
+def check_rows_of_users(
+    users: Iterable[Sized], rows_per_user: int | None, most: int | None
+) -> None:
+    """Refuses users with more rows than are run at once: they are clipped together.
+
+    Raises:
+        DefenseError: says how many rows.
+    """
+    largest = max((len(rows) for rows in users), default=0)
+    largest = largest if rows_per_user is None else min(largest, rows_per_user)
+    if most is not None and largest > most:
+        raise DefenseError(
+            f"DPSGD: a user may have {largest} rows in a batch, and max_physical_batch={most} runs "
+            "fewer at once, while a user's rows are clipped together. Pass rows_per_user="
+            f"{most} or less, or a larger max_physical_batch."
+        )
+
+
 def check_settings(
     max_grad_norm: MaxGradNorm,
     noise_multiplier: float | None,
@@ -288,8 +338,10 @@ __all__ = [
     "check_hardening",
     "check_model",
     "check_pieces",
+    "check_rows_of_users",
     "check_settings",
     "check_shards",
     "check_trainer",
+    "check_users",
     "planned_steps",
 ]

@@ -510,6 +510,7 @@ class WatchedStep:
         self._recorder = Recorder(root)
         self._clipped: ClippedSum | None = None
         self._gathered: Gathered | None = None
+        self._users: Sequence[int] | None = None
         self._most = most
         self._begun = False
         self._stands_in = False
@@ -561,13 +562,14 @@ class WatchedStep:
         try:
             if self._most is None:
                 return step(batch)
-            pieces = pieces_of(batch, samples, self._most, self._team)
+            pieces = pieces_of(batch, samples, self._most, self._team, self._users)
             if len(pieces) == 1:
                 return step(batch)
             parameters = _released(context)
 
             def before(piece: Piece) -> None:
                 self._stands_in, self._clipped = not piece.rows, None
+                self._users = piece.users if piece.rows or self._users is None else []
 
             def after(piece: Piece) -> None:
                 if self._gathered is None:
@@ -592,7 +594,9 @@ class WatchedStep:
                 raise self._refused
             self._batches.begin(batch, context)
             self.weights.begin(context.root)
-            sampling.check_size(0 if self._stands_in else count_samples(batch))
+            samples = 0 if self._stands_in else count_samples(batch)
+            sampling.check_size(samples)
+            self._users = sampling.users_in(samples)
         self._clipped = self._gathered = None
 
     def run(
@@ -669,6 +673,7 @@ class WatchedStep:
                 half=recorder.half,
                 weights=self.check.weights if recorder.samples else None,
                 gathered=gathered,
+                users=self._users,
             )
         return self._clipped
 

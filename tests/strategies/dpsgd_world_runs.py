@@ -573,7 +573,7 @@ class Runs:
         """Clipped together with all of their rows, each on the one rank that has them."""
         return self.exact(
             "gpt2 tied",
-            most=6,
+            most=2,
             users=lambda example: user_of(example["input_ids"]),
             data=loader(batch_size=2),
         )

@@ -44,7 +44,6 @@ from lightning_fedleak.defenses.dpsgd.setup_checks import (
     check_hardening,
     check_model,
     check_pieces,
-    check_rows_of_users,
     check_settings,
     check_shards,
     check_trainer,
@@ -63,8 +62,8 @@ class DPSGD(Defense):
     Every optimizer step releases ``(sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2)) / L``: g_i is
     the gradient of sample i's own loss, C is ``max_grad_norm``, and L the expected batch size. The
     batches are Poisson samples of the client's examples, and an empty one releases noise alone. The
-    unit of privacy is one example of the dataset, added or removed, or with ``unit="user"`` all rows
-    of one user.
+    unit of privacy is one example of the dataset, added or removed (with ``unit="user"`` all rows
+    of one user).
 
     One backward pass is enough: layer inputs and output gradients are kept (book-keeping, see
     :mod:`~lightning_fedleak.defenses.dpsgd.per_sample`), so the second backward of two-pass ghost
@@ -215,7 +214,7 @@ class DPSGD(Defense):
             loss=(loss, ("checked", "trusted")),
             unit=(unit, ("example", "user")),
         )
-        check_users(unit, group_by is not None, rows_per_user, max_physical_batch, poisson=poisson)
+        check_users(unit, group_by is not None, rows_per_user, poisson=poisson)
         check_hardening(harden_factor, most_notches)
         check_clip(max_grad_norm, gamma, per_layer, layer_noise)
         check_pieces(max_physical_batch)
@@ -604,9 +603,7 @@ class DPSGD(Defense):
 
     def _users(self, dataset: Any) -> list[list[int]]:
         assert self.group_by is not None
-        users = users_of(dataset, self.group_by)
-        check_rows_of_users(users, self.rows_per_user, self.max_physical_batch)
-        return users
+        return users_of(dataset, self.group_by)
 
     def _in_fit(self) -> tuple[WatchedStep, Sampling]:
         if self._step is None or self._sampling is None:

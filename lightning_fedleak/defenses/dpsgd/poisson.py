@@ -167,8 +167,12 @@ class UserBatchSampler(PoissonBatchSampler):
         yield from super().__iter__()
 
     def rows(self, step: int) -> list[int]:
-        """The rows of those who are in batch number ``step``, one user after the other."""
+        """The rows of those who are in batch number ``step``, one user after the other.
+
+        Who has most comes first: who has more than are run at once is clipped by themselves.
+        """
         drawn = [self._rows_of(user, step) for user in self.draw(step)]
+        drawn.sort(key=len, reverse=True)
         self._counts.append([len(rows) for rows in drawn])
         return [row for rows in drawn for row in rows]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -223,9 +223,7 @@ def check_pieces(max_physical_batch: int | None) -> None:
         )
 
 
-def check_users(
-    unit: str, grouped: bool, rows_per_user: int | None, most: int | None, *, poisson: bool
-) -> None:
+def check_users(unit: str, grouped: bool, rows_per_user: int | None, *, poisson: bool) -> None:
     """Refuses a unit of privacy that cannot be told, or settings that do nothing for it.
 
     Raises:
@@ -250,26 +248,6 @@ def check_users(
     if rows_per_user is not None and (not whole or rows_per_user < 1):
         raise DefenseError(
             f"DPSGD: rows_per_user={rows_per_user!r} must be at least 1, or None for all rows"
-        )
-    if rows_per_user is not None and most is not None and rows_per_user > most:
-        check_rows_of_users([range(rows_per_user)], None, most)
-
-
-def check_rows_of_users(
-    users: Iterable[Sized], rows_per_user: int | None, most: int | None
-) -> None:
-    """Refuses users with more rows than are run at once: they are clipped together.
-
-    Raises:
-        DefenseError: says how many rows.
-    """
-    largest = max((len(rows) for rows in users), default=0)
-    largest = largest if rows_per_user is None else min(largest, rows_per_user)
-    if most is not None and largest > most:
-        raise DefenseError(
-            f"DPSGD: a user may have {largest} rows in a batch, and max_physical_batch={most} runs "
-            "fewer at once, while a user's rows are clipped together. Pass rows_per_user="
-            f"{most} or less, or a larger max_physical_batch."
         )
 
 
@@ -338,7 +316,6 @@ __all__ = [
     "check_hardening",
     "check_model",
     "check_pieces",
-    "check_rows_of_users",
     "check_settings",
     "check_shards",
     "check_trainer",

@@ -567,9 +567,12 @@ class WatchedStep:
                 return step(batch)
             parameters = _released(context)
 
+            by_user = self._users is not None
+
             def before(piece: Piece) -> None:
                 self._stands_in, self._clipped = not piece.rows, None
-                self._users = piece.users if piece.rows or self._users is None else []
+                whole = [] if by_user and not piece.rows else piece.users
+                self._users = None if piece.of else whole
 
             def after(piece: Piece) -> None:
                 if self._gathered is None:
@@ -578,14 +581,14 @@ class WatchedStep:
                 with self._team.together():
                     clipped = self.clipped(parameters, context)
                 self._gathered.positions += self._recorder.positions
-                self._gathered.add(clipped, parameters, context, self._team)
+                self._gathered.add(clipped, parameters, piece, self._team)
                 self._clipped = None
                 self._recorder.clear()
 
             ddp = is_ddp(context) and not _static(context)
             return run_pieces(pieces, step, context, before=before, after=after, reduced_last=ddp)
         finally:
-            self._begun = False
+            self._begun = self._stands_in = False
 
     def _begin(self, batch: Any, sampling: Sampling, context: DefenseContext) -> None:
         """A logical batch comes."""

@@ -17,6 +17,7 @@ from lightning_fedleak.defenses.base import (
     DefenseError,
     Privacy,
 )
+from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD
 from lightning_fedleak.defenses.dpsgd.losses import mean_of_sample_means
 from lightning_fedleak.defenses.freeze import Freeze
@@ -30,6 +31,7 @@ __all__ = [
     "ActivationNoise",
     "BudgetSpent",
     "CanaryGradient",
+    "DPAdamBC",
     "Defense",
     "DefenseContext",
     "DefenseError",

@@ -334,6 +334,7 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
         of["poisson"] = settings.get("poisson")
         of["trust"] = settings.get("trust", NOT_RECORDED)
         of["sampling"] = _sampling(settings)
+        of["unit"] = settings.get("unit", "example")
         of["max_grad_norm"] = settings.get("max_grad_norm")
         of["class"] = defense.get("class", NOT_RECORDED)
         of["holds"] = _holds(of)

@@ -220,7 +220,9 @@ def _private(
             "choice of settings, and what gates decided.",
         },
         "privacy_loss": {
-            "privacy_unit": "One example (a row) of the training data",
+            "privacy_unit": "One user with all of their rows of the training data"
+            if all(p["unit"] == "user" for p in spent)
+            else "One example (a row) of the training data",
             "privacy_unit_details": worst["guarantee"],
             "privacy_parameters": parameters,
             "privacy_parameters_details": worst["statement"],

@@ -140,6 +140,8 @@ CASES = {
     "budget": RUNS.budget,
     "resume": lambda: RUNS.resume(Path(sys.argv[1])),
     "hardened": RUNS.hardened,
+    "users": RUNS.users,
+    "adam": lambda: RUNS.adam(Path(sys.argv[1])),
     "refusals": refusals,
     **{f"refused {name}": lambda b=b: RUNS.refused(b) for name, b in BREAKS.items()},
 }

@@ -30,9 +30,9 @@ def agree(module: torch.nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def exact(tied: bool, precision: str) -> dict[str, Any]:
+def exact(tied: bool, precision: str, most: int | None = None) -> dict[str, Any]:
     module = CausalLM(tiny_gpt2(tied=tied, dropout=0.0).train())
-    defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1)
+    defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, max_physical_batch=most)
     look = looked(defense, module, BATCH, name="ddp", devices=2, max_epochs=1, precision=precision)
     sizes = [len(batch["labels"]) for batch in look.batches]
     means = []
@@ -81,6 +81,7 @@ def rare() -> dict[str, Any]:
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "exact tied 32": lambda: exact(True, "32-true"),
     "exact untied 32": lambda: exact(False, "32-true"),
+    "exact pieces": lambda: exact(True, "32-true", most=3),
     "exact tied bf16": lambda: exact(True, "bf16-mixed"),
     "noise local": lambda: noise("local"),
     "noise central": lambda: noise("central"),

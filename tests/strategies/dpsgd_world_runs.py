@@ -27,7 +27,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, Freeze, mean_of_sample_means
+from lightning_fedleak.defenses import (
+    DPSGD,
+    Defense,
+    DefenseError,
+    DPAdamBC,
+    Freeze,
+    mean_of_sample_means,
+)
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd import clipped_sum as update
 from lightning_fedleak.defenses.dpsgd import step as step_checks
@@ -86,6 +93,7 @@ class LM(L.LightningModule):
         self.model = gpt2() if model is None else model
         self.causal = "ForMaskedLM" not in type(self.model).__name__
         self.lr, self.gather = lr, False
+        self.kind: type[Optimizer] = torch.optim.SGD
         self.sizes: list[int] = []
 
     def forward(self, inputs: dict[str, Tensor]) -> Any:
@@ -107,7 +115,8 @@ class LM(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Optimizer:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return self.kind(trained, lr=self.lr)  # type: ignore[call-arg]
 
 
 class Own(nn.Module):
@@ -158,6 +167,7 @@ class Look(Callback):
         twin: a plain model, to which the weights of each step are copied.
         precision: under which the twin computes.
         per_layer: layers are clipped by themselves, each to the same norm.
+        users: rows are of the users that :func:`user_of` tells, and these are clipped.
     """
 
     def __init__(
@@ -166,7 +176,9 @@ class Look(Callback):
         twin: LM | None = None,
         precision: str = "32-true",
         per_layer: bool = False,
+        users: bool = False,
     ) -> None:
+        self.users = users
         self.strategy, self.twin, self.precision = strategy, twin, precision
         self.per_layer = per_layer
         self.sizes: list[int] = []
@@ -194,7 +206,8 @@ class Look(Callback):
             for name, p in self.twin.named_parameters():
                 p.data.copy_(weights[name])
             with torch.enable_grad():
-                mine = clipped_sum(self.twin, self.batch, self.precision, self.per_layer)
+                given = self.per_layer, self.users
+                mine = clipped_sum(self.twin, self.batch, self.precision, *given)
             self.brute.append(sum(gathered(mine)))  # type: ignore[arg-type]
 
     def distances(self, expected: float = EXPECTED) -> list[float]:
@@ -203,18 +216,29 @@ class Look(Callback):
         return [float((a * expected - b).norm() / b.norm().clamp(min=1e-12)) for a, b in pairs]
 
 
+def user_of(ids: Tensor) -> int:
+    """Whose a row is."""
+    return int(ids[0]) % 9
+
+
 def clipped_sum(
-    module: LM, batch: dict[str, Tensor], precision: str, per_layer: bool = False
+    module: LM,
+    batch: dict[str, Tensor],
+    precision: str,
+    per_layer: bool = False,
+    users: bool = False,
 ) -> Tensor:
-    """One backward pass for each sample of one rank."""
+    """One backward pass for each sample of one rank, or for all samples of each user."""
+    whose = [user_of(ids) if users else i for i, ids in enumerate(batch["input_ids"])]
     names = [n.rpartition(".")[0] for n, p in module.named_parameters() if p.requires_grad]
     layers = sorted(set(names)) if per_layer else [None]
     clip = CLIP / len(layers) ** 0.5
     trained = [p for p in module.parameters() if p.requires_grad]
     total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
-    for i in range(len(batch["labels"])):
+    for user in dict.fromkeys(whose):
+        own = [i for i, other in enumerate(whose) if other == user]
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-            loss = module.loss({key: value[i : i + 1] for key, value in batch.items()})
+            loss = module.loss({key: value[own] for key, value in batch.items()})
         found = torch.autograd.grad(loss, trained, allow_unused=True)
         grads = [
             torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)
@@ -258,7 +282,8 @@ class Runs:
         strategy = self.defended(*(defense if isinstance(defense, list) else [defense]))
         precision = settings.get("precision", "32-true")
         per_layer = any(getattr(d, "per_layer", False) for d in strategy.defenses)
-        watch = Look(strategy, twin, precision, per_layer)
+        users = any(getattr(d, "unit", "") == "user" for d in strategy.defenses)
+        watch = Look(strategy, twin, precision, per_layer, users)
         run = trainer(
             strategy,
             devices=2,
@@ -283,11 +308,18 @@ class Runs:
         twin: Any = None,
         most: int | None = None,
         per_layer: bool = False,
+        users: Any = None,
         **settings: Any,
     ) -> Found:
         """Without noise: what is shared against brute force over both ranks' samples."""
         defense = DPSGD(
-            CLIP, noise_multiplier=0.0, seed=1, max_physical_batch=most, per_layer=per_layer
+            CLIP,
+            noise_multiplier=0.0,
+            seed=1,
+            max_physical_batch=most,
+            per_layer=per_layer,
+            unit="example" if users is None else "user",
+            group_by=users,
         )
         plain = LM((MODELS[name] if twin is None else twin)())
         module = self.module((MODELS[name] if build is None else build)())
@@ -299,7 +331,7 @@ class Runs:
         sizes = gathered(look.sizes)
         local, shared = look.stages[Stage.LOCAL], look.stages[Stage.SHARED]
         return {
-            "distance": max(look.distances()),
+            "distance": max(look.distances(defense._sampling.expected)),
             "undefended": min(
                 float((a - b).norm() / b.norm()) for a, b in zip(local, shared, strict=True)
             ),
@@ -536,6 +568,32 @@ class Runs:
             "epsilon": gathered(second.privacy.epsilon),
             "agree": self.agree(module),
         }
+
+    def users(self) -> Found:
+        """Clipped together with all of their rows, each on the one rank that has them."""
+        return self.exact(
+            "gpt2 tied",
+            most=2,
+            users=lambda example: user_of(example["input_ids"]),
+            data=loader(batch_size=2),
+        )
+
+    def adam(self, folder: Path) -> Found:
+        """The noise's variance is known on every rank, and goes on from a checkpoint."""
+        path = Path(gathered(str(folder))[0]) / f"{type(self.strategy()).__name__}.adam.ckpt"
+        found: Found = {"steps": [], "noise": []}
+        for steps, resumed in ((2, None), (3, str(path))):
+            module = self.module()
+            module.kind = DPAdamBC
+            defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch=3)
+            _, run, _ = self.fit(defense, module, max_steps=steps, max_epochs=-1, ckpt_path=resumed)
+            if resumed is None:
+                run.save_checkpoint(path)
+            for state in run.optimizers[0].state.values():
+                last = float(state["step"]), float(state["noise"])
+            found["steps"].append(last[0])
+            found["noise"].append(last[1])
+        return {**found, "agree": self.agree(module)}
 
     def hardened(self) -> Found:
         defense = DPSGD(

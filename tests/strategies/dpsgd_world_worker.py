@@ -42,6 +42,8 @@ CASES = {
     "budget": RUNS.budget,
     "resume": lambda: RUNS.resume(Path(sys.argv[1])),
     "hardened": RUNS.hardened,
+    "users": RUNS.users,
+    "adam": lambda: RUNS.adam(Path(sys.argv[1])),
     "hardened apart": RUNS.hardened_apart,
     "shares": RUNS.shares,
     **{f"refused {name}": lambda b=b: RUNS.refused(b) for name, b in BREAKS.items()},

@@ -195,7 +195,12 @@ def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:
 @pytest.mark.ddp
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("exact tied 32", 1e-6), ("exact untied 32", 1e-6), ("exact tied bf16", 2e-2)],
+    [
+        ("exact tied 32", 1e-6),
+        ("exact untied 32", 1e-6),
+        ("exact pieces", 1e-6),
+        ("exact tied bf16", 2e-2),
+    ],
 )
 def test_each_rank_shares_its_own_clipped_sum(ranks, name: str, most: float) -> None:
     for found in of(ranks, name):

@@ -128,6 +128,27 @@ def test_a_rank_with_fewer_pieces_or_none_takes_part(ranks) -> None:
         assert found["agree"]
 
 
+def test_users_are_clipped_with_all_of_their_rows(ranks) -> None:
+    for found in of(ranks, "users"):
+        assert found["distance"] < 1e-6
+        assert found["rate"] == 2 / 4
+        assert found["agree"]
+        assert found["releases"] == 2
+        assert max(map(max, found["drawn"])) > 6
+        assert len(found["ran"][0]) == len(found["ran"][1]) > 3
+
+
+def test_an_optimizer_that_takes_the_noise_out_knows_it_on_all_ranks_and_after_a_resume(
+    ranks,
+) -> None:
+    variance = (0.9 / 8) ** 2
+    for found in of(ranks, "adam"):
+        assert found["steps"] == [2, 3]
+        expected = [variance * (1 - 0.999**steps) for steps in (2, 3)]
+        assert found["noise"] == pytest.approx(expected, rel=1e-3)
+        assert found["agree"]
+
+
 def test_the_same_under_a_policy_of_mixed_precision(fsdp2) -> None:
     for found in of(fsdp2, "exact MixedPrecisionPolicy"):
         check_exact(found, 2e-2)

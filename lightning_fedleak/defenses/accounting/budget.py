@@ -352,7 +352,9 @@ class Budget:
         return Accountant(self.kind, ledger, sampling=self._sampling)
 
 
-def guarantee_of(trust: Trust, poisson: bool, seed: int | None, fixed_budget: bool) -> str:
+def guarantee_of(
+    trust: Trust, poisson: bool, seed: int | None, fixed_budget: bool, unit: str = "example"
+) -> str:
     """What DP-SGD with these settings guarantees, against whom, in plain words."""
     if seed is not None:
         return "none: with a seed the noise can be guessed and subtracted"
@@ -361,7 +363,8 @@ def guarantee_of(trust: Trust, poisson: bool, seed: int | None, fixed_budget: bo
         if trust == "local"
         else "whoever sees only the sum of all clients' updates (secure aggregation)"
     )
-    unit = "added or removed" if poisson else "put in the place of nothing"
+    how = "added or removed" if poisson else "put in the place of nothing"
+    one = "one example" if unit == "example" else "one user with all of their rows,"
     budget = (
         "with the budget (`target_epsilon`, `target_delta`) that was fixed before the run, at "
         "whatever step it ends, also where noise was turned up in sight of earlier releases"
@@ -369,9 +372,10 @@ def guarantee_of(trust: Trust, poisson: bool, seed: int | None, fixed_budget: bo
         else "with the epsilon that `privacy` gives"
     )
     return (
-        f"against {server}: (epsilon, delta)-differential privacy of one example {unit}, for all "
-        f"releases together, {budget}. An example that several clients hold pays at each of them: "
-        "the loader must be split among them. Not covered: what is logged or sent otherwise, and "
+        f"against {server}: (epsilon, delta)-differential privacy of {one} {how}, for all "
+        f"releases together, {budget}. {'An example' if unit == 'example' else 'A user'} that "
+        "several clients hold pays at each of them: the loader must be split among them. Not "
+        "covered: what is logged or sent otherwise, and "
         "decisions taken in sight of the data."
     )
 

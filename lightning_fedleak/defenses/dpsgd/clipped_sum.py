@@ -12,11 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.clip import Clip
+from lightning_fedleak.defenses.dpsgd.logical import Piece
 from lightning_fedleak.defenses.dpsgd.per_sample import (
     Clipping,
     Part,
     chosen,
     of_samples,
+    of_users,
     probe,
     squared_norms,
     weighted_sum,
@@ -56,6 +58,7 @@ class Gathered:
     Attributes:
         sums: clipped sums, by parameter: of this process's samples in the whole shape; of a
             parameter that is sharded (FSDP2) this process's part of the sum over all processes.
+        seen: parameters that a layer was seen to use.
         along: of each parameter what of its gradient lies along a random direction, and the sum of
             its terms' absolute values.
         half: gradients came in half precision.
@@ -69,7 +72,9 @@ class Gathered:
         # Whole from the start: what stays of each piece would part the memory that it took.
         self._numbers = torch.zeros(2, samples, dtype=torch.float64, device=device)
         self._known = 0
+        self.seen: set[Tensor] = set()
         self.along: dict[Tensor, tuple[float, float]] = {}
+        self._open: dict[nn.Parameter, Tensor] = {}
         self.half = False
         self.positions = 0
         self.parameters: list[nn.Parameter] | None = None
@@ -88,7 +93,7 @@ class Gathered:
         self,
         clipped: ClippedSum,
         parameters: Sequence[nn.Parameter],
-        context: DefenseContext,
+        piece: Piece,
         team: Team,
     ) -> None:
         """Adds one piece's; a collective where parameters are sharded.
@@ -96,14 +101,16 @@ class Gathered:
         Args:
             clipped: of the piece.
             parameters: that are released, the same in all pieces.
-            context: where.
+            piece: which.
             team: the processes of this client.
         """
         self.parameters = [*parameters]
-        end = self._known + clipped.samples
-        self._numbers[0, self._known : end] = clipped.norms
-        self._numbers[1, self._known : end] = clipped.weights
-        self._known = end
+        self.seen.update(clipped.parts)
+        if not piece.of:
+            end = self._known + clipped.samples
+            self._numbers[0, self._known : end] = clipped.norms
+            self._numbers[1, self._known : end] = clipped.weights
+            self._known = end
         self.half = self.half or clipped.half
         if self.probed:
             for index, parameter in enumerate(parameters):
@@ -113,12 +120,49 @@ class Gathered:
                     before = self.along.get(parameter, (0.0, 0.0))
                     self.along[parameter] = before[0] + float(value), before[1] + float(scale)
         sharded = [p for p in parameters if isinstance(p, DTensor)]
+        ended = self._of_one_user(clipped, piece) if piece.of else {}
+
+        def own(parameter: nn.Parameter) -> Tensor:
+            if not piece.of:
+                return clipped.sum_of(parameter)
+            return ended[parameter] if parameter in ended else zeros_of(parameter)
+
         for parameter in parameters:
-            if not isinstance(parameter, DTensor) and parameter in clipped.parts:
-                self.sums[parameter] = clipped.sum_of(parameter, self.sums.pop(parameter, None))
-        for _, parameter, total in clipped.sums(sharded, team):
+            known = self.sums.get(parameter)
+            if isinstance(parameter, DTensor):
+                continue
+            if parameter in ended:
+                total = ended[parameter]
+                self.sums[parameter] = total if known is None else known.add_(total)
+            elif parameter in clipped.parts and not piece.of:
+                self.sums[parameter] = clipped.sum_of(parameter, known)
+        for _, parameter, total in clipped.sums(sharded, team, own):
             known = self.sums.get(parameter)
             self.sums[parameter] = total if known is None else known.add_(total)
+
+    def _of_one_user(self, clipped: ClippedSum, piece: Piece) -> dict[nn.Parameter, Tensor]:
+        """Adds to the gradient of a user whose rows are in several pieces.
+
+        Returns:
+            It, clipped, by parameter, with the last of them; nothing before, nor where it is not
+            finite.
+        """
+        weights, clip = clipped.weights / piece.of, clipped.clip
+        for parameter, parts in clipped.parts.items():
+            own = weights.to(where_whole(parameter))
+            before = self._open.get(parameter)
+            self._open[parameter] = weighted_sum(parts, own, parameter.shape, before)
+        if not piece.ends:
+            return {}
+        whole, self._open = self._open, {}
+        squares = torch.zeros(len(clip.norms), 1, dtype=torch.float64, device=weights.device)
+        for parameter, gradient in whole.items():
+            square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            squares[clip.group_of(parameter)] += square.to(weights.device)
+        if not bool(torch.isfinite(squares).all()):
+            return {}
+        factors = clip.factors(squares.sqrt()).flatten().tolist()
+        return {p: gradient.mul_(factors[clip.group_of(p)]) for p, gradient in whole.items()}
 
 
 class ClippedSum:
@@ -134,11 +178,14 @@ class ClippedSum:
         half: gradients came in half precision.
         weights: (B,) that make each sample's gradient that of its own mean; None where it is.
         gathered: of the pieces before, where these are samples of a logical batch in pieces.
+        users: how many samples each user has, who stand side by side, where users are clipped:
+            the mean of one's samples' gradients is then what is said of a sample's below.
 
     Attributes:
-        samples: B.
+        samples: B; users where they are clipped.
         weights: (B,) that make of a part of the mean loss's gradient that of a sample's own.
         half: gradients came in half precision.
+        clip: how long a sample's gradient may be.
         norms: (B,) norms of the gradients of each sample's own loss, before clipping; infinite for
             a sample whose gradient holds NaN or infinity, or whose norm overflows. It counts as
             zero: whether a run goes on must not tell of one example.
@@ -156,24 +203,37 @@ class ClippedSum:
         half: bool = False,
         weights: Tensor | None = None,
         gathered: Gathered | None = None,
+        users: Sequence[int] | None = None,
     ) -> None:
-        self.samples = samples
+        self.samples = samples if users is None else len(users)
         whole = samples if gathered is None else gathered.samples
         own = torch.ones(samples, dtype=torch.float64) if weights is None else weights.double()
         self.weights = whole * own.to(context.device)
         self.parts = {p: chosen(parts[p], p.shape, clipping) for p in parameters if p in parts}
+        self._users, self._clipping = users, clipping
+        if users is not None:
+            counts = torch.tensor(users, dtype=torch.int64)
+            self._rows = self.weights / counts.repeat_interleave(counts).to(context.device)
+            self.weights = torch.ones(len(users), dtype=torch.float64, device=context.device)
         device, groups = context.device, len(clip.norms)
-        squares = torch.zeros(groups, samples, dtype=torch.float64, device=device)
-        for parameter, its in self.parts.items():
-            squares[clip.group_of(parameter)] += squared_norms(its).to(device)
+        squares = torch.zeros(groups, self.samples, dtype=torch.float64, device=device)
+        for parameter in self.parts:
+            squares[clip.group_of(parameter)] += squared_norms(self._own(parameter)).to(device)
         norms = squares.sqrt() * self.weights
         self.norms = squares.sum(0).sqrt() * self.weights
         self._whole = torch.isfinite(self.norms)
         self._broken = not bool(self._whole.all())
         self.norms = self.norms.masked_fill(~self._whole, math.inf)
         self.factors = self.weights * clip.factors(norms if groups > 1 else self.norms)
-        self._clip, self.half = clip, half
+        self.clip, self.half = clip, half
         self._gathered = gathered
+
+    def _own(self, parameter: nn.Parameter) -> list[Part]:
+        """What is clipped: samples' gradients, or those of users."""
+        parts = self.parts[parameter]
+        if self._users is None:
+            return parts
+        return chosen(of_users(parts, self._rows, self._users), parameter.shape, self._clipping)
 
     def sum_of(self, parameter: nn.Parameter, onto: Tensor | None = None) -> Tensor:
         """Clipped sum of these samples' own gradients, float32 or float64, of the whole shape.
@@ -185,11 +245,10 @@ class ClippedSum:
         if parameter not in self.parts:
             if onto is not None:
                 return onto
-            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            return torch.zeros(parameter.shape, dtype=dtype, device=where_whole(parameter))
-        own, factors = self.parts[parameter], self.factors
+            return zeros_of(parameter)
+        own, factors = self._own(parameter), self.factors
         if factors.dim() == 2:
-            factors = factors[self._clip.group_of(parameter)]
+            factors = factors[self.clip.group_of(parameter)]
         if self._broken:  # zero times NaN is NaN
             own, factors = of_samples(own, self._whole), factors[self._whole]
         return weighted_sum(own, factors.to(where_whole(parameter)), parameter.shape, onto)
@@ -205,7 +264,12 @@ class ClippedSum:
             DefenseError: they are of other samples than the batch, or layers have clip norms of
                 their own.
         """
-        if len(self._clip.norms) > 1:
+        if self._users is not None:
+            raise DefenseError(
+                "DPSGD: a canary is one row, and with unit='user' all rows of a user are clipped "
+                "together; what would leave of it is not computed"
+            )
+        if len(self.clip.norms) > 1:
             raise DefenseError(
                 "DPSGD: with clip norms for each layer it is not settled what those of crafted "
                 "layers would be; clip all layers together (a plain max_grad_norm) to play canaries"
@@ -222,7 +286,7 @@ class ClippedSum:
         samples = samples * weights.to(samples)[:, None, None]
         own = norms.to(samples)[:, None]
         joint = torch.hypot(samples.norm(dim=2), own)
-        factors = self._clip.factors(joint) / divisor
+        factors = self.clip.factors(joint) / divisor
         whole = torch.isfinite(joint)[..., None]
         return CanaryGradient((samples * factors[..., None]).masked_fill(~whole, 0.0))
 
@@ -249,7 +313,7 @@ class ClippedSum:
             gauge: measures the noise.
         """
         for index, parameter, total in self._all_sums(parameters, team):
-            relative = self._clip.relative_noise(parameter)
+            relative = self.clip.relative_noise(parameter)
             before = None if gauge is None else gauge.before(total, relative)
             if std:
                 own = key(index + (shard_number(parameter) << SHARD_BITS))
@@ -268,7 +332,12 @@ class ClippedSum:
     ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
         """As :meth:`sums`, with those of the pieces before."""
         before = {} if self._gathered is None else self._gathered.sums
-        for index, parameter, total in self.sums(parameters, team, before):
+
+        def own(parameter: nn.Parameter) -> Tensor:
+            known = None if isinstance(parameter, DTensor) else before.pop(parameter, None)
+            return self.sum_of(parameter, known)
+
+        for index, parameter, total in self.sums(parameters, team, own):
             if isinstance(parameter, DTensor) and parameter in before:
                 total.add_(before.pop(parameter))
             yield index, parameter, total
@@ -277,20 +346,15 @@ class ClippedSum:
         self,
         parameters: Sequence[nn.Parameter],
         team: Team,
-        onto: dict[Tensor, Tensor] | None = None,
+        own: Callable[[nn.Parameter], Tensor],
     ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
         """Each parameter with its place, and this process's part of its sum; small ones at once.
 
         Args:
             parameters: in the same order in all processes.
             team: the processes of this client; a collective of them.
-            onto: sums of this process's earlier samples, which are used up; not of what is sharded.
+            own: gives this process's addend, of the whole shape; may be overwritten.
         """
-
-        def own(parameter: nn.Parameter) -> Tensor:
-            known = None if isinstance(parameter, DTensor) else (onto or {}).pop(parameter, None)
-            return self.sum_of(parameter, known)
-
         if team.size == 1:
             for index, parameter in enumerate(parameters):
                 yield index, parameter, own(parameter)
@@ -314,7 +378,7 @@ class ClippedSum:
         Raises:
             DefenseError: says whose.
         """
-        before = {} if self._gathered is None else self._gathered.sums
+        before = set() if self._gathered is None else self._gathered.seen
         seen = team.largest([p in self.parts or p in before for p in parameters])
         unseen = [p for p, known in zip(parameters, seen, strict=True) if not known]
         if not unseen:
@@ -473,6 +537,12 @@ class Moves:
                 "to the optimizer: what it applies is not what is accounted, or the learning rate "
                 "is too small for the weights' precision."
             )
+
+
+def zeros_of(parameter: Tensor) -> Tensor:
+    """As wide as clipped sums are, of the whole shape."""
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return torch.zeros(parameter.shape, dtype=dtype, device=where_whole(parameter))
 
 
 def random_direction(index: int, parameter: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ from lightning_fedleak.defenses.base import (
     Privacy,
     State,
 )
+from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.batch import trainer_of
 from lightning_fedleak.defenses.dpsgd.clip import Clip, LayerNoise, MaxGradNorm, clip_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import NoiseGauge
@@ -46,9 +47,11 @@ from lightning_fedleak.defenses.dpsgd.setup_checks import (
     check_settings,
     check_shards,
     check_trainer,
+    check_users,
     planned_steps,
 )
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
+from lightning_fedleak.defenses.dpsgd.users import GroupBy, digest_of, users_of
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import Team, reshard
 
@@ -59,7 +62,8 @@ class DPSGD(Defense):
     Every optimizer step releases ``(sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2)) / L``: g_i is
     the gradient of sample i's own loss, C is ``max_grad_norm``, and L the expected batch size. The
     batches are Poisson samples of the client's examples, and an empty one releases noise alone. The
-    unit of privacy is one example of the dataset, added or removed.
+    unit of privacy is one example of the dataset, added or removed (with ``unit="user"`` all rows
+    of one user).
 
     One backward pass is enough: layer inputs and output gradients are kept (book-keeping, see
     :mod:`~lightning_fedleak.defenses.dpsgd.per_sample`), so the second backward of two-pass ghost
@@ -147,6 +151,12 @@ class DPSGD(Defense):
             ``"by_clip"``, on those of layer l sigma times its own norm, times the root of the
             number of layers. Both are one Gaussian mechanism of sigma
             (:func:`~lightning_fedleak.defenses.accounting.accounting.joint_noise_multiplier`).
+        unit: what is added or removed: ``"example"``, a row of the dataset, or ``"user"``: all rows
+            of one user. Then users are drawn, ``batch_size`` is how many on average, and the mean
+            gradient over a user's rows is clipped as a sample's is.
+        group_by: with ``unit="user"``, whose a row is: the name of a column, a function of an
+            example, or one key for each row.
+        rows_per_user: of one user in a batch, at most, drawn at random each time; None for all.
         max_physical_batch: how many rows are run at once. A batch of more is run in pieces, one
             after the other, and released once (:mod:`~.logical`): the memory is that of a piece and
             one float32 copy of what is trained. None for the whole batch at once.
@@ -184,6 +194,9 @@ class DPSGD(Defense):
         per_layer: bool = False,
         layer_noise: LayerNoise = "equal",
         max_physical_batch: int | None = None,
+        unit: Literal["example", "user"] = "example",
+        group_by: GroupBy | None = None,
+        rows_per_user: int | None = None,
     ) -> None:
         check_settings(
             max_grad_norm,
@@ -199,7 +212,9 @@ class DPSGD(Defense):
             trust=(trust, ("local", "central")),
             on_budget=(on_budget, ("stop", "raise")),
             loss=(loss, ("checked", "trusted")),
+            unit=(unit, ("example", "user")),
         )
+        check_users(unit, group_by is not None, rows_per_user, poisson=poisson)
         check_hardening(harden_factor, most_notches)
         check_clip(max_grad_norm, gamma, per_layer, layer_noise)
         check_pieces(max_physical_batch)
@@ -216,9 +231,12 @@ class DPSGD(Defense):
         self.loss = loss
         self.seed = seed
         self.max_physical_batch = max_physical_batch
+        self.unit = unit
+        self.group_by = group_by
+        self.rows_per_user = rows_per_user
         self.releases = 0
         self.measured_noise_multiplier = math.nan
-        self.guarantee = guarantee_of(trust, poisson, seed, accountant == "filter")
+        self.guarantee = guarantee_of(trust, poisson, seed, accountant == "filter", unit)
         self._budget = Budget(
             accountant,
             noise_multiplier,
@@ -347,12 +365,18 @@ class DPSGD(Defense):
                 trust=self.trust,
                 entropy=self._base(context),
                 first_step=drawn,
+                users=None if self.unit == "example" else self._users,
+                rows_per_user=self.rows_per_user,
             )
             delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
             check_delta_for(delta, sampling.examples)
             steps = functools.partial(planned_steps, context, len(sampling.loader))
             self._budget.settle(sampling.rate, delta, steps)
-        team.check_alike(examples=sampling.examples, batch_size=sampling.expected)
+        team.check_alike(
+            examples=sampling.examples,
+            batch_size=sampling.expected,
+            users=0 if sampling.users is None else digest_of(sampling.users),
+        )
         check_same_data(sampling.loader, team, poisson=self.poisson)
         # Found on another machine, it may differ in its last bits.
         self.noise_multiplier = team.told_by_first(self.noise_multiplier)
@@ -363,7 +387,9 @@ class DPSGD(Defense):
 
         Raises:
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
+            DefenseError: a :class:`~.DPAdamBC` would get noise that this defence does not know.
         """
+        self._check_noise_known(context)
         if self._step is not None:
             reshard(context.root)
             self._step.clip = self._clip(context)
@@ -455,6 +481,7 @@ class DPSGD(Defense):
                 measured = gauge.measured()
             if measured is not None:
                 self.measured_noise_multiplier = measured / step.clip.sensitivity
+        self._tell_noise(parameters, context)
         if sigma > 0:
             step.moves.remember(parameters)
         step.released(self.releases, unchecked=not compared)
@@ -505,6 +532,41 @@ class DPSGD(Defense):
         square = sum(p.numel() * step.clip.relative_noise(p) ** 2 for p in trained)
         return std * math.sqrt(square / sum(p.numel() for p in trained))
 
+    def noise_variances(
+        self, parameters: Sequence[nn.Parameter], context: DefenseContext
+    ) -> dict[Tensor, float]:
+        """Of the noise on each number of a parameter's gradient, as the optimizer gets it.
+
+        That is, averaged over clients where there are several.
+        """
+        step, sampling = self._in_fit()
+        std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
+        return {
+            p: (std * step.clip.relative_noise(p)) ** 2 / context.clients
+            for p in parameters
+            if p.requires_grad
+        }
+
+    def _tell_noise(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
+        for optimizer in getattr(trainer_of(context), "optimizers", ()):
+            if isinstance(optimizer, DPAdamBC):
+                optimizer.told_noise(self.noise_variances(parameters, context))
+
+    def _check_noise_known(self, context: DefenseContext) -> None:
+        trainer = trainer_of(context)
+        if not any(isinstance(o, DPAdamBC) for o in getattr(trainer, "optimizers", ())):
+            return
+        others = [
+            d.name
+            for d in getattr(trainer.strategy, "defenses", ())
+            if d is not self and d.acts_on_gradients
+        ]
+        if others:
+            raise DefenseError(
+                f"DPAdamBC takes the variance of DPSGD's noise out, and {', '.join(others)} "
+                "changes the gradients after it. Leave it out, or use AdamW."
+            )
+
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Releases, what they were accounted as, and the noise: as settled, and how turned up."""
         return {"releases": self.releases, "trust": self.trust, **self._budget.state_dict()}
@@ -538,6 +600,10 @@ class DPSGD(Defense):
         if self._step is not None:
             self._step.remove()
             self._step = None
+
+    def _users(self, dataset: Any) -> list[list[int]]:
+        assert self.group_by is not None
+        return users_of(dataset, self.group_by)
 
     def _in_fit(self) -> tuple[WatchedStep, Sampling]:
         if self._step is None or self._sampling is None:

@@ -42,13 +42,21 @@ class Piece:
     Attributes:
         batch: of the form of the logical batch.
         rows: how many of them count: all, or none where they stand in for no rows.
+        users: how many rows each user has, where users are clipped.
+        of: rows of the one user whose rows these are some of; 0 where they are whole users'.
+        ends: these are the last of that user's.
     """
 
     batch: Any
     rows: int
+    users: Sequence[int] | None = None
+    of: int = 0
+    ends: bool = False
 
 
-def pieces_of(batch: Any, samples: int, most: int, team: Team) -> list[Piece]:
+def pieces_of(
+    batch: Any, samples: int, most: int, team: Team, users: Sequence[int] | None = None
+) -> list[Piece]:
     """A logical batch in pieces of up to ``most`` rows; as many in all processes of the client.
 
     Args:
@@ -57,17 +65,43 @@ def pieces_of(batch: Any, samples: int, most: int, team: Team) -> list[Piece]:
         samples: rows that count, 0 where the batch stands in for an empty one.
         most: of a piece.
         team: the processes; a collective.
+        users: how many rows each user has. A piece holds whole users, or rows of one who has more
+            than ``most``. It is not such a one's rows that come last: where need be a row that
+            does not count does.
     """
-    starts = range(0, samples, most)
-    (count,) = team.largest([len(starts)])
-    if count <= 1:
-        return [Piece(batch, samples)]
-    found = []
-    for start in starts:
-        rows = min(most, samples - start)
-        found.append(Piece(_rows(batch, slice(start, start + rows), samples), rows))
-    spare = _rows(batch, slice(0, 1), samples) if samples else batch
-    return found + [Piece(spare, 0)] * (int(count) - len(found))
+    parts: list[tuple[int, bool]] = []
+    shares = [[1] * min(most, samples - start) for start in range(0, samples, most)]
+    if users is not None:
+        shares, parts = _shares(users, most)
+    (pieces,) = team.largest([len(shares) + bool(parts and parts[-1][0])])
+    if pieces <= 1:
+        return [Piece(batch, samples, users)]
+    found, start = [], 0
+    for number, share in enumerate(shares):
+        rows = slice(start, start + sum(share))
+        own = None if users is None else share
+        of, ends = parts[number] if parts else (0, False)
+        found.append(Piece(_rows(batch, rows, samples), sum(share), own, of, ends))
+        start = rows.stop
+    spare = Piece(_rows(batch, slice(0, 1), samples) if samples else batch, 0)
+    return found + [spare] * (int(pieces) - len(found))
+
+
+def _shares(users: Sequence[int], most: int) -> tuple[list[list[int]], list[tuple[int, bool]]]:
+    """Rows of each piece, by user; and of which user's rows they are some, and whether the last."""
+    shares: list[list[int]] = []
+    parts: list[tuple[int, bool]] = []
+    for count in users:
+        if count > most:
+            for start in range(0, count, most):
+                shares.append([min(most, count - start)])
+                parts.append((count, start + most >= count))
+        elif shares and not parts[-1][0] and sum(shares[-1]) + count <= most:
+            shares[-1].append(count)
+        else:
+            shares.append([count])
+            parts.append((0, False))
+    return shares, parts
 
 
 def run_pieces(

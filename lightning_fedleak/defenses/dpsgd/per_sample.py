@@ -151,6 +151,44 @@ def of_samples(parts: Sequence[Part], samples: Tensor) -> list[Part]:
     ]
 
 
+def of_users(parts: Sequence[Part], weights: Tensor, rows: Sequence[int]) -> list[Part]:
+    """Gradients of users: weighted sums over each one's samples, which stand side by side.
+
+    A user's samples become further positions of one gradient, so that its norm has the cross terms
+    between them.
+
+    Args:
+        parts: of all B samples.
+        weights: (B,).
+        rows: samples of each user; together B.
+    """
+    counts = torch.tensor(rows, dtype=torch.int64)
+    owner = torch.arange(len(rows)).repeat_interleave(counts)
+    place = torch.arange(len(owner)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    most = max(rows, default=1)
+
+    def side_by_side(values: Tensor) -> Tensor:
+        """(U, most T, ...) of (B, T, ...), zero where a user has fewer samples."""
+        found = values.new_zeros(len(rows), most, *values.shape[1:])
+        found[owner.to(values.device), place.to(values.device)] = values
+        return found.flatten(1, 2)
+
+    result: list[Part] = []
+    for part in parts:
+        if isinstance(part, Dense):
+            wide = _wide(part.values)
+            column = weights.to(wide).view(-1, *[1] * (wide.dim() - 1))
+            total = wide.new_zeros(len(rows), *wide.shape[1:])
+            result.append(Dense(total.index_add_(0, owner.to(wide.device), wide * column)))
+        elif isinstance(part, Outer):
+            left = _wide(part.left) * weights.to(_wide(part.left))[:, None, None]
+            result.append(Outer(side_by_side(left), side_by_side(_wide(part.right))))
+        else:
+            values = _wide(part.values) * weights.to(_wide(part.values))[:, None, None]
+            result.append(Rows(side_by_side(part.ids), side_by_side(values)))
+    return result
+
+
 def count_positions(part: Part) -> int:
     """B T, as far as it can still be seen: B of gradients in full."""
     if isinstance(part, Dense):
@@ -492,6 +530,7 @@ __all__ = [
     "in_full",
     "merged",
     "of_samples",
+    "of_users",
     "parts_of",
     "probe",
     "refusal",

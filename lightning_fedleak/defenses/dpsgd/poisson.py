@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,11 +96,15 @@ class PoissonBatchSampler(Sampler[list[int]]):
         """The next ``steps`` batches, empty ones among them."""
         for _ in range(self.steps):
             step, self.step = self.step, self.step + 1
-            drawn = self.draw(step)
+            drawn = self.rows(step)
             if self._sizes is None:
                 self._sizes = deque(maxlen=MOST_WAITING)
             self._sizes.append(len(drawn))
             yield drawn
+
+    def rows(self, step: int) -> list[int]:
+        """The places in the dataset that batch number ``step`` is made of."""
+        return self.draw(step)
 
     def claim(self, samples: int) -> bool:
         """Whether a batch of so many examples was drawn and not claimed yet; claims it.
@@ -124,6 +128,68 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Nothing: every batch is drawn anew anyway."""
+
+
+class UserBatchSampler(PoissonBatchSampler):
+    """The same of users: who is drawn is in the batch with all rows, or with as many as may be.
+
+    Args:
+        users: the rows of every user.
+        shard: numbers of this process's users.
+        most: rows of one user in a batch, drawn at random among theirs; None for all.
+        rate: chance of each user to be in a batch.
+        steps: batches in an epoch.
+        entropy: as above.
+        client: as above.
+        first_step: as above.
+    """
+
+    def __init__(
+        self,
+        users: Sequence[Sequence[int]],
+        shard: range,
+        most: int | None,
+        rate: float,
+        steps: int,
+        *,
+        entropy: bytes,
+        client: int,
+        first_step: int = 0,
+    ) -> None:
+        super().__init__(shard, rate, steps, entropy=entropy, client=client, first_step=first_step)
+        self.users = users
+        self.most = most
+        self._counts: deque[list[int]] = deque(maxlen=MOST_WAITING)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The rows of the next ``steps`` batches, user by user."""
+        self._counts.clear()  # those of an epoch that was left early never come
+        yield from super().__iter__()
+
+    def rows(self, step: int) -> list[int]:
+        """The rows of those who are in batch number ``step``, one user after the other.
+
+        Who has most comes first: who has more than are run at once is clipped by themselves.
+        """
+        drawn = [self._rows_of(user, step) for user in self.draw(step)]
+        drawn.sort(key=len, reverse=True)
+        self._counts.append([len(rows) for rows in drawn])
+        return [row for rows in drawn for row in rows]
+
+    def claim_users(self, samples: int) -> list[int] | None:
+        """How many rows each user of the next batch has; None where it has not so many rows."""
+        if not self._counts or sum(self._counts[0]) != samples:
+            return None
+        return self._counts.popleft()
+
+    def _rows_of(self, user: int, step: int) -> list[int]:
+        rows = self.users[user]
+        if self.most is None or len(rows) <= self.most:
+            return [*rows]
+        place = b"".join(value.to_bytes(8, "big") for value in (step, user))
+        seed = hashlib.shake_256(b"rows" + self._key + place).digest(32)
+        chosen = np.random.default_rng(list(seed)).choice(len(rows), self.most, replace=False)
+        return [rows[i] for i in sorted(chosen.tolist())]
 
 
 class RowCollate:
@@ -199,6 +265,8 @@ def poisson_loader(
     entropy: bytes,
     first_step: int = 0,
     steps: int | None = None,
+    users: Sequence[Sequence[int]] | None = None,
+    rows_per_user: int | None = None,
 ) -> DataLoader[Any]:
     """The same loader with Poisson sampling: dataset, collate function and workers stay.
 
@@ -218,6 +286,9 @@ def poisson_loader(
         first_step: number of the first batch, where a resumed run goes on.
         steps: batches in an epoch; default ``round(1 / rate)``, so that each example is drawn once
             an epoch on average.
+        users: the rows of every user, where users are drawn and not examples; then the rate is
+            that of a user, and processes share users.
+        rows_per_user: of one user in a batch; None for all.
 
     Returns:
         A new DataLoader; its ``batch_sampler`` is a :class:`PoissonBatchSampler`.
@@ -240,14 +311,20 @@ def poisson_loader(
     check_torch_loader(loader)
     _check_none_of_several(loader)
     shard = _shard(loader)
+    if users is not None:
+        shard = range(shard.start, len(users), shard.step)
     if not shard:
         raise DefenseError(
-            f"client {client} has no examples: the dataset holds {len(_sized(loader.dataset))} for "
-            "all clients. Use fewer clients or more data."
+            f"client {client} has no {'examples' if users is None else 'users'}: the dataset holds "
+            f"{len(_sized(loader.dataset) if users is None else users)} for all clients. Use fewer "
+            "clients or more data."
         )
-    sampler = PoissonBatchSampler(
-        shard, rate, steps, entropy=entropy, client=client, first_step=first_step
-    )
+    drawn: dict[str, Any] = {"entropy": entropy, "client": client, "first_step": first_step}
+    if users is None:
+        sampler, first = PoissonBatchSampler(shard, rate, steps, **drawn), shard[0]
+    else:
+        sampler = UserBatchSampler(users, shard, rows_per_user, rate, steps, **drawn)
+        first = users[shard[0]][0]
     keep: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
@@ -258,7 +335,7 @@ def poisson_loader(
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
     }
-    collate = EmptyCollate(loader.collate_fn, loader.dataset, shard[0])
+    collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
     return DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **keep)
 
 
@@ -450,6 +527,7 @@ __all__ = [
     "EmptyCollate",
     "PoissonBatchSampler",
     "RowCollate",
+    "UserBatchSampler",
     "check_torch_loader",
     "checked_loader",
     "is_sharded",

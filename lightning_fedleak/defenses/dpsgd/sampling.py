@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_fedleak.defenses.dpsgd.batch import sizes_of, unsharded
 from lightning_fedleak.defenses.dpsgd.poisson import (
     EmptyCollate,
     PoissonBatchSampler,
+    UserBatchSampler,
     check_torch_loader,
     checked_loader,
     is_sharded,
@@ -35,13 +36,15 @@ class Sampling:
         loader: gives the batches.
         rate: chance of each example to be in a batch, as it is to be accounted.
         expected: number of examples by which a clipped sum is divided.
-        examples: of all clients.
+        examples: of all clients; users where they are drawn.
+        users: the rows of each; None where examples are drawn.
     """
 
     loader: DataLoader[Any]
     rate: float
     expected: float
     examples: int
+    users: Sequence[Sequence[int]] | None = None
 
     @property
     def drawn(self) -> int:
@@ -65,6 +68,24 @@ class Sampling:
                 "otherwise than is accounted. Let each batch keep one row for each example drawn."
             )
 
+    def users_in(self, samples: int) -> list[int] | None:
+        """How many rows each user has in the batch that comes, user by user; None of examples.
+
+        Raises:
+            DefenseError: the batch is not the one that was drawn.
+        """
+        sampler = self.loader.batch_sampler
+        if not isinstance(sampler, UserBatchSampler):
+            return None
+        counts = sampler.claim_users(samples)
+        if counts is None:
+            raise DefenseError(
+                f"DPSGD: training_step gets a batch of {samples} rows, and the next that was drawn "
+                "has another number: whose rows they are cannot be told. Let batches come in the "
+                "order in which the loader makes them (in_order=True), each once."
+            )
+        return counts
+
     def placeholder(self) -> Any:
         """A batch of one example that was not drawn and must not count."""
         assert isinstance(self.loader.collate_fn, EmptyCollate)
@@ -79,6 +100,8 @@ def sampling_of(
     trust: Trust,
     entropy: bytes,
     first_step: int,
+    users: Callable[[Any], Sequence[Sequence[int]]] | None = None,
+    rows_per_user: int | None = None,
 ) -> Sampling:
     """The loader to train with instead of ``dataloader``.
 
@@ -90,6 +113,8 @@ def sampling_of(
         trust: see :class:`~lightning_fedleak.defenses.dpsgd.dpsgd.DPSGD`.
         entropy: secret bytes that the samples follow from.
         first_step: number of the first batch.
+        users: gives the rows of every user of a dataset, where users are drawn.
+        rows_per_user: of one user in a batch, at most.
 
     Raises:
         DefenseError: a loader that cannot be sampled, or one that gives an example to several
@@ -106,6 +131,8 @@ def sampling_of(
         _check_repeats(dataloader, context)
         expected = float(batch_size * context.processes)
         return Sampling(checked_loader(dataloader), 1.0, expected, examples)
+    rows = None if users is None else users(dataloader.dataset)
+    examples = examples if rows is None else len(rows)
     rate = min(1.0, batch_size / max(1, examples // replicas))
     loader = poisson_loader(
         dataloader,
@@ -114,6 +141,8 @@ def sampling_of(
         clients=context.clients,
         entropy=entropy,
         first_step=first_step,
+        users=rows,
+        rows_per_user=rows_per_user,
     )
     assert isinstance(loader.batch_sampler, PoissonBatchSampler)
     shard = len(loader.batch_sampler.shard) if context.processes == 1 else examples
@@ -121,7 +150,7 @@ def sampling_of(
     if trust == "central" and context.clients > 1:
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
-    return Sampling(loader, rate, expected, examples)
+    return Sampling(loader, rate, expected, examples, rows)
 
 
 def _check_shares(dataloader: Any, context: DefenseContext) -> None:

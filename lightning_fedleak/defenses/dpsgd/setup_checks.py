@@ -223,6 +223,34 @@ def check_pieces(max_physical_batch: int | None) -> None:
         )
 
 
+def check_users(unit: str, grouped: bool, rows_per_user: int | None, *, poisson: bool) -> None:
+    """Refuses a unit of privacy that cannot be told, or settings that do nothing for it.
+
+    Raises:
+        DefenseError: says which.
+    """
+    if unit == "user" and not grouped:
+        raise DefenseError(
+            "DPSGD: unit='user' needs group_by: the name of a column, a function of an example, or "
+            "one key for each row"
+        )
+    if unit != "user" and (grouped or rows_per_user is not None):
+        raise DefenseError(
+            "DPSGD: group_by and rows_per_user are for unit='user', and the unit is an example. "
+            "Pass unit='user', or leave them out."
+        )
+    if unit == "user" and not poisson:
+        raise DefenseError(
+            "DPSGD: unit='user' draws users by chance, and poisson=False takes the loader's "
+            "batches as they are: leave it out"
+        )
+    whole = isinstance(rows_per_user, int) and not isinstance(rows_per_user, bool)
+    if rows_per_user is not None and (not whole or rows_per_user < 1):
+        raise DefenseError(
+            f"DPSGD: rows_per_user={rows_per_user!r} must be at least 1, or None for all rows"
+        )
+
+
 def check_settings(
     max_grad_norm: MaxGradNorm,
     noise_multiplier: float | None,
@@ -291,5 +319,6 @@ __all__ = [
     "check_settings",
     "check_shards",
     "check_trainer",
+    "check_users",
     "planned_steps",
 ]

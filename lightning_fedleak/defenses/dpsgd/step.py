@@ -510,6 +510,7 @@ class WatchedStep:
         self._recorder = Recorder(root)
         self._clipped: ClippedSum | None = None
         self._gathered: Gathered | None = None
+        self._users: Sequence[int] | None = None
         self._most = most
         self._begun = False
         self._stands_in = False
@@ -561,13 +562,17 @@ class WatchedStep:
         try:
             if self._most is None:
                 return step(batch)
-            pieces = pieces_of(batch, samples, self._most, self._team)
+            pieces = pieces_of(batch, samples, self._most, self._team, self._users)
             if len(pieces) == 1:
                 return step(batch)
             parameters = _released(context)
 
+            by_user = self._users is not None
+
             def before(piece: Piece) -> None:
                 self._stands_in, self._clipped = not piece.rows, None
+                whole = [] if by_user and not piece.rows else piece.users
+                self._users = None if piece.of else whole
 
             def after(piece: Piece) -> None:
                 if self._gathered is None:
@@ -576,14 +581,14 @@ class WatchedStep:
                 with self._team.together():
                     clipped = self.clipped(parameters, context)
                 self._gathered.positions += self._recorder.positions
-                self._gathered.add(clipped, parameters, context, self._team)
+                self._gathered.add(clipped, parameters, piece, self._team)
                 self._clipped = None
                 self._recorder.clear()
 
             ddp = is_ddp(context) and not _static(context)
             return run_pieces(pieces, step, context, before=before, after=after, reduced_last=ddp)
         finally:
-            self._begun = False
+            self._begun = self._stands_in = False
 
     def _begin(self, batch: Any, sampling: Sampling, context: DefenseContext) -> None:
         """A logical batch comes."""
@@ -592,7 +597,9 @@ class WatchedStep:
                 raise self._refused
             self._batches.begin(batch, context)
             self.weights.begin(context.root)
-            sampling.check_size(0 if self._stands_in else count_samples(batch))
+            samples = 0 if self._stands_in else count_samples(batch)
+            sampling.check_size(samples)
+            self._users = sampling.users_in(samples)
         self._clipped = self._gathered = None
 
     def run(
@@ -669,6 +676,7 @@ class WatchedStep:
                 half=recorder.half,
                 weights=self.check.weights if recorder.samples else None,
                 gathered=gathered,
+                users=self._users,
             )
         return self._clipped
 

@@ -127,7 +127,7 @@ def test_too_little_noise_on_one_layer_is_seen() -> None:
     step = run.defense._step
     assert step is not None
     clipped = step.clipped(run.parameters, run.context)
-    object.__setattr__(clipped._clip, "noise", (0.1, *clipped._clip.noise[1:]))
+    object.__setattr__(clipped.clip, "noise", (0.1, *clipped.clip.noise[1:]))
     right = clipped.release
 
     def weaker(parameters: Any, *given: Any) -> None:

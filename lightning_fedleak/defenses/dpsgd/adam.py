@@ -1,0 +1,165 @@
+"""Adam under DP-SGD: the noise's variance is taken out of the second moment.
+
+Adam divides by the root of a running mean of squared gradients. Under DP-SGD that is the square of
+the signal *plus the variance of the noise*, which is far the larger: all weights are then divided
+by nearly the same number, and DP-Adam is SGD with momentum (Tang, Shpilevskiy & Lecuyer 2023,
+"DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You Apply Bias Correction)", arXiv 2312.14334).
+The variance is public, and what is made of releases costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fedleak.defenses.base import DefenseError
+
+
+class DPAdamBC(Optimizer):
+    """AdamW whose second moment is that of the gradients without their noise.
+
+    ``m / (sqrt(max(v - phi, floor phi)) + eps)``: m and v are Adam's moments with its correction of
+    their start, phi the same running mean of the noise's variance. ``DPSGD`` tells it the variance
+    with every release, layer by layer where layers differ, and as it is then where a gate has
+    turned it up; several clients' noise is averaged with their gradients. Return it from
+    ``configure_optimizers``::
+
+        def configure_optimizers(self):
+            return DPAdamBC(self.parameters(), lr=1e-3)
+
+    Without noise it is AdamW.
+
+    Args:
+        params: as of every optimizer; float32 or float64.
+        lr: learning rate.
+        betas: of the two moments.
+        eps: added to the root.
+        weight_decay: decoupled, as AdamW's.
+        floor: how much of the noise's variance stays where the second moment has no more, or less.
+            The smaller, the longer the steps of weights whose gradients are noise alone: ``1 /
+            sqrt(floor)`` times those of Adam.
+
+    Raises:
+        DefenseError: a value out of range, or weights in half precision. In a step: no ``DPSGD`` of
+            this run has said what noise the gradients have.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        floor: float = 0.1,
+    ) -> None:
+        for name, value, most in (
+            ("lr", lr, math.inf),
+            ("eps", eps, math.inf),
+            ("weight_decay", weight_decay, math.inf),
+            ("betas[0]", betas[0], 1),
+            ("betas[1]", betas[1], 1),
+        ):
+            if not 0 <= value < most:
+                raise DefenseError(f"DPAdamBC: {name}={value!r} must be at least 0, below {most}")
+        if not 0 < floor <= 1:
+            raise DefenseError(f"DPAdamBC: floor={floor!r} must be above 0, and at most 1")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "floor": floor,
+        }
+        self._variances: Mapping[Tensor, float] | None = None
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As every optimizer's; half precision is refused."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype not in (torch.float32, torch.float64):
+                raise DefenseError(
+                    f"DPAdamBC: weights of {parameter.dtype} leave second moments in which the "
+                    "noise's variance is lost by rounding. Train in '32-true' or 'bf16-mixed'."
+                )
+
+    def told_noise(self, variances: Mapping[Tensor, float]) -> None:
+        """What noise the gradients of the next step have.
+
+        Args:
+            variances: of each number of a parameter's gradient, as the optimizer gets it.
+        """
+        self._variances = variances
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step.
+
+        Args:
+            closure: is called first; within it ``DPSGD`` releases, and says what noise it added.
+
+        Returns:
+            What the closure gave.
+
+        Raises:
+            DefenseError: the noise of these gradients is not known.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        variances, self._variances = self._variances, None
+        if variances is None and any(group["lr"] != 0 for group in self.param_groups):
+            raise DefenseError(
+                "DPAdamBC: no DPSGD has said what noise these gradients have, and without it this "
+                "is no correction. Train under DefendedStrategy(..., [DPSGD(...)]), or use AdamW."
+            )
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                    state["noise"] = torch.zeros(())
+                if variances is None:
+                    continue  # torch creates state by a step at a learning rate of 0, to save it
+                if parameter not in variances:
+                    raise DefenseError(
+                        f"DPAdamBC: a gradient of shape {tuple(parameter.shape)} was not released "
+                        "by DPSGD, so its noise is not known."
+                    )
+                _update(parameter, state, group, variances[parameter])
+        return loss
+
+
+def _update(
+    parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], variance: float
+) -> None:
+    gradient, (beta1, beta2) = parameter.grad, group["betas"]
+    assert gradient is not None
+    state["step"] += 1
+    step = float(state["step"])
+    state["exp_avg"].lerp_(gradient, 1 - beta1)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    state["noise"].mul_(beta2).add_((1 - beta2) * variance)
+    first, second = 1 - beta1**step, 1 - beta2**step
+    noise = float(state["noise"]) / second
+    signal = (state["exp_avg_sq"] / second).sub_(noise).clamp_(min=group["floor"] * noise)
+    if group["weight_decay"]:
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.addcdiv_(
+        state["exp_avg"], signal.sqrt_().add_(group["eps"]), value=-group["lr"] / first
+    )
+
+
+__all__ = ["DPAdamBC"]

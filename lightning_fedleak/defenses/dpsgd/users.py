@@ -1,0 +1,93 @@
+"""Whose a row is: the unit of privacy where it is a user with all of their rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Subset
+
+from lightning_fedleak.defenses.base import DefenseError
+
+GroupBy = str | Callable[[Any], Any] | Sequence[Any]
+
+
+def users_of(dataset: Any, group_by: GroupBy) -> list[list[int]]:
+    """The rows of every user, in the order in which users are met.
+
+    Args:
+        dataset: map-style.
+        group_by: the name of a column, a function of an example, or one key for each row.
+
+    Raises:
+        DefenseError: a row without a key, or not one key for each row; names the column.
+    """
+    keys = _keys(dataset, group_by)
+    if len(keys) != len(dataset):
+        raise DefenseError(
+            f"DPSGD: group_by gives {len(keys)} keys for {len(dataset)} rows; give one for each"
+        )
+    users: dict[Any, list[int]] = {}
+    for row, key in enumerate(keys):
+        key = key.item() if isinstance(key, Tensor) and key.numel() == 1 else key
+        if key is None or key != key or key == "":
+            raise DefenseError(
+                f"DPSGD: row {row} has no {_name(group_by)} (it is {key!r}), so whose it is cannot "
+                "be told. Leave such rows out of the dataset, or give them a key."
+            )
+        try:
+            users.setdefault(key, []).append(row)
+        except TypeError as error:
+            raise DefenseError(
+                f"DPSGD: row {row}'s {_name(group_by)} is a {type(key).__name__}, which tells no "
+                "user from another; give a number or a string"
+            ) from error
+    return [*users.values()]
+
+
+def digest_of(users: Sequence[Sequence[int]]) -> int:
+    """48 bits of which rows are together."""
+    text = ";".join(",".join(map(str, rows)) for rows in users)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+
+def _name(group_by: GroupBy) -> str:
+    return f"'{group_by}'" if isinstance(group_by, str) else "key (group_by)"
+
+
+def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
+    if isinstance(dataset, Subset) and (isinstance(group_by, str) or callable(group_by)):
+        inner = _keys(dataset.dataset, group_by)
+        return [inner[i] for i in dataset.indices]
+    if callable(group_by):
+        return [group_by(dataset[row]) for row in range(len(dataset))]
+    if not isinstance(group_by, str):
+        return group_by
+    names = getattr(dataset, "column_names", None)
+    if names is not None:
+        if group_by not in names:
+            raise _no_column(group_by, names)
+        column: Sequence[Any] = dataset[group_by]
+        return column
+    keys = []
+    for row in range(len(dataset)):
+        example = dataset[row]
+        if not isinstance(example, Mapping) or group_by not in example:
+            known = [*example] if isinstance(example, Mapping) else []
+            raise _no_column(group_by, known, row)
+        keys.append(example[group_by])
+    return keys
+
+
+def _no_column(name: str, known: Sequence[Any], row: int | None = None) -> DefenseError:
+    where = "the dataset has" if row is None else f"row {row} has"
+    has = f"; {where} {', '.join(map(repr, known))}" if known else ""
+    return DefenseError(
+        f"DPSGD: unit='user' needs to know whose each row is, and {where} no column '{name}'{has}. "
+        "Give group_by the name of one, a function of an example, or one key for each row."
+    )
+
+
+__all__ = ["GroupBy", "digest_of", "users_of"]

@@ -1,0 +1,205 @@
+"""DPAdamBC: against AdamW, its own recurrence in plain numbers, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_fedleak.defenses import DPSGD, DefenseError, DPAdamBC, GradientNoise
+from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.defenses.dpsgd.test_dpsgd import Run, first
+from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, fit, loader, trainer
+
+
+class WithAdam(CausalLM):
+    def __init__(self, kind: type = DPAdamBC, **settings: Any) -> None:
+        super().__init__()
+        self.kind, self.settings = kind, settings
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), **{"lr": 1e-3, **self.settings})
+
+
+def test_without_noise_it_is_adamw() -> None:
+    found = []
+    for kind in (DPAdamBC, torch.optim.AdamW):
+        settings = {"weight_decay": 0.1, "betas": (0.8, 0.95)}
+        module, _ = fit(DPSGD(CLIP, noise_multiplier=0.0, seed=1), WithAdam(kind, **settings))
+        found.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def by_hand(
+    gradients: list[np.ndarray[Any, Any]], variances: list[float], weights: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """The sums written out, every step's from the beginning."""
+    lr, beta1, beta2, eps, floor = 0.01, 0.9, 0.99, 1e-8, 0.2
+    for t in range(1, len(gradients) + 1):
+        first = [(1 - beta1) * beta1 ** (t - 1 - i) for i in range(t)]
+        second = [(1 - beta2) * beta2 ** (t - 1 - i) for i in range(t)]
+        m = sum(w * g for w, g in zip(first, gradients, strict=False)) / sum(first)
+        v = sum(w * g**2 for w, g in zip(second, gradients, strict=False)) / sum(second)
+        phi = sum(w * x for w, x in zip(second, variances, strict=False)) / sum(second)
+        weights = weights - lr * m / (np.sqrt(np.maximum(v - phi, floor * phi)) + eps)
+    return weights
+
+
+def test_each_step_takes_out_the_variances_so_far_also_where_they_change() -> None:
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=(3, 4))
+    parameter = nn.Parameter(torch.tensor(weights))
+    optimizer = DPAdamBC([parameter], lr=0.01, betas=(0.9, 0.99), floor=0.2)
+    variances = [0.5, 0.5, 2.0, 0.1, 0.0, 0.7]
+    gradients = [rng.normal(size=(3, 4)) * 1.2 for _ in variances]
+    for number, (gradient, variance) in enumerate(zip(gradients, variances, strict=True)):
+        if number == 3:  # a checkpoint
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = DPAdamBC([parameter], lr=1.0)
+            optimizer.load_state_dict(state)
+        parameter.grad = torch.tensor(gradient)
+        optimizer.told_noise({parameter: variance})
+        optimizer.step()
+    expected = by_hand(gradients, variances, weights)
+    np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-5)
+
+
+def test_the_second_moment_is_that_of_the_signal() -> None:
+    """Signals of .5 and 2 under noise of 4: the steps that Adam would take without the noise."""
+    torch.manual_seed(0)
+    signal, std, n = torch.tensor([0.5, 2.0]).repeat_interleave(2000), 4.0, 4000
+    parameter = nn.Parameter(torch.zeros(n))
+    optimizer = DPAdamBC([parameter], lr=1.0, betas=(0.0, 0.9999), floor=1e-6)
+    for _ in range(300):
+        parameter.grad = signal + std * torch.randn(n)
+        optimizer.told_noise({parameter: std**2})
+        optimizer.step()
+    state = optimizer.state[parameter]
+    correction = 1 - 0.9999**300
+    found = (state["exp_avg_sq"] - state["noise"]) / correction
+    for value in (0.5, 2.0):
+        own = found[signal == value]
+        assert float(own.mean()) == pytest.approx(value**2, abs=5 * float(own.std()) / 2000**0.5)
+
+
+class Told(Callback):
+    """Compares what the optimizer is told with the noise that is really there."""
+
+    def __init__(self) -> None:
+        self.told: list[float] = []
+        self.really: list[float] = []
+
+    def on_train_start(self, run: Any, module: Any) -> None:
+        [optimizer] = run.optimizers
+        right = optimizer.told_noise
+
+        def told(variances: Any) -> None:
+            self.told.append(next(iter(variances.values())))
+            right(variances)
+
+        optimizer.told_noise = told
+        run.strategy.add_tap(self.tap)
+
+    def tap(self, stage: Stage, optimizer: Any) -> None:
+        if stage == Stage.AGGREGATE:
+            grads = [p.grad.flatten() for p in optimizer.param_groups[0]["params"]]
+            self.really.append(float(torch.cat(grads).var()))
+
+
+def test_dpsgd_tells_it_the_noise_of_every_release_also_after_a_notch(tmp_path: Path) -> None:
+    defense = DPSGD(
+        CLIP, noise_multiplier=40.0, target_epsilon=3.0, target_delta=1e-3, accountant="filter"
+    )
+
+    class Harden(Callback):
+        def on_train_batch_end(self, run: Any, *_: Any) -> None:
+            if run.global_step == 2:
+                defense.harden()
+
+    look = Told()
+    _, run = fit(defense, WithAdam(lr=1e-5), max_steps=4, callbacks=[look, Harden()])
+    expected = [(s * CLIP / BATCH) ** 2 for s in (40, 40, 80, 80)]
+    assert look.told == pytest.approx(expected, rel=1e-9)
+    assert look.really == pytest.approx(expected, rel=0.05)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    again = DPSGD(
+        CLIP, noise_multiplier=40.0, target_epsilon=3.0, target_delta=1e-3, accountant="filter"
+    )
+    path = str(tmp_path / "a.ckpt")
+    _, run = fit(again, WithAdam(lr=1e-5), max_steps=6, max_epochs=-1, ckpt_path=path)
+    state = next(iter(run.optimizers[0].state.values()))
+    assert float(state["step"]) == 6
+
+
+@pytest.mark.parametrize(("trust", "share"), [("local", 1.0), ("central", 0.5)])
+def test_the_noise_of_several_clients_is_averaged_with_their_gradients(
+    trust: Any, share: float
+) -> None:
+    run = Run(DPSGD(0.3, noise_multiplier=2.0, trust=trust), clients=4)
+    draws = torch.stack([run.step(first(0), lr=0.01) for _ in range(100)])
+    [told] = set(run.defense.noise_variances(run.parameters, run.context).values())
+    assert told == pytest.approx((2.0 * share * 0.3 / 8) ** 2 / 4)
+    assert float(draws.var()) / 4 == pytest.approx(told, rel=0.1)
+
+
+def test_layers_that_differ_in_noise_are_told_apart() -> None:
+    defense = DPSGD({"below": 0.4, "above": 0.1}, noise_multiplier=3.0, layer_noise="by_clip")
+    run = Run(defense)
+    run.step(first(4))
+    told = defense.noise_variances(run.parameters, run.context)
+    expected = [(3.0 * math.sqrt(2) * clip / 8) ** 2 for clip in (0.4, 0.4, 0.1, 0.1)]
+    assert [told[p] for p in run.parameters] == pytest.approx(expected)
+
+
+def test_it_refuses_to_run_without_known_noise() -> None:
+    module = WithAdam()
+    before = [p.detach().clone() for p in module.parameters()]
+    for strategy in ("auto", DefendedStrategy("auto", [GradientNoise(clip=1.0, sigma=1.0)])):
+        with pytest.raises(DefenseError, match="no DPSGD has said"):
+            trainer(strategy, max_steps=1).fit(module, loader())
+    with pytest.raises(DefenseError, match="gradient_noise changes the gradients after it"):
+        fit([DPSGD(CLIP, noise_multiplier=1.0), GradientNoise(clip=1.0, sigma=1.0)], module)
+    assert all(map(torch.equal, module.parameters(), before))
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = DPAdamBC([parameter])
+    optimizer.told_noise({parameter: 1.0})
+    optimizer.step()
+    with pytest.raises(DefenseError, match="no DPSGD has said"):
+        optimizer.step()  # it was told of one release
+    optimizer.told_noise({nn.Parameter(torch.ones(1)): 1.0})
+    with pytest.raises(DefenseError, match="not released by DPSGD"):
+        optimizer.step()
+
+
+def test_a_step_at_a_learning_rate_of_zero_creates_state_alone() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = DPAdamBC([parameter], lr=0.0)
+    optimizer.step()
+    assert float(optimizer.state[parameter]["step"]) == 0
+    assert torch.equal(parameter, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"lr": -1.0}, "lr="),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\]="),
+        ({"eps": math.nan}, "eps="),
+        ({"floor": 0.0}, "floor="),
+        ({"dtype": torch.bfloat16}, "half precision|bfloat16"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], word: str) -> None:
+    values: Tensor = torch.ones(2, dtype=settings.pop("dtype", torch.float32))
+    with pytest.raises(DefenseError, match=word):
+        DPAdamBC([nn.Parameter(values)], **settings)

@@ -1,0 +1,328 @@
+"""The unit of privacy is a user: whose a row is, sampling, clipped sums, what one user can move."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+
+from lightning_fedleak.defenses import (
+    DPSGD,
+    CanaryGradient,
+    DefenseError,
+    mean_of_sample_means,
+)
+from lightning_fedleak.defenses.dpsgd.poisson import UserBatchSampler, poisson_loader
+from lightning_fedleak.defenses.dpsgd.users import users_of
+from tests.defenses.dpsgd.test_clip import GROUPS, split
+from tests.defenses.dpsgd.test_dpsgd import CLIP, data
+from tests.defenses.dpsgd.test_logical import Pieces
+from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2
+from tests.strategies.dpsgd_runs import CausalLM, fit
+
+KEYS = [*"aabacdddddbbeffgghihhhhaaaaaajklmmnnnooo"]
+assert len(KEYS) == len(data())
+
+
+class Keyed(Dataset[dict[str, Any]]):
+    def __init__(self, keys: list[Any] = KEYS) -> None:
+        self.keys = keys
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        x, y = data()[index % 40]
+        return {"x": x, "y": y, "customer": self.keys[index]}
+
+
+class Columns(Keyed):
+    """As datasets of Hugging Face: whole columns by name."""
+
+    column_names = ("x", "y", "customer")
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.keys if index == "customer" else super().__getitem__(index)
+
+
+def by_user(**settings: Any) -> DPSGD:
+    given = {"max_grad_norm": CLIP, "noise_multiplier": 0.0, "group_by": KEYS, "unit": "user"}
+    return DPSGD(**{**given, **settings})
+
+
+def drawn(run: Pieces) -> tuple[list[Tensor], list[int]]:
+    """A batch as the loader makes it, and whose its rows are."""
+    sampler: Any = run.loader.batch_sampler
+    rows = next(iter(sampler))
+    return [value[rows] for value in data().tensors], rows
+
+
+def brute(run: Pieces, batch: Any, rows: list[int], name: str = "") -> Tensor:
+    """(users, d): mean gradient over each user's rows, one row after the other, then clipped."""
+    each = run.one_by_one(batch).double()
+    users = dict.fromkeys(KEYS[row] for row in rows)
+    means = [each[[i for i, row in enumerate(rows) if KEYS[row] == user]].mean(0) for user in users]
+    found = torch.stack(means)
+    if not name:
+        return found * (CLIP / found.norm(dim=1, keepdim=True).clamp(min=CLIP))
+    settings, groups, norms = GROUPS[name]
+    parts = split(run, found)
+    for group, clip in zip(groups, norms, strict=True):
+        norm = torch.cat([parts[i] for i in group], 1).norm(dim=1, keepdim=True)
+        auto = settings["max_grad_norm"] == "auto"
+        for i in group:
+            parts[i] = parts[i] * (clip / (norm + 0.01) if auto else clip / norm.clamp(min=clip))
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize(
+    "group_by",
+    ["customer", lambda example: example["customer"], KEYS, torch.tensor([*map(ord, KEYS)])],
+)
+@pytest.mark.parametrize("kind", [Keyed, Columns])
+def test_whose_a_row_is_is_told_by_a_column_a_function_or_keys(kind: Any, group_by: Any) -> None:
+    users = users_of(kind(), group_by)
+    assert len(users) == len(set(KEYS)) == 15
+    assert users[0] == [i for i, key in enumerate(KEYS) if key == "a"]
+    assert sorted(row for rows in users for row in rows) == [*range(40)]
+    if not isinstance(group_by, list | Tensor):
+        part = users_of(Subset(kind(), [5, 4, 6, 2]), group_by)
+        assert part == [[0, 2], [1], [3]]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "group_by", "word"),
+    [
+        (Keyed(), "client", "row 0 has no column 'client'.*'customer'"),
+        (Columns(), "client", "the dataset has no column 'client'.*'customer'"),
+        (data(), "client", "no column 'client'"),
+        (Keyed([*"ab", None, "c"]), "customer", "row 2 has no 'customer'"),
+        (Keyed([*"ab", ""]), "customer", "row 2 has no 'customer'"),
+        (Keyed([1.0, math.nan]), lambda e: e["customer"], r"row 1 has no key \(group_by\)"),
+        (Keyed([["a"], "b"]), "customer", "row 0's 'customer' is a list"),
+        (Keyed(), KEYS[:3], "3 keys for 40 rows"),
+    ],
+)
+def test_a_row_that_is_nobodys_is_refused_with_the_columns_name(
+    dataset: Any, group_by: Any, word: str
+) -> None:
+    with pytest.raises(DefenseError, match=word):
+        users_of(dataset, group_by)
+
+
+@pytest.mark.parametrize("most", [None, 12, 4, 1])
+@pytest.mark.parametrize("name", ["together", "auto", "named"])
+def test_the_sum_is_of_users_whose_mean_gradient_is_clipped(name: str, most: int | None) -> None:
+    run = Pieces(by_user(max_physical_batch=most, **GROUPS[name][0]))
+    for _ in range(3):
+        batch, rows = drawn(run)
+        expected = brute(run, batch, rows, name).sum(0) / 8
+        found = run.step(batch).double()
+        assert float((found - expected).norm() / expected.norm()) < 1e-6
+    assert len({KEYS[row] for row in rows}) < len(rows)
+    assert max(run.sizes) == most or (most is None and max(run.sizes) > 12) or most == 12
+
+
+@pytest.mark.parametrize("clipping", ["auto", "per_sample", "ghost"])
+def test_norms_have_the_cross_terms_between_a_users_rows(clipping: Any) -> None:
+    """Two equal rows are as long as one, two opposite ones nothing; also of tied embeddings."""
+    with own_rng(3):
+        ids = torch.randint(3, 97, (6, 5))
+    for model in (tiny_gpt2(dropout=0.0).train(), tiny_bert_mlm(dropout=0.0).train()):
+        loader: Any = DataLoader(TensorDataset(ids), batch_size=3)
+        defense = by_user(group_by=[0, 0, 0, 1, 2, 2], clipping=clipping, max_grad_norm=0.5)
+
+        class Tokens(Pieces):
+            def loss(self, batch: Any) -> Tensor:
+                return mean_of_sample_means(self.root(batch[0]).logits, batch[0], causal=True)
+
+        run = Tokens(defense, root=model, loader=loader)
+        sampler: Any = run.loader.batch_sampler
+        sampler._counts.append([3, 1, 2])
+        each = []
+        for i in range(6):
+            loss = run.loss([ids[i : i + 1]])
+            found = torch.autograd.grad(loss, run.parameters, allow_unused=True)
+            flat = [
+                torch.zeros_like(p) if g is None else g
+                for p, g in zip(run.parameters, found, strict=True)
+            ]
+            each.append(torch.cat([g.flatten() for g in flat]).double())
+        means = [torch.stack(each[a:b]).mean(0) for a, b in ((0, 3), (3, 4), (4, 6))]
+        expected = sum(m * min(1.0, 0.5 / float(m.norm())) for m in means) / 3
+        found = run.step([ids]).double()
+        assert float((found - expected).norm() / expected.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("most", [12, 3])
+def test_one_user_moves_the_sum_by_no_more_than_the_clip_with_all_of_their_rows(most: int) -> None:
+    found = []
+    for scale in (1.0, 1e5):
+        run = Pieces(by_user(max_physical_batch=most))
+        sampler: Any = run.loader.batch_sampler
+        rows = [row for user in sampler.users for row in user]
+        batch = [value[rows].clone() for value in data().tensors]
+        mine = [i for i, row in enumerate(rows) if KEYS[row] == "h"]
+        batch[0][mine] *= scale
+        sampler._counts.append([len(user) for user in sampler.users])
+        found.append(8 * run.step(batch))
+        assert len(mine) == 5
+    distance = float((found[0] - found[1]).norm())
+    assert distance <= 2 * CLIP  # replaced: twice at most
+    without = [i for i, row in enumerate(rows) if KEYS[row] != "h"]
+    run = Pieces(by_user(max_physical_batch=most))
+    sampler = run.loader.batch_sampler
+    sampler._counts.append([len(user) for user in sampler.users if KEYS[user[0]] != "h"])
+    alone = 8 * run.step([value[without] for value in batch])
+    assert float((found[1] - alone).norm()) == pytest.approx(CLIP, rel=1e-4)
+
+
+@pytest.mark.parametrize("most", [12, 2])
+def test_a_row_that_is_not_finite_takes_its_user_out_and_no_other(most: int) -> None:
+    run = Pieces(by_user(max_physical_batch=most))
+    batch, rows = drawn(run)
+    expected = brute(run, batch, rows)
+    users = [*dict.fromkeys(KEYS[row] for row in rows)]
+    batch[0] = batch[0].clone()
+    batch[0][0] = math.inf
+    expected[users.index(KEYS[rows[0]])] = 0
+    torch.testing.assert_close(run.step(batch).double(), expected.sum(0) / 8, rtol=1e-5, atol=1e-8)
+
+
+def test_users_are_poisson_sampled_with_all_rows_or_some_at_random() -> None:
+    users = users_of(data(), KEYS)
+    sampler = UserBatchSampler(
+        users, range(15), 3, 0.3, 4000, entropy=b"e" * 32, client=0, first_step=0
+    )
+    inside, rows = Counter[int](), Counter[int]()
+    for step in range(4000):
+        chosen = sampler.rows(step)
+        whose = Counter(KEYS[row] for row in chosen)
+        assert all(whose[k] == min(3, KEYS.count(k)) for k in whose)
+        inside.update(sampler.draw(step))
+        rows.update(row for row in chosen if KEYS[row] == "a")
+        assert sampler.claim_users(len(chosen)) == [*whose.values()]
+    for user in range(15):
+        assert scipy.stats.binomtest(inside[user], 4000, 0.3).pvalue > 1e-4
+    assert len(rows) == KEYS.count("a") == 9
+    for count in rows.values():
+        assert scipy.stats.binomtest(count, 4000, 0.3 * 3 / 9).pvalue > 1e-4
+
+
+def test_processes_share_users_not_rows() -> None:
+    dataset, seen = data(), []
+    users = users_of(dataset, KEYS)
+    for rank in range(2):
+        split_ = DistributedSampler(dataset, 2, rank, shuffle=False)
+        loader: Any = poisson_loader(
+            DataLoader(dataset, 4, sampler=split_),
+            1.0,
+            client=rank,
+            clients=2,
+            entropy=b"e" * 32,
+            users=users,
+        )
+        seen.append({KEYS[row] for row in loader.batch_sampler.rows(0)})
+    assert not seen[0] & seen[1]
+    assert seen[0] | seen[1] == set(KEYS)
+
+
+def test_epsilon_is_that_of_users() -> None:
+    defense = by_user(noise_multiplier=2.0, accountant="rdp")
+    run = Pieces(defense, loader=DataLoader(data(), batch_size=3))
+    batch, _ = drawn(run)
+    run.step(batch)
+    assert defense.privacy.sample_rate == 3 / 15
+    assert defense.privacy.delta == pytest.approx(0.1 / 15)
+    assert "one user with all of their rows" in defense.guarantee
+    assert defense.settings()["unit"] == "user"
+    assert "one example added or removed" in DPSGD(1.0, noise_multiplier=1.0).guarantee
+    with pytest.raises(DefenseError, match=r"below 1 / 15"):
+        Pieces(by_user(noise_multiplier=2.0, target_delta=1 / 12))
+
+
+def test_the_noise_is_that_of_one_user() -> None:
+    run = Pieces(by_user(noise_multiplier=1.5))
+    residues = []
+    for _ in range(60):
+        batch, rows = drawn(run)
+        clean = brute(run, batch, rows).sum(0)
+        residues.append((8 * run.step(batch, lr=1e-3) - clean) / (1.5 * CLIP))
+    noise = torch.cat(residues)
+    low, high = scipy.stats.chi2.ppf([1e-4, 1 - 1e-4], noise.numel())
+    assert low < float(noise.square().sum()) < high
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"group_by": None}, "needs group_by"),
+        ({"unit": "example"}, "the unit is an example"),
+        ({"unit": "household"}, "unit='household'"),
+        ({"poisson": False}, "draws users by chance"),
+        ({"rows_per_user": 0}, "rows_per_user=0"),
+        ({"group_by": "customer"}, "no column 'customer'"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(DefenseError, match=word):
+        Pieces(by_user(**settings))
+
+
+def test_rows_of_another_batch_and_canaries_are_refused() -> None:
+    run = Pieces(by_user())
+    batch, _ = drawn(run)
+    with pytest.raises(DefenseError, match=r"whose rows they are cannot be told|made none of that"):
+        run.step([value[1:] for value in batch])
+    run = Pieces(by_user())
+    batch, rows = drawn(run)
+    run.backward(batch)
+    canary = CanaryGradient(torch.ones(len(rows), 1, 2))
+    with pytest.raises(DefenseError, match="a canary is one row"):
+        run.defense.on_canary(canary, run.parameters, run.context)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_fit_by_users(workers: int) -> None:
+    """Whose rows they are is known also where workers fetch batches ahead, over several epochs."""
+
+    class Counted(CausalLM):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            whose = [tuple(row) for row in batch["whose"].tolist()]
+            counts = [*Counter(whose).values()]
+            users = self.defense._step._users
+            assert [*users] == counts
+            return super().training_step(
+                {k: v for k, v in batch.items() if k != "whose"}, batch_idx
+            )
+
+    plain = random_token_loader(n=24, batch_size=4, length=8, padded=True)
+    keys = [row % 9 for row in range(24)]
+
+    class WithKeys(Dataset[Any]):
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> Any:
+            return plain.dataset[index], keys[index]
+
+    def whole(rows: list[Any]) -> Any:
+        batch = plain.collate_fn([row for row, _ in rows])
+        return batch | {"whose": torch.tensor([[key] for _, key in rows]).view(-1, 1)}
+
+    module = Counted()
+    module.defense = defense = by_user(
+        group_by=lambda row: row[1], noise_multiplier=1.0, max_physical_batch=8
+    )
+    loader: Any = DataLoader(WithKeys(), 4, collate_fn=whole, num_workers=workers)
+    _, run = fit(defense, module, data=loader, max_epochs=3)
+    assert run.global_step == defense.releases == 6
+    assert defense.privacy.sample_rate == 4 / 9
+    assert max(module.sizes) <= 8

@@ -91,7 +91,6 @@ _HOMES = {
         "DPSGD",
         "Defense",
         "DefenseError",
-        "DPAdamBC",
         "Freeze",
         "GradientNoise",
         "TokenLDP",

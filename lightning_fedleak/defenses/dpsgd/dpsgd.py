@@ -115,9 +115,9 @@ class DPSGD(Defense):
     Args:
         max_grad_norm: C. ``"auto"``: a sample's gradient g becomes ``g / (|g| + gamma)``, of a norm
             below C = 1, so that there is no norm to find (:mod:`~.clipped_sum`). Norms by the names
-            of layers (a module's or a parameter's name in the LightningModule, the longest that fits;
-            ``""`` for the rest): what each names is clipped by itself, C is the root of the sum of
-            their squares.
+            of layers (a module's or a parameter's name in the LightningModule, the longest that
+            fits; ``""`` for the rest): what each names is clipped by itself, C is the root of the
+            sum of their squares.
         noise_multiplier: sigma. Or:
         target_epsilon: what the whole run may cost; sigma is then found from the number of steps.
         target_delta: delta of the guarantee; must be below one over the number of examples. With

@@ -34,8 +34,13 @@ from lightning_fedleak.defenses.base import (
 )
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.batch import trainer_of
-from lightning_fedleak.defenses.dpsgd.clip import Clip, LayerNoise, MaxGradNorm, clip_of
-from lightning_fedleak.defenses.dpsgd.clipped_sum import NoiseGauge
+from lightning_fedleak.defenses.dpsgd.clipped_sum import (
+    Clip,
+    LayerNoise,
+    MaxGradNorm,
+    NoiseGauge,
+    clip_of,
+)
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 from lightning_fedleak.defenses.dpsgd.sampling import Sampling, check_same_data, sampling_of
 from lightning_fedleak.defenses.dpsgd.setup_checks import (
@@ -109,10 +114,10 @@ class DPSGD(Defense):
 
     Args:
         max_grad_norm: C. ``"auto"``: a sample's gradient g becomes ``g / (|g| + gamma)``, of a norm
-            below C = 1, so that there is no norm to find (:mod:`~.clip`). Norms by the names of
-            layers (a module's or a parameter's name in the LightningModule, the longest that fits;
-            ``""`` for the rest): what each names is clipped by itself, C is the root of the sum of
-            their squares.
+            below C = 1, so that there is no norm to find (:mod:`~.clipped_sum`). Norms by the names
+            of layers (a module's or a parameter's name in the LightningModule, the longest that
+            fits; ``""`` for the rest): what each names is clipped by itself, C is the root of the
+            sum of their squares.
         noise_multiplier: sigma. Or:
         target_epsilon: what the whole run may cost; sigma is then found from the number of steps.
         target_delta: delta of the guarantee; must be below one over the number of examples. With

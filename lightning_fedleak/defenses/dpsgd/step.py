@@ -26,8 +26,7 @@ from lightning_fedleak.defenses.dpsgd.batch import (
     tensors_of,
     trainer_of,
 )
-from lightning_fedleak.defenses.dpsgd.clip import Clip
-from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, Gathered, Moves
+from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, Gathered, Moves
 from lightning_fedleak.defenses.dpsgd.logical import Piece, pieces_of, run_pieces
 from lightning_fedleak.defenses.dpsgd.loss_graph import (
     FormCheck,

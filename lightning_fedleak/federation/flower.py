@@ -260,11 +260,17 @@ class PrivateMean(_Around):
         minutes: to wait for all clients to be there; the account hangs on their number.
 
     Raises:
-        DefenseError: another trust, or no ledger.
+        DefenseError: another trust, no ledger, or a strategy inside that was to be watched.
     """
 
     def __init__(self, strategy: Strategy, dp: ClientDP, *, minutes: float = 10.0) -> None:
         super().__init__(strategy)
+        if isinstance(strategy, Observed):
+            raise DefenseError(
+                "PrivateMean trains in place of the strategy inside, so that an Observed there "
+                "would see nothing: Observed(PrivateMean(...)) sees each client's update, as the "
+                "trusted server does"
+            )
         if dp.trust != "central" or dp.ledger is None:
             raise DefenseError(
                 "PrivateMean adds the noise on the server: give ClientDP(trust='central', "

@@ -236,6 +236,19 @@ def test_the_account_hangs_on_the_number_of_clients(tmp_path):
             PrivateMean(FedAvg(), private(tmp_path / "x", **{"ledger": None} | more))
 
 
+def test_a_trusted_server_may_watch_itself_from_outside_alone(tmp_path):
+    def watching(strategy):
+        return Observed(strategy, observer(tmp_path / "logs", side="server"))
+
+    with pytest.raises(DefenseError, match="would see nothing"):
+        PrivateMean(watching(FedAvg()), private(tmp_path))
+    plain, _ = a_round(PrivateMean(FedAvg(), private(tmp_path, ledger=tmp_path / "a")), 4)
+    seen, _ = a_round(watching(PrivateMean(FedAvg(), private(tmp_path))), 4)
+    for name in plain:  # but for noise that is next to nothing
+        torch.testing.assert_close(plain[name], seen[name], rtol=1e-4, atol=1e-5)
+    assert [x["client"] for x in lines(tmp_path / "logs")] == [0, 1, 2, 3, "sum"]
+
+
 # ---- where the published mod is silently wrong --------------------------------------------------
 
 

@@ -40,8 +40,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.strategies import DefendedStrategy
 
-SMALL = "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1"
-SMOKE = (SMALL, f"{SMALL} --pieces 2 --logical 2 4")
+SMOKE = (
+    "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1",
+    "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1 --pieces 2 --logical 2 4",
+)
 
 CLIP, SIGMA, LR = 1.0, 1.0, 1e-3
 Step = Callable[[], None]

@@ -539,7 +539,7 @@ class _Search:
     def run(self, deadline: Deadline) -> tuple[list[FoundText], bool, bool]:
         """The texts, whether it came to an end by itself, and whether they are certain."""
         texts, finished = self.found(deadline)
-        texts, certain = self.checked(texts) if finished else (texts, False)
+        texts, certain = self._certified(texts) if finished else (texts, False)
         whole = [t for t in texts if not any(_begins(t, other) for other in texts)]
         return [FoundText(t.tokens, t.fits) for t in whole], finished, certain
 
@@ -574,6 +574,14 @@ class _Search:
             if not finished:
                 return found or lost[:1], False
         return found or lost[:1], True
+
+    def _certified(self, found: Sequence[_Text]) -> tuple[list[_Text], bool]:
+        """As :meth:`checked`; where the first texts alone are certain, the others are none."""
+        for n in range(len(found), 0, -1):
+            texts, certain = self.checked(found[:n])
+            if certain:
+                return texts, True
+        return self.checked(found)
 
     def _begun(self, prefixes: Sequence[tuple[int, ...]]) -> Prefixes:
         """Beginnings that are known."""

@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 LOWEST := .venv-lowest
+IN_PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 FLOWER := .venv-flower
 PAPERS_LOG ?= benchmarks/papers/measured.jsonl
 
@@ -17,12 +18,13 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-lowest test-flower docs notebooks smoke papers gpu lint clean install
+.PHONY: help demo test test-slow test-lowest test-flower docs notebooks smoke papers gpu lint clean install
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    fine-tune a small model on private messages and watch them leak (no network needed once installed)"
 	@echo "make test    run the tests"
+	@echo "make test-slow  run the slow ones: proofs of DP-SGD, also on several processes, and the snippets of the docs"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
@@ -39,14 +41,17 @@ demo: $(READY)
 	@$(BIN)/fedleak demo $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(ARGS)
+
+test-slow: $(READY)
+	@$(BIN)/python -m pytest -m slow $(IN_PARALLEL) $(ARGS)
 
 test-flower: $(FLOWER)/.ready  # in an environment of its own: Flower wants older packages
 	@FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 RAY_USAGE_STATS_ENABLED=0 PYTHONPATH=. \
 		$(FLOWER)/bin/python -m pytest --numprocesses 0 tests/federation tests/flower $(ARGS)
 
 test-lowest: $(LOWEST)/.ready  # without real models: newer versions saved their tokenizers
-	@FEDLEAK_ASSETS=none $(LOWEST)/bin/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@FEDLEAK_ASSETS=none $(LOWEST)/bin/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 notebooks: $(VENV)/.notebooks
 	@$(BIN)/python examples/notebooks/run.py $(ARGS)

@@ -413,14 +413,15 @@ def watched_fit(
             LeakageMonitor(attacks, every_n_steps=50, assume=DISHONEST_SERVER, cache=False)
         )
     ids = ids.to(section.device) if strict else ids
-    trainer = L.Trainer(
-        accelerator=section.device,
-        strategy=DefendedStrategy("auto", list(defenses)) if defenses else "auto",
-        max_steps=section.pick(8, 3),
-        callbacks=[*callbacks, Closed(waits)],
-        **QUIET,
-    )
-    with waits.watched():
+    with tempfile.TemporaryDirectory() as folder, waits.watched():
+        trainer = L.Trainer(
+            accelerator=section.device,
+            strategy=DefendedStrategy("auto", list(defenses)) if defenses else "auto",
+            max_steps=section.pick(8, 3),
+            callbacks=[*callbacks, Closed(waits)],
+            default_root_dir=folder,
+            **QUIET,
+        )
         loader = DataLoader([{"input_ids": row} for row in ids], batch_size=4)
         trainer.fit(OnIds(model), loader)
     return opened.steps

@@ -44,6 +44,7 @@ from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
 from tests.report.lines import begin, look, result, written
 from tests.tools.sentences import ROOT
 
+pytestmark = pytest.mark.slow
 Names = dict[str, Any]
 SUPPLIED = {
     "ACCELERATOR": "cpu",

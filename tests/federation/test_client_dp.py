@@ -20,6 +20,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 pytest.importorskip("opacus")
 
+pytestmark = pytest.mark.slow
 DELTA = 1e-5
 LIKE = {"a": torch.zeros(3, 2), "b": torch.zeros(4)}
 ONCE = (Phase.explicit, Phase.generate)

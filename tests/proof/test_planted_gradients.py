@@ -21,6 +21,9 @@ pytest.importorskip("opacus")
 GAMES, DELTA = 400, 1e-3
 
 
+pytestmark = pytest.mark.slow
+
+
 def planted(sigma: float, rate: float = 1.0, steps: int = 1, **settings: Any) -> PlantedGradients:
     given = {"max_grad_norm": 0.7, "target_delta": DELTA, **settings}
 

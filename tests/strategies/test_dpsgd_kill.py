@@ -14,7 +14,10 @@ from tests.helpers.processes import one_process
 from tests.strategies.dpsgd_lives import LIVES, NOISE, live
 from tests.strategies.dpsgd_runs import BATCH, N
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes"),
+]
 
 
 def test_killed_at_ten_random_points_it_forgets_no_release_and_repeats_no_noise(

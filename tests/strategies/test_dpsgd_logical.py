@@ -26,6 +26,7 @@ from tests.helpers.models import tiny_gpt2, tiny_llama
 from tests.strategies.dpsgd_runs import CLIP, CausalLM, Look, fit, loader, trainer
 from tests.strategies.test_dpsgd_fit import lora
 
+pytestmark = pytest.mark.slow
 MODELS = {
     "gpt2 tied": lambda: tiny_gpt2(dropout=0.0).train(),
     "llama": lambda: tiny_llama().train(),

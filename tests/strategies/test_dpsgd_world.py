@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.processes import Found, two_processes
 from tests.strategies.test_ddp import of
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 MODELS = ("gpt2 tied", "gpt2 untied", "llama", "bert", "lora")
 ONLY_DDP = ("find_unused_parameters", "static_graph")
 ONLY_FSDP2 = (

@@ -27,6 +27,7 @@ from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2
 from tests.strategies.dpsgd_runs import CausalLM, fit
 
+pytestmark = pytest.mark.slow
 KEYS = [*"aabacdddddbbeffgghihhhhaaaaaajklmmnnnooo"]
 assert len(KEYS) == len(data())
 

@@ -13,6 +13,7 @@ import pytest
 from lightning_fedleak.attacks import AlignedFlatChat
 from tests.helpers.processes import SECONDS, environment_of_own
 
+pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -22,7 +23,8 @@ from lightning_fedleak.defenses.accounting.budget import (
     BudgetSpent,
     guarantee_of,
 )
-from lightning_fedleak.defenses.accounting.ledger import client_path
+from lightning_fedleak.defenses.accounting.groups import group_epsilon
+from lightning_fedleak.defenses.accounting.ledger import check_count, client_path
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
@@ -296,6 +298,34 @@ class DPSGD(Defense):
             DefenseError: before the training data are known.
         """
         return self._budget.privacy
+
+    def group_privacy(self, rows: int) -> Privacy:
+        """What the releases so far have cost a group: ``rows`` examples added or removed together.
+
+        For rows that turn out to be of one person. Dearer than ``unit="user"`` from the start,
+        which bounds what all of a user's rows move. With ``unit="user"`` it is of so many users.
+
+        Args:
+            rows: of the group, at most.
+
+        Returns:
+            Epsilon at the delta of :attr:`privacy`
+            (:func:`~lightning_fedleak.defenses.accounting.groups.group_epsilon`). With
+            ``accountant="filter"`` k times the budget's epsilon, at delta ``k e^((k - 1) epsilon)``
+            times its own; infinite where that is no probability.
+
+        Raises:
+            DefenseError: no number of rows, or before the training data are known.
+        """
+        check_count(rows, "rows")
+        own = self.privacy
+        if not isinstance(self.accountant, RenyiFilter):
+            epsilon = group_epsilon(self.accountant.history, own.delta, rows)
+            return dataclasses.replace(own, epsilon=max(epsilon, own.epsilon))
+        log_delta = math.log(own.delta * rows) + (rows - 1) * own.epsilon
+        if log_delta >= 0:
+            return dataclasses.replace(own, epsilon=math.inf)
+        return dataclasses.replace(own, epsilon=rows * own.epsilon, delta=math.exp(log_delta))
 
     @property
     def share_spent(self) -> float | None:

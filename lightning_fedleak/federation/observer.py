@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -40,7 +40,7 @@ from lightning_fedleak.callbacks.channels.base import (
 )
 from lightning_fedleak.callbacks.channels.targets import Games
 from lightning_fedleak.callbacks.checks import check_attacks, check_optimizers, check_texts
-from lightning_fedleak.callbacks.fit import Exchange
+from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.lineup import Lineup
 from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord
 from lightning_fedleak.callbacks.results import Outcome, Result, Results, Series, Unknown, unknown
@@ -74,6 +74,8 @@ Side = Literal["client", "server"]
 @dataclass(frozen=True)
 class _RoundRun(Run):
     """A federation, as channels know it: one process, in which a client is a number."""
+
+    watcher: ClassVar[str] = "RoundObserver"
 
     number_: int
     optimizer: Optimizer
@@ -403,7 +405,10 @@ class RoundObserver:
             )
         self._lineup = lineup
         if self._auto:
-            rank_zero_info(auto.table(lineup.rows, lineup.unread, None, self._run.assumed))
+            shown = auto.table(
+                lineup.rows, lineup.unread, None, self._run.assumed, self._run.watcher
+            )
+            rank_zero_info(shown)
             every = Report([], self.attacks, self._jsonl, None, client="all", round_of=int)
             every.write_not_played(lineup.rows, round_)
         self._record.begins(
@@ -664,6 +669,8 @@ class RoundObserver:
             None,
             client=client,
             round_of=int,
+            watcher=self._run.watcher,
+            unit="round",
         )
         self._seats[client, stage] = seat = _Seat(
             run, stage, channels, series, results, report, Exchange(run, series)

@@ -458,7 +458,11 @@ def privacy_values(trainer: L.Trainer) -> dict[str, float]:
     or as ``privacy/<defence>/...`` where several defences account. None of it covers the logs of
     leakage themselves, nor what a gate decides in sight of them.
     """
-    defenses = accounting_defenses(trainer)
+    return values_spent(accounting_defenses(trainer))
+
+
+def values_spent(defenses: Sequence[Defense]) -> dict[str, float]:
+    """See :func:`privacy_values`; of defences that account."""
     values: dict[str, float] = {}
     for defense in defenses:
         try:
@@ -492,4 +496,5 @@ __all__ = [
     "privacy_values",
     "settings_of",
     "spent_by",
+    "values_spent",
 ]

@@ -42,7 +42,7 @@ from lightning_fedleak.callbacks.channels.targets import Games
 from lightning_fedleak.callbacks.checks import check_attacks, check_optimizers, check_texts
 from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.lineup import Lineup
-from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord
+from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord, values_spent
 from lightning_fedleak.callbacks.results import Outcome, Result, Results, Series, Unknown, unknown
 from lightning_fedleak.callbacks.run_facts import facts_of, optimizers_of
 from lightning_fedleak.callbacks.tensorboard import add_pages
@@ -538,14 +538,21 @@ class RoundObserver:
             self.log(found)
         return found
 
-    def log(self, look: RoundLook, beside: Mapping[str, float] | None = None) -> None:
+    def log(
+        self,
+        look: RoundLook,
+        beside: Mapping[str, float] | None = None,
+        defenses: Sequence[Defense] = (),
+    ) -> None:
         """Writes a look down.
 
         Args:
             look: that was made with ``logged=False``.
             beside: further values by log name.
+            defenses: that have spent on this round, besides the observer's own.
         """
         made = look._made
+        spending = [*self._run.defenses, *(d for d in defenses if d not in self._run.defenses)]
         seat = made.seat
         for channel in seat.channels:
             mine = {s: o for s, o in made.outcomes.items() if seat.series[s] is channel}
@@ -553,9 +560,10 @@ class RoundObserver:
                 channel.published(made.look, mine, seat.report)
             except Exception as error:
                 seat.report.warn_once(f"not all of a look was written: {reason(error)}")
-        seat.report.write(made.look, made.outcomes, {**look.values, **(beside or {})})
+        values = values_spent(spending) | dict(look.values) | dict(beside or {})
+        seat.report.write(made.look, made.outcomes, values)
         self._record.looked(
-            look.round_, made.utility, look.seconds, seat.results.failures, self._run.defenses
+            look.round_, made.utility, look.seconds, seat.results.failures, spending
         )
 
     def forget(self, look: RoundLook) -> None:

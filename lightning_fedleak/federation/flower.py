@@ -73,8 +73,8 @@ class FedLeakMod:
         observer: makes the :class:`RoundObserver` of this process, once in a run, given the first
             context.
         gates: of each client.
-        dp: makes a client's own :class:`ClientDP`, in every round, given its context. It needs a
-            ledger, since Flower may run each round in another process.
+        dp: makes a client's own :class:`ClientDP`, in every round, given its context; None for
+            none. It needs a ledger, since Flower may run each round in another process.
         weight: the metric by which the server's strategy weighs clients.
     """
 
@@ -82,7 +82,7 @@ class FedLeakMod:
         self,
         observer: Callable[[Context], RoundObserver],
         gates: Sequence[RoundGate] = (),
-        dp: Callable[[Context], ClientDP] | None = None,
+        dp: Callable[[Context], ClientDP | None] | None = None,
         *,
         weight: str = WEIGHT,
     ) -> None:

@@ -73,7 +73,8 @@ class FederateCommand(Setting):
         with _quiet(), RoundsTable(console, self.clients, private=private) as table:
 
             def closed(number: int, server: Server, silent: dict[int, str]) -> None:
-                rounds.append(read_back(folder, number, server.loss, silent))
+                spent = self._spent(folder, server) if private else None
+                rounds.append(read_back(folder, number, server.loss, silent, spent))
                 table.add(rounds[-1])
 
             try:
@@ -118,6 +119,14 @@ class FederateCommand(Setting):
                 "--action harden turns up the noise that clients add themselves: give --epsilon "
                 "and --trust local too."
             )
+
+    def _spent(self, folder: Path, server: Server) -> float:
+        """Epsilon so far; where clients add the noise, that of the one that has released most."""
+        if server.dp is not None:
+            return server.dp.privacy.epsilon
+        ledgers = {p.read_bytes(): p for p in folder.glob("client_*.ledger")}
+        accounts = [self.account(path) for path in ledgers.values()]
+        return max((a.privacy.epsilon for a in accounts if a is not None), default=0.0)
 
     def _introduce(self, console: Console, sizes: Sequence[int]) -> None:
         model = "the embedded model" if self.model is None else self.model
@@ -166,10 +175,12 @@ def summary(rounds: Sequence[Round], clients: int) -> str:
     held = sum(len(r.withheld) for r in rounds)
     if held:
         lines.append(f"{held} of {clients * len(rounds)} updates did not leave.")
-    lost = [
-        (c, r.number, why) for r in rounds for c, why in r.absent.items() if c not in r.withheld
+    lines += [
+        f"Client {client} counted for nothing in round {r.number}: {why}."
+        for r in rounds
+        for client, why in r.absent.items()
+        if client not in r.withheld
     ]
-    lines += [f"Client {c} counted for nothing in round {n}: {why}." for c, n, why in lost]
     if rounds and rounds[-1].epsilon is not None:
         lines.append(f"Epsilon of all rounds: {rounds[-1].epsilon:.2f}.")
     if any("auc" in r.found for r in rounds):

@@ -46,8 +46,10 @@ class Round:
     epsilon: float | None
 
 
-def read_back(folder: Path, number: int, loss: float, absent: Mapping[int, str]) -> Round:
-    """A round, of all files below ``folder``."""
+def read_back(
+    folder: Path, number: int, loss: float, absent: Mapping[int, str], epsilon: float | None
+) -> Round:
+    """A round, of all files below ``folder``; the rest is as :class:`Round` has it."""
     found: dict[str, dict[str | int, float]] = {name: {} for name in HEADLINES}
     for line in _lines(folder, "leakage.jsonl"):
         if line["round"] != number or line["client"] == "all":
@@ -60,7 +62,6 @@ def read_back(folder: Path, number: int, loss: float, absent: Mapping[int, str])
         before = found[headline].get(line["client"], math.nan)
         found[headline][line["client"]] = value if math.isnan(before) else max(before, value)
     withheld: set[int] = set()
-    spent: list[float] = []
     for line in _lines(folder, "run.jsonl"):
         if (
             line["kind"] == "gate"
@@ -71,16 +72,12 @@ def read_back(folder: Path, number: int, loss: float, absent: Mapping[int, str])
         if line["kind"] == "look" and line["step"] == number:
             spent += [_epsilon(of["epsilon"]) for of in line["privacy"]]
     shown = {name: by_client for name, by_client in found.items() if by_client}
-    return Round(number, loss, shown, frozenset(withheld), absent, max(spent) if spent else None)
+    return Round(number, loss, shown, frozenset(withheld), absent, epsilon)
 
 
 def _lines(folder: Path, name: str) -> list[dict[str, Any]]:
     files = sorted(folder.rglob(name))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
-def _epsilon(value: float | str) -> float:
-    return math.inf if isinstance(value, str) else float(value)
 
 
 class RoundsTable:

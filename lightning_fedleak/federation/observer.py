@@ -209,6 +209,8 @@ class RoundObserver:
         look_seconds: attacks that choose themselves and would take longer are not played.
         cache: keep calibrations on disk.
         tensorboard: log to TensorBoard, where it is installed.
+        federation: a name that observers of one federation have alike, in whatever process they
+            are: ``fedleak report`` takes their files as of one run. Flower's mod gives one.
 
     Attributes:
         round_: number of the round at work; -1 before the first.
@@ -240,6 +242,7 @@ class RoundObserver:
         look_seconds: float = 30.0,
         cache: bool = True,
         tensorboard: bool = True,
+        federation: str | None = None,
     ) -> None:
         if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
             raise ValueError(f"local_steps must be a positive integer, got {local_steps!r}")
@@ -270,7 +273,8 @@ class RoundObserver:
         self._look_seconds = look_seconds
         self._cache = CalibrationCache() if cache else None
         self._tensorboard = tensorboard and importlib.util.find_spec("tensorboard") is not None
-        self._gates = list(gates)
+        self._gates = [dict(gate) for gate in gates]
+        self.federation = federation
         self._anatomy = find_anatomy(model, **dict(anatomy or {}))
         check_texts(self.attacks, {"games=Games(held_out=)": self.games.held_out}, self._anatomy)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -411,7 +415,7 @@ class RoundObserver:
                 self._run,
                 lineup,
                 self._series,
-                fit=f"{os.getpid()}-{id(self)}-{round_}",
+                fit=self.federation or f"{os.getpid()}-{id(self)}-{round_}",
                 training={
                     "optimizers": optimizers_of([self._optimizer]),
                     "strategy": "federation",
@@ -550,7 +554,12 @@ class RoundObserver:
                 seat.report.warn_once(f"not all of a look was written: {reason(error)}")
         seat.report.write(made.look, made.outcomes, {**look.values, **(beside or {})})
         self._record.looked(
-            look.round_, made.utility, look.seconds, seat.results.failures, self._run.defenses
+            look.round_,
+            made.utility,
+            look.seconds,
+            seat.results.failures,
+            self._run.defenses,
+            look.client,
         )
 
     def forget(self, look: RoundLook) -> None:
@@ -694,6 +703,10 @@ class RoundObserver:
         ]
 
     # ---- what is written --------------------------------------------------------------------
+
+    def expect_gates(self, gates: Sequence[Mapping[str, Any]]) -> None:
+        """Gates that will decide, for the record; once the first round has begun it is written."""
+        self._gates += [dict(gate) for gate in gates if dict(gate) not in self._gates]
 
     def record_decision(self, facts: Mapping[str, Any]) -> None:
         """Leaves a line in ``run.jsonl``: what a gate has done."""

@@ -63,7 +63,8 @@ _SHAPES: Mapping[str, Mapping[str, _Shape]] = {
         "metrics": {...: (None, {...: _NUMBER})}, "unknown?": (str, None),
     },
     "begin": {
-        "fit?": (str, None), "time?": str, "resumed?": (None, {"run?": str, "privacy?": [_SPENT]}),
+        "fit?": (str, None), "time?": str, "resumed?": (None, {
+            "run?": str, "privacy?": [{"defense": str, "history": [_release]}]}),
         "versions?": (None, {...: str}), "machine?": (None, {}), "training?": (None, {}),
         "model?": (None, {"class": str, "peft?": [str], "trained?": [str],
                           "trained_parameters?": (int, None), "parameters?": (int, None)}),

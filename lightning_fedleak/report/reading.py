@@ -6,85 +6,18 @@ versions, which had no ``run.jsonl`` and no ids, are read as one fit.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
+
+from lightning_fedleak.report.shapes import RECORD, RESULTS, parsed, wrong_in
 
 Line = Mapping[str, Any]
 
-RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
 SCHEMA = {RESULTS: 1, RECORD: 1}
 """The newest schema of each file that is understood."""
-
-_Shape = Any
-"""Of a value: a type, a choice of shapes in a tuple, a list of one shape, a function that says
-whether it is one, or a dict: a name that ends in ? may be missing, and ``...`` is every other."""
-_MOST = 2**53
-"""Steps and counts that are higher are no run's."""
-
-
-def _amount(value: object) -> bool:
-    """Zero or above, infinite, or unknown."""
-    return value is None or value == "infinite" or (_is_number(value) and value >= 0)
-
-
-def _chance(value: object) -> bool:
-    """From 0 to 1, or unknown."""
-    return value is None or (_is_number(value) and 0 <= value <= 1)
-
-
-def _release(value: object) -> bool:
-    """Noise multiplier, sample rate, and how many."""
-    return (
-        isinstance(value, list)
-        and len(value) == 3
-        and all(_is_number(one) and one >= 0 for one in value)
-        and isinstance(value[2], int)
-    )
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-
-
-_NUMBER = (int, float, "infinite", None)
-_SPENT = {
-    "defense": str, "epsilon?": _amount, "delta?": _chance, "noise_multiplier?": _amount,
-    "sample_rate?": _chance, "releases?": (int, None), "history?": (None, [_release]),
-}  # fmt: skip
-_OF_ANY_KIND = {"run": str, "kind": str, "schema?": int}
-_SHAPES: Mapping[str, Mapping[str, _Shape]] = {
-    RESULTS: {
-        "run?": str, "schema?": int, "step": int, "attack": str, "stage": str, "client?": (str, int, None),
-        "round?": (int, None), "config?": (None, {}), "n?": (int, None), "exposed?": (bool, None),
-        "metrics": {...: (None, {...: _NUMBER})}, "unknown?": (str, None),
-    },
-    "begin": {
-        "fit?": (str, None), "time?": str, "resumed?": (None, {
-            "run?": str, "privacy?": [{"defense": str, "history": [_release]}]}),
-        "versions?": (None, {...: str}), "machine?": (None, {}), "training?": (None, {}),
-        "model?": (None, {"class": str, "peft?": [str], "trained?": [str],
-                          "trained_parameters?": (int, None), "parameters?": (int, None)}),
-        "monitor?": {"clients?": int, "local_steps?": (int, None), "adversary?": [str]},
-        "attacks?": [{"name": str, "family": str, "needs?": [str], "reads?": [str],
-                      "adversary?": str, "config?": (None, {})}],
-        "not_played?": [{"name": str, "why": str}], "unread?": [str],
-        "defenses?": [{"name": str, "class?": str, "guarantee?": str, "settings?": (None, {})}],
-        "gates?": [{"name": str, "metric": str, "at_most?": _NUMBER, "action?": str,
-                    "bound?": str, "alpha?": _NUMBER}],
-        "settings_hash?": str,
-    },
-    "look": {"step": int, "client?": (str, int, None), "utility?": (None, {...: _NUMBER}),
-             "privacy?": (None, [_SPENT])},
-    "gate": {"gate": str, "did": str, "step": int, "client?": (str, int, None), "metric?": str,
-             "of?": (str, None), "measured?": _NUMBER, "at_most?": _NUMBER, "why?": (str, None),
-             "hardened?": (None, [str])},
-    "end": {"step": int, "how": str, "privacy?": (None, [_SPENT])},
-}  # fmt: skip
-"""What a line must look like to be read, by its file or, of ``run.jsonl``, by its kind."""
 
 
 class ReportError(ValueError):
@@ -207,7 +140,7 @@ def _lines(path: Path, problems: list[str]) -> Iterator[Line]:
             if not text.strip():
                 continue
             try:
-                line = json.loads(text)
+                line = parsed(text)
             except (ValueError, RecursionError):
                 broken.append(number)
                 continue
@@ -215,7 +148,7 @@ def _lines(path: Path, problems: list[str]) -> Iterator[Line]:
                 broken.append(number)
             elif _newer(line.get("schema", 1), SCHEMA[path.name]):
                 newer.append(number)
-            elif wrong := _wrong_in(line, path.name):
+            elif wrong := wrong_in(line, path.name):
                 odd.append((number, wrong))
             else:
                 yield line
@@ -232,41 +165,6 @@ def _newer(schema: object, newest: int) -> bool:
     return isinstance(schema, int) and schema > newest
 
 
-def _wrong_in(line: Line, name: str) -> str:
-    """What is odd in a line of one of the files; empty where nothing is."""
-    if name == RESULTS:
-        return _wrong(line, _SHAPES[RESULTS])
-    return _wrong(line, _OF_ANY_KIND) or _wrong(line, _SHAPES.get(line["kind"], {}))
-
-
-def _wrong(value: Any, shape: _Shape, where: str = "") -> str:
-    """The first place in a value that is not of its shape; empty where all are."""
-    if isinstance(shape, tuple):
-        told = [_wrong(value, one, where) for one in shape]
-        return "" if "" in told else max(told, key=len)
-    if isinstance(shape, Mapping) and isinstance(value, Mapping):
-        of = {name.removesuffix("?"): one for name, one in shape.items() if name != ...}
-        told = [f"without {name}" for name in shape if name != ... and not name.endswith("?")
-                and name not in value]  # fmt: skip
-        told += [
-            _wrong(found, of.get(name, shape.get(...)), f"{where}/{name[:40]}".lstrip("/"))
-            for name, found in value.items()
-            if name in of or ... in shape
-        ]
-        return next(filter(None, told), "")
-    if isinstance(shape, list) and isinstance(value, list):
-        return next(filter(None, (_wrong(one, shape[0], where) for one in value)), "")
-    if isinstance(shape, type):
-        fits = isinstance(value, shape) and isinstance(value, bool) == (shape is bool)
-        fits = fits and not (_is_number(value) and shape is int and abs(value) > _MOST)
-        fits = fits and not (shape is float and math.isinf(value))
-    elif callable(shape):
-        fits = shape(value)
-    else:
-        fits = not isinstance(shape, Mapping | list) and value == shape
-    return "" if fits else where or "an empty name"
-
-
 def spans(numbers: Sequence[object]) -> str:
     """The first few, and how many more."""
     shown = ", ".join(map(str, numbers[:8]))
@@ -278,7 +176,8 @@ def _add_result(
 ) -> None:
     """Takes a command's file of results; files of others are passed over unless asked for."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = parsed(text)
     except (ValueError, OSError, RecursionError):
         if asked:
             problems.append(f"{path} cannot be read as JSON")

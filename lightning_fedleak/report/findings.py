@@ -652,7 +652,7 @@ def _statement(spent: Mapping[str, Any]) -> str:
         "client": "one client, with all of its data,",
         "row": "one text of one client",
     }.get(spent["unit"], f"one {spent['unit']}")
-    after = "rounds" if spent["class"] == CLIENT else "releases"
+    after = ("round" if spent["class"] == CLIENT else "release") + "s" * (spent["releases"] != 1)
     if spent["class"] == TOKENS:
         after += " of the text that was released most often"
     text = (

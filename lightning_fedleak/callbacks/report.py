@@ -170,11 +170,13 @@ class RunRecord:
         seconds: float,
         failures: int,
         defenses: Sequence[Defense],
+        client: str | int | None = None,
     ) -> None:
-        """A look is over: what it cost, and what was spent until it."""
+        """A look is over: what it cost, and what was spent until it; ``client``: at whose round."""
         self._append(
             "look",
             step=step,
+            **({} if client is None else {"client": client}),
             utility={n: _plain(v) for n, v in utility.items()},
             privacy=spent_by(defenses),
             seconds=_plain(seconds),

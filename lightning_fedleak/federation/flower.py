@@ -112,7 +112,9 @@ class FedLeakMod:
                 "each client"
             )
         if context.run_id not in self._observers:
-            self._observers = {context.run_id: self._make(context)}
+            made = self._make(context)
+            made.federation = made.federation or f"flower-{context.run_id}"
+            self._observers = {context.run_id: made}
         observer = self._observers[context.run_id]
         client = context.node_config.get("partition-id", context.node_id)
         out = OutgoingUpdates(observer, self._gates, dp, client=client)

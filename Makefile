@@ -101,7 +101,7 @@ $(READY): pyproject.toml constraints.txt
 $(LOWEST)/.ready: pyproject.toml constraints.txt tests/tools/lowest_versions.py
 	@rm -rf $(LOWEST)
 	@$(PYTHON) -m venv $(LOWEST)
-	@$(PYTHON) tests/tools/lowest_versions.py > $(LOWEST)/constraints.txt
+	@$(PYTHON) tests/tools/lowest_versions.py test datasets > $(LOWEST)/constraints.txt
 	@echo "Installing the oldest versions into $(LOWEST) (once; some minutes) ..."
 	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e ".[test,datasets]"
 	@touch $@

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -411,7 +411,7 @@ class RoundObserver:
                 self._run,
                 lineup,
                 self._series,
-                fit=f"{os.getpid()}-{id(self)}-{round_}",
+                fit=uuid.uuid4().hex,
                 training={
                     "optimizers": optimizers_of([self._optimizer]),
                     "strategy": "federation",

@@ -474,27 +474,36 @@ def _implied(
 def _together(fits: Sequence[tuple[FitLines, Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """What all fits have spent, if they were of the same examples: an upper bound.
 
-    Several monitors of one fit count once. The releases that a fit had taken over with a checkpoint
-    count once too, if the fit that made them is among these. Where noise was turned up in the run
-    (``accountant="filter"``) epsilons are added up.
+    Several monitors of one fit count once, by the one that recorded most. The releases that a fit
+    had taken over with a checkpoint count once too, as far as the fit that made them recorded them
+    and is among these. Where noise was turned up in the run (``accountant="filter"``) epsilons are
+    added up.
     """
-    by_defense: dict[str, dict[str, Mapping[str, Any]]] = {}
-    given = {of.run for of, _ in fits}
+    by_defense: dict[str, dict[str, dict[str, Any]]] = {}
+    fit_of = {of.run: _fit_name(of) for of, _ in fits}
     for of, fit in fits:
-        begin = of.begin or {}
-        name = str(begin.get("fit") or f"{of.folder}/{of.run}")
-        resumed = begin.get("resumed") or {}
-        before = {s["defense"]: s for s in resumed.get("privacy", ()) if resumed["run"] in given}
+        resumed = (of.begin or {}).get("resumed") or {}
+        before = {s["defense"]: s["history"] for s in resumed.get("privacy", ())}
         for spent in fit["privacy"]:
-            history = _after(spent["history"], before.get(spent["defense"], {}).get("history", ()))
-            own = {**spent, "history": history, "recorded": bool(spent["history"])}
-            by_defense.setdefault(spent["defense"], {})[name] = own
+            by_fit = by_defense.setdefault(spent["defense"], {})
+            other = by_fit.get(_fit_name(of))
+            if other is None or _releases(other["history"]) < _releases(spent["history"]):
+                by_fit[_fit_name(of)] = {
+                    **spent,
+                    "recorded": bool(spent["history"]),
+                    "from": fit_of.get(resumed.get("run", "")),
+                    "before": before.get(spent["defense"], ()),
+                }
     found = []
     for defense, by_fit in by_defense.items():
         all_spent = list(by_fit.values())
         if len(all_spent) < 2:
             continue
-        history = [tuple(row) for spent in all_spent for row in spent["history"]]
+        history = [
+            event
+            for spent in all_spent
+            for event in _own(spent, by_fit.get(spent["from"], {}).get("history", ()))
+        ]
         delta = max(spent["delta"] or 0.0 for spent in all_spent)
         added = _sum([spent["epsilon"] for spent in all_spent])
         deltas = math.fsum(spent["delta"] or 0.0 for spent in all_spent)
@@ -520,15 +529,29 @@ def _together(fits: Sequence[tuple[FitLines, Mapping[str, Any]]]) -> list[dict[s
     return found
 
 
-def _after(
-    history: Sequence[Sequence[Any]], before: Sequence[Sequence[Any]]
+def _fit_name(lines: FitLines) -> str:
+    """The same for all monitors of one fit."""
+    return str((lines.begin or {}).get("fit") or f"{lines.folder}/{lines.run}")
+
+
+def _releases(history: Sequence[Sequence[Any]]) -> int:
+    return sum(count for *_, count in history)
+
+
+def _own(
+    spent: Mapping[str, Any], recorded: Sequence[Sequence[Any]]
 ) -> list[tuple[float, float, int]]:
-    """Releases that were made after others; all of them where these are no part of them."""
-    counts = {(sigma, rate): count for sigma, rate, count in history}
-    for sigma, rate, count in before:
-        if counts.get((sigma, rate), 0) < count:
-            return [(sigma, rate, count) for sigma, rate, count in history]
-        counts[sigma, rate] -= count
+    """A fit's releases without those it had taken over, as far as these are recorded elsewhere.
+
+    A fit that was killed has recorded fewer than its last checkpoint holds: the rest stays here.
+    Where what was taken over is no part of the history, nothing is taken off.
+    """
+    counts = {(sigma, rate): count for sigma, rate, count in spent["history"]}
+    before = {(sigma, rate): count for sigma, rate, count in spent["before"]}
+    elsewhere = {(sigma, rate): count for sigma, rate, count in recorded}
+    if all(counts.get(event, 0) >= count for event, count in before.items()):
+        for event, count in before.items():
+            counts[event] -= min(count, elsewhere.get(event, 0))
     return [(*event, count) for event, count in counts.items() if count]
 
 

@@ -261,6 +261,23 @@ def test_releases_taken_over_with_a_checkpoint_count_once(tmp_path):
     )
 
 
+def test_a_killed_fit_recorded_less_than_its_checkpoint_held(tmp_path):
+    """The last look of "a" was after 8 releases, its checkpoint after 10: 30 in all, not 28."""
+    lines = [result(0, run=run, f1=0.0) for run in "ab"]
+    of_a, of_b = one_fit("a", 8), one_fit("b", 30)
+    of_b[0]["resumed"] = {"run": "a", "privacy": [spent(1.0, 10)]}
+    [together] = found_in(tmp_path, lines, [*of_a, *of_b])["privacy_together"]
+    assert together["epsilon"] == epsilon_of([(1.0, 0.01, 8), (1.0, 0.01, 22)], 1e-5, "prv")
+
+
+def test_of_two_monitors_the_one_that_recorded_most_counts(tmp_path):
+    lines = [result(0, run=run, f1=0.0) for run in "abc"]
+    record = [*one_fit("a", 12, fit="x"), *one_fit("b", 10, fit="x"), *one_fit("c", 30)]
+    [together] = found_in(tmp_path, lines, record)["privacy_together"]
+    assert together["fits"] == 2
+    assert together["epsilon"] == epsilon_of([(1.0, 0.01, 12), (1.0, 0.01, 30)], 1e-5, "prv")
+
+
 def test_releases_that_are_no_part_of_a_fit_are_not_taken_off(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "ab"]
     of_a, of_b = one_fit("a", 12), one_fit("b", 30)

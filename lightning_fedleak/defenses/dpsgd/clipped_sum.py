@@ -37,7 +37,6 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     squared_norms_of_users,
     weighted_sum,
 )
-from lightning_fedleak.defenses.noise import standard_normal
 from lightning_fedleak.defenses.processes import (
     SHARD_BITS,
     Team,
@@ -439,7 +438,7 @@ class ClippedSum:
         team: Team,
         std: float,
         divisor: float,
-        key: Callable[[int], bytes],
+        draw: Callable[[int, Tensor], Tensor],
         gauge: NoiseGauge | None = None,
     ) -> None:
         """Puts the sum over all processes' samples, with noise, into ``p.grad``.
@@ -452,15 +451,14 @@ class ClippedSum:
             std: standard deviation of the noise, over all groups of parameters together; 0 for
                 none.
             divisor: of sum and noise.
-            key: of a number's noise, see :func:`~lightning_fedleak.defenses.noise.noise_key`.
+            draw: noise for a number, of the form of a tensor, over ``std``; it is only read.
             gauge: measures the noise.
         """
         for index, parameter, total in self._all_sums(parameters, team):
             relative = self.clip.relative_noise(parameter)
             before = None if gauge is None else gauge.before(total, relative)
             if std:
-                own = key(index + (shard_number(parameter) << SHARD_BITS))
-                noise = standard_normal(own, total.shape, total.device, total.dtype)
+                noise = draw(index + (shard_number(parameter) << SHARD_BITS), total)
                 total.add_(noise, alpha=std * relative)
             total.div_(divisor)
             if parameter.grad is None:

@@ -92,6 +92,11 @@ def test_a_run_tells_what_its_groups_cost() -> None:
     assert pair.epsilon == 1.0
     assert pair.delta == pytest.approx(2e-3 * math.exp(0.5))
     assert run.defense.group_privacy(20).epsilon == math.inf
+    banded: Any = settings | {"mechanism": "banded", "bands": 2, "accountant": "rdp"}
+    run = Run(DPSGD(1.0, noise_multiplier=9.0, **banded), root=planned())
+    run.step(first(4), lr=1e-3)
+    own, pair = run.defense.privacy, run.defense.group_privacy(2)
+    assert pair.epsilon == 2 * own.epsilon
     run = Run(DPSGD(1.0, noise_multiplier=2.0, seed=1))
     run.step(first(4))
     assert run.defense.group_privacy(2).epsilon == math.inf

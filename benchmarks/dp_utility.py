@@ -276,7 +276,11 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def table(options: argparse.Namespace) -> None:
-    """Means over seeds, and half of what lies between the least and the most."""
+    """Means over seeds, and half of what lies between the least and the most.
+
+    Of the gain: of what the plain run gains over chance. ``epsilon at least`` is the largest over
+    seeds of the canaries' one-run audit, at 95% for each.
+    """
     rows = known(Path(options.out))
     found: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -284,9 +288,9 @@ def table(options: argparse.Namespace) -> None:
     best = statistics.mean(row["loss"] for row in found["plain", math.inf])
     top = statistics.mean(row["accuracy"] for row in found["plain", math.inf])
     print(f"{platform.machine()}, one thread, {datetime.date.today()}; {len(rows)} runs\n")
-    print("| method | epsilon | validation loss | of the gain | accuracy | of the gain |")
-    print("|---|---|---|---|---|---|")
-    print("| | sigma | canaries' AUC | epsilon at least | seconds |")
+    heads = ("method", "epsilon", "seeds", "noise", "validation loss", "of the gain", "accuracy")
+    heads += ("of the gain", "canaries' AUC", "epsilon at least", "seconds")
+    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     for (method, epsilon), own in sorted(
         found.items(), key=lambda item: ([*METHODS].index(item[0][0]), item[0][1])
     ):
@@ -295,6 +299,7 @@ def table(options: argparse.Namespace) -> None:
         cells = [
             NAMES[method],
             "none" if math.isinf(epsilon) else f"{epsilon:g}",
+            f"{len(own)}",
             f"{own[0]['sigma']:.2f}",
             spread([r["loss"] for r in own], ".3f"),
             f"{statistics.mean(gains):.1%}",

@@ -43,9 +43,7 @@ def test_every_shape_is_filled(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (2 * noise._BLOCK + 1,)])
-def test_what_is_added_is_bit_for_bit_the_same(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_what_is_added_is_bit_for_bit_the_same(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     key = b"k" * 32
     for form in (lambda x: x, lambda x: x.mT if x.dim() == 2 else x):
         onto = form(torch.linspace(-1, 1, int(np.prod(shape)), dtype=dtype).reshape(shape))

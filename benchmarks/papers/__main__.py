@@ -100,12 +100,14 @@ def unique(cells: Sequence[Cell]) -> list[Cell]:
     return list({cell.key: cell for cell in cells}.values())
 
 
-def listing(chosen: Sequence[tuple[Paper, Table]], sizes: dict[str, Any], log: Log) -> None:
-    """Every table, its cells, and its time."""
+def listing(
+    chosen: Sequence[tuple[Paper, Table]], sizes: dict[str, Any], log: Log, models: Sequence[str]
+) -> None:
+    """Every table, its cells, and its time; of these models, by default of those of the log."""
     print("| paper | table | shows | cells | done | processor seconds |\n|" + "---|" * 6)
     every: list[Cell] = []
     for paper, table in chosen:
-        names = log.models(paper.measures) or ["MODEL"]
+        names = list(models) or log.models(paper.measures) or ["MODEL"]
         cells = unique(table.cells(sizes[paper.name], names))
         every += cells
         done = sum(log.rows(c) is not None for c in cells)
@@ -229,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if log.unreadable:
         print(f"{args.log}: {log.unreadable} lines cannot be read and are left out")
     if args.list:
-        listing(chosen, sizes, log)
+        listing(chosen, sizes, log, list(models))
         return 0
     failures = []
     if args.paper is not None:

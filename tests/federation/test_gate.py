@@ -127,7 +127,7 @@ def test_the_strongest_of_several_gates_decides(tmp_path):
         RoundGate(F1, at_most=0.3, name="b"),
         RoundGate(F1, at_most=1.0, action="raise", name="c"),
     ]
-    with pytest.warns(UserWarning, match="withheld"):
+    with pytest.warns(UserWarning, match="RoundGate 'b' withheld"):
         [(_, _, found)] = rounds(client(tmp_path, *gates))
     assert found.state is None
     assert [e.gate for e in found.events] == ["a", "b"]
@@ -202,6 +202,8 @@ def test_a_withheld_update_is_zero_plus_the_same_noise(tmp_path):
     left = difference(sent, found.state)
     for name in sent:
         torch.testing.assert_close(left[name], expected[name], rtol=0, atol=1e-6)
+    [looked] = [x for x in lines(tmp_path, "run.jsonl") if x["kind"] == "look"]
+    assert [p["releases"] for p in looked["privacy"]] == [1]  # this round's own
 
 
 def test_what_is_attacked_has_other_noise_than_what_leaves(tmp_path):

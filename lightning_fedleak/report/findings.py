@@ -921,9 +921,17 @@ def _only_results(n: int) -> dict[str, Any]:
 
 
 def _excess(attack: Mapping[str, Any]) -> float:
-    """How far above chance, from 0 to 1."""
-    highest, chance = float(attack["highest"]), float(attack["chance"])
-    return (highest - chance) / (1 - chance)
+    """How far above chance, from 0 to 1.
+
+    One look at words or texts counts. One at membership is of few games, so that the highest of
+    many is high by chance: there the mean counts, that of the worst client, and what is pooled.
+    """
+    values = [attack["highest"]]
+    if attack["family"] == "membership":
+        last = (attack["last"] or {}).get("value")
+        values = [attack["mean"], attack["worst_client"], last]
+    chance = float(attack["chance"])
+    return (max(value for value in values if value is not None) - chance) / (1 - chance)
 
 
 def _who(dishonest: bool | None) -> str:

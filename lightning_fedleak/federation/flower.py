@@ -72,7 +72,8 @@ class FedLeakMod:
     Args:
         observer: makes the :class:`RoundObserver` of this process, once in a run, given the first
             context.
-        gates: of each client.
+        gates: of each client; or what makes them of the first context, of the run's configuration
+            say.
         dp: makes a client's own :class:`ClientDP`, in every round, given its context; None for
             none. It needs a ledger, since Flower may run each round in another process.
         weight: the metric by which the server's strategy weighs clients.
@@ -81,16 +82,16 @@ class FedLeakMod:
     def __init__(
         self,
         observer: Callable[[Context], RoundObserver],
-        gates: Sequence[RoundGate] = (),
+        gates: Sequence[RoundGate] | Callable[[Context], Sequence[RoundGate]] = (),
         dp: Callable[[Context], ClientDP | None] | None = None,
         *,
         weight: str = WEIGHT,
     ) -> None:
         self._make = observer
-        self._gates = tuple(gates)
+        self._gates = gates
         self._dp = dp
         self._weight = weight
-        self._observers: dict[int, RoundObserver] = {}
+        self._kept: dict[int, tuple[RoundObserver, tuple[RoundGate, ...]]] = {}
 
     def __call__(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
@@ -111,11 +112,12 @@ class FedLeakMod:
                 "forget what earlier ones have released: give ClientDP(ledger=...), a path for "
                 "each client"
             )
-        if context.run_id not in self._observers:
-            self._observers = {context.run_id: self._make(context)}
-        observer = self._observers[context.run_id]
+        if context.run_id not in self._kept:
+            gates = self._gates(context) if callable(self._gates) else self._gates
+            self._kept = {context.run_id: (self._make(context), tuple(gates))}
+        observer, gates = self._kept[context.run_id]
         client = context.node_config.get("partition-id", context.node_id)
-        out = OutgoingUpdates(observer, self._gates, dp, client=client)
+        out = OutgoingUpdates(observer, gates, dp, client=client)
         if out.own is not None:
             leaving = self._hidden(out, round_, sent, lambda: call_next(message, context))
             if leaving is None or leaving.state is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -660,7 +661,8 @@ class RoundObserver:
         if (client, stage) in self._seats:
             return self._seats[client, stage]
         assert self._lineup is not None
-        run = replace(self._run, number_=len(self._seats))
+        # Games are drawn by it: the same whoever was looked at before, and in which process.
+        run = replace(self._run, number_=zlib.crc32(str(client).encode()))
         playing = {plan.attack.name: plan for plan in self._lineup.plans}
         channels = [c for c in self._channels_at(stage) if c.attacks]
         for channel in channels:

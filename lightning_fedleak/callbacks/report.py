@@ -170,11 +170,13 @@ class RunRecord:
         seconds: float,
         failures: int,
         defenses: Sequence[Defense],
+        client: str | int | None = None,
     ) -> None:
-        """A look is over: what it cost, and what was spent until it."""
+        """A look is over: what it cost, and what was spent until it; ``client``: at whose round."""
         self._append(
             "look",
             step=step,
+            **({} if client is None else {"client": client}),
             utility={n: _plain(v) for n, v in utility.items()},
             privacy=spent_by(defenses),
             seconds=_plain(seconds),
@@ -237,12 +239,22 @@ def _spent(defense: Defense) -> dict[str, Any] | None:
         return None
     if cost is None:
         return None
-    history = getattr(getattr(defense, "accountant", None), "history", ())
     return {
         "defense": defense.name,
         **{name: _plain(value) for name, value in asdict(cost).items()},
-        "history": [list(row) for row in history],
+        "history": _history(defense),
     }
+
+
+def releases_by(defenses: Sequence[Defense]) -> list[dict[str, Any]]:
+    """The releases of each defence that accounts; composes nothing, as that may take a second."""
+    return [{"defense": d.name, "history": held} for d in defenses if (held := _history(d))]
+
+
+def _history(defense: Defense) -> list[list[float]]:
+    """Of a defence that accounts: noise multiplier, sample rate and number of its releases."""
+    history = getattr(getattr(defense, "accountant", None), "history", ())
+    return [list(row) for row in history]
 
 
 def _plain(value: float | None) -> float | str | None:
@@ -494,6 +506,7 @@ __all__ = [
     "accounting_defenses",
     "privacy_tags",
     "privacy_values",
+    "releases_by",
     "settings_of",
     "spent_by",
     "values_spent",

@@ -113,8 +113,10 @@ class FedLeakMod:
                 "each client"
             )
         if context.run_id not in self._kept:
+            made = self._make(context)
+            made.federation = made.federation or f"flower-{context.run_id}"
             gates = self._gates(context) if callable(self._gates) else self._gates
-            self._kept = {context.run_id: (self._make(context), tuple(gates))}
+            self._kept = {context.run_id: (made, tuple(gates))}
         observer, gates = self._kept[context.run_id]
         client = context.node_config.get("partition-id", context.node_id)
         out = OutgoingUpdates(observer, gates, dp, client=client)

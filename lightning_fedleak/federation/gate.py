@@ -241,6 +241,7 @@ class OutgoingUpdates:
                     "accountant='filter', target_epsilon=...)"
                 )
         self._watched = {g.name: observer.headlines_of(g.metric) for g in self.gates}
+        observer.expect_gates([gate.about() for gate in self.gates])
 
     def leaves(
         self,

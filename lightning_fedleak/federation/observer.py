@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
+import uuid
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -212,6 +212,8 @@ class RoundObserver:
         look_seconds: attacks that choose themselves and would take longer are not played.
         cache: keep calibrations on disk.
         tensorboard: log to TensorBoard, where it is installed.
+        federation: a name that observers of one federation have alike, in whatever process they
+            are: ``fedleak report`` takes their files as of one run. Flower's mod gives one.
 
     Attributes:
         round_: number of the round at work; -1 before the first.
@@ -243,6 +245,7 @@ class RoundObserver:
         look_seconds: float = 30.0,
         cache: bool = True,
         tensorboard: bool = True,
+        federation: str | None = None,
     ) -> None:
         if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
             raise ValueError(f"local_steps must be a positive integer, got {local_steps!r}")
@@ -273,7 +276,8 @@ class RoundObserver:
         self._look_seconds = look_seconds
         self._cache = CalibrationCache() if cache else None
         self._tensorboard = tensorboard and importlib.util.find_spec("tensorboard") is not None
-        self._gates = list(gates)
+        self._gates = [dict(gate) for gate in gates]
+        self.federation = federation
         self._anatomy = find_anatomy(model, **dict(anatomy or {}))
         check_texts(self.attacks, {"games=Games(held_out=)": self.games.held_out}, self._anatomy)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -417,7 +421,7 @@ class RoundObserver:
                 self._run,
                 lineup,
                 self._series,
-                fit=f"{os.getpid()}-{id(self)}-{round_}",
+                fit=self.federation or uuid.uuid4().hex,
                 training={
                     "optimizers": optimizers_of([self._optimizer]),
                     "strategy": "federation",
@@ -564,7 +568,12 @@ class RoundObserver:
         values = values_spent(spending) | dict(look.values) | dict(beside or {})
         seat.report.write(made.look, made.outcomes, values)
         self._record.looked(
-            look.round_, made.utility, look.seconds, seat.results.failures, spending
+            look.round_,
+            made.utility,
+            look.seconds,
+            seat.results.failures,
+            spending,
+            look.client,
         )
 
     def forget(self, look: RoundLook) -> None:
@@ -711,6 +720,10 @@ class RoundObserver:
         ]
 
     # ---- what is written --------------------------------------------------------------------
+
+    def expect_gates(self, gates: Sequence[Mapping[str, Any]]) -> None:
+        """Gates that will decide, for the record; once the first round has begun it is written."""
+        self._gates += [dict(gate) for gate in gates if dict(gate) not in self._gates]
 
     def record_decision(self, facts: Mapping[str, Any]) -> None:
         """Leaves a line in ``run.jsonl``: what a gate has done."""

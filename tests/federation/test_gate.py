@@ -19,6 +19,7 @@ from lightning_fedleak.federation import (
     difference,
     trained_state,
 )
+from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe
 from tests.federation.rounds import batches, lora, model, train
 from tests.federation.test_observer import lines, observer
@@ -108,6 +109,9 @@ def test_the_decision_is_in_the_logs(tmp_path):
     assert same(found.state, returned)
     board = EventAccumulator(str(tmp_path / "tensorboard" / "client_0")).Reload()
     assert [e.value for e in board.Scalars("gate/g")] == [1.0]
+    [run] = findings(read([tmp_path]))["runs"]
+    assert [gate["name"] for gate in run["gates"]] == ["g"]
+    assert [(d["gate"], d["did"], d["client"]) for d in run["decisions"]] == [("g", "warn", 0)]
 
 
 def test_a_client_may_fail_instead(tmp_path):

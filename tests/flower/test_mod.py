@@ -75,6 +75,8 @@ def test_without_a_gate_the_reply_is_that_of_the_client(tmp_path):
     [line] = lines(next(tmp_path.glob("process_*")))
     assert (line["client"], line["round"], line["attack"]) == (0, 1, "bag_of_words")
     assert line["metrics"]["f1"]["value"] > 0.9
+    begin, *_ = lines(next(tmp_path.glob("process_*")), "run.jsonl")
+    assert begin["fit"] == f"flower-{context().run_id}"
 
 
 def test_a_withheld_update_is_answered_with_an_error_that_holds_no_number(tmp_path):

@@ -137,6 +137,11 @@ class PlantedGradients:
         self.history = accounted
         return torch.stack(releases) * self._batch_size / self._clip
 
+    def coins(self, number: int) -> Tensor:
+        """(targets,) bool, fair; the same for the same number of a run."""
+        secret = np.frombuffer(self._secret("coins", number), dtype="<u4")
+        return torch.from_numpy(np.random.default_rng(secret).random(len(self._data)) < 0.5)
+
     def games(self, number: int, sigma: float, sample_rate: float) -> Games:
         """The games of one run, a fair coin for each target, by the best score there is.
 
@@ -148,8 +153,7 @@ class PlantedGradients:
         Raises:
             ValueError: sigma is not positive, or the rate is outside (0, 1].
         """
-        coins = np.frombuffer(self._secret("coins", number), dtype="<u4")
-        members = torch.from_numpy(np.random.default_rng(coins).random(len(self._data)) < 0.5)
+        members = self.coins(number)
         releases = self.run(members, number)
         return Games(log_likelihood_ratios(releases, sigma, sample_rate).sum(0), members)
 

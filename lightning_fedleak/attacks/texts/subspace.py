@@ -577,11 +577,11 @@ class _Search:
 
     def _certified(self, found: Sequence[_Text]) -> tuple[list[_Text], bool]:
         """As :meth:`checked`; where the first texts alone are certain, the others are none."""
-        for n in range(len(found), 0, -1):
-            texts, certain = self.checked(found[:n])
-            if certain:
-                return texts, True
-        return self.checked(found)
+        whole = self.checked(found)
+        if whole[1]:
+            return whole
+        first = (self.checked(found[:n]) for n in range(len(found) - 1, 0, -1))
+        return next((one for one in first if one[1]), whole)
 
     def _begun(self, prefixes: Sequence[tuple[int, ...]]) -> Prefixes:
         """Beginnings that are known."""

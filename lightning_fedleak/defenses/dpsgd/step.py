@@ -478,6 +478,7 @@ class WatchedStep:
         poisson: batches are Poisson samples.
         trusted: the user has proved that the loss is a mean of per-sample means.
         most: rows that are run at once; None for all.
+        row: tells the number of the next release in its mechanism.
 
     Attributes:
         check: looks at the loss.
@@ -485,6 +486,7 @@ class WatchedStep:
         weights: looks at whether they move otherwise.
         canaries: how many were released beside this step.
         clip: how long a sample's gradient may be.
+        row: as given.
     """
 
     def __init__(
@@ -497,7 +499,9 @@ class WatchedStep:
         poisson: bool,
         trusted: bool,
         most: int | None = None,
+        row: Callable[[], int] = int,
     ) -> None:
+        self.row = row
         self.check = LossCheck(trusted)
         self.moves = Moves()
         self.weights = Weights(CHECK_EVERY)
@@ -598,6 +602,7 @@ class WatchedStep:
             self.weights.begin(context.root)
             samples = 0 if self._stands_in else count_samples(batch)
             sampling.check_size(samples)
+            sampling.check_turn(self.row(), samples)
             self._users = sampling.users_in(samples)
         self._clipped = self._gathered = None
 

@@ -183,6 +183,16 @@ def test_below_the_rank_more_blocks_tell_the_order() -> None:
     assert not alone.certified
 
 
+def test_fewer_rows_than_words_and_several_texts() -> None:
+    """No text is exact in block 2 alone: the search goes on, and takes off what fitted besides."""
+    torch.manual_seed(0)
+    ids = torch.randint(1, 60, (2, 10))
+    model = with_lora(ready(deep_llama(6, seed=0)), 6, ["q_proj", "v_proj"])
+    guess = read(model, ids)
+    assert said(guess) == visible(ids)
+    assert guess.certified
+
+
 def test_the_first_step_of_a_lora_is_not_known_yet() -> None:
     model = with_lora(ready(llama()), 4, QKV)
     with torch.no_grad():

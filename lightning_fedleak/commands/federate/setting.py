@@ -221,13 +221,19 @@ class Setting(FederateOptions):
 
     # ---- who looks, and who adds noise ------------------------------------------------------
 
-    def observer(self, folder: Path) -> RoundObserver:
-        """Attacks the updates of this federation; its files go to ``folder``."""
+    def observer(self, folder: Path, federation: str | None = None) -> RoundObserver:
+        """Attacks the updates of this federation.
+
+        Args:
+            folder: of its files.
+            federation: a name that all observers of it have alike.
+        """
         return RoundObserver(
             self.make_model(),
             self.make_optimizer,
             self.local_steps,
             folder=folder,
+            federation=federation,
             public_text=PublicText(self._rows(self._texts[2])),
             tokenizer=self.tokenizer,
             games=Games(targets=self.members, held_out=PublicText(self.outside)),

@@ -226,9 +226,7 @@ def one_run(
     with torch.no_grad():
         logits = module.head(data["test"])
         truth = data["test_labels"]
-        asked = F.cross_entropy(
-            module.head(data["train"][chosen]), labels[chosen], reduction="none"
-        )
+        asked = F.cross_entropy(module.head(data["train"][chosen]), labels[chosen], reduction="none")
         loss = float(F.cross_entropy(logits, truth))
     return {
         "method": method,
@@ -267,9 +265,7 @@ def train(options: argparse.Namespace) -> None:
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
-        print(
-            *(f"{k}={shown[k]}" for k in ("method", "epsilon", "seed", "loss", "accuracy", "auc"))
-        )
+        print(*(f"{k}={shown[k]}" for k in ("method", "epsilon", "seed", "loss", "accuracy", "auc")))
 
 
 def spread(values: Sequence[float], form: str) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +48,11 @@ log = logging.getLogger("flwr")
 
 ROUND = "server-round"
 WEIGHT = "num-examples"
+
+_Kept = tuple[RoundObserver, tuple[RoundGate, ...]]
+_KEPT: dict[str, tuple[int, _Kept]] = {}
+"""By mod: the newest run, and what looks at its updates in this process."""
+_WAITED = "lightning-fedleak.unknown"
 
 
 # ---- the client ---------------------------------------------------------------------------------
@@ -91,7 +98,7 @@ class FedLeakMod:
         self._gates = gates
         self._dp = dp
         self._weight = weight
-        self._kept: dict[int, tuple[RoundObserver, tuple[RoundGate, ...]]] = {}
+        self._id = uuid.uuid4().hex  # also of its copies
 
     def __call__(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
@@ -112,14 +119,34 @@ class FedLeakMod:
                 "forget what earlier ones have released: give ClientDP(ledger=...), a path for "
                 "each client"
             )
-        if context.run_id not in self._kept:
+        observer, gates = self._of_this_process(context)
+        client = context.node_config.get("partition-id", context.node_id)
+        out = OutgoingUpdates(observer, gates, dp, client=client)
+        with _remembered(gates, client, context):
+            return self._leaving(out, round_, key, sent, message, context, call_next)
+
+    def _of_this_process(self, context: Context) -> _Kept:
+        """The observer of a run, and its gates; an engine may make this mod anew in each round."""
+        run, kept = _KEPT.get(self._id, (None, None))
+        if run != context.run_id or kept is None:
             made = self._make(context)
             made.federation = made.federation or f"flower-{context.run_id}"
             gates = self._gates(context) if callable(self._gates) else self._gates
-            self._kept = {context.run_id: (made, tuple(gates))}
-        observer, gates = self._kept[context.run_id]
-        client = context.node_config.get("partition-id", context.node_id)
-        out = OutgoingUpdates(observer, gates, dp, client=client)
+            kept = made, tuple(gates)
+            _KEPT[self._id] = context.run_id, kept
+        return kept
+
+    def _leaving(
+        self,
+        out: OutgoingUpdates,
+        round_: int,
+        key: str,
+        sent: State,
+        message: Message,
+        context: Context,
+        call_next: Callable[[Message, Context], Message],
+    ) -> Message:
+        """The reply to a training message."""
         if out.own is not None:
             leaving = self._hidden(out, round_, sent, lambda: call_next(message, context))
             if leaving is None or leaving.state is None:
@@ -155,6 +182,20 @@ class FedLeakMod:
             log.error("lightning-fedleak: this client's training failed: %r", error)
             return out.nothing(round_, sent, f"training failed: {type(error).__name__}")
         return _gated(out, round_, sent, returned, batches)
+
+
+@contextmanager
+def _remembered(gates: Sequence[RoundGate], client: str | int, context: Context) -> Iterator[None]:
+    """Keeps how often a gate has let unknown pass where the next round may run elsewhere."""
+    if _WAITED in context.state.config_records:
+        before = context.state.config_records[_WAITED]
+        for gate in gates:
+            gate.unknown[client] = int(before.get(gate.name, 0))
+    try:
+        yield
+    finally:
+        counts = {gate.name: gate.unknown.get(client, 0) for gate in gates}
+        context.state.config_records[_WAITED] = ConfigRecord(counts)
 
 
 def _gated(

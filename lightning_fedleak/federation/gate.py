@@ -90,6 +90,9 @@ class RoundGate:
         patience: unknown values in a row of a client that are let pass.
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
 
+    Attributes:
+        unknown: by client, how many values in a row were unknown so far.
+
     Raises:
         ValueError: arguments that cannot be meant.
     """
@@ -113,7 +116,7 @@ class RoundGate:
         self.action: Action = action
         self.patience = patience
         self.name = name or metric.removeprefix("leakage/")
-        self._unknown: dict[str | int, int] = {}
+        self.unknown: dict[str | int, int] = {}
 
     def about(self) -> dict[str, Any]:
         """For the record of a run."""
@@ -150,11 +153,11 @@ class RoundGate:
         value, why = self._value(look)
         of = ""
         if math.isnan(value):
-            self._unknown[look.client] = self._unknown.get(look.client, 0) + 1
-            if self._unknown[look.client] <= self.patience:
+            self.unknown[look.client] = self.unknown.get(look.client, 0) + 1
+            if self.unknown[look.client] <= self.patience:
                 return None
         else:
-            self._unknown[look.client] = 0
+            self.unknown[look.client] = 0
             if value <= self.at_most:
                 return None
             of = next((name for name in watched if look.now.get(name) == value), "")

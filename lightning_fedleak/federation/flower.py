@@ -52,7 +52,8 @@ WEIGHT = "num-examples"
 _Kept = tuple[RoundObserver, tuple[RoundGate, ...]]
 _KEPT: dict[str, tuple[int, _Kept]] = {}
 """By mod: the newest run, and what looks at its updates in this process."""
-_WAITED = "lightning-fedleak.unknown"
+_STATE = "lightning-fedleak"
+_NEXT = "next_look"
 
 
 # ---- the client ---------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class FedLeakMod:
         observer, gates = self._of_this_process(context)
         client = context.node_config.get("partition-id", context.node_id)
         out = OutgoingUpdates(observer, gates, dp, client=client)
-        with _remembered(gates, client, context):
+        with _remembered(observer, gates, client, context):
             return self._leaving(out, round_, key, sent, message, context, call_next)
 
     def _of_this_process(self, context: Context) -> _Kept:
@@ -154,12 +155,14 @@ class FedLeakMod:
             weight = MetricRecord({self._weight: 1.0})
             content = RecordDict({key: ArrayRecord(leaving.state), "metrics": weight})
             return Message(content, reply_to=message)
+        began = time.perf_counter()
         with recording() as batches:
             reply = call_next(message, context)
+        seconds = time.perf_counter() - began
         if reply.has_error():
             return reply
         answered, returned = _arrays_of(reply)
-        left = _gated(out, round_, sent, returned, batches)
+        left = _gated(out, round_, sent, returned, batches, seconds)
         if left is None:
             return _refused(message, "a gate ended this client's round")
         if left.state is None:
@@ -172,38 +175,54 @@ class FedLeakMod:
         self, out: OutgoingUpdates, round_: int, sent: State, train: Callable[[], Message]
     ) -> Leaving | None:
         """What leaves under noise of the client's own, in which a failure does not show."""
+        began = time.perf_counter()
         try:
             with recording() as batches:
                 reply = train()
+            seconds = time.perf_counter() - began
             if reply.has_error():
                 raise UpdateError(reply.error.reason)
             returned = _arrays_of(reply)[1]
         except Exception as error:
             log.error("lightning-fedleak: this client's training failed: %r", error)
             return out.nothing(round_, sent, f"training failed: {type(error).__name__}")
-        return _gated(out, round_, sent, returned, batches)
+        return _gated(out, round_, sent, returned, batches, seconds)
 
 
 @contextmanager
-def _remembered(gates: Sequence[RoundGate], client: str | int, context: Context) -> Iterator[None]:
-    """Keeps how often a gate has let unknown pass where the next round may run elsewhere."""
-    if _WAITED in context.state.config_records:
-        before = context.state.config_records[_WAITED]
+def _remembered(
+    observer: RoundObserver, gates: Sequence[RoundGate], client: str | int, context: Context
+) -> Iterator[None]:
+    """Keeps how often a gate has let unknown pass, and when the next look is due.
+
+    By the node: its next round may run in another process.
+    """
+    if _STATE in context.state.config_records:
+        before = context.state.config_records[_STATE]
         for gate in gates:
-            gate.unknown[client] = int(before.get(gate.name, 0))
+            gate.unknown[client] = int(before.get(f"gate/{gate.name}", 0))
+        if _NEXT in before:
+            observer.next_look[client] = int(before[_NEXT])
     try:
         yield
     finally:
-        counts = {gate.name: gate.unknown.get(client, 0) for gate in gates}
-        context.state.config_records[_WAITED] = ConfigRecord(counts)
+        kept = {f"gate/{gate.name}": gate.unknown.get(client, 0) for gate in gates}
+        if client in observer.next_look:
+            kept[_NEXT] = observer.next_look[client]
+        context.state.config_records[_STATE] = ConfigRecord(kept)
 
 
 def _gated(
-    out: OutgoingUpdates, round_: int, sent: State, returned: State, batches: Sequence[Any]
+    out: OutgoingUpdates,
+    round_: int,
+    sent: State,
+    returned: State,
+    batches: Sequence[Any],
+    seconds: float,
 ) -> Leaving | None:
     """None where a gate raised: an exception's words would travel to the server."""
     try:
-        return out.leaves(round_, sent, returned, batches)
+        return out.leaves(round_, sent, returned, batches, seconds=seconds)
     except LeakageLimitExceeded as exceeded:
         log.error("%s", exceeded)
         return None
@@ -281,6 +300,7 @@ class Observed(_Around):
         self._truth = truth
         self._numbers: dict[int, int] = {}
         self._sent: State = {}
+        self._began = 0.0
 
     def summary(self) -> None:
         """Says who sees what."""
@@ -294,6 +314,7 @@ class Observed(_Around):
         """Remembers what is sent."""
         self._sent = arrays.to_torch_state_dict()
         self.observer.begin(server_round, self._sent)
+        self._began = time.perf_counter()
         return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
@@ -301,6 +322,14 @@ class Observed(_Around):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Looks at each client's update, then at their mean, then lets the strategy work."""
         arrived = list(replies)
+        seconds = time.perf_counter() - self._began
+        if self.observer.due(SUM):
+            began = time.perf_counter()
+            self._look(server_round, arrived)
+            self.observer.paid(SUM, time.perf_counter() - began, seconds)
+        return super().aggregate_train(server_round, arrived)
+
+    def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
         parts: list[tuple[State, float]] = []
         known: list[Any] | None = []
         for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
@@ -318,7 +347,6 @@ class Observed(_Around):
             known = None if known is None or batches is None else [*known, *batches]
         if parts:
             self.observer.look(_mean(parts), SUM, batches=known)
-        return super().aggregate_train(server_round, arrived)
 
 
 class PrivateMean(_Around):

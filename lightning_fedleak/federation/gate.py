@@ -189,7 +189,8 @@ class Leaving:
         state: what is returned to the server, by the names that were sent; None where nothing is.
         withheld: the client's update did not leave.
         events: of the gates that acted.
-        look: at what would have left; None where the update could not be read at all.
+        look: at what would have left; None where the update could not be read at all, or
+            ``max_overhead`` let none be made.
     """
 
     state: dict[str, Tensor] | None
@@ -255,8 +256,12 @@ class OutgoingUpdates:
         *,
         learning_rate: float | None = None,
         utility: Mapping[str, float] | None = None,
+        seconds: float | None = None,
     ) -> Leaving:
         """What may leave of a round.
+
+        With a gate every round is looked at; without one as often as the observer's
+        ``max_overhead`` lets it.
 
         Args:
             round_: its number.
@@ -265,6 +270,7 @@ class OutgoingUpdates:
             batches: that it was trained on.
             learning_rate: the mean over the local steps, where a schedule changes it.
             utility: further values of this round for the logs.
+            seconds: that the round took to train, for ``max_overhead``.
 
         Raises:
             LeakageLimitExceeded: a gate with ``action="raise"`` acted.
@@ -277,6 +283,8 @@ class OutgoingUpdates:
             update: dict[str, Tensor] | None = difference(sent, returned, trained=like)
         except UpdateError as error:
             return self._nothing(sent, like, str(error))
+        if not self.gates and not observer.due(self.client):
+            return Leaving(self._released(sent, returned, update, like), False, (), None)
         if self.own is None:  # it was to be checked; the look makes its own
             update = None
         hardened: list[str] = []
@@ -312,10 +320,8 @@ class OutgoingUpdates:
             did = "withhold"
         withheld = did == "withhold"
         leaves: dict[str, Tensor] | None = None
-        if self.own is not None and did != "raise":
-            leaves = moved(sent, self.own.privatized(None if withheld else update, like))
-        elif did not in ("raise", "withhold"):
-            leaves = {n: t.detach().clone() for n, t in returned.items()}
+        if did not in ("raise", "withhold") or (withheld and self.own is not None):
+            leaves = self._released(sent, returned, None if withheld else update, like)
         acted = {f"gate/{g.name}": float(any(e.gate == g.name for e in events)) for g in self.gates}
         observer.log(look, acted, () if self.own is None else (self.own,))
         for event in events:
@@ -327,7 +333,17 @@ class OutgoingUpdates:
                 self._tell(f"RoundGate '{event.gate}' withheld the update {event}")
             else:
                 rank_zero_warn(f"RoundGate '{event.gate}' warns {event}")
+        if seconds is not None:
+            observer.paid(self.client, look.seconds, seconds)
         return Leaving(leaves, withheld, tuple(events), look)
+
+    def _released(
+        self, sent: State, returned: State, update: Mapping[str, Tensor] | None, like: State
+    ) -> dict[str, Tensor]:
+        """What leaves where nothing holds it back: with this client's noise, where it adds some."""
+        if self.own is not None:
+            return moved(sent, self.own.privatized(update, like))
+        return {n: t.detach().clone() for n, t in returned.items()}
 
     def nothing(self, round_: int, sent: State, why: str) -> Leaving:
         """What leaves in a round in which this client has trained nothing: it failed, say.

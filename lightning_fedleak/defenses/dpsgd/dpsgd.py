@@ -621,9 +621,7 @@ class DPSGD(Defense):
         step, sampling = self._in_fit()
         std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
         std *= self._noise.scale
-        return {
-            p: (std * step.clip.relative_noise(p)) ** 2 / context.clients for p in parameters
-        }
+        return {p: (std * step.clip.relative_noise(p)) ** 2 / context.clients for p in parameters}
 
     def _tell_noise(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
         for optimizer in getattr(trainer_of(context), "optimizers", ()):

@@ -62,7 +62,6 @@ RATES = {1.0: 2.25, 2.0: 4.0, 4.0: 7.0, 8.0: 11.0, math.inf: 19.0}
 CLIP = 2.0
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"adam": 0.02},
-    "tiny": {"batch": 8, "rate": 8 / LARGE},
     "small": {"batch": 64, "rate": 64 / LARGE},
     "large": {},
     "auto": {"clip": "auto", "rate": 2.0},
@@ -72,7 +71,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 NAMES = {
     "plain": "AdamW, no defence",
-    "tiny": "batches of 8",
     "small": "batches of 64",
     "large": f"batches of {LARGE:,}",
     "auto": 'the same, `"auto"`',

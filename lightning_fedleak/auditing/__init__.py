@@ -14,9 +14,13 @@ Two kinds of games are evidence, and they are not exchangeable:
   scored after a single run; of texts that :func:`~lightning_fedleak.canaries.with_canaries` put
   into the data by :func:`audit_canaries`.
 
+Scores that are Gaussian themselves, as planted gradients have, show more by their sums than by
+guesses: :func:`audit_gaussian_scores`.
+
 The game's relation must be the accountant's, see :mod:`lightning_fedleak.auditing.lower_bounds`.
 """
 
+from lightning_fedleak.auditing.gaussian_scores import audit_gaussian_scores
 from lightning_fedleak.auditing.lower_bounds import (
     EpsilonBound,
     Relation,
@@ -48,6 +52,7 @@ __all__ = [
     "Relation",
     "audit_canaries",
     "audit_games",
+    "audit_gaussian_scores",
     "audit_one_run",
     "audit_scores",
     "dp_advantage",

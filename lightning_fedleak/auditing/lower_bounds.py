@@ -118,6 +118,18 @@ def check(delta: float, confidence: float) -> None:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
 
 
+def check_claim(claim: str, delta: float) -> None:
+    """Refuses a claim that is not known, or that says nothing at this delta.
+
+    Raises:
+        ValueError: says which.
+    """
+    if claim not in ("dp", "gaussian"):
+        raise ValueError(f"claim must be 'dp' or 'gaussian', got {claim!r}")
+    if claim == "gaussian" and delta == 0:
+        raise ValueError("a Gaussian mechanism has no epsilon at delta 0: give delta=...")
+
+
 def epsilon_from_counts(
     tp: int,
     positives: int,
@@ -290,10 +302,7 @@ def _test(
     claim: Claim,
 ) -> _Test:
     check(delta, confidence)
-    if claim not in ("dp", "gaussian"):
-        raise ValueError(f"claim must be 'dp' or 'gaussian', got {claim!r}")
-    if claim == "gaussian" and delta == 0:
-        raise ValueError("a Gaussian mechanism has no epsilon at delta 0: give delta=...")
+    check_claim(claim, delta)
     return _Test(delta, must_halve(relation, accountant), claim == "gaussian")
 
 

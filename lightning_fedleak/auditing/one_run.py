@@ -1,23 +1,48 @@
-"""A lower bound on epsilon from one run with many canaries (Steinke, Nasr & Jagielski 2023)."""
+"""Lower bounds on epsilon from one run with many canaries.
+
+By (epsilon, delta) alone: Steinke, Nasr & Jagielski 2023, arXiv 2305.08846. By the whole trade-off
+curve of the claim: Mahloujifar, Melis & Chaudhuri 2024, arXiv 2410.22235. What :func:`exceeds`
+computes is derived here, so that it can be checked:
+
+Let F(x) be the largest chance that the claim allows for an event of chance x without a canary once
+the canary is there, and the other way round; F is concave. Say r of m canaries are guessed, W of
+them right, and p_j is the chance of W = j. Fix a canary i, all other coins, and a set J. Whether i
+is guessed to be b, while the number of right guesses among the *others* is in J, is an event of
+what was released. So its chance where i's coin is b is at most F of its chance where it is the
+other. The mean over both b, all other coins and all i goes into F by Jensen's inequality:
+
+    sum_(j in J) (j + 1) p_(j + 1) / m  <=  F(sum_(j in J) (r - j) p_j / m).
+
+For J = {c - 1, c, ...} that is ``R_c <= F(H_(c - 1))``, where ``R_c = sum_(j >= c) j p_j / m``
+and ``H_c = sum_(j >= c) (r - j) p_j / m``. Suppose P[W >= v] is tau or more. Then R_v is smallest
+where all of tau lies at v. From there down ``H_(c - 1) >= max(H_c, F^-1(R_c))``, and what is added
+to H at j is (r - j) / j of what is added to R. So by Abel's summation R_j is at least an increasing
+function of all R above it, and the smallest R_j follow one from the other. As ``R_j + H_j`` can be
+no more than ``r / m``, tau is refuted where these smallest add up to more.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from scipy.special import bdtr, bdtrc, expit
+from scipy.special import bdtr, bdtrc, expit, ndtr, ndtri
 from torch import Tensor
 
 from lightning_fedleak.auditing.lower_bounds import (
+    Claim,
     EpsilonBound,
     Relation,
     check,
+    check_claim,
     columns,
     must_halve,
 )
+from lightning_fedleak.defenses.noise import gaussian_epsilon
 
 if TYPE_CHECKING:
     from lightning_fedleak.canaries import CanarySet, InclusionRecord
@@ -69,6 +94,45 @@ def one_run_p_value(
     return min(1.0, value)
 
 
+def exceeds(
+    canaries: int, guesses: int, right: int, least: Callable[[float], float], error: float
+) -> bool:
+    """Whether so many right guesses have a chance below ``error`` under a claim of f-DP.
+
+    Args:
+        canaries: m.
+        guesses: r, as for :func:`one_run_p_value`.
+        right: v.
+        least: F^-1 of the claim: the smallest chance that an event may have without a canary, which
+            has this one with it; and the other way round.
+        error: tau.
+    """
+    whole = guesses / canaries
+    held = error * right / canaries
+    missed = error * (guesses - right) / canaries
+    for below in range(right - 1, -1, -1):
+        more = least(held)
+        if more <= missed:
+            return False
+        held += below / (guesses - below) * (more - missed)
+        missed = more
+        if held + missed > whole:
+            return True
+    return False
+
+
+def least_of_gaussian(mu: float, chance: float) -> float:
+    """F^-1 of mu-Gaussian DP: ``Phi(Phi^-1(y) - mu)``."""
+    return float(ndtr(ndtri(min(chance, 1.0)) - mu))
+
+
+def least_of_dp(epsilon: float, delta: float, chance: float) -> float:
+    """F^-1 of (epsilon, delta)-DP."""
+    direct = math.exp(-epsilon) * (chance - delta)
+    mirrored = 1 - delta - math.exp(epsilon) * (1 - chance)
+    return max(0.0, direct, mirrored)
+
+
 def one_run_epsilon(
     canaries: int,
     guesses: int,
@@ -78,8 +142,12 @@ def one_run_epsilon(
     confidence: float = 0.95,
     relation: Relation = "add_remove",
     accountant: Relation | None = None,
+    claim: Claim = "dp",
 ) -> float:
     """Lower bound on epsilon from one run; ``guesses`` was settled without sight of the coins.
+
+    Of (epsilon, delta)-DP it is the larger of two: by :func:`one_run_p_value`, and by the trade-off
+    curve (:func:`exceeds`). Both bound the chance of the same event, so neither pays for the other.
 
     Args:
         canaries: m, each included by a fair coin of its own.
@@ -89,19 +157,39 @@ def one_run_epsilon(
         confidence: of the bound.
         relation: what a coin decides: whether the canary is there, or which of two is.
         accountant: of the epsilon; default that of the game.
+        claim: as for :func:`~lightning_fedleak.auditing.audit_scores`.
 
     Raises:
         ValueError: impossible counts, delta or confidence, or no bridge between the relations.
     """
     check(delta, confidence)
+    check_claim(claim, delta)
     halve = must_halve(relation, accountant)
+    error = 1 - confidence
+    one_run_p_value(canaries, guesses, right, 0.0)  # refuses impossible counts
+    counts = canaries, guesses, right
+    if claim == "gaussian":
+        times = 2 if halve else 1
+
+        def apart(mu: float) -> bool:
+            return exceeds(*counts, functools.partial(least_of_gaussian, times * mu), error)
+
+        mu = _largest(apart)
+        return gaussian_epsilon(sigma=1 / mu, delta=delta) if mu > 0 else 0.0
 
     def refuted(epsilon: float) -> bool:
-        claim = epsilon, delta
+        claimed = epsilon, delta
         if halve:
-            claim = 2 * epsilon, min(1.0, (1 + math.exp(epsilon)) * delta)
-        return one_run_p_value(canaries, guesses, right, *claim) <= 1 - confidence
+            claimed = 2 * epsilon, min(1.0, (1 + math.exp(epsilon)) * delta)
+        if one_run_p_value(*counts, *claimed) <= error:
+            return True
+        return delta > 0 and exceeds(*counts, functools.partial(least_of_dp, *claimed), error)
 
+    return _largest(refuted)
+
+
+def _largest(refuted: Callable[[float], bool]) -> float:
+    """Where a claim ceases to be refuted; 0 where even the strongest is not."""
     if not refuted(0.0):
         return 0.0
     low, high = 0.0, 0.5
@@ -122,13 +210,16 @@ def audit_one_run(
     guesses: int | Sequence[tuple[int, int]] | None = None,
     relation: Relation = "add_remove",
     accountant: Relation | None = None,
+    claim: Claim = "dp",
     seed: int = 0,
 ) -> EpsilonBound:
     """Lower bound on epsilon from the scores of m canaries after a single run.
 
     The canaries with the largest scores are guessed to be in, those with the smallest to be out,
     and the auditor abstains on those between. For mechanisms other than randomised response a gap
-    to the true epsilon remains that more canaries do not close.
+    to the true epsilon remains that more canaries do not close. It is narrower where the claim is
+    of a Gaussian mechanism; where scores are Gaussian themselves
+    :func:`~lightning_fedleak.auditing.audit_gaussian_scores` shows most.
 
     Args:
         scores: (m,) higher is more likely included.
@@ -140,6 +231,7 @@ def audit_one_run(
             sixteenth, and so on down to 16.
         relation: what a coin decides: whether the canary is there, or which of two is.
         accountant: of the epsilon; default that of the game.
+        claim: as for :func:`~lightning_fedleak.auditing.audit_scores`.
         seed: of the order of equal scores.
 
     Raises:
@@ -167,6 +259,7 @@ def audit_one_run(
             confidence=1 - (1 - confidence) / len(pairs),
             relation=relation,
             accountant=accountant,
+            claim=claim,
         )
 
     epsilon = limit = 0.0
@@ -181,7 +274,8 @@ def audit_one_run(
         relation=accountant or relation,
         games=m,
         limit=limit,
-        method=f"one run, {len(pairs)} choice{'s' * (len(pairs) > 1)} of how many to guess",
+        method=f"one run, {len(pairs)} choice{'s' * (len(pairs) > 1)} of how many to guess"
+        + (", as a Gaussian mechanism" if claim == "gaussian" else ""),
     )
 
 
@@ -208,6 +302,7 @@ def audit_canaries(
     confidence: float = 0.95,
     guesses: int | Sequence[tuple[int, int]] | None = None,
     accountant: Relation | None = None,
+    claim: Claim = "dp",
     seed: int = 0,
 ) -> EpsilonBound:
     """Lower bound on the epsilon of one training run, from its canaries' scores.
@@ -235,6 +330,7 @@ def audit_canaries(
         confidence: of the bound.
         guesses: as in :func:`~lightning_fedleak.auditing.audit_one_run`.
         accountant: the relation of the epsilon, default that of the record's game.
+        claim: as in :func:`~lightning_fedleak.auditing.audit_one_run`.
         seed: of the order of equal scores.
 
     Raises:
@@ -267,5 +363,6 @@ def audit_canaries(
         guesses=guesses,
         relation=RELATION[record.game],
         accountant=accountant,
+        claim=claim,
         seed=seed,
     )

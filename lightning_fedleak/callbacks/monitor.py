@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -49,8 +50,8 @@ from lightning_fedleak.callbacks.report import (
     accounting_defenses,
     privacy_tags,
     privacy_values,
+    releases_by,
     settings_of,
-    spent_by,
 )
 from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
 from lightning_fedleak.callbacks.run_facts import facts_of, training_of
@@ -79,6 +80,10 @@ _WRITTEN = (
     "Calibrated on text that the model writes itself; public_text= takes texts like the clients', "
     "which is what an adversary who knows the clients has."
 )
+
+
+_FITS: WeakKeyDictionary[L.Trainer, str] = WeakKeyDictionary()
+"""The id of each Trainer's fit that runs: the same for all its monitors."""
 
 
 class LeakageMonitor(EitherCallback):
@@ -560,7 +565,7 @@ class LeakageMonitor(EitherCallback):
                     run,
                     lineup,
                     self._series,
-                    fit=f"{os.getpid()}-{id(trainer)}-{trainer.global_step}",
+                    fit=_FITS.setdefault(trainer, uuid.uuid4().hex),
                     training=training_of(trainer),
                     gates=self._gates,
                     monitor=self._settings(),
@@ -697,8 +702,11 @@ class LeakageMonitor(EitherCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """As when a fit ends, and removes every tap: Lightning calls no teardown after this."""
-        self._end(trainer, type(exception).__name__)
-        self._close()
+        try:
+            self._end(trainer, type(exception).__name__)
+        finally:  # also where a second Ctrl-C ends the report
+            _FITS.pop(trainer, None)
+            self._close()
 
     def _end(self, trainer: L.Trainer, how: str) -> None:
         if self._record is None or self._record.ended:
@@ -715,13 +723,14 @@ class LeakageMonitor(EitherCallback):
                 rank_zero_warn(f"LeakageMonitor: no report: {error}")
 
     def _told(self) -> dict[str, Any]:
-        """For a checkpoint: the fit's id, and what its defences have spent."""
+        """For a checkpoint: the run's id, and the releases of its defences."""
         if self._record is None:
             return self._last
-        return {"run": self._record.run, "privacy": spent_by(self._accounting)}
+        return {"run": self._record.run, "privacy": releases_by(self._accounting)}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Removes every tap."""
+        _FITS.pop(trainer, None)
         self._close()
 
     def _close(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -170,16 +170,22 @@ class RunRecord:
         seconds: float,
         failures: int,
         defenses: Sequence[Defense],
+        client: str | int | None = None,
     ) -> None:
-        """A look is over: what it cost, and what was spent until it."""
+        """A look is over: what it cost, and what was spent until it; ``client``: at whose round."""
         self._append(
             "look",
             step=step,
+            **({} if client is None else {"client": client}),
             utility={n: _plain(v) for n, v in utility.items()},
             privacy=spent_by(defenses),
             seconds=_plain(seconds),
             failures=failures,
         )
+
+    def defended(self, about: Mapping[str, Any]) -> None:
+        """A defence acts of which the first line does not know, a client's own account, say."""
+        self._append("defense", **about)
 
     def decided(self, facts: Mapping[str, Any]) -> None:
         """A gate has acted."""
@@ -237,12 +243,22 @@ def _spent(defense: Defense) -> dict[str, Any] | None:
         return None
     if cost is None:
         return None
-    history = getattr(getattr(defense, "accountant", None), "history", ())
     return {
         "defense": defense.name,
         **{name: _plain(value) for name, value in asdict(cost).items()},
-        "history": [list(row) for row in history],
+        "history": _history(defense),
     }
+
+
+def releases_by(defenses: Sequence[Defense]) -> list[dict[str, Any]]:
+    """The releases of each defence that accounts; composes nothing, as that may take a second."""
+    return [{"defense": d.name, "history": held} for d in defenses if (held := _history(d))]
+
+
+def _history(defense: Defense) -> list[list[float]]:
+    """Of a defence that accounts: noise multiplier, sample rate and number of its releases."""
+    history = getattr(getattr(defense, "accountant", None), "history", ())
+    return [list(row) for row in history]
 
 
 def _plain(value: float | None) -> float | str | None:
@@ -302,6 +318,8 @@ class Report:
         reveal: recovered words and texts; None writes none.
         client: whose results they are, as the lines name it; ``"pooled"`` of several.
         round_of: number of the round that a step is in; None without rounds.
+        watcher: who speaks in warnings.
+        unit: what the looks count.
 
     Attributes:
         looks: written so far.
@@ -317,7 +335,11 @@ class Report:
         *,
         client: str | int,
         round_of: Callable[[int], int] | None,
+        watcher: str = "LeakageMonitor",
+        unit: Literal["step", "round"] = "step",
     ) -> None:
+        self._watcher = watcher
+        self._unit = unit
         self._loggers = loggers
         self._attacks = attacks
         self._jsonl = jsonl
@@ -336,19 +358,21 @@ class Report:
     ) -> None:
         """Writes one look; says once for each reason why a result is unknown."""
         self.looks += 1
+        rounds = self._unit == "round"
+        when = f"in round {look.step}" if rounds else f"at step {look.step}"
+        goes_on = "the round goes on, unless a gate says no" if rounds else "training goes on"
         for series, outcome in outcomes.items():
             if outcome.unknown is not None:
                 self.warn_once(
-                    f"'{series.name}' gave no result at step {look.step}: {outcome.unknown}. Its "
-                    "leakage there is unknown, not 0; training goes on. (Said once for each "
-                    "reason; monitor/failures counts them.)",
+                    f"'{series.name}' gave no result {when}: {outcome.unknown}. Its leakage there "
+                    f"is unknown, not 0; {goes_on}. (Said once for each reason; monitor/failures "
+                    "counts them.)",
                     series.name + outcome.unknown,
                 )
             elif outcome.pending is not None and series not in self._waiting:
                 self._waiting.add(series)
                 rank_zero_info(
-                    f"LeakageMonitor: '{series.name}' has no result at step {look.step} yet: "
-                    f"{outcome.pending}"
+                    f"{self._watcher}: '{series.name}' has no result {when} yet: {outcome.pending}"
                 )
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
         for logger in self._loggers:
@@ -365,7 +389,7 @@ class Report:
         """Warns, but not twice of the same (by default: in the same words)."""
         if (key or text) not in self._warned:
             self._warned.add(key or text)
-            rank_zero_warn(f"LeakageMonitor: {text}")
+            rank_zero_warn(f"{self._watcher}: {text}")
 
     def _write_lines(
         self, jsonl: JsonLines, look: Look, outcomes: Mapping[Series, Outcome]
@@ -450,7 +474,11 @@ def privacy_values(trainer: L.Trainer) -> dict[str, float]:
     or as ``privacy/<defence>/...`` where several defences account. None of it covers the logs of
     leakage themselves, nor what a gate decides in sight of them.
     """
-    defenses = accounting_defenses(trainer)
+    return values_spent(accounting_defenses(trainer))
+
+
+def values_spent(defenses: Sequence[Defense]) -> dict[str, float]:
+    """See :func:`privacy_values`; of defences that account."""
     values: dict[str, float] = {}
     for defense in defenses:
         try:
@@ -482,6 +510,8 @@ __all__ = [
     "accounting_defenses",
     "privacy_tags",
     "privacy_values",
+    "releases_by",
     "settings_of",
     "spent_by",
+    "values_spent",
 ]

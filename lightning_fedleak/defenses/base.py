@@ -23,6 +23,7 @@ import math
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -376,6 +377,31 @@ class Defense(ABC):
         ``state`` is empty where the run resumes from a checkpoint that holds none for this
         defence.
         """
+
+    def save_secrets(self, path: Path) -> None:  # noqa: B027
+        """Writes what a run that resumes needs and a checkpoint must not hold, on every process.
+
+        Called after each checkpoint, where all processes are one client.
+
+        Args:
+            path: of a file of this process's own beside the checkpoint. It is to be of mode 0600.
+        """
+
+    def load_secrets(self, path: Path, device: str) -> bool:
+        """Takes it back, after ``load_state_dict``.
+
+        Args:
+            path: of the file, which may not be there.
+            device: kind of the device that this process trains on.
+
+        Returns:
+            Whether it was there. Where another process of the client says no,
+            :meth:`forget_secrets` is called on all.
+        """
+        return True
+
+    def forget_secrets(self) -> None:  # noqa: B027
+        """Begins without what :meth:`load_secrets` took back."""
 
     def teardown(self) -> None:  # noqa: B027
         """Takes back every change to the model. May be called twice, or without a setup."""

@@ -6,10 +6,14 @@ The only file that knows Flower. It needs ``pip install lightning-fedleak[flower
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_fedleak.callbacks import LeakageLimitExceeded
@@ -19,7 +23,7 @@ from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.gate import Leaving, OutgoingUpdates, RoundGate
 from lightning_fedleak.federation.observer import SUM, RoundObserver
 from lightning_fedleak.federation.trained_on import recording
-from lightning_fedleak.federation.updates import UpdateError, difference, moved
+from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
 
 try:
     from flwr.app import (
@@ -45,6 +49,12 @@ log = logging.getLogger("flwr")
 ROUND = "server-round"
 WEIGHT = "num-examples"
 
+_Kept = tuple[RoundObserver, tuple[RoundGate, ...]]
+_KEPT: dict[str, tuple[int, _Kept]] = {}
+"""By mod: the newest run, and what looks at its updates in this process."""
+_STATE = "lightning-fedleak"
+_NEXT = "next_look"
+
 
 # ---- the client ---------------------------------------------------------------------------------
 
@@ -63,31 +73,33 @@ class FedLeakMod:
     and unknown does not pass a gate.
 
     A withheld update is answered with an error: the round goes on without this client, and says so.
-    Under a ``dp`` whose noise the client adds, zero with that noise leaves instead. Metrics, which
-    would tell of the data, are left out then, and every client weighs 1.
+    Under a ``dp`` whose noise the client adds, zero with that noise leaves instead, also where the
+    train function fails, which data may provoke. Every reply has the same form then: the model, and
+    a weight of 1 in place of metrics, which would tell of the data.
 
     Args:
         observer: makes the :class:`RoundObserver` of this process, once in a run, given the first
             context.
-        gates: of each client.
-        dp: makes a client's own :class:`ClientDP`, in every round, given its context. It needs a
-            ledger, since Flower may run each round in another process.
+        gates: of each client; or what makes them of the first context, of the run's configuration
+            say.
+        dp: makes a client's own :class:`ClientDP`, in every round, given its context; None for
+            none. It needs a ledger, since Flower may run each round in another process.
         weight: the metric by which the server's strategy weighs clients.
     """
 
     def __init__(
         self,
         observer: Callable[[Context], RoundObserver],
-        gates: Sequence[RoundGate] = (),
-        dp: Callable[[Context], ClientDP] | None = None,
+        gates: Sequence[RoundGate] | Callable[[Context], Sequence[RoundGate]] = (),
+        dp: Callable[[Context], ClientDP | None] | None = None,
         *,
         weight: str = WEIGHT,
     ) -> None:
         self._make = observer
-        self._gates = tuple(gates)
+        self._gates = gates
         self._dp = dp
         self._weight = weight
-        self._observers: dict[int, RoundObserver] = {}
+        self._id = uuid.uuid4().hex  # also of its copies
 
     def __call__(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
@@ -99,7 +111,7 @@ class FedLeakMod:
         """
         if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
             return call_next(message, context)
-        _, sent = _arrays_of(message)
+        key, sent = _arrays_of(message)
         round_ = _round_of(message)
         dp = None if self._dp is None else self._dp(context)
         if dp is not None and dp.trust != "central" and dp.ledger is None:
@@ -108,37 +120,112 @@ class FedLeakMod:
                 "forget what earlier ones have released: give ClientDP(ledger=...), a path for "
                 "each client"
             )
-        if context.run_id not in self._observers:
-            self._observers = {context.run_id: self._make(context)}
-        observer = self._observers[context.run_id]
+        observer, gates = self._of_this_process(context)
         client = context.node_config.get("partition-id", context.node_id)
-        out = OutgoingUpdates(observer, self._gates, dp, client=client)
+        out = OutgoingUpdates(observer, gates, dp, client=client)
+        with _remembered(observer, gates, client, context):
+            return self._leaving(out, round_, key, sent, message, context, call_next)
+
+    def _of_this_process(self, context: Context) -> _Kept:
+        """The observer of a run, and its gates; an engine may make this mod anew in each round."""
+        run, kept = _KEPT.get(self._id, (None, None))
+        if run != context.run_id or kept is None:
+            made = self._make(context)
+            made.federation = made.federation or f"flower-{context.run_id}"
+            gates = self._gates(context) if callable(self._gates) else self._gates
+            kept = made, tuple(gates)
+            _KEPT[self._id] = context.run_id, kept
+        return kept
+
+    def _leaving(
+        self,
+        out: OutgoingUpdates,
+        round_: int,
+        key: str,
+        sent: State,
+        message: Message,
+        context: Context,
+        call_next: Callable[[Message, Context], Message],
+    ) -> Message:
+        """The reply to a training message."""
+        if out.own is not None:
+            leaving = self._hidden(out, round_, sent, lambda: call_next(message, context))
+            if leaving is None or leaving.state is None:
+                return _refused(message, "a gate ended this client's round")
+            weight = MetricRecord({self._weight: 1.0})
+            content = RecordDict({key: ArrayRecord(leaving.state), "metrics": weight})
+            return Message(content, reply_to=message)
+        began = time.perf_counter()
         with recording() as batches:
             reply = call_next(message, context)
+        seconds = time.perf_counter() - began
         if reply.has_error():
             return reply
         answered, returned = _arrays_of(reply)
-        try:
-            leaving = out.leaves(round_, sent, returned, batches)
-        except LeakageLimitExceeded as exceeded:
-            log.error("%s", exceeded)  # here: an exception's words would travel to the server
+        left = _gated(out, round_, sent, returned, batches, seconds)
+        if left is None:
             return _refused(message, "a gate ended this client's round")
-        return self._answer(message, reply, answered, leaving, own=out.own is not None)
-
-    def _answer(
-        self, message: Message, reply: Message, key: str, leaving: Leaving, *, own: bool
-    ) -> Message:
-        if leaving.state is None:
-            why = "; ".join(event.gate for event in leaving.events) or "the update cannot be read"
-            error = Error(ErrorCode.MOD_FAILED_PRECONDITION, f"lightning-fedleak: withheld ({why})")
-            return Message(error, reply_to=message)
-        reply.content[key] = ArrayRecord(leaving.state)
-        if own:
-            for name in list(reply.content.metric_records):
-                reply.content[name] = MetricRecord({self._weight: 1.0})
-            for name in list(reply.content.config_records):
-                del reply.content[name]
+        if left.state is None:
+            why = "; ".join(event.gate for event in left.events) or "the update cannot be read"
+            return _refused(message, f"withheld ({why})")
+        reply.content[answered] = ArrayRecord(left.state)
         return reply
+
+    def _hidden(
+        self, out: OutgoingUpdates, round_: int, sent: State, train: Callable[[], Message]
+    ) -> Leaving | None:
+        """What leaves under noise of the client's own, in which a failure does not show."""
+        began = time.perf_counter()
+        try:
+            with recording() as batches:
+                reply = train()
+            seconds = time.perf_counter() - began
+            if reply.has_error():
+                raise UpdateError(reply.error.reason)
+            returned = _arrays_of(reply)[1]
+        except Exception as error:
+            log.error("lightning-fedleak: this client's training failed: %r", error)
+            return out.nothing(round_, sent, f"training failed: {type(error).__name__}")
+        return _gated(out, round_, sent, returned, batches, seconds)
+
+
+@contextmanager
+def _remembered(
+    observer: RoundObserver, gates: Sequence[RoundGate], client: str | int, context: Context
+) -> Iterator[None]:
+    """Keeps how often a gate has let unknown pass, and when the next look is due.
+
+    By the node: its next round may run in another process.
+    """
+    if _STATE in context.state.config_records:
+        before = context.state.config_records[_STATE]
+        for gate in gates:
+            gate.unknown[client] = int(before.get(f"gate/{gate.name}", 0))
+        if _NEXT in before:
+            observer.next_look[client] = int(before[_NEXT])
+    try:
+        yield
+    finally:
+        kept = {f"gate/{gate.name}": gate.unknown.get(client, 0) for gate in gates}
+        if client in observer.next_look:
+            kept[_NEXT] = observer.next_look[client]
+        context.state.config_records[_STATE] = ConfigRecord(kept)
+
+
+def _gated(
+    out: OutgoingUpdates,
+    round_: int,
+    sent: State,
+    returned: State,
+    batches: Sequence[Any],
+    seconds: float,
+) -> Leaving | None:
+    """None where a gate raised: an exception's words would travel to the server."""
+    try:
+        return out.leaves(round_, sent, returned, batches, seconds=seconds)
+    except LeakageLimitExceeded as exceeded:
+        log.error("%s", exceeded)
+        return None
 
 
 def _refused(message: Message, why: str) -> Message:
@@ -188,6 +275,9 @@ class _Around(Strategy):  # type: ignore[misc, unused-ignore]
 class Observed(_Around):
     """What a curious server reads off each client's update, and off their mean.
 
+    A reply that holds no model is *unknown*. Those that can be added up make the mean, weighted as
+    the strategy inside weighs them.
+
     **The order of wrappers is the threat model**, and is written to the log: ``Observed(X)`` sees
     what arrives, before ``X`` acts on it. Under a defence of the server, it still sees every raw
     update.
@@ -209,6 +299,8 @@ class Observed(_Around):
         self.observer = observer
         self._truth = truth
         self._numbers: dict[int, int] = {}
+        self._sent: State = {}
+        self._began = 0.0
 
     def summary(self) -> None:
         """Says who sees what."""
@@ -220,7 +312,9 @@ class Observed(_Around):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Remembers what is sent."""
-        self.observer.begin(server_round, arrays.to_torch_state_dict())
+        self._sent = arrays.to_torch_state_dict()
+        self.observer.begin(server_round, self._sent)
+        self._began = time.perf_counter()
         return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
@@ -228,7 +322,15 @@ class Observed(_Around):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Looks at each client's update, then at their mean, then lets the strategy work."""
         arrived = list(replies)
-        states: list[dict[str, Tensor]] = []
+        seconds = time.perf_counter() - self._began
+        if self.observer.due(SUM):
+            began = time.perf_counter()
+            self._look(server_round, arrived)
+            self.observer.paid(SUM, time.perf_counter() - began, seconds)
+        return super().aggregate_train(server_round, arrived)
+
+    def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
+        parts: list[tuple[State, float]] = []
         known: list[Any] | None = []
         for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
             node = reply.metadata.src_node_id
@@ -236,28 +338,31 @@ class Observed(_Around):
             if reply.has_error():
                 log.info("lightning-fedleak: client %d sent nothing", client)
                 continue
-            _, state = _arrays_of(reply)
+            state = _state_of(reply)
             batches = None if self._truth is None else self._truth(client, server_round)
             self.observer.look(state, client, batches=batches)
-            states.append(state)
+            if not _alike(state, self._sent):
+                continue
+            parts.append((state, _weight_of(reply, self.strategy)))
             known = None if known is None or batches is None else [*known, *batches]
-        mean = _mean(states)
-        if mean is not None:
-            self.observer.look(mean, SUM, batches=known)
-        return super().aggregate_train(server_round, arrived)
+        if parts:
+            self.observer.look(_mean(parts), SUM, batches=known)
 
 
 class PrivateMean(_Around):
     """Federated averaging under a :class:`ClientDP` of central trust, by a trusted server.
 
     Draws clients as the account says, and takes the noised mean of their updates. A client that
-    fails, withholds or returns what cannot be read counts as zero. Metrics of training are not
-    published: they are not covered.
+    fails, withholds, is gone or returns what cannot be read counts as zero. Metrics of training are
+    not published: they are not covered.
+
+    The first round waits for all clients to be there, since the account hangs on their number. One
+    that is gone later is drawn like every other; a node that comes then takes its place.
 
     Args:
         strategy: for everything but training: evaluation, say.
         dp: with ``trust="central"`` and a ledger.
-        minutes: to wait for all clients to be there; the account hangs on their number.
+        minutes: to wait for all clients to be there.
 
     Raises:
         DefenseError: another trust, no ledger, or a strategy inside that was to be watched.
@@ -279,6 +384,7 @@ class PrivateMean(_Around):
         self.dp = dp
         self._seconds = 60 * minutes
         self._sent: dict[str, Tensor] = {}
+        self._places: list[int] = []
         self._drawn: list[int] = []
 
     def summary(self) -> None:
@@ -292,21 +398,40 @@ class PrivateMean(_Around):
         """Draws the clients of a round, and sends them the model.
 
         Raises:
-            DefenseError: not all clients came in time.
+            DefenseError: not all clients came in time, or there are more of them.
+            BudgetSpent: the account allows no more.
         """
+        self.dp.check_affords_another()
         self._sent = arrays.to_torch_state_dict()
-        until = time.monotonic() + self._seconds
-        nodes = sorted(grid.get_node_ids())
-        while len(nodes) < self.dp.clients and time.monotonic() < until:
-            time.sleep(0.2)
-            nodes = sorted(grid.get_node_ids())
-        self._drawn = self.dp.drawn(nodes)
+        there = self._arrived(grid)
+        self._drawn = self.dp.drawn(self._places)
         config[ROUND] = server_round
         record = RecordDict({"arrays": arrays, "config": config})
         return [
             Message(content=record, message_type=MessageType.TRAIN, dst_node_id=node)
             for node in self._drawn
+            if node in there
         ]
+
+    def _arrived(self, grid: Grid) -> set[int]:
+        """The nodes that are there; each has a place, and keeps it when it goes."""
+        there = set(grid.get_node_ids())
+        until = time.monotonic() + self._seconds
+        while not self._places and len(there) < self.dp.clients and time.monotonic() < until:
+            time.sleep(0.2)
+            there = set(grid.get_node_ids())
+        if not self._places:
+            self._places = sorted(there)
+        new = sorted(there.difference(self._places))
+        for place, node in enumerate(self._places):
+            if node not in there and new:
+                self._places[place] = new.pop(0)
+        if new:
+            raise DefenseError(
+                f"PrivateMean: {len(self._places) + len(new)} clients are there, and the account "
+                f"is of clients={self.dp.clients}: begin anew with their number"
+            )
+        return there
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -324,8 +449,8 @@ class PrivateMean(_Around):
             if reply.has_error() or node not in updates:
                 continue
             try:
-                updates[node] = difference(self._sent, _arrays_of(reply)[1], trained=trained)
-            except (UpdateError, ValueError) as error:
+                updates[node] = difference(self._sent, _state_of(reply), trained=trained)
+            except UpdateError as error:
                 why[node] = str(error)
         release = self.dp.mean(updates, {n: self._sent[n] for n in trained})
         for node, reason in (dict(release.zeros) | why).items():
@@ -360,24 +485,44 @@ def _round_of(message: Message) -> int:
     )
 
 
-def _mean(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor] | None:
-    """Of what can be added up; None of nothing."""
-    if not states:
-        return None
-    first = states[0]
-    alike = [
-        s
-        for s in states
-        if s.keys() == first.keys() and all(s[n].shape == first[n].shape for n in first)
-    ]
-    return {
-        name: sum((s[name].double() for s in alike), 0.0 * tensor.double())
-        .div(len(alike))
-        .to(tensor.dtype)
-        if tensor.is_floating_point()
-        else tensor
-        for name, tensor in first.items()
-    }
+def _state_of(reply: Message) -> dict[str, Tensor]:
+    """The model of a reply; none where it holds no one model, or one that cannot be read."""
+    try:
+        return _arrays_of(reply)[1]
+    except Exception as error:  # whatever a client's bytes provoke
+        log.info("lightning-fedleak: a reply holds no model: %r", error)
+        return {}
+
+
+def _alike(state: State, sent: State) -> bool:
+    """Whether a model can be added up with what was sent."""
+    return state.keys() == sent.keys() and all(state[n].shape == t.shape for n, t in sent.items())
+
+
+def _weight_of(reply: Message, strategy: Strategy) -> float:
+    """What a reply counts in the mean of a strategy; 1 where it does not say."""
+    if isinstance(strategy, PrivateMean):
+        return 1.0
+    if isinstance(strategy, _Around):
+        return _weight_of(reply, strategy.strategy)
+    name = getattr(strategy, "weighted_by_key", None)
+    given = [r[name] for r in reply.content.metric_records.values() if name in r]
+    weight = float(given[0]) if len(given) == 1 and isinstance(given[0], int | float) else 1.0
+    return weight if math.isfinite(weight) and weight >= 0 else 1.0
+
+
+def _mean(parts: Sequence[tuple[State, float]]) -> dict[str, Tensor]:
+    """Of models that are alike, by their weights; what is not a float as in the first."""
+    total = math.fsum(weight for _, weight in parts)
+    shares = [weight / total if total > 0 else 1 / len(parts) for _, weight in parts]
+    mean = dict(parts[0][0])
+    for name, tensor in mean.items():
+        if tensor.is_floating_point():
+            summed = torch.zeros_like(tensor, dtype=torch.float64)
+            for (state, _), share in zip(parts, shares, strict=True):
+                summed.add_(state[name].double(), alpha=share)
+            mean[name] = summed.to(tensor.dtype)
+    return mean
 
 
 __all__ = ["FedLeakMod", "Observed", "PrivateMean"]

@@ -90,6 +90,9 @@ class RoundGate:
         patience: unknown values in a row of a client that are let pass.
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
 
+    Attributes:
+        unknown: by client, how many values in a row were unknown so far.
+
     Raises:
         ValueError: arguments that cannot be meant.
     """
@@ -113,7 +116,7 @@ class RoundGate:
         self.action: Action = action
         self.patience = patience
         self.name = name or metric.removeprefix("leakage/")
-        self._unknown: dict[str | int, int] = {}
+        self.unknown: dict[str | int, int] = {}
 
     def about(self) -> dict[str, Any]:
         """For the record of a run."""
@@ -150,11 +153,11 @@ class RoundGate:
         value, why = self._value(look)
         of = ""
         if math.isnan(value):
-            self._unknown[look.client] = self._unknown.get(look.client, 0) + 1
-            if self._unknown[look.client] <= self.patience:
+            self.unknown[look.client] = self.unknown.get(look.client, 0) + 1
+            if self.unknown[look.client] <= self.patience:
                 return None
         else:
-            self._unknown[look.client] = 0
+            self.unknown[look.client] = 0
             if value <= self.at_most:
                 return None
             of = next((name for name in watched if look.now.get(name) == value), "")
@@ -186,7 +189,8 @@ class Leaving:
         state: what is returned to the server, by the names that were sent; None where nothing is.
         withheld: the client's update did not leave.
         events: of the gates that acted.
-        look: at what would have left; None where the update could not be read at all.
+        look: at what would have left; None where the update could not be read at all, or
+            ``max_overhead`` let none be made.
     """
 
     state: dict[str, Tensor] | None
@@ -241,6 +245,7 @@ class OutgoingUpdates:
                     "accountant='filter', target_epsilon=...)"
                 )
         self._watched = {g.name: observer.headlines_of(g.metric) for g in self.gates}
+        observer.expect_gates([gate.about() for gate in self.gates])
 
     def leaves(
         self,
@@ -251,8 +256,12 @@ class OutgoingUpdates:
         *,
         learning_rate: float | None = None,
         utility: Mapping[str, float] | None = None,
+        seconds: float | None = None,
     ) -> Leaving:
         """What may leave of a round.
+
+        With a gate every round is looked at; without one as often as the observer's
+        ``max_overhead`` lets it.
 
         Args:
             round_: its number.
@@ -261,6 +270,7 @@ class OutgoingUpdates:
             batches: that it was trained on.
             learning_rate: the mean over the local steps, where a schedule changes it.
             utility: further values of this round for the logs.
+            seconds: that the round took to train, for ``max_overhead``.
 
         Raises:
             LeakageLimitExceeded: a gate with ``action="raise"`` acted.
@@ -268,18 +278,13 @@ class OutgoingUpdates:
             BudgetSpent: one more release would cost more than the client's budget.
         """
         observer = self.observer
-        observer.begin(round_, sent)
-        names = observer.trained_names()
-        like = {name: sent[name] for name in names}
-        if self.own is not None and observer.shares_twice(names):
-            raise UpdateError(
-                "a tied parameter is sent under two names, and would get noise twice: share each "
-                "parameter once, as trained_state(model) does"
-            )
+        like = self._begin(round_, sent)
         try:
-            update: dict[str, Tensor] | None = difference(sent, returned, trained=names)
+            update: dict[str, Tensor] | None = difference(sent, returned, trained=like)
         except UpdateError as error:
-            return self._unreadable(sent, like, str(error))
+            return self._nothing(sent, like, str(error))
+        if not self.gates and not observer.due(self.client):
+            return Leaving(self._released(sent, returned, update, like), False, (), None)
         if self.own is None:  # it was to be checked; the look makes its own
             update = None
         hardened: list[str] = []
@@ -313,22 +318,65 @@ class OutgoingUpdates:
             observer.forget(look)
         if did == "harden":  # and nothing is left to be turned up
             did = "withhold"
-        acted = {f"gate/{g.name}": float(any(e.gate == g.name for e in events)) for g in self.gates}
-        observer.log(look, acted)
-        for event in events:
-            self._record(event, "withheld" if did == "withhold" else did)
-        if did == "raise":
-            raise LeakageLimitExceeded(f"RoundGate '{events[0].gate}' raised {events[0]}")
         withheld = did == "withhold"
-        if withheld:
-            self._tell(f"RoundGate '{events[0].gate}' withheld the update {events[0]}")
-        elif events:
-            rank_zero_warn(f"RoundGate '{events[0].gate}' warns {events[0]}")
+        leaves: dict[str, Tensor] | None = None
+        if did not in ("raise", "withhold") or (withheld and self.own is not None):
+            leaves = self._released(sent, returned, None if withheld else update, like)
+        acted = {f"gate/{g.name}": float(any(e.gate == g.name for e in events)) for g in self.gates}
+        observer.log(look, acted, () if self.own is None else (self.own,))
+        for event in events:
+            self._record(event, "withheld" if withheld else did)
+        for event in [e for e in events if self._action_of(e) in (did, "harden")][:1]:
+            if did == "raise":
+                raise LeakageLimitExceeded(f"RoundGate '{event.gate}' raised {event}")
+            if withheld:
+                self._tell(f"RoundGate '{event.gate}' withheld the update {event}")
+            else:
+                rank_zero_warn(f"RoundGate '{event.gate}' warns {event}")
+        if seconds is not None:
+            observer.paid(self.client, look.seconds, seconds)
+        return Leaving(leaves, withheld, tuple(events), look)
+
+    def _released(
+        self, sent: State, returned: State, update: Mapping[str, Tensor] | None, like: State
+    ) -> dict[str, Tensor]:
+        """What leaves where nothing holds it back: with this client's noise, where it adds some."""
         if self.own is not None:
-            released = self.own.privatized(None if withheld else update, like)
-            return Leaving(moved(sent, released), withheld, tuple(events), look)
-        kept = None if withheld else {n: t.detach().clone() for n, t in returned.items()}
-        return Leaving(kept, withheld, tuple(events), look)
+            return moved(sent, self.own.privatized(update, like))
+        return {n: t.detach().clone() for n, t in returned.items()}
+
+    def nothing(self, round_: int, sent: State, why: str) -> Leaving:
+        """What leaves in a round in which this client has trained nothing: it failed, say.
+
+        Under a ClientDP whose noise this client adds that is zero with the same noise, so that a
+        failure that data provoked does not tell.
+
+        Args:
+            round_: its number.
+            sent: what this client got.
+            why: for the logs.
+
+        Raises:
+            UpdateError: what was sent is not of the observer's model.
+            BudgetSpent: one more release would cost more than the client's budget.
+        """
+        return self._nothing(sent, self._begin(round_, sent), why)
+
+    def _begin(self, round_: int, sent: State) -> dict[str, Tensor]:
+        """Opens the round; what is trained of what was sent."""
+        self.observer.begin(round_, sent)
+        names = self.observer.trained_names()
+        if self.own is not None:
+            self.own.check_affords_another()
+            if self.observer.shares_twice(names):
+                raise UpdateError(
+                    "a tied parameter is sent under two names, and would get noise twice: share "
+                    "each parameter once, as trained_state(model) does"
+                )
+        return {name: sent[name] for name in names}
+
+    def _action_of(self, event: RoundEvent) -> Action:
+        return next(gate.action for gate in self.gates if gate.name == event.gate)
 
     def _decided(self, events: Sequence[RoundEvent]) -> Action | Literal["leave"]:
         """The strongest of what the gates that acted are for."""
@@ -336,7 +384,7 @@ class OutgoingUpdates:
         order: tuple[Action, ...] = ("raise", "withhold", "harden", "warn")
         return next((action for action in order if action in wanted), "leave")
 
-    def _unreadable(self, sent: State, like: State, why: str) -> Leaving:
+    def _nothing(self, sent: State, like: State, why: str) -> Leaving:
         """An update that cannot be read does not leave, gate or none."""
         self.observer.record_decision(
             {

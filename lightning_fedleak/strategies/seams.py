@@ -6,7 +6,8 @@ import functools
 import io
 import os
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses import DefenseContext, DefenseError
+from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.lightning_packages import mixed, twin
 from lightning_fedleak.strategies.optimizer_step import check_optimizer
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY, Release
@@ -193,15 +194,48 @@ class Seam(Strategy):
         if self._fedleak.defenses:
             checkpoint[CHECKPOINT_KEY] = self._fedleak.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        for defense, path in self._secrets_beside(filepath):
+            defense.save_secrets(path)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Restores the defences' states when a fit resumes."""
         with self._fedleak.paused():
-            checkpoint = super().load_checkpoint(*args, **kwargs)
+            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == _FITTING:
             self._fedleak.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
+            for defense, path in self._secrets_beside(checkpoint_path):
+                own = defense.load_secrets(path, self.root_device.type)
+                found = [own]
+                if dist.is_initialized():
+                    found = [False] * dist.get_world_size()
+                    dist.all_gather_object(found, own)
+                if not all(found):
+                    defense.forget_secrets()
         return checkpoint
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """With what the defences keep beside it."""
+        super().remove_checkpoint(filepath)
+        for _, path in self._secrets_beside(filepath):
+            path.unlink(missing_ok=True)
+
+    def _secrets_beside(self, checkpoint: Any) -> Iterator[tuple[Defense, Path]]:
+        """Each defence, and where this process keeps what no checkpoint may hold.
+
+        Nothing where processes are clients of their own, of which a checkpoint knows the first, and
+        of checkpoints that are not on a disk.
+        """
+        module = self.lightning_module
+        if module is None or "://" in os.fspath(checkpoint):
+            return
+        rank, world = module.trainer.global_rank, module.trainer.world_size
+        if world > 1 and self._fedleak.client == "rank":
+            return
+        own = Path(os.path.realpath(checkpoint))
+        for defense in self._fedleak.defenses:
+            name = f"secret-{defense.name}-{own.name}-{rank}-of-{world}.safetensors"
+            yield defense, own.with_name(name)
 
     def teardown(self) -> None:
         """Takes back what the defences changed."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import brentq, linprog
 from scipy.stats import binom
 
 from lightning_fedleak.auditing import (
     audit_one_run,
+    dp_tpr,
     gaussian_epsilon,
+    gaussian_tpr,
     one_run_epsilon,
     one_run_p_value,
 )
+from lightning_fedleak.auditing.one_run import exceeds, least_of_dp, least_of_gaussian
 
 RUNS, ALPHA = 200, 0.05
 TOLERATED = RUNS * ALPHA + 3 * math.sqrt(RUNS * ALPHA * (1 - ALPHA))
@@ -26,8 +31,67 @@ TOLERATED = RUNS * ALPHA + 3 * math.sqrt(RUNS * ALPHA * (1 - ALPHA))
     [(1000, 100, 75, 1e-4, 0.673), (100_000, 1510, 1439, 1e-5, 2.675)],
 )
 def test_the_values_printed_in_the_paper(m, r, v, delta, printed) -> None:
-    """ArXiv 2305.08846v1, Appendix D and Sect. 7; the second is cut, not rounded (2.67585)."""
-    assert one_run_epsilon(m, r, v, delta=delta) == pytest.approx(printed, abs=1e-3)
+    """ArXiv 2305.08846v1, Appendix D and Sect. 7; the second is cut, not rounded (2.67585).
+
+    By the whole curve of (epsilon, delta)-DP, as in arXiv 2410.22235, more is shown.
+    """
+    epsilon = brentq(lambda e: one_run_p_value(m, r, v, e, delta) - 0.05, 0.0, 5.0)
+    assert epsilon == pytest.approx(printed, abs=1e-3)
+    assert epsilon < one_run_epsilon(m, r, v, delta=delta) < epsilon + 0.2
+
+
+def largest_chance(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
+    """Of v right guesses of r: a linear program over all laws that the curve allows."""
+    j = np.arange(r + 1)
+    above, holds = [], []
+    for c in range(1, r + 1):
+        right, wrong = np.where(j >= c, j, 0) / m, np.where(j >= c - 1, r - j, 0) / m
+        above += [right - math.exp(epsilon) * wrong, right - math.exp(-epsilon) * wrong]
+        holds += [delta, 1 - math.exp(-epsilon) * (1 - delta)]
+    found = linprog(-(j >= v).astype(float), above, holds, np.ones((1, r + 1)), [1.0])
+    return float(-found.fun)
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.01])
+@pytest.mark.parametrize("epsilon", [0.3, 1.5])
+@pytest.mark.parametrize(("m", "r", "v"), [(20, 20, 17), (40, 12, 12), (30, 11, 8), (9, 9, 9)])
+def test_a_count_is_refuted_just_where_no_law_of_the_curve_gives_it(
+    m, r, v, epsilon, delta
+) -> None:
+    chance = largest_chance(m, r, v, epsilon, delta)
+    least = functools.partial(least_of_dp, epsilon, delta)
+    for error in np.geomspace(chance / 100, 1, 40):
+        assert not exceeds(m, r, v, least, 0.999 * min(error, chance))
+    if 1e-9 < chance < 0.9:
+        assert exceeds(m, r, v, least, 1.001 * chance)
+
+
+def test_curves_are_inverted() -> None:
+    """Each is the trade-off curve of its claim: 1 - f(x) is dp_tpr, gaussian_tpr."""
+    for x in np.linspace(0.001, 0.6, 50):
+        assert least_of_dp(1.2, 0.05, dp_tpr(x, 1.2, 0.05)) == pytest.approx(x)
+        assert least_of_gaussian(2.0, gaussian_tpr(x, 0.5)) == pytest.approx(x)
+
+
+def _mu(epsilon: float) -> float:
+    return 1 / brentq(lambda s: gaussian_epsilon(sigma=s, delta=1e-5) - epsilon, 0.01, 99)
+
+
+def test_the_bound_of_a_gaussian_mechanism_is_tighter_and_halved_for_replacement() -> None:
+    rng = np.random.default_rng(0)
+    members = coins(500, rng)
+    given = torch.tensor(gaussian(members, rng)), torch.tensor(members)
+    plain = audit_one_run(*given, delta=1e-5)
+    tight = audit_one_run(*given, delta=1e-5, claim="gaussian")
+    assert "as a Gaussian mechanism" in tight.method
+    assert 1.5 * plain.epsilon < tight.epsilon < gaussian_epsilon(sigma=0.5, delta=1e-5)
+    counts = {"canaries": 500, "guesses": 100, "right": 95, "delta": 1e-5, "claim": "gaussian"}
+    whole = one_run_epsilon(**counts)
+    half = one_run_epsilon(**counts, relation="replace_one", accountant="add_remove")
+    mu = [_mu(epsilon) for epsilon in (whole, half)]
+    assert mu[0] == pytest.approx(2 * mu[1], rel=1e-6)
+    with pytest.raises(ValueError, match="no epsilon at delta 0"):
+        audit_one_run(*given, claim="gaussian")
 
 
 @pytest.mark.parametrize(("m", "r", "v"), [(40, 20, 17), (40, 40, 40), (30, 5, 1), (12, 12, 6)])
@@ -85,16 +149,17 @@ def gaussian(members, rng):
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "truth", "delta", "guesses"),
+    ("mechanism", "truth", "delta", "guesses", "claim"),
     [
-        (randomised_response, 1.0, 0.0, 300),
-        (randomised_response, 1.0, 0.0, None),
-        (worst, 1.0, 0.001, 300),
-        (gaussian, gaussian_epsilon(sigma=0.5, delta=1e-5), 1e-5, None),
+        (randomised_response, 1.0, 0.0, 300, "dp"),
+        (randomised_response, 1.0, 0.0, None, "dp"),
+        (worst, 1.0, 0.001, 300, "dp"),
+        (gaussian, gaussian_epsilon(sigma=0.5, delta=1e-5), 1e-5, None, "dp"),
+        (gaussian, gaussian_epsilon(sigma=0.5, delta=1e-5), 1e-5, 80, "gaussian"),
     ],
 )
 def test_the_bound_is_too_large_with_probability_alpha_at_most(
-    mechanism, truth, delta, guesses
+    mechanism, truth, delta, guesses, claim
 ) -> None:
     bounds = []
     for seed in range(RUNS):
@@ -102,7 +167,7 @@ def test_the_bound_is_too_large_with_probability_alpha_at_most(
         members = coins(300, rng)
         scores = torch.tensor(mechanism(members, rng).astype(float))
         bound = audit_one_run(
-            scores, torch.tensor(members), delta=delta, guesses=guesses, seed=seed
+            scores, torch.tensor(members), delta=delta, guesses=guesses, claim=claim, seed=seed
         )
         bounds.append(bound.epsilon)
     assert sum(b > truth for b in bounds) <= TOLERATED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lightning_fedleak.federation import (
     difference,
     trained_state,
 )
+from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe
 from tests.federation.rounds import batches, lora, model, train
 from tests.federation.test_observer import lines, observer
@@ -108,6 +110,9 @@ def test_the_decision_is_in_the_logs(tmp_path):
     assert same(found.state, returned)
     board = EventAccumulator(str(tmp_path / "tensorboard" / "client_0")).Reload()
     assert [e.value for e in board.Scalars("gate/g")] == [1.0]
+    [run] = findings(read([tmp_path]))["runs"]
+    assert [gate["name"] for gate in run["gates"]] == ["g"]
+    assert [(d["gate"], d["did"], d["client"]) for d in run["decisions"]] == [("g", "warn", 0)]
 
 
 def test_a_client_may_fail_instead(tmp_path):
@@ -123,7 +128,7 @@ def test_the_strongest_of_several_gates_decides(tmp_path):
         RoundGate(F1, at_most=0.3, name="b"),
         RoundGate(F1, at_most=1.0, action="raise", name="c"),
     ]
-    with pytest.warns(UserWarning, match="withheld"):
+    with pytest.warns(UserWarning, match="RoundGate 'b' withheld"):
         [(_, _, found)] = rounds(client(tmp_path, *gates))
     assert found.state is None
     assert [e.gate for e in found.events] == ["a", "b"]
@@ -184,6 +189,34 @@ def test_an_update_that_cannot_be_read_does_not_leave(tmp_path):
     assert {x["why"][:23] for x in decisions(tmp_path)} == {"the client's update hol"}
 
 
+def test_looks_cost_a_share_of_the_rounds_unless_a_gate_judges(tmp_path):
+    def rounds_seen(*gates):
+        net = model()
+        seen = []
+        out = OutgoingUpdates(
+            observer(tmp_path / str(len(gates)), net, [Probe(k=14)], max_overhead=0.5), gates
+        )
+        found = out.observer.look
+
+        def dear(*args, **more):  # of 3 seconds in a round of one
+            seen.append(out.observer.round_)
+            return replace(found(*args, **more), seconds=3.0)
+
+        out.observer.look = dear
+        for round_ in range(14):
+            sent, data = trained_state(net), batches(round_)
+            returned = train(net, data)
+            left = out.leaves(round_, sent, returned, data, seconds=1.0)
+            assert same(left.state, returned)
+            assert (left.look is None) == (round_ not in seen)
+        return seen
+
+    assert rounds_seen() == [0, 6, 12]
+    assert rounds_seen(RoundGate(F1, at_most=1.0)) == list(range(14))
+    with pytest.raises(ValueError, match="max_overhead must be a share"):
+        observer(tmp_path, model(), max_overhead=5)
+
+
 # ---- under differential privacy of the client ---------------------------------------------------
 
 
@@ -198,6 +231,8 @@ def test_a_withheld_update_is_zero_plus_the_same_noise(tmp_path):
     left = difference(sent, found.state)
     for name in sent:
         torch.testing.assert_close(left[name], expected[name], rtol=0, atol=1e-6)
+    [looked] = [x for x in lines(tmp_path, "run.jsonl") if x["kind"] == "look"]
+    assert [p["releases"] for p in looked["privacy"]] == [1]  # this round's own
 
 
 def test_what_is_attacked_has_other_noise_than_what_leaves(tmp_path):
@@ -225,6 +260,22 @@ def test_the_account_of_the_record_is_the_clients(tmp_path):
     [spent] = end["privacy"]
     assert spent["releases"] == 2
     assert spent["epsilon"] == pytest.approx(own.privacy.epsilon)
+
+
+def test_a_clients_own_account_is_in_the_record_with_what_it_guarantees(tmp_path):
+    """Also where the observer, which several clients share, was not told of any."""
+    net = model()
+    watched = observer(tmp_path, net, [Probe(k=14)])
+    for client in range(2):
+        own = dp(accountant="rdp", ledger=tmp_path / f"client_{client}.ledger")
+        list(rounds(OutgoingUpdates(watched, dp=own, client=client), net))
+    watched.end()
+    assert [x["kind"] for x in lines(tmp_path, "run.jsonl")].count("defense") == 2
+    [run] = findings(read([tmp_path]))["runs"]
+    [spent] = run["privacy"]
+    assert (spent["class"], spent["holds"], spent["unit"]) == ("ClientDP", True, "client")
+    assert set(spent["ledger"]) == {"client_0.ledger", "client_1.ledger"}
+    assert len(run["defenses"]) == 1
 
 
 def test_noise_is_turned_up_until_the_update_passes(tmp_path):

@@ -83,8 +83,23 @@ def test_equal_settings_have_equal_hashes_and_a_resumed_fit_names_its_first(tmp_
     assert one[0]["resumed"] == {}
     resumed = other[0]["resumed"]
     assert resumed["run"] == one[0]["run"]
-    assert resumed["privacy"][0]["releases"] == steps
+    assert sum(count for *_, count in resumed["privacy"][0]["history"]) == steps
     assert other[-1]["privacy"][0]["releases"] == 2 * steps
+
+
+def test_monitors_of_one_fit_name_it_alike_and_no_two_fits_do(tmp_path):
+    two = [LeakageMonitor(Probe()), LeakageMonitor(Probe(name="other"))]
+    for name in "ab":
+        trainer = fit(two, tmp_path / name)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module, trainer.train_dataloader)
+    of_a, of_b = (
+        [one["fit"] for one in record_of(tmp_path / name) if "fit" in one] for name in "ab"
+    )
+    assert len(of_a) == 2
+    assert len(of_b) == 4
+    assert len({*of_a, *of_b}) == 3
+    assert len(set(of_a)) == 1
 
 
 def test_the_command_writes_three_files(folder, tmp_path, capsys):

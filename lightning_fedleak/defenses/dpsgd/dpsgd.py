@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -22,7 +25,8 @@ from lightning_fedleak.defenses.accounting.budget import (
     BudgetSpent,
     guarantee_of,
 )
-from lightning_fedleak.defenses.accounting.ledger import client_path
+from lightning_fedleak.defenses.accounting.groups import group_epsilon
+from lightning_fedleak.defenses.accounting.ledger import check_count, client_path
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
@@ -41,12 +45,14 @@ from lightning_fedleak.defenses.dpsgd.clipped_sum import (
     NoiseGauge,
     clip_of,
 )
+from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism, Plan, StepNoise
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 from lightning_fedleak.defenses.dpsgd.sampling import Sampling, check_same_data, sampling_of
 from lightning_fedleak.defenses.dpsgd.setup_checks import (
     check_choices,
     check_clip,
     check_hardening,
+    check_mechanism,
     check_model,
     check_pieces,
     check_settings,
@@ -112,6 +118,10 @@ class DPSGD(Defense):
     itself, where it was taken by what was not released: that a gate fired on a leakage metric,
     which reads the true batch, is told by the noise.
 
+    With ``mechanism="banded"`` or ``"banded_inverse"`` the noise of a step takes a part of the
+    noise before it back, so that less of it stays in the weights (:mod:`~.correlated_noise`). The
+    number of steps and the data must be known before, and stay what they are.
+
     Args:
         max_grad_norm: C. ``"auto"``: a sample's gradient g becomes ``g / (|g| + gamma)``, of a norm
             below C = 1, so that there is no norm to find (:mod:`~.clipped_sum`). Norms by the names
@@ -144,8 +154,8 @@ class DPSGD(Defense):
         loss: ``"checked"``, or ``"trusted"``: you have proved that the loss is a mean over samples
             of terms that depend on one sample each.
         ledger: file that remembers every release through a crash, see
-            :class:`~lightning_fedleak.defenses.accounting.ledger.Ledger`; with several clients
-            ``.<client>-of-<clients>`` is appended.
+            :class:`~lightning_fedleak.defenses.accounting.ledger.Ledger`; with ``unit="user"``
+            ``.users`` is appended, with several clients ``.<client>-of-<clients>``.
         seed: for tests only: noise and samples follow from it, and epsilon is infinite.
         harden_factor: what a notch multiplies the noise by, with ``accountant="filter"``.
         most_notches: how often it may be turned up; None for as often as a gate asks.
@@ -165,6 +175,12 @@ class DPSGD(Defense):
         max_physical_batch: how many rows are run at once. A batch of more is run in pieces, one
             after the other, and released once (:mod:`~.logical`): the memory is that of a piece and
             one float32 copy of what is trained. None for the whole batch at once.
+        mechanism: how noise is correlated over steps. ``"independent"``: not. ``"banded"``: BandMF
+            with cyclic Poisson sampling, of which ``bands`` steps are accounted as one at ``bands``
+            times the sample rate; it keeps ``bands - 1`` copies of what is trained.
+            ``"banded_inverse"``: BISR. Batches are the same in every epoch, all steps are accounted
+            as one Gaussian mechanism without sampling, and ``bands`` times as much noise is drawn.
+        bands: of the matrix that correlates noise, or of its inverse.
 
     Attributes:
         releases: how many were made.
@@ -202,6 +218,8 @@ class DPSGD(Defense):
         unit: Literal["example", "user"] = "example",
         group_by: GroupBy | None = None,
         rows_per_user: int | None = None,
+        mechanism: Mechanism = "independent",
+        bands: int | None = None,
     ) -> None:
         check_settings(
             max_grad_norm,
@@ -221,6 +239,7 @@ class DPSGD(Defense):
         )
         check_users(unit, group_by is not None, rows_per_user, poisson=poisson)
         check_hardening(harden_factor, most_notches)
+        check_mechanism(mechanism, bands, poisson=poisson, fixed_budget=accountant == "filter")
         check_clip(max_grad_norm, gamma, per_layer, layer_noise)
         check_pieces(max_physical_batch)
         self.max_grad_norm = max_grad_norm
@@ -241,7 +260,13 @@ class DPSGD(Defense):
         self.rows_per_user = rows_per_user
         self.releases = 0
         self.measured_noise_multiplier = math.nan
-        self.guarantee = guarantee_of(trust, poisson, seed, accountant == "filter", unit)
+        self.mechanism: Mechanism = mechanism
+        self.bands = bands
+        places = mechanism != "independent"  # which steps an example is in follows from its place
+        self.guarantee = guarantee_of(
+            trust, poisson and not places, seed, accountant == "filter", unit
+        )
+        self._noise = StepNoise(mechanism, bands)
         self._budget = Budget(
             accountant,
             noise_multiplier,
@@ -297,6 +322,35 @@ class DPSGD(Defense):
         """
         return self._budget.privacy
 
+    def group_privacy(self, rows: int) -> Privacy:
+        """What the releases so far have cost a group: ``rows`` examples added or removed together.
+
+        For rows that turn out to be of one person. Dearer than ``unit="user"`` from the start,
+        which bounds what all of a user's rows move. With ``unit="user"`` it is of so many users.
+
+        Args:
+            rows: of the group, at most.
+
+        Returns:
+            Epsilon at the delta of :attr:`privacy`
+            (:func:`~lightning_fedleak.defenses.accounting.groups.group_epsilon`). With
+            ``accountant="filter"``, and where noise is correlated, k times the epsilon of one, at
+            delta ``k e^((k - 1) epsilon)`` times its own; infinite where that is no probability.
+
+        Raises:
+            DefenseError: no number of rows, or before the training data are known.
+        """
+        check_count(rows, "rows")
+        own = self.privacy
+        independent = self.mechanism == "independent"
+        if independent and not isinstance(self.accountant, RenyiFilter):
+            epsilon = group_epsilon(self.accountant.history, own.delta, rows)
+            return dataclasses.replace(own, epsilon=max(epsilon, own.epsilon))
+        log_delta = math.log(own.delta * rows) + (rows - 1) * own.epsilon
+        if log_delta >= 0:
+            return dataclasses.replace(own, epsilon=math.inf)
+        return dataclasses.replace(own, epsilon=rows * own.epsilon, delta=math.exp(log_delta))
+
     @property
     def share_spent(self) -> float | None:
         """Renyi divergence of the releases so far over the filter's budget; None without one."""
@@ -325,14 +379,15 @@ class DPSGD(Defense):
         Raises:
             DefenseError: the guarantee cannot hold; says what to change.
         """
-        self.teardown()
+        self._remove_hooks()
+        self._noise.begin_fit()
         self._team = team = Team(context)
         with team.together():
             check_trainer(context)
             check_model(context.root, self.clipping)
             check_shards(context.root, context.processes)
             if self._ledger is not None and team.process == 0:
-                path = client_path(self._ledger, context.client, context.clients)
+                path = client_path(self._ledger, context.client, context.clients, self.unit)
                 self._budget.open_ledger(path)
         self._ledger = None
         self._budget.adopt(team.told_by_first(self._budget.account_state()))
@@ -344,6 +399,7 @@ class DPSGD(Defense):
             poisson=self.poisson,
             trusted=self.loss == "trusted",
             most=self.max_physical_batch,
+            row=lambda: self._noise.row,
         )
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
@@ -372,11 +428,13 @@ class DPSGD(Defense):
                 first_step=drawn,
                 users=None if self.unit == "example" else self._users,
                 rows_per_user=self.rows_per_user,
+                mechanism=self.mechanism,
+                bands=self.bands or 1,
+                turn=lambda: self._noise.row,
             )
             delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
             check_delta_for(delta, sampling.examples)
-            steps = functools.partial(planned_steps, context, len(sampling.loader))
-            self._budget.settle(sampling.rate, delta, steps)
+            self._budget.settle(sampling.rate, delta, self._planned(sampling, context))
         team.check_alike(
             examples=sampling.examples,
             batch_size=sampling.expected,
@@ -395,6 +453,13 @@ class DPSGD(Defense):
             DefenseError: a :class:`~.DPAdamBC` would get noise that this defence does not know.
         """
         self._check_noise_known(context)
+        if self.releases and self.mechanism != "independent" and not self._noise.row:
+            warnings.warn(
+                f"DPSGD: the noise of the {self.releases} releases before is not known (the run "
+                "was killed, or the file beside its checkpoint is gone). A new mechanism begins, "
+                "and its cost is added to theirs.",
+                stacklevel=2,
+            )
         if self._step is not None:
             reshard(context.root)
             self._step.clip = self._clip(context)
@@ -445,7 +510,9 @@ class DPSGD(Defense):
             BudgetSpent: says how many were made.
         """
         with self._team.together():
-            self._budget.check_affords_another()
+            self._noise.check_planned()
+            if self._noise.is_accounted:
+                self._budget.check_affords_another()
 
     def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
         """Puts the clipped and noised mean into ``p.grad``, and accounts it.
@@ -475,22 +542,26 @@ class DPSGD(Defense):
         compared = not checking or (
             step.can_compare and clipped.check_complete(parameters, context, team)
         )
+        noise = self._noise
         with team.together():
-            self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
-        release, self.releases = self.releases, self.releases + 1
-        gauge = NoiseGauge(std, sampling.expected) if checking else None
-        key = functools.partial(self._key, context, release, stream="gradient")
-        clipped.release(parameters, team, std, sampling.expected, key, gauge)
+            noise.begin(self._base(context), self.releases)
+            if noise.is_accounted:
+                self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
+        self.releases += 1
+        gauge = NoiseGauge(std * noise.scale, sampling.expected) if checking else None
+        draw = functools.partial(noise.draw, key=functools.partial(self._key, context))
+        clipped.release(parameters, team, std, sampling.expected, draw, gauge)
         if gauge is not None:
             with team.together():
                 measured = gauge.measured()
             if measured is not None:
-                self.measured_noise_multiplier = measured / step.clip.sensitivity
+                self.measured_noise_multiplier = measured / step.clip.sensitivity / noise.scale
         self._tell_noise(parameters, context)
+        noise.end()
         if sigma > 0:
             step.moves.remember(parameters)
         step.released(self.releases, unchecked=not compared)
-        if self.on_budget == "stop" and trainer is not None:
+        if self.on_budget == "stop" and trainer is not None and noise.is_accounted:
             (spent,) = team.largest([not self._budget.affords_another()])
             trainer.should_stop = trainer.should_stop or bool(spent)
 
@@ -521,16 +592,20 @@ class DPSGD(Defense):
         std = self.noise_std(context)
         if std:
             number, step.canaries = step.canaries, step.canaries + 1
-            key = self._key(context, self.releases, number, "canary")
+            key = self._key(context, self._base(context), self.releases, number, "canary")
             like = released.samples
             noise = standard_normal(key, like.shape[1:], like.device, like.dtype)
             released = released.noised(noise * std, std)
         return released
 
     def noise_std(self, context: DefenseContext) -> float:
-        """Of the mean over the expected batch; of layers that differ the root mean square."""
+        """Of the mean over the expected batch; of layers that differ the root mean square.
+
+        That of one step, where noise is correlated: the next.
+        """
         step, sampling = self._in_fit()
         std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
+        std *= self._noise.scale
         if len(step.clip.norms) == 1:
             return std
         trained = [p for p in context.root.parameters() if p.requires_grad]
@@ -546,11 +621,8 @@ class DPSGD(Defense):
         """
         step, sampling = self._in_fit()
         std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
-        return {
-            p: (std * step.clip.relative_noise(p)) ** 2 / context.clients
-            for p in parameters
-            if p.requires_grad
-        }
+        std *= self._noise.scale
+        return {p: (std * step.clip.relative_noise(p)) ** 2 / context.clients for p in parameters}
 
     def _tell_noise(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
         for optimizer in getattr(trainer_of(context), "optimizers", ()):
@@ -574,7 +646,8 @@ class DPSGD(Defense):
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Releases, what they were accounted as, and the noise: as settled, and how turned up."""
-        return {"releases": self.releases, "trust": self.trust, **self._budget.state_dict()}
+        own = {"releases": self.releases, "trust": self.trust, "unit": self.unit}
+        return {**own, **self._noise.state_dict(), **self._budget.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on counting; neither the counters nor the account ever run backwards.
@@ -584,8 +657,8 @@ class DPSGD(Defense):
 
         Raises:
             DefenseError: the releases were made under another kind of accountant, with
-                ``accountant="filter"`` under another budget, or under ``trust="central"`` and this
-                run is under ``"local"``.
+                ``accountant="filter"`` under another budget, for another unit of privacy, or under
+                ``trust="central"`` and this run is under ``"local"``.
         """
         if "releases" not in state:
             self._budget.seeded = False
@@ -597,14 +670,51 @@ class DPSGD(Defense):
                 "which each client adds a share of the noise: whoever sees each client's updates "
                 "learns more than is accounted. Go on with trust='central', or begin a new run."
             )
+        unit = state.get("unit", "example")
+        if releases and unit != self.unit:
+            raise DefenseError(
+                f"DPSGD: the checkpoint's {releases} releases were made with unit={unit!r}, and "
+                f"this run has unit={self.unit!r}. What is added or removed is clipped as a whole "
+                "in the one and not in the other, so no epsilon would hold for both. Go on with "
+                f"unit={unit!r}, or begin a new run from a model that this data did not train."
+            )
+        if releases:
+            self._noise.load_state_dict(state)
         self._budget.load_state_dict(state, releases)
         self.releases = max(self.releases, releases)
 
+    def save_secrets(self, path: Path) -> None:
+        """Writes what the next correlated noise needs; nothing where noise is independent."""
+        self._noise.save(path, self.releases)
+
+    def load_secrets(self, path: Path, device: str) -> bool:
+        """Goes on with it, where no release was made since it was written."""
+        return self._noise.load(path, self.releases, device)
+
+    def forget_secrets(self) -> None:
+        """Begins a new mechanism."""
+        self._noise.forget()
+
     def teardown(self) -> None:
-        """Takes the hooks out."""
+        """Takes the hooks out, and lets go of the noise of past steps."""
+        self._remove_hooks()
+        self._noise.end_fit()
+
+    def _remove_hooks(self) -> None:
         if self._step is not None:
             self._step.remove()
             self._step = None
+
+    def _planned(self, sampling: Sampling, context: DefenseContext) -> Callable[[], int]:
+        """How many mechanisms will be composed; settles what correlated noise is planned for."""
+        steps = functools.partial(
+            planned_steps, context, len(sampling.loader), mechanism=self.mechanism
+        )
+        if self.mechanism == "independent":
+            return steps
+        plan = Plan(self.mechanism, self.bands or 1, steps(), sampling.groups, sampling.examples)
+        self._noise.settle(plan)
+        return lambda: plan.rounds
 
     def _users(self, dataset: Any) -> list[list[int]]:
         assert self.group_by is not None
@@ -655,8 +765,15 @@ class DPSGD(Defense):
     def _base(self, context: DefenseContext) -> bytes:
         return base_of(context.entropy, self.seed if self._budget.seeded else None)
 
-    def _key(self, context: DefenseContext, release: int, index: int, stream: str) -> bytes:
-        return noise_key(self._base(context), context.client, release, index, self.name, stream)
+    def _key(
+        self,
+        context: DefenseContext,
+        base: bytes,
+        release: int,
+        index: int,
+        stream: str = "gradient",
+    ) -> bytes:
+        return noise_key(base, context.client, release, index, self.name, stream)
 
 
 __all__ = ["DPSGD", "BudgetSpent", "Privacy"]

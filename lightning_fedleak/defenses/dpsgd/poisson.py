@@ -64,6 +64,11 @@ class PoissonBatchSampler(Sampler[list[int]]):
         entropy: secret bytes, at least 16, new in every fit.
         client: index of the client.
         first_step: number of the first batch.
+        groups: into which the examples are split by their places, in a way that is public; a batch
+            is drawn from one of them, one after the other (cyclic Poisson sampling, Choquette-Choo
+            et al. 2023, arXiv 2306.08153, Sect. 4).
+        turn: tells number of the release that the first batch of an epoch is for, which settles the
+            group.
 
     Attributes:
         step: number of the next batch. Workers fetch ahead of training.
@@ -78,11 +83,19 @@ class PoissonBatchSampler(Sampler[list[int]]):
         entropy: bytes,
         client: int,
         first_step: int = 0,
+        groups: int = 1,
+        turn: Callable[[], int] = int,
     ) -> None:
         self.shard = shard
         self.rate = rate
         self.steps = steps
         self.step = first_step
+        self.groups = groups
+        self._turn = turn
+        self._ahead = 0
+        self._turns: deque[tuple[int, int]] = deque(maxlen=MOST_WAITING)
+        mixed = np.random.default_rng(groups).permutation(len(shard))
+        self._group = mixed % groups
         self._sizes: deque[int] | None = None
         place = (client, shard.start, shard.step)
         fields = b"".join(value.to_bytes(8, "big") for value in place)
@@ -94,12 +107,15 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """The next ``steps`` batches, empty ones among them."""
+        self._turns.clear()  # those of an epoch that was left early never come
+        self._ahead = self._turn() - self.step
         for _ in range(self.steps):
             step, self.step = self.step, self.step + 1
             drawn = self.rows(step)
             if self._sizes is None:
                 self._sizes = deque(maxlen=MOST_WAITING)
             self._sizes.append(len(drawn))
+            self._turns.append((step + self._ahead, len(drawn)))
             yield drawn
 
     def rows(self, step: int) -> list[int]:
@@ -118,12 +134,20 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self._sizes.remove(samples)
         return True
 
+    def claim_turn(self, row: int, samples: int) -> bool:
+        """Whether the next batch was drawn for that release, and is of so many examples.
+
+        Also true where no batch was drawn at all.
+        """
+        return not self._turns or self._turns.popleft() == (row, samples)
+
     def draw(self, step: int) -> list[int]:
         """The indices in batch number ``step``."""
-        if self.rate == 1:
-            return list(self.shard)
-        stream = hashlib.shake_256(self._key + step.to_bytes(8, "big")).digest(8 * len(self.shard))
-        inside = np.frombuffer(stream, dtype="<u8") < np.uint64(int(self.rate * 2**64))
+        inside = self._group == (step + self._ahead) % self.groups
+        if self.rate < 1:
+            key = self._key + step.to_bytes(8, "big")
+            stream = hashlib.shake_256(key).digest(8 * len(self.shard))
+            inside &= np.frombuffer(stream, dtype="<u8") < np.uint64(int(self.rate * 2**64))
         return [self.shard[place] for place in np.flatnonzero(inside).tolist()]
 
     def set_epoch(self, epoch: int) -> None:
@@ -142,6 +166,8 @@ class UserBatchSampler(PoissonBatchSampler):
         entropy: as above.
         client: as above.
         first_step: as above.
+        groups: as above, of users.
+        turn: as above.
     """
 
     def __init__(
@@ -155,8 +181,19 @@ class UserBatchSampler(PoissonBatchSampler):
         entropy: bytes,
         client: int,
         first_step: int = 0,
+        groups: int = 1,
+        turn: Callable[[], int] = int,
     ) -> None:
-        super().__init__(shard, rate, steps, entropy=entropy, client=client, first_step=first_step)
+        super().__init__(
+            shard,
+            rate,
+            steps,
+            entropy=entropy,
+            client=client,
+            first_step=first_step,
+            groups=groups,
+            turn=turn,
+        )
         self.users = users
         self.most = most
         self._counts: deque[list[int]] = deque(maxlen=MOST_WAITING)
@@ -267,6 +304,8 @@ def poisson_loader(
     steps: int | None = None,
     users: Sequence[Sequence[int]] | None = None,
     rows_per_user: int | None = None,
+    groups: int = 1,
+    turn: Callable[[], int] = int,
 ) -> DataLoader[Any]:
     """The same loader with Poisson sampling: dataset, collate function and workers stay.
 
@@ -289,6 +328,8 @@ def poisson_loader(
         users: the rows of every user, where users are drawn and not examples; then the rate is
             that of a user, and processes share users.
         rows_per_user: of one user in a batch; None for all.
+        groups: as of :class:`PoissonBatchSampler`.
+        turn: likewise.
 
     Returns:
         A new DataLoader; its ``batch_sampler`` is a :class:`PoissonBatchSampler`.
@@ -319,7 +360,13 @@ def poisson_loader(
             f"{len(_sized(loader.dataset) if users is None else users)} for all clients. Use fewer "
             "clients or more data."
         )
-    drawn: dict[str, Any] = {"entropy": entropy, "client": client, "first_step": first_step}
+    drawn: dict[str, Any] = {
+        "entropy": entropy,
+        "client": client,
+        "first_step": first_step,
+        "groups": groups,
+        "turn": turn,
+    }
     if users is None:
         sampler, first = PoissonBatchSampler(shard, rate, steps, **drawn), shard[0]
     else:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.batch import sizes_of, unsharded
+from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.poisson import (
     EmptyCollate,
     PoissonBatchSampler,
@@ -38,6 +39,7 @@ class Sampling:
         expected: number of examples by which a clipped sum is divided.
         examples: of all clients; users where they are drawn.
         users: the rows of each; None where examples are drawn.
+        groups: of examples or users, that batches are drawn from in turn.
     """
 
     loader: DataLoader[Any]
@@ -45,6 +47,7 @@ class Sampling:
     expected: float
     examples: int
     users: Sequence[Sequence[int]] | None = None
+    groups: int = 1
 
     @property
     def drawn(self) -> int:
@@ -66,6 +69,22 @@ class Sampling:
                 "of that size. A hook (on_after_batch_transfer?) or callback that adds rows to a "
                 "batch, repeats or cuts them, or another loader, makes an example count "
                 "otherwise than is accounted. Let each batch keep one row for each example drawn."
+            )
+
+    def check_turn(self, row: int, samples: int) -> None:
+        """Refuses a batch that was drawn for another step of its mechanism.
+
+        Raises:
+            DefenseError: a batch was left out, or came twice.
+        """
+        sampler = self.loader.batch_sampler
+        if self.groups == 1 or not isinstance(sampler, PoissonBatchSampler):
+            return
+        if not sampler.claim_turn(row, samples):
+            raise DefenseError(
+                f"DPSGD: a batch of {samples} samples comes in step {row} that was not drawn for "
+                "it: one was left out, or came twice. With correlated noise each example has its "
+                "own steps. Let every batch have one release, in the order in which they are drawn."
             )
 
     def users_in(self, samples: int) -> list[int] | None:
@@ -102,6 +121,9 @@ def sampling_of(
     first_step: int,
     users: Callable[[Any], Sequence[Sequence[int]]] | None = None,
     rows_per_user: int | None = None,
+    mechanism: Mechanism = "independent",
+    bands: int = 1,
+    turn: Callable[[], int] = int,
 ) -> Sampling:
     """The loader to train with instead of ``dataloader``.
 
@@ -115,6 +137,10 @@ def sampling_of(
         first_step: number of the first batch.
         users: gives the rows of every user of a dataset, where users are drawn.
         rows_per_user: of one user in a batch, at most.
+        mechanism: ``"banded"`` draws from ``bands`` groups in turn, ``"banded_inverse"`` gives the
+            same batches in every epoch.
+        bands: of the mechanism.
+        turn: tells the number of the next release in its mechanism.
 
     Raises:
         DefenseError: a loader that cannot be sampled, or one that gives an example to several
@@ -133,7 +159,16 @@ def sampling_of(
         return Sampling(checked_loader(dataloader), 1.0, expected, examples)
     rows = None if users is None else users(dataloader.dataset)
     examples = examples if rows is None else len(rows)
-    rate = min(1.0, batch_size / max(1, examples // replicas))
+    share = max(1, examples // replicas)
+    steps = max(1, round(share / batch_size))
+    groups = {"independent": 1, "banded": bands, "banded_inverse": steps}[mechanism]
+    if mechanism == "banded" and groups * batch_size > share:
+        raise DefenseError(
+            f"DPSGD: {share} {'examples' if rows is None else 'users'} in {bands} groups are fewer "
+            f"than batch_size={batch_size} in each, and batches are drawn from one group at a "
+            f"time. Use at most bands={max(1, share // batch_size)}, or smaller batches."
+        )
+    rate = 1.0 if mechanism == "banded_inverse" else min(1.0, groups * batch_size / share)
     loader = poisson_loader(
         dataloader,
         rate,
@@ -143,14 +178,17 @@ def sampling_of(
         first_step=first_step,
         users=rows,
         rows_per_user=rows_per_user,
+        steps=steps if groups > 1 else None,
+        groups=groups,
+        turn=turn,
     )
     assert isinstance(loader.batch_sampler, PoissonBatchSampler)
     shard = len(loader.batch_sampler.shard) if context.processes == 1 else examples
-    expected = rate * shard
+    expected = rate * shard / groups
     if trust == "central" and context.clients > 1:
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
-    return Sampling(loader, rate, expected, examples, rows)
+    return Sampling(loader, rate, expected, examples, rows, groups)
 
 
 def _check_shares(dataloader: Any, context: DefenseContext) -> None:

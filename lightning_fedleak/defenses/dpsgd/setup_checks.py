@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.batch import trainer_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import LayerNoise, MaxGradNorm
+from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
 
@@ -127,18 +128,28 @@ def _check_statistics(name: str, module: nn.Module) -> None:
         )
 
 
-def planned_steps(context: DefenseContext, per_epoch: int) -> int:
+def planned_steps(
+    context: DefenseContext, per_epoch: int, mechanism: Mechanism = "independent"
+) -> int:
     """How many optimizer steps the Trainer is going to take.
+
+    Args:
+        context: where.
+        per_epoch: batches of the loader.
+        mechanism: that needs to know, if it is not ``target_epsilon`` that does.
 
     Raises:
         DefenseError: that has no end.
     """
     trainer = trainer_of(context)
+    correlated = mechanism != "independent"
+    needs = f"mechanism={mechanism!r}" if correlated else "target_epsilon"
     if any(type(c).__name__ == "_LRCallback" for c in getattr(trainer, "callbacks", ())):
+        other = "" if correlated else ", or give noise_multiplier: then its steps are accounted too"
         raise DefenseError(
             "DPSGD: the learning rate finder trains for steps of its own, and the noise for "
-            "target_epsilon would be found for those alone. Find the learning rate on public data "
-            "or in a run without DPSGD, or give noise_multiplier: then its steps are accounted too."
+            f"{needs} would be found for those alone. Find the learning rate on public data "
+            f"or in a run without DPSGD{other}."
         )
     limit = getattr(trainer, "limit_train_batches", 1.0)
     if isinstance(limit, int):
@@ -152,9 +163,10 @@ def planned_steps(context: DefenseContext, per_epoch: int) -> int:
     if most >= 0:
         counts.append(most)
     if not counts or min(counts) < 1:
+        other = "" if correlated else ", or DPSGD a noise_multiplier instead"
         raise DefenseError(
-            "DPSGD: target_epsilon needs to know for how many steps the run goes. Give the Trainer "
-            "max_epochs or max_steps, or DPSGD a noise_multiplier instead."
+            f"DPSGD: {needs} needs to know for how many steps the run goes. Give the Trainer "
+            f"max_epochs or max_steps{other}."
         )
     return int(min(counts))
 
@@ -182,6 +194,40 @@ def check_hardening(harden_factor: float, most_notches: int | None) -> None:
     if most_notches is not None and (not whole or most_notches < 0):
         raise DefenseError(
             f"DPSGD: most_notches={most_notches!r} must be a whole number of at least 0, or None"
+        )
+
+
+def check_mechanism(
+    mechanism: str, bands: int | None, *, poisson: bool, fixed_budget: bool
+) -> None:
+    """Refuses bands that cannot be, and settings that correlated noise does not go with.
+
+    Raises:
+        DefenseError: says which.
+    """
+    check_choices(mechanism=(mechanism, ("independent", "banded", "banded_inverse")))
+    if mechanism == "independent":
+        if bands is not None:
+            raise DefenseError(
+                f"DPSGD: bands={bands!r} is for mechanism='banded' or 'banded_inverse', and the "
+                "noise is independent. Pass one of them, or leave bands out."
+            )
+        return
+    whole = isinstance(bands, int) and not isinstance(bands, bool)
+    if not whole or bands < 1:  # type: ignore[operator]
+        raise DefenseError(
+            f"DPSGD: bands={bands!r} must be at least 1 with mechanism={mechanism!r}: over how "
+            "many steps noise is correlated. 4 to 16 are usual."
+        )
+    if not poisson:
+        raise DefenseError(
+            f"DPSGD: mechanism={mechanism!r} settles itself how batches are drawn, and "
+            "poisson=False takes the loader's as they are: leave it out"
+        )
+    if fixed_budget:
+        raise DefenseError(
+            f"DPSGD: mechanism={mechanism!r} needs noise that is settled before the run, and "
+            "accountant='filter' is there to turn it up. Use accountant='prv' or 'rdp'."
         )
 
 
@@ -314,6 +360,7 @@ __all__ = [
     "check_choices",
     "check_clip",
     "check_hardening",
+    "check_mechanism",
     "check_model",
     "check_pieces",
     "check_settings",

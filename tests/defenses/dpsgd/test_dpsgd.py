@@ -22,7 +22,7 @@ from lightning_fedleak.defenses import (
     DefenseError,
     GradientNoise,
 )
-from lightning_fedleak.defenses.dpsgd import clipped_sum as update
+from lightning_fedleak.defenses.dpsgd import correlated_noise
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 N, CLIP = 40, 0.3
@@ -574,8 +574,8 @@ def test_a_canary_among_several_processes_is_unknown() -> None:
 def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(6, 2000))
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)
-    real = update.standard_normal
-    monkeypatch.setattr(update, "standard_normal", lambda *a: 0.9 * real(*a))
+    real = correlated_noise.standard_normal
+    monkeypatch.setattr(correlated_noise, "standard_normal", lambda *a: 0.9 * real(*a))
     with pytest.raises(
         DefenseError, match=r"noise measured has a standard deviation of 0\.(89|90|91)"
     ):

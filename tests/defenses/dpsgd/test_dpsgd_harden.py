@@ -24,7 +24,7 @@ from lightning_fedleak.defenses import (
     GradientNoise,
     RenyiFilter,
 )
-from lightning_fedleak.defenses.dpsgd import clipped_sum as update
+from lightning_fedleak.defenses.dpsgd import correlated_noise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe
 from tests.callbacks.runs import fit as fit_watched
@@ -107,8 +107,8 @@ def test_noise_that_did_not_follow_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     run = Run(defense)
     run.step(first(0))
     assert defense.harden() is not None
-    normal = update.standard_normal
-    monkeypatch.setattr(update, "standard_normal", lambda *given: normal(*given) / 8)
+    normal = correlated_noise.standard_normal
+    monkeypatch.setattr(correlated_noise, "standard_normal", lambda *given: normal(*given) / 8)
     with pytest.raises(DefenseError, match="the noise measured has a standard deviation of 0"):
         run.step(first(0))
 

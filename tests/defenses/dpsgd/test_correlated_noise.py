@@ -1,0 +1,406 @@
+"""Noise that is correlated over steps: by dense matrices, through files, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_fedleak.defenses import DPSGD, DefenseError
+from lightning_fedleak.defenses.dpsgd.correlated_noise import Plan
+from lightning_fedleak.defenses.dpsgd.factorization import banded, banded_inverse
+from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
+from lightning_fedleak.defenses.noise import noise_key, standard_normal
+from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, clipped, data, first
+
+SIGMA, STEPS, BATCH = 1.5, 11, 8
+
+
+class Steps(Run):
+    """With a Trainer that says how many steps there are."""
+
+    def __init__(self, defense: DPSGD, steps: int = STEPS, n: int = N, **fields: Any) -> None:
+        root = Net()
+        root._trainer = SimpleNamespace(max_epochs=None, max_steps=steps, should_stop=False)
+        loader = DataLoader(data(n), batch_size=BATCH)
+        super().__init__(defense, root, loader, **fields)
+        defense.on_train_start(self.context)
+
+    def noise(self, samples: int = 5) -> Tensor:
+        """What a step adds to its clipped sum."""
+        rows = self.one_by_one(first(samples)).double()
+        return BATCH * self.step(first(samples)).double() - clipped(rows).sum(0)
+
+
+def correlated(mechanism: Any = "banded", bands: int = 3, **settings: Any) -> DPSGD:
+    given = {"noise_multiplier": SIGMA, "accountant": "rdp", **settings}
+    return DPSGD(CLIP, mechanism=mechanism, bands=bands, **given)
+
+
+def draws(run: Run, entropy: list[bytes]) -> Tensor:
+    """Independent noise of releases 0, 1, ..., the t-th of a run with ``entropy[t]``."""
+    rows = []
+    for release, base in enumerate(entropy):
+        keys = [noise_key(base, 0, release, i, "dpsgd") for i in range(len(run.parameters))]
+        own = [
+            standard_normal(key, p.shape, p.device, p.dtype).flatten()
+            for key, p in zip(keys, run.parameters, strict=True)
+        ]
+        rows.append(torch.cat(own).double())
+    return torch.stack(rows)
+
+
+def dense(rows: np.ndarray) -> np.ndarray:
+    steps, bands = rows.shape
+    matrix = np.zeros((steps, steps))
+    for t in range(steps):
+        for j in range(min(bands, t + 1)):
+            matrix[t, t - j] = rows[t, j]
+    return matrix
+
+
+def inverse_of(mechanism: str, bands: int, separation: int = N // BATCH) -> np.ndarray:
+    """C^-1 over how much of it one example moves."""
+    if mechanism == "banded":
+        return np.linalg.inv(dense(banded(STEPS, bands).rows))
+    found = banded_inverse(STEPS, bands, separation)
+    inverse = dense(found.rows)
+    gram = np.abs(np.linalg.inv(inverse).T @ np.linalg.inv(inverse))
+    several = [range(i, STEPS, separation) for i in range(separation)]
+    return inverse * math.sqrt(max(gram[np.ix_(own, own)].sum() for own in several))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9, 40])
+@pytest.mark.parametrize("bands", [1, 2, 5])
+def test_factorizations_are_those_of_dense_matrices(
+    steps: int, bands: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = np.tri(steps)
+    for long in (512, 0):
+        monkeypatch.setattr("lightning_fedleak.defenses.dpsgd.factorization.LONG", long)
+        found = banded.__wrapped__(steps, bands)
+        matrix = dense(found.rows)
+        np.testing.assert_allclose(np.linalg.norm(matrix, axis=0), 1)
+        inverse = np.linalg.inv(matrix)
+        np.testing.assert_allclose(found.noise_norms, np.linalg.norm(inverse, axis=1))
+        np.testing.assert_allclose(found.errors, np.square(running @ inverse).sum(1))
+    for separation in (1, 3, 50):
+        found = banded_inverse(steps, bands, separation)
+        inverse = dense(found.rows)
+        matrix = np.linalg.inv(inverse)
+        gram = np.abs(matrix.T @ matrix)
+        several = [range(i, steps, separation) for i in range(min(separation, steps))]
+        worst = max(gram[np.ix_(own, own)].sum() for own in several)
+        assert found.sensitivity == pytest.approx(math.sqrt(worst))
+        np.testing.assert_allclose(found.noise_norms, np.linalg.norm(inverse, axis=1))
+        np.testing.assert_allclose(found.errors, np.square(running @ inverse).sum(1))
+
+
+def test_the_best_matrix_is_better_than_others_and_a_stationary_point() -> None:
+    """By either objective; for two steps it is known: columns (cos a, sin a) and 1."""
+    angle = np.linspace(-1.5, 1.5, 100_001)
+    cosine, sine = np.cos(angle), np.sin(angle)
+    by_hand = 1 / cosine**2, (1 - sine) ** 2 / cosine**2 + 1
+    assert banded(2, 2).errors.mean() == pytest.approx(np.mean(by_hand, 0).min(), rel=1e-7)
+    assert banded(2, 2, "max").errors.max() == pytest.approx(np.max(by_hand, 0).min(), rel=5e-3)
+    mean, largest = banded(60, 4), banded(60, 4, "max")
+    assert mean.errors.mean() < min(largest.errors.mean(), banded(60, 3).errors.mean())
+    assert largest.errors.max() < mean.errors.max()
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        moved = mean.rows * (1 + 1e-3 * rng.normal(size=mean.rows.shape))
+        matrix = dense(moved)
+        matrix /= np.linalg.norm(matrix, axis=0)
+        error = np.square(np.tri(60) @ np.linalg.inv(matrix)).sum(1).mean()
+        assert error > mean.errors.mean()
+
+
+@pytest.mark.parametrize("bands", [1, 2, 5, 30])
+@pytest.mark.parametrize("mechanism", ["banded", "banded_inverse"])
+def test_the_noise_of_a_run_is_that_of_the_dense_matrix(mechanism: Any, bands: int) -> None:
+    n = 300 if mechanism == "banded" else N
+    defense = correlated(mechanism, bands)
+    run = Steps(defense, n=n)
+    found = []
+    for step in range(STEPS):
+        scale = defense.noise_std(run.context) * BATCH / SIGMA / CLIP
+        row = inverse_of(mechanism, bands)[step]
+        assert scale == pytest.approx(np.linalg.norm(row))
+        found.append(run.noise())
+    z = draws(run, [b"e" * 32] * STEPS)
+    expected = SIGMA * CLIP * torch.from_numpy(inverse_of(mechanism, bands)) @ z
+    torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(DefenseError, match="planned for 11 steps, and all were"):
+        run.step(first(5))
+
+
+def test_one_band_is_dp_sgd() -> None:
+    plain = Steps(DPSGD(CLIP, noise_multiplier=SIGMA, accountant="rdp"))
+    one = Steps(correlated(bands=1))
+    for _ in range(3):
+        assert torch.equal(plain.step(first(5)), one.step(first(5)))
+    assert plain.defense.accountant.history == one.defense.accountant.history
+    assert plain.loader.batch_sampler.draw(4) == one.loader.batch_sampler.draw(4)
+
+
+def test_releases_are_accounted_by_rounds_at_the_rate_of_a_group() -> None:
+    defense = correlated(bands=3, target_delta=1e-3)
+    run = Steps(defense)
+    rate = 3 * BATCH / N
+    for made in range(1, STEPS + 1):
+        run.step(first(5))
+        assert defense.accountant.history == ((SIGMA, rate, math.ceil(made / 3)),)
+        assert defense.releases == made
+    whole = correlated("banded_inverse", target_delta=1e-3)
+    run = Steps(whole)
+    assert whole.privacy.epsilon == 0
+    for _ in range(STEPS):
+        run.step(first(5))
+        assert whole.accountant.history == ((SIGMA, 1.0, 1),)
+
+
+def test_epsilon_that_is_asked_for_is_spent_in_the_planned_steps() -> None:
+    defense = correlated(
+        bands=2, noise_multiplier=None, target_epsilon=2.0, target_delta=1e-3, on_budget="raise"
+    )
+    run = Steps(defense, steps=7)
+    for _ in range(7):
+        run.step(first(5))
+    assert 1.9 < defense.privacy.epsilon <= 2.0
+    assert Plan("banded", 2, 7, 2, N).rounds == 4 == defense.privacy.releases
+
+
+class Turn:
+    def __init__(self) -> None:
+        self.row = 0
+
+    def __call__(self) -> int:
+        return self.row
+
+
+@pytest.mark.parametrize(("groups", "rate"), [(4, 0.5), (4, 1.0), (7, 0.9), (1, 0.3)])
+def test_an_example_is_drawn_in_the_turns_of_its_group_alone(groups: int, rate: float) -> None:
+    """Also where epochs are left early after batches were fetched ahead."""
+    turn = Turn()
+    sampler = PoissonBatchSampler(
+        range(3, 90, 2), rate, 9, entropy=b"e" * 32, client=0, groups=groups, turn=turn
+    )
+    seen: dict[int, list[int]] = {place: [] for place in sampler.shard}
+    for epoch in range(60):
+        batches, used = iter(sampler), 9 - epoch % 4
+        for batch in [next(batches) for _ in range(min(9, used + 2))][:used]:
+            assert sampler.claim_turn(turn.row, len(batch))
+            for place in batch:
+                seen[place].append(turn.row)
+            turn.row += 1
+    own = [{row % groups for row in rows} for rows in seen.values()]
+    assert all(len(one) == 1 for one in own)
+    sizes = np.bincount([one.pop() for one in own])
+    assert len(sizes) == groups
+    assert sizes.max() - sizes.min() <= 1
+    drawn = sum(map(len, seen.values()))
+    chances = sum(turn.row // groups for _ in seen)
+    assert drawn == pytest.approx(rate * chances, abs=5 * math.sqrt(chances))
+    if rate == 1:
+        assert all(np.diff(rows).tolist() == [groups] * (len(rows) - 1) for rows in seen.values())
+
+
+def test_a_batch_of_another_turn_is_refused() -> None:
+    run = Steps(correlated(), steps=40)
+    run.defense._noise.row = 1
+    batches = iter(run.loader)
+    given = [next(batches) for _ in range(4)]
+    assert len(given[1][0]) != len(given[2][0])
+    run.step(given[0])
+    with pytest.raises(DefenseError, match="comes in step 2 that was not drawn for it"):
+        run.step(given[2])
+    run = Steps(correlated(), steps=40)
+    given = next(iter(run.loader))
+    run.defense._noise.row = 1
+    with pytest.raises(DefenseError, match="comes in step 1 that was not drawn for it"):
+        run.step(given)
+
+
+def test_fixed_participation_gives_the_same_batches_in_every_epoch() -> None:
+    run = Steps(correlated("banded_inverse"), steps=40)
+    sampler = run.loader.batch_sampler
+    epochs = []
+    for _ in range(3):
+        epochs.append([sorted(batch) for batch in sampler])
+        run.defense._noise.row += len(epochs[-1])
+    assert epochs[0] == epochs[1] == epochs[2]
+    assert sorted(place for batch in epochs[0] for place in batch) == list(range(N))
+    assert {len(batch) for batch in epochs[0]} == {BATCH}
+
+
+# ---- files ------------------------------------------------------------------------------------
+
+
+def resumed(state: Any, path: Path, mechanism: Any, bands: int, **fields: Any) -> Steps:
+    defense = correlated(mechanism, bands)
+    defense.load_state_dict(state)
+    if not defense.load_secrets(path, "cpu"):
+        defense.forget_secrets()
+    return Steps(defense, n=300 if mechanism == "banded" else N, entropy=b"f" * 32, **fields)
+
+
+@pytest.mark.parametrize("mechanism", ["banded", "banded_inverse"])
+@pytest.mark.parametrize(("bands", "made"), [(1, 3), (4, 2), (4, 7)])
+def test_a_run_goes_on_with_the_noise_of_its_last_release(
+    mechanism: Any, bands: int, made: int, tmp_path: Path
+) -> None:
+    """New draws are of new entropy."""
+    path = tmp_path / "secret"
+    run = Steps(correlated(mechanism, bands), n=300 if mechanism == "banded" else N)
+    found = [run.noise() for _ in range(made)]
+    run.defense.save_secrets(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    state = run.defense.state_dict()
+    assert all(isinstance(v, str | int | float) or v.numel() <= 3 for v in state.values())
+    run.defense.teardown()
+    after = resumed(state, path, mechanism, bands)
+    assert path.exists()
+    found.append(after.noise())
+    assert not path.exists()
+    found += [after.noise() for _ in range(STEPS - made - 1)]
+    z = draws(run, [b"e" * 32] * made + [b"f" * 32] * (STEPS - made))
+    expected = SIGMA * CLIP * torch.from_numpy(inverse_of(mechanism, bands)) @ z
+    torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
+    rounds = math.ceil(STEPS / bands) if mechanism == "banded" else 1
+    assert after.defense.accountant.steps == rounds
+
+
+@pytest.mark.parametrize("mechanism", ["banded", "banded_inverse"])
+def test_a_killed_run_begins_a_new_mechanism_and_pays_for_both(
+    mechanism: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "secret"
+    run = Steps(correlated(mechanism, 4), n=300 if mechanism == "banded" else N)
+    for _ in range(5):
+        run.noise()
+    run.defense.save_secrets(path)
+    state = run.defense.state_dict()
+    run.noise()  # lost: the checkpoint is that of five
+    assert not path.exists()
+    with pytest.warns(UserWarning, match="A new mechanism begins"):
+        after = resumed(state, path, mechanism, 4)
+    found = torch.stack([after.noise() for _ in range(3)])
+    z = draws(run, [b""] * 5 + [b"f" * 32] * 3)[5:]
+    own = torch.from_numpy(inverse_of(mechanism, 4))[:3, :3]
+    torch.testing.assert_close(found, SIGMA * CLIP * own @ z, rtol=1e-4, atol=1e-4)
+    assert after.defense.accountant.steps == (2 + 1 if mechanism == "banded" else 2)
+
+
+def edited(path: Path, change: Callable[[Any, Any], None]) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(path, "pt") as file:
+        told, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+    change(told, tensors)
+    save_file(tensors, path, metadata=told)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(b"no tensors"),
+        lambda path: edited(path, lambda told, _: told.update(row="3")),
+        lambda path: edited(path, lambda told, _: told.update(releases="7")),
+        lambda path: edited(path, lambda told, _: told.update(examples="41")),
+        lambda path: edited(path, lambda told, _: told.update(device="cuda")),
+        lambda path: path.unlink(),
+    ],
+)
+def test_noise_of_another_release_or_device_is_not_gone_on_with(spoil: Any, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    run = Steps(correlated("banded_inverse"))
+    run.noise()
+    run.noise()
+    run.defense.save_secrets(path)
+    spoil(path)
+    with pytest.warns(UserWarning, match="A new mechanism begins"):
+        after = resumed(run.defense.state_dict(), path, "banded_inverse", 3)
+    assert after.defense._noise.row == 0
+
+
+def test_a_file_that_cannot_be_deleted_stops_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    run = Steps(correlated())
+    run.noise()
+    run.defense.save_secrets(path)
+    path.unlink()
+    path.mkdir()
+    releases = run.defense.releases
+    with pytest.raises(DefenseError, match="must not be used twice"):
+        run.step(first(5))
+    assert run.defense.releases == releases
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "said"),
+    [
+        ({}, {"steps": 12}, "number of steps was 11 when the noise was planned, and is 12 now"),
+        ({}, {"n": 600}, "number of examples was 300"),
+        ({"bands": 5}, {}, "bands=4, and this run has"),
+        ({"mechanism": "banded_inverse"}, {}, "mechanism='banded' and"),
+        ({"mechanism": "independent", "bands": None}, {}, "mechanism='banded' and"),
+    ],
+)
+def test_another_plan_is_refused_on_resume(settings: Any, fields: Any, said: str) -> None:
+    run = Steps(correlated(bands=4), n=300)
+    run.step(first(5))
+    defense = correlated(**{"bands": 4, **settings})
+
+    def resume() -> None:
+        defense.load_state_dict(run.defense.state_dict())
+        Steps(defense, **{"n": 300, **fields})
+
+    with pytest.raises(DefenseError, match=said):
+        resume()
+
+
+def test_a_parameter_that_was_not_trained_in_the_step_before_is_refused() -> None:
+    run = Steps(correlated())
+    frozen = run.parameters.pop()
+    frozen.requires_grad_(False)
+    run.step(first(5))
+    run.parameters.append(frozen.requires_grad_(True))
+    with pytest.raises(DefenseError, match="train the same parameters in all steps"):
+        run.step(first(5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mechanism": "bands"}, "mechanism='bands' must be one of"),
+        ({"mechanism": "banded", "bands": None}, "bands=None must be at least 1"),
+        ({"mechanism": "banded_inverse", "bands": 0}, "bands=0 must be at least 1"),
+        ({"mechanism": "independent", "bands": 3}, "leave bands out"),
+        ({"poisson": False}, "settles itself how batches are drawn"),
+        (
+            {"accountant": "filter", "target_epsilon": 1.0, "target_delta": 1e-3},
+            "accountant='filter' is there to turn it up",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: Any, said: str) -> None:
+    with pytest.raises(DefenseError, match=said):
+        correlated(**settings)
+
+
+def test_too_many_bands_and_an_endless_run_are_refused() -> None:
+    with pytest.raises(DefenseError, match="Use at most bands=5, or smaller batches"):
+        Steps(correlated(bands=6))
+    with pytest.raises(DefenseError, match=r"mechanism='banded' needs to know.*max_steps\.$"):
+        Steps(correlated(), steps=-1)
+    assert not correlated().can_harden

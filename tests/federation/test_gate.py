@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,6 +187,34 @@ def test_an_update_that_cannot_be_read_does_not_leave(tmp_path):
             assert all(bool(t.isfinite().all()) for t in found.state.values())
             assert own.accountant.steps == 1
     assert {x["why"][:23] for x in decisions(tmp_path)} == {"the client's update hol"}
+
+
+def test_looks_cost_a_share_of_the_rounds_unless_a_gate_judges(tmp_path):
+    def rounds_seen(*gates):
+        net = model()
+        seen = []
+        out = OutgoingUpdates(
+            observer(tmp_path / str(len(gates)), net, [Probe(k=14)], max_overhead=0.5), gates
+        )
+        found = out.observer.look
+
+        def dear(*args, **more):  # of 3 seconds in a round of one
+            seen.append(out.observer.round_)
+            return replace(found(*args, **more), seconds=3.0)
+
+        out.observer.look = dear
+        for round_ in range(14):
+            sent, data = trained_state(net), batches(round_)
+            returned = train(net, data)
+            left = out.leaves(round_, sent, returned, data, seconds=1.0)
+            assert same(left.state, returned)
+            assert (left.look is None) == (round_ not in seen)
+        return seen
+
+    assert rounds_seen() == [0, 6, 12]
+    assert rounds_seen(RoundGate(F1, at_most=1.0)) == list(range(14))
+    with pytest.raises(ValueError, match="max_overhead must be a share"):
+        observer(tmp_path, model(), max_overhead=5)
 
 
 # ---- under differential privacy of the client ---------------------------------------------------

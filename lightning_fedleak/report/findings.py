@@ -113,7 +113,10 @@ def _runs(understood: Sequence[tuple[FitLines, dict[str, Any]]]) -> list[dict[st
 
 
 def _joined(monitors: Sequence[FitLines]) -> FitLines:
-    """The lines of several monitors of one fit, which have attacks of their own, as of one."""
+    """The lines of several monitors of one fit, which have attacks of their own, as of one.
+
+    Of a federation's processes one that knows the end will do: clients' are not told of it.
+    """
     begins = [dict(of.begin or {}) for of in monitors]
 
     def every(name: str, key: str) -> list[Any]:
@@ -146,7 +149,7 @@ def _joined(monitors: Sequence[FitLines]) -> FitLines:
         looks,
         results,
         list({str(dict(one, run="")): one for one in decided}.values()),
-        ends[-1] if len(ends) == len(monitors) else None,
+        ends[-1] if ends and (len(ends) == len(monitors) or _is_federation(begin)) else None,
         len(monitors),
     )
 

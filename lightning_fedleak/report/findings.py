@@ -865,9 +865,16 @@ def _verdict(
     unknown = [what for family, what in _FAMILIES.items() if family in tried - best.keys()]
     named_ones = tried | kept | best.keys()
     untested = [what for family, what in _FAMILIES.items() if family not in named_ones]
-    if not sentences and not withheld:
+    checked = [
+        f"Nobody could compare what {a['name']} read with the texts. Its own check held at "
+        f"{_percent(a['certified'])} of the looks: what it found explains all that was shared."
+        for _, a in seen
+        if a["mean"] is None and a["certified"]
+    ]
+    if not sentences and not withheld and not checked:
         sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
         unknown, untested = [], []
+    sentences += checked
     if withheld:
         sentences.append(
             f"Gates kept back {withheld} of {updates} updates: what those would have given away "
@@ -934,7 +941,7 @@ def _excess(attack: Mapping[str, Any]) -> float:
         last = (attack["last"] or {}).get("value")
         values = [attack["mean"], attack["worst_client"], last]
     chance = float(attack["chance"])
-    return (max(value for value in values if value is not None) - chance) / (1 - chance)
+    return (max(float(value) for value in values if value is not None) - chance) / (1 - chance)
 
 
 def _who(dishonest: bool | None) -> str:

@@ -420,6 +420,18 @@ def test_where_the_sum_alone_was_seen_the_verdict_is_of_the_sum(tmp_path):
     assert found["verdict"]["sentence"].startswith("Off one sum over clients, ")
 
 
+def test_a_server_that_holds_no_text_tells_what_its_own_check_says(tmp_path):
+    blind = "whoever looks here does not hold the client's texts"
+    lines = [result(r, certified=float(r > 0)) | {"client": 0, "unknown": blind} for r in range(4)]
+    found = found_in(tmp_path, lines, [begin(training={"strategy": "federation"})])
+    told, unknown, *_ = found["verdict"]["sentences"]
+    assert told == (
+        "Nobody could compare what flatchat read with the texts. Its own check held at 75% of "
+        "the looks: what it found explains all that was shared."
+    )
+    assert unknown == ("Attacks gave no result, so that it is unknown: which words are in a batch.")
+
+
 def test_monitors_of_one_fit_are_one_run(tmp_path):
     lines = [result(0, f1=0.5), result(0, "other", run="b", f1=0.7), result(0, run="c", f1=0.1)]
     two = [begin("a", fit="x"), begin("b", fit="x", attacks=[about("other", "words")])]

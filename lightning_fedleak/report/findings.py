@@ -192,7 +192,13 @@ def _fit(lines: FitLines) -> dict[str, Any]:
         "privacy": privacy,
         "implied": _implied(privacy, attacks, shared.get("clients", 1)),
         "defenses": _defenses(begin.get("defenses", ())),
-        "gates": begin.get("gates", []),
+        "gates": [
+            {
+                name: gate.get(name)
+                for name in ("name", "metric", "at_most", "action", "bound", "alpha")
+            }
+            for gate in begin.get("gates", ())
+        ],
         "decisions": [_decision(line) for line in lines.decisions],
         "not_tested": _not_tested(
             begin, played, _left_out(lines.results), recorded=lines.begin is not None
@@ -217,7 +223,7 @@ def _ended(lines: FitLines) -> str:
         return NOT_RECORDED
     if lines.end is None:
         cut_off = "no end was recorded"
-        return cut_off if _is_federation(lines.begin) else f"cut off: {cut_off}"
+        return f"{'unknown' if _is_federation(lines.begin) else 'cut off'}: {cut_off}"
     how = str(lines.end.get("how"))
     said = {"finished": "in order", "KeyboardInterrupt": "interrupted by hand"}
     stopped = [line["gate"] for line in lines.decisions if line.get("did") == "stopped"]

@@ -165,7 +165,7 @@ def test_our_rows_stand_beside_the_papers_in_both_protocols() -> None:
 
 def test_a_row_that_the_paper_does_not_have_is_labelled() -> None:
     size = replace(membership.SIZES["default"], texts=("imdb",), layers=(1,))
-    rates = dict.fromkeys(membership.METRICS, {"value": 0.75, "low": 0.5, "high": 0.875})
+    rates = {name: {"value": 0.75, "low": 0.5, "high": 0.875} for name in membership.METRICS}
     rows = [
         {"model": "m", "text": "imdb", "protocol": protocol, "attack": attack, "games": 4, **rates}
         for attack in ("Attn", "Attn, as published")

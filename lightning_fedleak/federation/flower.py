@@ -356,8 +356,8 @@ class PrivateMean(_Around):
     fails, withholds, is gone or returns what cannot be read counts as zero. Metrics of training are
     not published: they are not covered.
 
-    The first round waits for all clients to be there, since the account hangs on their number. One
-    that is gone later is drawn like every other; a node that comes then takes its place.
+    The first round waits for all clients to be there, and no more, since the account hangs on their
+    number. One that is gone later is drawn like every other; a node that comes takes a free place.
 
     Args:
         strategy: for everything but training: evaluation, say.
@@ -398,7 +398,7 @@ class PrivateMean(_Around):
         """Draws the clients of a round, and sends them the model.
 
         Raises:
-            DefenseError: not all clients came in time, or there are more of them.
+            DefenseError: not all clients came in time, or more of them.
             BudgetSpent: the account allows no more.
         """
         self.dp.check_affords_another()
@@ -417,7 +417,7 @@ class PrivateMean(_Around):
         """The nodes that are there; each has a place, and keeps it when it goes."""
         there = set(grid.get_node_ids())
         until = time.monotonic() + self._seconds
-        while not self._places and len(there) < self.dp.clients and time.monotonic() < until:
+        while not self._places and len(there) != self.dp.clients and time.monotonic() < until:
             time.sleep(0.2)
             there = set(grid.get_node_ids())
         if not self._places:
@@ -426,11 +426,8 @@ class PrivateMean(_Around):
         for place, node in enumerate(self._places):
             if node not in there and new:
                 self._places[place] = new.pop(0)
-        if new:
-            raise DefenseError(
-                f"PrivateMean: {len(self._places) + len(new)} clients are there, and the account "
-                f"is of clients={self.dp.clients}: begin anew with their number"
-            )
+        if new:  # one that comes back may do so before its old node is seen to be gone
+            log.info("lightning-fedleak: %d nodes wait for a place to be free", len(new))
         return there
 
     def aggregate_train(

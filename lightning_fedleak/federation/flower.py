@@ -85,6 +85,7 @@ class FedLeakMod:
         dp: makes a client's own :class:`ClientDP`, in every round, given its context; None for
             none. It needs a ledger, since Flower may run each round in another process.
         weight: the metric by which the server's strategy weighs clients.
+        drop: what never leaves, see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
     """
 
     def __init__(
@@ -94,11 +95,13 @@ class FedLeakMod:
         dp: Callable[[Context], ClientDP | None] | None = None,
         *,
         weight: str = WEIGHT,
+        drop: Sequence[str] = (),
     ) -> None:
         self._make = observer
         self._gates = gates
         self._dp = dp
         self._weight = weight
+        self._drop = tuple(drop)
         self._id = uuid.uuid4().hex  # also of its copies
 
     def __call__(
@@ -122,7 +125,7 @@ class FedLeakMod:
             )
         observer, gates = self._of_this_process(context)
         client = context.node_config.get("partition-id", context.node_id)
-        out = OutgoingUpdates(observer, gates, dp, client=client)
+        out = OutgoingUpdates(observer, gates, dp, client=client, drop=self._drop)
         with _remembered(observer, gates, client, context):
             return self._leaving(out, round_, key, sent, message, context, call_next)
 

@@ -46,7 +46,7 @@ from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.lineup import Lineup
 from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord, values_spent
 from lightning_fedleak.callbacks.results import Outcome, Result, Results, Series, Unknown, unknown
-from lightning_fedleak.callbacks.run_facts import facts_of, optimizers_of
+from lightning_fedleak.callbacks.run_facts import about_defense, facts_of, optimizers_of
 from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.federation.updates import (
@@ -283,6 +283,7 @@ class RoundObserver:
         self._cache = CalibrationCache() if cache else None
         self._tensorboard = tensorboard and importlib.util.find_spec("tensorboard") is not None
         self._gates = [dict(gate) for gate in gates]
+        self._described: list[Defense] = list(defenses)
         self.federation = federation
         if max_overhead is not None:
             MaxOverhead(max_overhead)  # refuses what is no share
@@ -573,6 +574,10 @@ class RoundObserver:
         """
         made = look._made
         spending = [*self._run.defenses, *(d for d in defenses if d not in self._run.defenses)]
+        for defense in spending:
+            if all(defense is not known for known in self._described):
+                self._described.append(defense)
+                self._record.defended(about_defense(defense))
         seat = made.seat
         for channel in seat.channels:
             mine = {s: o for s, o in made.outcomes.items() if seat.series[s] is channel}

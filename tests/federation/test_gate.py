@@ -279,6 +279,22 @@ def test_the_account_of_the_record_is_the_clients(tmp_path):
     assert spent["epsilon"] == pytest.approx(own.privacy.epsilon)
 
 
+def test_a_clients_own_account_is_in_the_record_with_what_it_guarantees(tmp_path):
+    """Also where the observer, which several clients share, was not told of any."""
+    net = model()
+    watched = observer(tmp_path, net, [Probe(k=14)])
+    for client in range(2):
+        own = dp(accountant="rdp", ledger=tmp_path / f"client_{client}.ledger")
+        list(rounds(OutgoingUpdates(watched, dp=own, client=client), net))
+    watched.end()
+    assert [x["kind"] for x in lines(tmp_path, "run.jsonl")].count("defense") == 2
+    [run] = findings(read([tmp_path]))["runs"]
+    [spent] = run["privacy"]
+    assert (spent["class"], spent["holds"], spent["unit"]) == ("ClientDP", True, "client")
+    assert set(spent["ledger"]) == {"client_0.ledger", "client_1.ledger"}
+    assert len(run["defenses"]) == 1
+
+
 def test_noise_is_turned_up_until_the_update_passes(tmp_path):
     own = dp(accountant="filter", target_epsilon=50.0)
     before = own.own_noise_std

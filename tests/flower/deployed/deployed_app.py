@@ -88,7 +88,7 @@ def main(grid: Grid, context: Context) -> None:
     if (folder / "model.pt").exists():
         start = ArrayRecord(torch.load(folder / "model.pt"))
     rounds = int(context.run_config["rounds"])
-    result = strategy.start(Patient(grid, 12.0), start, num_rounds=rounds, timeout=300)
+    result = strategy.start(Patient(grid, 6.0), start, num_rounds=rounds, timeout=300)
     torch.save(result.arrays.to_torch_state_dict(), folder / "model.pt")
     strategy.observer.end()
     (folder / "done.txt").write_text("finished\n")

@@ -15,6 +15,7 @@ batches.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import time
 
@@ -37,9 +38,12 @@ RUNS = (
 """Examples, expected batch size, epochs."""
 
 
+noise = functools.cache(noise_multiplier_for)
+
+
 def error(plan: Plan, rate: float, epsilon: float, kind: str) -> float:
     """Root of the mean squared sum of noise, in clip norms."""
-    sigma = noise_multiplier_for(epsilon, DELTA, rate, plan.rounds, kind)
+    sigma = noise(epsilon, DELTA, rate, plan.rounds, kind)
     found = plan.matrices
     return sigma * found.sensitivity * math.sqrt(found.errors.mean())
 
@@ -74,16 +78,16 @@ def cost(args: argparse.Namespace) -> None:
     first = 0.0
     for mechanism in ("independent", "banded", "banded_inverse"):
         for bands in [1] if mechanism == "independent" else [b for b in args.bands if b > 1]:
-            noise = StepNoise(mechanism, bands)
+            steps = StepNoise(mechanism, bands)
             if mechanism != "independent":
-                noise.settle(Plan(mechanism, bands, 200, bands, 1000))
+                steps.settle(Plan(mechanism, bands, 200, bands, 1000))
             spent = []
             for release in range(bands + args.rounds):
-                noise.begin(base, release)
+                steps.begin(base, release)
                 start = time.process_time()
-                noise.draw(0, like, lambda b, r, i: noise_key(b, 0, r, i, "dpsgd"))
+                steps.draw(0, like, lambda b, r, i: noise_key(b, 0, r, i, "dpsgd"))
                 spent.append(time.process_time() - start)
-                noise.end()
+                steps.end()
             own = sorted(spent[bands:])[args.rounds // 2]
             first = first or own
             print(f"{mechanism:15} {bands:3} bands: {own / first:.2f} ({1e3 * own:.1f} ms)")

@@ -152,7 +152,7 @@ def _best_column(steps: int, bands: int, objective: Objective) -> Floats:
 
 
 def _column_loss(free: Floats, steps: int, objective: Objective) -> tuple[float, Floats]:
-    """The log of the error of (1, free) over its norm, and its slope; 10^10 where that is endless."""
+    """The log of the error of (1, free) over its norm, and its slope; 10^10 if that is endless."""
     share = np.ones(steps)
     if objective == "mean":
         share = 1 - np.arange(steps) / steps

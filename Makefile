@@ -6,7 +6,12 @@ READY  := $(VENV)/.ready
 LOWEST := .venv-lowest
 IN_PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 FLOWER := .venv-flower
+# Those of tests/ that hold slow tests: the others need not be collected to run these.
+SLOW = $(sort $(shell grep -rl --include='test_*.py' 'mark\.slow' tests))
 PAPERS_LOG ?= benchmarks/papers/measured.jsonl
+
+# Each file is compiled once, not by each of some 200 processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 # An environment that is there keeps its Python: one of another version needs another name.
 ifeq ($(origin PYTHON),command line)
@@ -18,7 +23,7 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-slow test-lowest test-flower docs notebooks smoke papers gpu lint clean install
+.PHONY: help demo test test-slow test-lowest test-flower docs notebooks smoke papers gpu lint clean install install-all
 .DEFAULT_GOAL := help
 
 help:
@@ -44,27 +49,23 @@ test: $(READY)
 	@$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(ARGS)
 
 test-slow: $(READY)
-	@$(BIN)/python -m pytest -m slow $(IN_PARALLEL) $(ARGS)
+	@$(BIN)/python -m pytest -m slow $(IN_PARALLEL) $(or $(ARGS),$(SLOW))
 
 test-flower: $(FLOWER)/.ready  # in an environment of its own: Flower wants older packages
 	@FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 RAY_USAGE_STATS_ENABLED=0 PYTHONPATH=. \
-		$(FLOWER)/bin/python -m pytest --numprocesses 0 tests/federation tests/flower $(ARGS)
+		$(FLOWER)/bin/python -m pytest --numprocesses 0 -m "not slow" tests/federation tests/flower $(ARGS)
 
 test-lowest: $(LOWEST)/.ready  # without real models: newer versions saved their tokenizers
 	@FEDLEAK_ASSETS=none $(LOWEST)/bin/python -m pytest $(IN_PARALLEL) $(ARGS)
 
-notebooks: $(VENV)/.notebooks
+notebooks: $(VENV)/.docs
 	@$(BIN)/python examples/notebooks/run.py $(ARGS)
-
-$(VENV)/.notebooks: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebooks]"
-	@touch $@
 
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 $(VENV)/.docs: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs,notebooks]"
 	@touch $@
 
 smoke: $(READY)
@@ -88,6 +89,8 @@ lint: $(READY)
 
 install: $(READY)
 
+install-all: $(READY) $(VENV)/.docs $(FLOWER)/.ready  # one after the other: each writes the egg-info
+
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "No '$(PYTHON)' here. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -101,7 +104,7 @@ $(READY): pyproject.toml constraints.txt
 $(LOWEST)/.ready: pyproject.toml constraints.txt tests/tools/lowest_versions.py
 	@rm -rf $(LOWEST)
 	@$(PYTHON) -m venv $(LOWEST)
-	@$(PYTHON) tests/tools/lowest_versions.py > $(LOWEST)/constraints.txt
+	@$(PYTHON) tests/tools/lowest_versions.py test datasets > $(LOWEST)/constraints.txt
 	@echo "Installing the oldest versions into $(LOWEST) (once; some minutes) ..."
 	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e ".[test,datasets]"
 	@touch $@

@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "invert": _invert,
         "sweep": _sweep,
         "capacity": _capacity,
+        "federate": _federate,
         "report": _report,
         "compare": _compare,
         "recipes": _recipes,
@@ -64,6 +65,10 @@ def _sweep(options: argparse.Namespace) -> int:
 
 def _capacity(options: argparse.Namespace) -> int:
     return _run("lightning_fedleak.commands.capacity", "CapacityCommand", options)
+
+
+def _federate(options: argparse.Namespace) -> int:
+    return _run("lightning_fedleak.commands.federate.command", "FederateCommand", options)
 
 
 def _invert(options: argparse.Namespace) -> int:

@@ -89,7 +89,11 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="of notebooks, without .ipynb; default: all")
     parser.add_argument("--show", action="store_true", help="print what they show")
     options = parser.parse_args()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "IPYTHONDIR": tempfile.mkdtemp()}
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "IPYTHONDIR": tempfile.mkdtemp(),
+        "OMP_NUM_THREADS": "1",  # the models are tiny
+    }
     paths = [FOLDER / f"{name}.ipynb" for name in options.names] or sorted(FOLDER.glob("*.ipynb"))
     failed = 0
     for path in paths:

@@ -144,13 +144,17 @@ def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
 def in_short(attack: str, refusal: str) -> str:
     """Why an attack is refused, in one sentence without its name."""
     first, _, _ = refusal.partition(". ")
-    for start in ("LeakageMonitor: ", f"attack '{attack}' ", f"'{attack}' "):
+    for start in ("LeakageMonitor: ", "RoundObserver: ", f"attack '{attack}' ", f"'{attack}' "):
         first = first.removeprefix(start)
     return first.removesuffix(".")
 
 
 def table(
-    rows: Sequence[Row], unread: Sequence[str], text: str | None, assumed: Collection[Capability]
+    rows: Sequence[Row],
+    unread: Sequence[str],
+    text: str | None,
+    assumed: Collection[Capability],
+    watcher: str = "LeakageMonitor",
 ) -> str:
     """What is printed before the first step.
 
@@ -159,11 +163,12 @@ def table(
         unread: names of shared parameters that none of them reads.
         text: what they are calibrated on.
         assumed: what the adversary has besides what it sees.
+        watcher: who plays them.
     """
     names = [name for row in rows for name in row.reads] + list(unread)
     start = _start(names)
     cut = len(start)
-    lines = ["LeakageMonitor: what this run shares, and which attacks are played on it"]
+    lines = [f"{watcher}: what this run shares, and which attacks are played on it"]
     width = max((len(row.attack) for row in rows), default=0)
     for row in rows:
         if row.why_not is not None:

@@ -87,7 +87,7 @@ class CalibrationCache:
             attack.load_state_dict(_read(path))
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             rank_zero_warn(
-                f"LeakageMonitor: the calibration of '{attack.name}' in {path} cannot be read "
+                f"lightning-fedleak: the calibration of '{attack.name}' in {path} cannot be read "
                 f"({type(error).__name__}) and is made anew"
             )
             return False
@@ -104,7 +104,7 @@ class CalibrationCache:
             _write(path, state)
         except OSError as error:
             rank_zero_warn(
-                f"LeakageMonitor: the calibration of '{attack.name}' is not kept: {self.folder} "
+                f"lightning-fedleak: the calibration of '{attack.name}' is not kept: {self.folder} "
                 f"cannot be written ({error.strerror}). Set FEDLEAK_CACHE to another folder, or "
                 "pass cache=False"
             )

@@ -43,7 +43,7 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
         TypeError: something that is no attack.
     """
     if not attacks:
-        raise ValueError("LeakageMonitor needs at least one attack; got an empty list")
+        raise ValueError("attacks= needs at least one attack; got an empty list")
     for attack in attacks:
         if not isinstance(attack, Attack):
             raise TypeError(
@@ -333,7 +333,7 @@ def warn_of_other_tokenizers(tokenizers: Collection[Any], anatomy: Anatomy) -> N
                 continue
             why += f" and the model's config has other ids for {' and '.join(other)}"
         rank_zero_warn(
-            f"LeakageMonitor: the tokenizer {_named(tokenizer)}, is hardly this model's: {why}. "
+            f"lightning-fedleak: the tokenizer {_named(tokenizer)}, is hardly this model's: {why}. "
             "Its ids fit, but stand for other words. Give the tokenizer that the model was trained "
             "with."
         )
@@ -368,7 +368,7 @@ def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
     return tuple(n for n in anatomy.trainable_names() if n not in tested)
 
 
-def warn_of_untested(plans: Sequence[Plan], anatomy: Anatomy) -> None:
+def warn_of_untested(plans: Sequence[Plan], anatomy: Anatomy, watcher: str) -> None:
     """Says once which attacks have nothing to read, and which surfaces no attack reads."""
     trained = unread_names(plans, anatomy)
     which = f" ({listed(trained)})" if trained else ""
@@ -377,12 +377,12 @@ def warn_of_untested(plans: Sequence[Plan], anatomy: Anatomy) -> None:
     for plan in plans:
         if not plan.exposed:
             rank_zero_warn(
-                f"LeakageMonitor: '{plan.attack.name}' reads the gradient of "
+                f"{watcher}: '{plan.attack.name}' reads the gradient of "
                 f"{listed(plan.roles)}, which is not shared in this run (not trained). It is "
                 f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': "
                 f"the gradients of {len(trained)} other parameters{which} do leave the client, "
-                "and no attack of this monitor reads them. SubspaceWords() reads projections and "
-                f"adapters of the first block, {other}."
+                "and none of the attacks that were given reads them. SubspaceWords() reads "
+                f"projections and adapters of the first block, {other}."
             )
 
 

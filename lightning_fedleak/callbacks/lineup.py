@@ -126,7 +126,7 @@ class Lineup:
         if plans == self.plans:
             return False
         self.plans = plans
-        warn_of_untested(plans, self._run.anatomy)
+        warn_of_untested(plans, self._run.anatomy, self._run.watcher)
         for channel in self._channels:
             channel.follow([by_name[a.name] for a in channel.attacks if a.name in by_name])
         self._tell()
@@ -157,7 +157,7 @@ class Lineup:
             ValueError: an attack does not fit the model.
         """
         with whole_model(self._run.anatomy.root), sampled_once(), bars(self._run.shows_progress):
-            for plan in track(self.exposed, "LeakageMonitor calibrates its attacks"):
+            for plan in track(self.exposed, f"{self._run.watcher} calibrates its attacks"):
                 attack = plan.attack
                 started = time.perf_counter()
                 with self._left_out(attack):
@@ -166,7 +166,7 @@ class Lineup:
                 if seconds > 1:
                     how = " (kept from an earlier fit)" if kept else ""
                     rank_zero_info(
-                        f"LeakageMonitor: '{attack.name}' calibrated in {seconds:.1f} s{how}"
+                        f"{self._run.watcher}: '{attack.name}' calibrated in {seconds:.1f} s{how}"
                     )
             costs = self._costs() if self._choosing else {}
         for channel in self._channels:
@@ -191,8 +191,8 @@ class Lineup:
             )
         except Exception as error:
             rank_zero_warn(
-                f"LeakageMonitor: what a look costs could not be tried ({reason(error)}), so that "
-                "no attack is left out for it"
+                f"{self._run.watcher}: what a look costs could not be tried ({reason(error)}), so "
+                "that no attack is left out for it"
             )
             return {}
 

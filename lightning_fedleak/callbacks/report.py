@@ -16,7 +16,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -170,11 +170,13 @@ class RunRecord:
         seconds: float,
         failures: int,
         defenses: Sequence[Defense],
+        client: str | int | None = None,
     ) -> None:
-        """A look is over: what it cost, and what was spent until it."""
+        """A look is over: what it cost, and what was spent until it; ``client``: at whose round."""
         self._append(
             "look",
             step=step,
+            **({} if client is None else {"client": client}),
             utility={n: _plain(v) for n, v in utility.items()},
             privacy=spent_by(defenses),
             seconds=_plain(seconds),
@@ -312,6 +314,8 @@ class Report:
         reveal: recovered words and texts; None writes none.
         client: whose results they are, as the lines name it; ``"pooled"`` of several.
         round_of: number of the round that a step is in; None without rounds.
+        watcher: who speaks in warnings.
+        unit: what the looks count.
 
     Attributes:
         looks: written so far.
@@ -327,7 +331,11 @@ class Report:
         *,
         client: str | int,
         round_of: Callable[[int], int] | None,
+        watcher: str = "LeakageMonitor",
+        unit: Literal["step", "round"] = "step",
     ) -> None:
+        self._watcher = watcher
+        self._unit = unit
         self._loggers = loggers
         self._attacks = attacks
         self._jsonl = jsonl
@@ -346,19 +354,21 @@ class Report:
     ) -> None:
         """Writes one look; says once for each reason why a result is unknown."""
         self.looks += 1
+        rounds = self._unit == "round"
+        when = f"in round {look.step}" if rounds else f"at step {look.step}"
+        goes_on = "the round goes on, unless a gate says no" if rounds else "training goes on"
         for series, outcome in outcomes.items():
             if outcome.unknown is not None:
                 self.warn_once(
-                    f"'{series.name}' gave no result at step {look.step}: {outcome.unknown}. Its "
-                    "leakage there is unknown, not 0; training goes on. (Said once for each "
-                    "reason; monitor/failures counts them.)",
+                    f"'{series.name}' gave no result {when}: {outcome.unknown}. Its leakage there "
+                    f"is unknown, not 0; {goes_on}. (Said once for each reason; monitor/failures "
+                    "counts them.)",
                     series.name + outcome.unknown,
                 )
             elif outcome.pending is not None and series not in self._waiting:
                 self._waiting.add(series)
                 rank_zero_info(
-                    f"LeakageMonitor: '{series.name}' has no result at step {look.step} yet: "
-                    f"{outcome.pending}"
+                    f"{self._watcher}: '{series.name}' has no result {when} yet: {outcome.pending}"
                 )
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
         for logger in self._loggers:
@@ -375,7 +385,7 @@ class Report:
         """Warns, but not twice of the same (by default: in the same words)."""
         if (key or text) not in self._warned:
             self._warned.add(key or text)
-            rank_zero_warn(f"LeakageMonitor: {text}")
+            rank_zero_warn(f"{self._watcher}: {text}")
 
     def _write_lines(
         self, jsonl: JsonLines, look: Look, outcomes: Mapping[Series, Outcome]
@@ -460,7 +470,11 @@ def privacy_values(trainer: L.Trainer) -> dict[str, float]:
     or as ``privacy/<defence>/...`` where several defences account. None of it covers the logs of
     leakage themselves, nor what a gate decides in sight of them.
     """
-    defenses = accounting_defenses(trainer)
+    return values_spent(accounting_defenses(trainer))
+
+
+def values_spent(defenses: Sequence[Defense]) -> dict[str, float]:
+    """See :func:`privacy_values`; of defences that account."""
     values: dict[str, float] = {}
     for defense in defenses:
         try:
@@ -495,4 +509,5 @@ __all__ = [
     "releases_by",
     "settings_of",
     "spent_by",
+    "values_spent",
 ]

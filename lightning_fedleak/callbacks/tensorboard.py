@@ -58,7 +58,7 @@ def add_pages(
         return
     if importlib.util.find_spec("tensorboard") is None:
         rank_zero_info(
-            "LeakageMonitor: 'tensorboard' is not installed, so that its page of charts and its "
+            "lightning-fedleak: 'tensorboard' is not installed, so that its page of charts and its "
             "table of settings are not written; every number is. pip install tensorboard"
         )
         return

@@ -354,6 +354,98 @@ class CapacityOptions:
     seed: int = _seed("of adapters, texts and planted sets")
 
 
+@dataclass(frozen=True)
+class FederateOptions:
+    """The settings of ``fedleak federate``.
+
+    Without ``model`` and ``text`` the embedded model is trained on the embedded messages.
+    """
+
+    clients: int = _count(4, "clients of the federation", 2)
+    rounds: int = _count(3, "rounds")
+    local_steps: int = _count(10, "optimizer steps of a client in a round")
+    model: str | None = _option(
+        None, "causal language model: a folder or a name on the hub", "NAME"
+    )
+    text: str | None = _option(None, f"the clients' texts: {_SOURCE}", "SOURCE")
+    column: str | None = _column("text")
+    partition_by: str | None = _option(
+        None, "the column of --text that says whose text it is (or of which kind)", "COLUMN"
+    )
+    partition: Literal["iid", "speaker", "dirichlet"] | None = _option(
+        None,
+        "how texts are dealt to clients: alike; all texts of a speaker to one client; or each "
+        "client with shares of its own, of the kinds of text in --partition-by, or else of the "
+        "whole. By default 'speaker' with --partition-by, 'iid' without",
+        choices=("iid", "speaker", "dirichlet"),
+    )
+    alpha: float = _option(
+        0.5, "of 'dirichlet': the smaller, the less clients are alike", "X", type=_POSITIVE
+    )
+    peft: Literal["lora"] | None = _option(
+        None, "clients train low-rank adapters; by default the whole model", choices=("lora",)
+    )
+    lora_r: int | None = _option(None, "rank of --peft lora (8)", "N", type=_at_least(1))
+    targets: str | None = _option(None, _TARGETS, "NAMES")
+    optimizer: Literal["sgd", "momentum", "adamw"] = _option(
+        "adamw", "that clients train by", choices=("sgd", "momentum", "adamw")
+    )
+    lr: float | None = _option(None, "its learning rate (0.1, of adamw 3e-4)", "X", type=_POSITIVE)
+    batch_size: int = _count(4, "texts a batch")
+    length: int = _count(32, "tokens a text, at most", 2)
+    attack: Literal["auto", "none"] = _option(
+        "auto", "every attack that can read these updates, or none", choices=("auto", "none")
+    )
+    members: int = _count(
+        4, "texts of a round that are asked for in membership games, and as many that are not in it"
+    )
+    gate: float | None = _option(
+        None,
+        "the most of --watch that a client lets leave",
+        "X",
+        type=_number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+    )
+    watch: str | None = _option(
+        None,
+        "what the gate watches, a name in the logs; by default leakage/worst/words, with adamw "
+        "leakage/gradient_membership/advantage",
+        "NAME",
+    )
+    action: Literal["withhold", "harden", "raise", "warn"] = _option(
+        "withhold", "what the gate does", choices=("withhold", "harden", "raise", "warn")
+    )
+    epsilon: float | None = _option(
+        None,
+        "client-level differential privacy: what all rounds together may cost",
+        "X",
+        type=_POSITIVE,
+    )
+    noise_multiplier: float | None = _option(
+        None, "of the noise on the sum, over --clip, in place of --epsilon", "X", type=_POSITIVE
+    )
+    clip: float = _option(1.0, "largest norm of a client's update", "C", type=_POSITIVE)
+    delta: float = _option(1e-5, "of the guarantee", "X", type=_POSITIVE)
+    trust: Literal["central", "local", "secure_aggregation"] = _option(
+        "central",
+        "who adds the noise: the server; each client all of it; each client its share",
+        choices=("central", "local", "secure_aggregation"),
+    )
+    sampling: Literal["all", "poisson", "fixed"] = _option(
+        "all", "which clients take part in a round", choices=("all", "poisson", "fixed")
+    )
+    per_round: float | None = _option(
+        None, "of 'poisson' and 'fixed': so many (on average)", "N", type=_POSITIVE
+    )
+    engine: Literal["local", "flower"] = _option(
+        "local",
+        "one client after the other in this process, or Flower's simulation (the extra 'flower'); "
+        "both give the same model",
+        choices=("local", "flower"),
+    )
+    seed: int = _seed("of split, order, adapters and calibration")
+    out: Path = _folder("fedleak_runs/federation", "folder of the logs")
+
+
 _COMMANDS: dict[str, tuple[type, str, str]] = {
     "demo": (
         DemoOptions,
@@ -386,6 +478,15 @@ _COMMANDS: dict[str, tuple[type, str, str]] = {
         "first block's), and finds by attack the smallest batch that is not read exactly. Never a "
         "promise that a larger one is safe. Model and text are on board; bring your own with "
         "--model and --text.",
+    ),
+    "federate": (
+        FederateOptions,
+        "train a federation, and see what each client's update and their sum give away",
+        "Deals texts to clients, who train a language model for some rounds. Each update is "
+        "attacked before it leaves; a gate may hold it back, and client-level differential "
+        "privacy clip it and add noise. Shows utility, leakage of each client and of the sum, and "
+        "epsilon, round by round. Model and text are on board; bring your own with --model and "
+        "--text.",
     ),
     "sweep": (
         SweepOptions,
@@ -444,7 +545,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     commands = fedleak.add_subparsers(
         required=True,
         dest="command",
-        metavar="{demo,game,invert,capacity,sweep,report,compare,recipes,completion,fit}",
+        metavar="{demo,game,invert,capacity,federate,sweep,report,compare,recipes,completion,fit}",
     )
     for name, (options, brief, description) in _COMMANDS.items():
         command = commands.add_parser(
@@ -515,6 +616,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 __all__ = [
     "CapacityOptions",
     "DemoOptions",
+    "FederateOptions",
     "GameOptions",
     "InvertOptions",
     "SweepOptions",

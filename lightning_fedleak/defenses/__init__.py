@@ -7,6 +7,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent
+from lightning_fedleak.defenses.accounting.groups import group_epsilon
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.activations.compression import ActivationCompression
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
@@ -41,6 +42,7 @@ __all__ = [
     "RenyiFilter",
     "TokenLDP",
     "effective_noise_multiplier",
+    "group_epsilon",
     "joint_noise_multiplier",
     "mean_of_sample_means",
     "noise_multiplier_for",

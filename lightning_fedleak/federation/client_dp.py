@@ -375,6 +375,14 @@ class ClientDP(Defense):
         """Whether one more release fits within ``target_epsilon``."""
         return self._budget.affords_another()
 
+    def check_affords_another(self) -> None:
+        """Refuses a round whose release the budget does not cover, before anybody trains.
+
+        Raises:
+            BudgetSpent: one more release would cost more than ``target_epsilon``.
+        """
+        self._budget.check_affords_another()
+
     def _check_own(self) -> None:
         if self.trust == "central":
             raise DefenseError(

@@ -6,10 +6,12 @@ The only file that knows Flower. It needs ``pip install lightning-fedleak[flower
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_fedleak.callbacks import LeakageLimitExceeded
@@ -19,7 +21,7 @@ from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.gate import Leaving, OutgoingUpdates, RoundGate
 from lightning_fedleak.federation.observer import SUM, RoundObserver
 from lightning_fedleak.federation.trained_on import recording
-from lightning_fedleak.federation.updates import UpdateError, difference, moved
+from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
 
 try:
     from flwr.app import (
@@ -63,15 +65,16 @@ class FedLeakMod:
     and unknown does not pass a gate.
 
     A withheld update is answered with an error: the round goes on without this client, and says so.
-    Under a ``dp`` whose noise the client adds, zero with that noise leaves instead. Metrics, which
-    would tell of the data, are left out then, and every client weighs 1.
+    Under a ``dp`` whose noise the client adds, zero with that noise leaves instead, also where the
+    train function fails, which data may provoke. Every reply has the same form then: the model, and
+    a weight of 1 in place of metrics, which would tell of the data.
 
     Args:
         observer: makes the :class:`RoundObserver` of this process, once in a run, given the first
             context.
         gates: of each client.
-        dp: makes a client's own :class:`ClientDP`, in every round, given its context. It needs a
-            ledger, since Flower may run each round in another process.
+        dp: makes a client's own :class:`ClientDP`, in every round, given its context; None for
+            none. It needs a ledger, since Flower may run each round in another process.
         weight: the metric by which the server's strategy weighs clients.
     """
 
@@ -79,7 +82,7 @@ class FedLeakMod:
         self,
         observer: Callable[[Context], RoundObserver],
         gates: Sequence[RoundGate] = (),
-        dp: Callable[[Context], ClientDP] | None = None,
+        dp: Callable[[Context], ClientDP | None] | None = None,
         *,
         weight: str = WEIGHT,
     ) -> None:
@@ -99,7 +102,7 @@ class FedLeakMod:
         """
         if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
             return call_next(message, context)
-        _, sent = _arrays_of(message)
+        key, sent = _arrays_of(message)
         round_ = _round_of(message)
         dp = None if self._dp is None else self._dp(context)
         if dp is not None and dp.trust != "central" and dp.ledger is None:
@@ -109,36 +112,58 @@ class FedLeakMod:
                 "each client"
             )
         if context.run_id not in self._observers:
-            self._observers = {context.run_id: self._make(context)}
+            made = self._make(context)
+            made.federation = made.federation or f"flower-{context.run_id}"
+            self._observers = {context.run_id: made}
         observer = self._observers[context.run_id]
         client = context.node_config.get("partition-id", context.node_id)
         out = OutgoingUpdates(observer, self._gates, dp, client=client)
+        if out.own is not None:
+            leaving = self._hidden(out, round_, sent, lambda: call_next(message, context))
+            if leaving is None or leaving.state is None:
+                return _refused(message, "a gate ended this client's round")
+            weight = MetricRecord({self._weight: 1.0})
+            content = RecordDict({key: ArrayRecord(leaving.state), "metrics": weight})
+            return Message(content, reply_to=message)
         with recording() as batches:
             reply = call_next(message, context)
         if reply.has_error():
             return reply
         answered, returned = _arrays_of(reply)
-        try:
-            leaving = out.leaves(round_, sent, returned, batches)
-        except LeakageLimitExceeded as exceeded:
-            log.error("%s", exceeded)  # here: an exception's words would travel to the server
+        left = _gated(out, round_, sent, returned, batches)
+        if left is None:
             return _refused(message, "a gate ended this client's round")
-        return self._answer(message, reply, answered, leaving, own=out.own is not None)
-
-    def _answer(
-        self, message: Message, reply: Message, key: str, leaving: Leaving, *, own: bool
-    ) -> Message:
-        if leaving.state is None:
-            why = "; ".join(event.gate for event in leaving.events) or "the update cannot be read"
-            error = Error(ErrorCode.MOD_FAILED_PRECONDITION, f"lightning-fedleak: withheld ({why})")
-            return Message(error, reply_to=message)
-        reply.content[key] = ArrayRecord(leaving.state)
-        if own:
-            for name in list(reply.content.metric_records):
-                reply.content[name] = MetricRecord({self._weight: 1.0})
-            for name in list(reply.content.config_records):
-                del reply.content[name]
+        if left.state is None:
+            why = "; ".join(event.gate for event in left.events) or "the update cannot be read"
+            return _refused(message, f"withheld ({why})")
+        reply.content[answered] = ArrayRecord(left.state)
         return reply
+
+    def _hidden(
+        self, out: OutgoingUpdates, round_: int, sent: State, train: Callable[[], Message]
+    ) -> Leaving | None:
+        """What leaves under noise of the client's own, in which a failure does not show."""
+        try:
+            with recording() as batches:
+                reply = train()
+            if reply.has_error():
+                raise UpdateError(reply.error.reason)
+            returned = _arrays_of(reply)[1]
+        except Exception as error:
+            log.error("lightning-fedleak: this client's training failed: %r", error)
+            return out.nothing(round_, sent, f"training failed: {type(error).__name__}")
+        return _gated(out, round_, sent, returned, batches)
+
+
+def _gated(
+    out: OutgoingUpdates, round_: int, sent: State, returned: State, batches: Sequence[Any]
+) -> Leaving | None:
+    """None where a gate raised: an exception's words would travel to the server."""
+    try:
+        return out.leaves(round_, sent, returned, batches)
+    except LeakageLimitExceeded as exceeded:
+        log.error("%s", exceeded)
+        return None
 
 
 def _refused(message: Message, why: str) -> Message:
@@ -188,6 +213,9 @@ class _Around(Strategy):  # type: ignore[misc, unused-ignore]
 class Observed(_Around):
     """What a curious server reads off each client's update, and off their mean.
 
+    A reply that holds no model is *unknown*. Those that can be added up make the mean, weighted as
+    the strategy inside weighs them.
+
     **The order of wrappers is the threat model**, and is written to the log: ``Observed(X)`` sees
     what arrives, before ``X`` acts on it. Under a defence of the server, it still sees every raw
     update.
@@ -209,6 +237,7 @@ class Observed(_Around):
         self.observer = observer
         self._truth = truth
         self._numbers: dict[int, int] = {}
+        self._sent: State = {}
 
     def summary(self) -> None:
         """Says who sees what."""
@@ -220,7 +249,8 @@ class Observed(_Around):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Remembers what is sent."""
-        self.observer.begin(server_round, arrays.to_torch_state_dict())
+        self._sent = arrays.to_torch_state_dict()
+        self.observer.begin(server_round, self._sent)
         return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
@@ -228,7 +258,7 @@ class Observed(_Around):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Looks at each client's update, then at their mean, then lets the strategy work."""
         arrived = list(replies)
-        states: list[dict[str, Tensor]] = []
+        parts: list[tuple[State, float]] = []
         known: list[Any] | None = []
         for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
             node = reply.metadata.src_node_id
@@ -236,14 +266,15 @@ class Observed(_Around):
             if reply.has_error():
                 log.info("lightning-fedleak: client %d sent nothing", client)
                 continue
-            _, state = _arrays_of(reply)
+            state = _state_of(reply)
             batches = None if self._truth is None else self._truth(client, server_round)
             self.observer.look(state, client, batches=batches)
-            states.append(state)
+            if not _alike(state, self._sent):
+                continue
+            parts.append((state, _weight_of(reply, self.strategy)))
             known = None if known is None or batches is None else [*known, *batches]
-        mean = _mean(states)
-        if mean is not None:
-            self.observer.look(mean, SUM, batches=known)
+        if parts:
+            self.observer.look(_mean(parts), SUM, batches=known)
         return super().aggregate_train(server_round, arrived)
 
 
@@ -251,13 +282,16 @@ class PrivateMean(_Around):
     """Federated averaging under a :class:`ClientDP` of central trust, by a trusted server.
 
     Draws clients as the account says, and takes the noised mean of their updates. A client that
-    fails, withholds or returns what cannot be read counts as zero. Metrics of training are not
-    published: they are not covered.
+    fails, withholds, is gone or returns what cannot be read counts as zero. Metrics of training are
+    not published: they are not covered.
+
+    The first round waits for all clients to be there, since the account hangs on their number. One
+    that is gone later is drawn like every other; a node that comes then takes its place.
 
     Args:
         strategy: for everything but training: evaluation, say.
         dp: with ``trust="central"`` and a ledger.
-        minutes: to wait for all clients to be there; the account hangs on their number.
+        minutes: to wait for all clients to be there.
 
     Raises:
         DefenseError: another trust, no ledger, or a strategy inside that was to be watched.
@@ -279,6 +313,7 @@ class PrivateMean(_Around):
         self.dp = dp
         self._seconds = 60 * minutes
         self._sent: dict[str, Tensor] = {}
+        self._places: list[int] = []
         self._drawn: list[int] = []
 
     def summary(self) -> None:
@@ -292,21 +327,40 @@ class PrivateMean(_Around):
         """Draws the clients of a round, and sends them the model.
 
         Raises:
-            DefenseError: not all clients came in time.
+            DefenseError: not all clients came in time, or there are more of them.
+            BudgetSpent: the account allows no more.
         """
+        self.dp.check_affords_another()
         self._sent = arrays.to_torch_state_dict()
-        until = time.monotonic() + self._seconds
-        nodes = sorted(grid.get_node_ids())
-        while len(nodes) < self.dp.clients and time.monotonic() < until:
-            time.sleep(0.2)
-            nodes = sorted(grid.get_node_ids())
-        self._drawn = self.dp.drawn(nodes)
+        there = self._arrived(grid)
+        self._drawn = self.dp.drawn(self._places)
         config[ROUND] = server_round
         record = RecordDict({"arrays": arrays, "config": config})
         return [
             Message(content=record, message_type=MessageType.TRAIN, dst_node_id=node)
             for node in self._drawn
+            if node in there
         ]
+
+    def _arrived(self, grid: Grid) -> set[int]:
+        """The nodes that are there; each has a place, and keeps it when it goes."""
+        there = set(grid.get_node_ids())
+        until = time.monotonic() + self._seconds
+        while not self._places and len(there) < self.dp.clients and time.monotonic() < until:
+            time.sleep(0.2)
+            there = set(grid.get_node_ids())
+        if not self._places:
+            self._places = sorted(there)
+        new = sorted(there.difference(self._places))
+        for place, node in enumerate(self._places):
+            if node not in there and new:
+                self._places[place] = new.pop(0)
+        if new:
+            raise DefenseError(
+                f"PrivateMean: {len(self._places) + len(new)} clients are there, and the account "
+                f"is of clients={self.dp.clients}: begin anew with their number"
+            )
+        return there
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -324,8 +378,8 @@ class PrivateMean(_Around):
             if reply.has_error() or node not in updates:
                 continue
             try:
-                updates[node] = difference(self._sent, _arrays_of(reply)[1], trained=trained)
-            except (UpdateError, ValueError) as error:
+                updates[node] = difference(self._sent, _state_of(reply), trained=trained)
+            except UpdateError as error:
                 why[node] = str(error)
         release = self.dp.mean(updates, {n: self._sent[n] for n in trained})
         for node, reason in (dict(release.zeros) | why).items():
@@ -360,24 +414,44 @@ def _round_of(message: Message) -> int:
     )
 
 
-def _mean(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor] | None:
-    """Of what can be added up; None of nothing."""
-    if not states:
-        return None
-    first = states[0]
-    alike = [
-        s
-        for s in states
-        if s.keys() == first.keys() and all(s[n].shape == first[n].shape for n in first)
-    ]
-    return {
-        name: sum((s[name].double() for s in alike), 0.0 * tensor.double())
-        .div(len(alike))
-        .to(tensor.dtype)
-        if tensor.is_floating_point()
-        else tensor
-        for name, tensor in first.items()
-    }
+def _state_of(reply: Message) -> dict[str, Tensor]:
+    """The model of a reply; none where it holds no one model, or one that cannot be read."""
+    try:
+        return _arrays_of(reply)[1]
+    except Exception as error:  # whatever a client's bytes provoke
+        log.info("lightning-fedleak: a reply holds no model: %r", error)
+        return {}
+
+
+def _alike(state: State, sent: State) -> bool:
+    """Whether a model can be added up with what was sent."""
+    return state.keys() == sent.keys() and all(state[n].shape == t.shape for n, t in sent.items())
+
+
+def _weight_of(reply: Message, strategy: Strategy) -> float:
+    """What a reply counts in the mean of a strategy; 1 where it does not say."""
+    if isinstance(strategy, PrivateMean):
+        return 1.0
+    if isinstance(strategy, _Around):
+        return _weight_of(reply, strategy.strategy)
+    name = getattr(strategy, "weighted_by_key", None)
+    given = [r[name] for r in reply.content.metric_records.values() if name in r]
+    weight = float(given[0]) if len(given) == 1 and isinstance(given[0], int | float) else 1.0
+    return weight if math.isfinite(weight) and weight >= 0 else 1.0
+
+
+def _mean(parts: Sequence[tuple[State, float]]) -> dict[str, Tensor]:
+    """Of models that are alike, by their weights; what is not a float as in the first."""
+    total = math.fsum(weight for _, weight in parts)
+    shares = [weight / total if total > 0 else 1 / len(parts) for _, weight in parts]
+    mean = dict(parts[0][0])
+    for name, tensor in mean.items():
+        if tensor.is_floating_point():
+            summed = torch.zeros_like(tensor, dtype=torch.float64)
+            for (state, _), share in zip(parts, shares, strict=True):
+                summed.add_(state[name].double(), alpha=share)
+            mean[name] = summed.to(tensor.dtype)
+    return mean
 
 
 __all__ = ["FedLeakMod", "Observed", "PrivateMean"]

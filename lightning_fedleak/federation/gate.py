@@ -241,6 +241,7 @@ class OutgoingUpdates:
                     "accountant='filter', target_epsilon=...)"
                 )
         self._watched = {g.name: observer.headlines_of(g.metric) for g in self.gates}
+        observer.expect_gates([gate.about() for gate in self.gates])
 
     def leaves(
         self,
@@ -268,18 +269,11 @@ class OutgoingUpdates:
             BudgetSpent: one more release would cost more than the client's budget.
         """
         observer = self.observer
-        observer.begin(round_, sent)
-        names = observer.trained_names()
-        like = {name: sent[name] for name in names}
-        if self.own is not None and observer.shares_twice(names):
-            raise UpdateError(
-                "a tied parameter is sent under two names, and would get noise twice: share each "
-                "parameter once, as trained_state(model) does"
-            )
+        like = self._begin(round_, sent)
         try:
-            update: dict[str, Tensor] | None = difference(sent, returned, trained=names)
+            update: dict[str, Tensor] | None = difference(sent, returned, trained=like)
         except UpdateError as error:
-            return self._unreadable(sent, like, str(error))
+            return self._nothing(sent, like, str(error))
         if self.own is None:  # it was to be checked; the look makes its own
             update = None
         hardened: list[str] = []
@@ -313,22 +307,57 @@ class OutgoingUpdates:
             observer.forget(look)
         if did == "harden":  # and nothing is left to be turned up
             did = "withhold"
-        acted = {f"gate/{g.name}": float(any(e.gate == g.name for e in events)) for g in self.gates}
-        observer.log(look, acted)
-        for event in events:
-            self._record(event, "withheld" if did == "withhold" else did)
-        if did == "raise":
-            raise LeakageLimitExceeded(f"RoundGate '{events[0].gate}' raised {events[0]}")
         withheld = did == "withhold"
-        if withheld:
-            self._tell(f"RoundGate '{events[0].gate}' withheld the update {events[0]}")
-        elif events:
-            rank_zero_warn(f"RoundGate '{events[0].gate}' warns {events[0]}")
+        leaves: dict[str, Tensor] | None = None
+        if self.own is not None and did != "raise":
+            leaves = moved(sent, self.own.privatized(None if withheld else update, like))
+        elif did not in ("raise", "withhold"):
+            leaves = {n: t.detach().clone() for n, t in returned.items()}
+        acted = {f"gate/{g.name}": float(any(e.gate == g.name for e in events)) for g in self.gates}
+        observer.log(look, acted, () if self.own is None else (self.own,))
+        for event in events:
+            self._record(event, "withheld" if withheld else did)
+        for event in [e for e in events if self._action_of(e) in (did, "harden")][:1]:
+            if did == "raise":
+                raise LeakageLimitExceeded(f"RoundGate '{event.gate}' raised {event}")
+            if withheld:
+                self._tell(f"RoundGate '{event.gate}' withheld the update {event}")
+            else:
+                rank_zero_warn(f"RoundGate '{event.gate}' warns {event}")
+        return Leaving(leaves, withheld, tuple(events), look)
+
+    def nothing(self, round_: int, sent: State, why: str) -> Leaving:
+        """What leaves in a round in which this client has trained nothing: it failed, say.
+
+        Under a ClientDP whose noise this client adds that is zero with the same noise, so that a
+        failure that data provoked does not tell.
+
+        Args:
+            round_: its number.
+            sent: what this client got.
+            why: for the logs.
+
+        Raises:
+            UpdateError: what was sent is not of the observer's model.
+            BudgetSpent: one more release would cost more than the client's budget.
+        """
+        return self._nothing(sent, self._begin(round_, sent), why)
+
+    def _begin(self, round_: int, sent: State) -> dict[str, Tensor]:
+        """Opens the round; what is trained of what was sent."""
+        self.observer.begin(round_, sent)
+        names = self.observer.trained_names()
         if self.own is not None:
-            released = self.own.privatized(None if withheld else update, like)
-            return Leaving(moved(sent, released), withheld, tuple(events), look)
-        kept = None if withheld else {n: t.detach().clone() for n, t in returned.items()}
-        return Leaving(kept, withheld, tuple(events), look)
+            self.own.check_affords_another()
+            if self.observer.shares_twice(names):
+                raise UpdateError(
+                    "a tied parameter is sent under two names, and would get noise twice: share "
+                    "each parameter once, as trained_state(model) does"
+                )
+        return {name: sent[name] for name in names}
+
+    def _action_of(self, event: RoundEvent) -> Action:
+        return next(gate.action for gate in self.gates if gate.name == event.gate)
 
     def _decided(self, events: Sequence[RoundEvent]) -> Action | Literal["leave"]:
         """The strongest of what the gates that acted are for."""
@@ -336,7 +365,7 @@ class OutgoingUpdates:
         order: tuple[Action, ...] = ("raise", "withhold", "harden", "warn")
         return next((action for action in order if action in wanted), "leave")
 
-    def _unreadable(self, sent: State, like: State, why: str) -> Leaving:
+    def _nothing(self, sent: State, like: State, why: str) -> Leaving:
         """An update that cannot be read does not leave, gate or none."""
         self.observer.record_decision(
             {

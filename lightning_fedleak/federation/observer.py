@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -40,9 +40,9 @@ from lightning_fedleak.callbacks.channels.base import (
 )
 from lightning_fedleak.callbacks.channels.targets import Games
 from lightning_fedleak.callbacks.checks import check_attacks, check_optimizers, check_texts
-from lightning_fedleak.callbacks.fit import Exchange
+from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.lineup import Lineup
-from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord
+from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord, values_spent
 from lightning_fedleak.callbacks.results import Outcome, Result, Results, Series, Unknown, unknown
 from lightning_fedleak.callbacks.run_facts import facts_of, optimizers_of
 from lightning_fedleak.callbacks.tensorboard import add_pages
@@ -74,6 +74,8 @@ Side = Literal["client", "server"]
 @dataclass(frozen=True)
 class _RoundRun(Run):
     """A federation, as channels know it: one process, in which a client is a number."""
+
+    watcher: ClassVar[str] = "RoundObserver"
 
     number_: int
     optimizer: Optimizer
@@ -209,6 +211,8 @@ class RoundObserver:
         look_seconds: attacks that choose themselves and would take longer are not played.
         cache: keep calibrations on disk.
         tensorboard: log to TensorBoard, where it is installed.
+        federation: a name that observers of one federation have alike, in whatever process they
+            are: ``fedleak report`` takes their files as of one run. Flower's mod gives one.
 
     Attributes:
         round_: number of the round at work; -1 before the first.
@@ -240,6 +244,7 @@ class RoundObserver:
         look_seconds: float = 30.0,
         cache: bool = True,
         tensorboard: bool = True,
+        federation: str | None = None,
     ) -> None:
         if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
             raise ValueError(f"local_steps must be a positive integer, got {local_steps!r}")
@@ -270,7 +275,8 @@ class RoundObserver:
         self._look_seconds = look_seconds
         self._cache = CalibrationCache() if cache else None
         self._tensorboard = tensorboard and importlib.util.find_spec("tensorboard") is not None
-        self._gates = list(gates)
+        self._gates = [dict(gate) for gate in gates]
+        self.federation = federation
         self._anatomy = find_anatomy(model, **dict(anatomy or {}))
         check_texts(self.attacks, {"games=Games(held_out=)": self.games.held_out}, self._anatomy)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -403,7 +409,10 @@ class RoundObserver:
             )
         self._lineup = lineup
         if self._auto:
-            rank_zero_info(auto.table(lineup.rows, lineup.unread, None, self._run.assumed))
+            shown = auto.table(
+                lineup.rows, lineup.unread, None, self._run.assumed, self._run.watcher
+            )
+            rank_zero_info(shown)
             every = Report([], self.attacks, self._jsonl, None, client="all", round_of=int)
             every.write_not_played(lineup.rows, round_)
         self._record.begins(
@@ -411,7 +420,7 @@ class RoundObserver:
                 self._run,
                 lineup,
                 self._series,
-                fit=uuid.uuid4().hex,
+                fit=self.federation or uuid.uuid4().hex,
                 training={
                     "optimizers": optimizers_of([self._optimizer]),
                     "strategy": "federation",
@@ -533,14 +542,21 @@ class RoundObserver:
             self.log(found)
         return found
 
-    def log(self, look: RoundLook, beside: Mapping[str, float] | None = None) -> None:
+    def log(
+        self,
+        look: RoundLook,
+        beside: Mapping[str, float] | None = None,
+        defenses: Sequence[Defense] = (),
+    ) -> None:
         """Writes a look down.
 
         Args:
             look: that was made with ``logged=False``.
             beside: further values by log name.
+            defenses: that have spent on this round, besides the observer's own.
         """
         made = look._made
+        spending = [*self._run.defenses, *(d for d in defenses if d not in self._run.defenses)]
         seat = made.seat
         for channel in seat.channels:
             mine = {s: o for s, o in made.outcomes.items() if seat.series[s] is channel}
@@ -548,9 +564,15 @@ class RoundObserver:
                 channel.published(made.look, mine, seat.report)
             except Exception as error:
                 seat.report.warn_once(f"not all of a look was written: {reason(error)}")
-        seat.report.write(made.look, made.outcomes, {**look.values, **(beside or {})})
+        values = values_spent(spending) | dict(look.values) | dict(beside or {})
+        seat.report.write(made.look, made.outcomes, values)
         self._record.looked(
-            look.round_, made.utility, look.seconds, seat.results.failures, self._run.defenses
+            look.round_,
+            made.utility,
+            look.seconds,
+            seat.results.failures,
+            spending,
+            look.client,
         )
 
     def forget(self, look: RoundLook) -> None:
@@ -664,6 +686,8 @@ class RoundObserver:
             None,
             client=client,
             round_of=int,
+            watcher=self._run.watcher,
+            unit="round",
         )
         self._seats[client, stage] = seat = _Seat(
             run, stage, channels, series, results, report, Exchange(run, series)
@@ -694,6 +718,10 @@ class RoundObserver:
         ]
 
     # ---- what is written --------------------------------------------------------------------
+
+    def expect_gates(self, gates: Sequence[Mapping[str, Any]]) -> None:
+        """Gates that will decide, for the record; once the first round has begun it is written."""
+        self._gates += [dict(gate) for gate in gates if dict(gate) not in self._gates]
 
     def record_decision(self, facts: Mapping[str, Any]) -> None:
         """Leaves a line in ``run.jsonl``: what a gate has done."""

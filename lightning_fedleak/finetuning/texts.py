@@ -73,6 +73,58 @@ def read_texts(
     return texts
 
 
+def read_labelled(
+    source: str | Path,
+    label: str,
+    column: str | None = None,
+    *,
+    option: str = "column=",
+    label_option: str = "label=",
+) -> list[tuple[str, str]]:
+    """Texts as :func:`read_texts` reads them, each with what another column says of it.
+
+    Args:
+        source: a file or dataset with columns.
+        label: the other column: whose text it is, say.
+        column: the field that holds the text, see :func:`read_texts`.
+        option: how the user spells ``column``, for messages.
+        label_option: how the user spells ``label``.
+
+    Raises:
+        SourceError: as there; or no such column, or a text of which it says nothing.
+    """
+    path = Path(source).expanduser()
+    rows: Rows | str = ""
+    if path.is_file():
+        rows = _file_rows(path)
+    elif not path.is_dir():
+        _check_hub_name(str(source), option)
+        rows, named = _hub_rows(str(source))
+        column = column or named
+    if isinstance(rows, str):
+        raise SourceError(
+            f"'{source}' is plain text, which has no columns: leave {label_option} out."
+        )
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if label not in names:
+        raise SourceError(
+            f"'{source}' has no column '{label}' ({label_option}); it has {_shown(names)}."
+        )
+    text = _column_of(rows, column, str(source), option)
+    found = [
+        (said.strip(), row.get(label))
+        for row in rows
+        if (said := _text_of(row.get(text))) is not None and said.strip()
+    ]
+    nothing = sum(value in (None, "") for _, value in found)
+    if nothing:
+        raise SourceError(
+            f"of {nothing} of {len(found)} texts column '{label}' of '{source}' says nothing "
+            f"({label_option}): fill it, or take another column."
+        )
+    return [(said, str(value)) for said, value in found]
+
+
 def check_texts(source: str, column: str | None = None, *, option: str = "column=") -> None:
     """Refuses what :func:`read_texts` would refuse, as far as that needs nothing from the hub.
 
@@ -125,27 +177,39 @@ def _read_folder(folder: Path, column: str | None, option: str) -> list[str]:
 
 
 def _read_file(path: Path, column: str | None, option: str) -> list[str]:
+    rows = _file_rows(path)
+    if isinstance(rows, str):
+        _no_columns(path, column, option)
+        return rows.splitlines()
+    return _pick_column(rows, column, str(path), option)
+
+
+def _unpacked(path: Path) -> tuple[str, bytes]:
+    """The suffix that says what a file holds, and its content."""
     packed = path.suffix.lower() == ".gz"
     kind = (Path(path.stem).suffix if packed else path.suffix).lower()
-    if kind == ".parquet":
-        return _pick_column(_parquet_rows(path), column, str(path), option)
     data = path.read_bytes()
     if packed:
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
             raise SourceError(f"'{path}' is not a readable .gz file: {error}") from error
+    return kind, data
+
+
+def _file_rows(path: Path) -> Rows | str:
+    """The rows of a file; plain text as it is."""
+    if path.suffix.lower() == ".parquet":
+        return _parquet_rows(path)
+    kind, data = _unpacked(path)
     text = _decoded(data, path)
     if kind not in _TABLES:
-        _no_columns(path, column, option)
-        return text.splitlines()
+        return text
     if kind == ".json":
-        rows = _json_rows(text, path)
-    elif kind in (".csv", ".tsv"):
-        rows = _separated_rows(text, kind, path)
-    else:
-        rows = _json_lines(text, path)
-    return _pick_column(rows, column, str(path), option)
+        return _json_rows(text, path)
+    if kind in (".csv", ".tsv"):
+        return _separated_rows(text, kind, path)
+    return _json_lines(text, path)
 
 
 def _no_columns(path: Path, column: str | None, option: str) -> None:
@@ -268,6 +332,12 @@ def _parquet_rows(path: Path) -> Rows:
 
 
 def _read_hub(source: str, column: str | None, option: str) -> list[str]:
+    rows, named_column = _hub_rows(source)
+    return _pick_column(rows, column or named_column, source, option)
+
+
+def _hub_rows(source: str) -> tuple[Rows, str | None]:
+    """The rows of a dataset, and the column that its name names."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -287,7 +357,7 @@ def _read_hub(source: str, column: str | None, option: str) -> list[str]:
             f"'{source}' is neither a file nor a dataset that could be loaded as "
             f"name:config:split:column: {type(error).__name__}: {error}"
         ) from error
-    return _pick_column(list(data), column or named_column or None, source, option)
+    return list(data), named_column or None
 
 
 # ---- rows -----------------------------------------------------------------------------------
@@ -296,6 +366,12 @@ def _read_hub(source: str, column: str | None, option: str) -> list[str]:
 def _pick_column(rows: Rows, column: str | None, source: str, option: str) -> list[str]:
     if not rows:
         return []
+    name = _column_of(rows, column, source, option)
+    return [text for row in rows if (text := _text_of(row.get(name))) is not None]
+
+
+def _column_of(rows: Rows, column: str | None, source: str, option: str) -> str:
+    """The column that holds the text, which some row does."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     shown = _shown(names)
     if column is None:
@@ -308,13 +384,12 @@ def _pick_column(rows: Rows, column: str | None, source: str, option: str) -> li
     if column not in names:
         raise SourceError(f"'{source}' has no column '{column}'; it has {shown}.")
     values = [row.get(column) for row in rows]
-    texts = [text for value in values if (text := _text_of(value)) is not None]
-    if not texts:
+    if all(_text_of(value) is None for value in values):
         kinds = sorted({type(value).__name__ for value in values})
         raise SourceError(
             f"column '{column}' of '{source}' holds no text but {', '.join(kinds)}; it has {shown}."
         )
-    return texts
+    return column
 
 
 def _only_text(rows: Rows, names: list[str]) -> str | None:

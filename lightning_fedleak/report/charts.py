@@ -13,6 +13,34 @@ WIDTH, LEFT, RIGHT, TOP, BOTTOM = 420, 46, 14, 10, 28
 MOST_POINTS = 200
 """Of a line; a longer one is drawn by the lowest and the highest value of each part of it."""
 COLOURS = 8
+_DRAWN = 1e300
+"""Values beyond are no points of a line."""
+
+
+def few(series: Mapping[str, Points], *, last: str = "") -> dict[str, Points]:
+    """No more lines than colours: those of the highest means, and the mean of the others.
+
+    Args:
+        series: as :func:`lines` takes them.
+        last: name of a line that is kept.
+    """
+    if len(series) <= COLOURS:
+        return dict(series)
+
+    def height(name: str) -> float:
+        known = [value for _, value in series[name] if value is not None]
+        return math.fsum(known) / len(known) if known else -math.inf
+
+    order = sorted((name for name in series if name != last), key=height, reverse=True)
+    kept = set(order[: COLOURS - 2])
+    others: dict[float, list[float]] = {}
+    for name in order[COLOURS - 2 :]:
+        for step, value in series[name]:
+            others.setdefault(step, []).extend([] if value is None else [value])
+    mean = [(x, math.fsum(of) / len(of) if of else None) for x, of in sorted(others.items())]
+    found = {name: line for name, line in series.items() if name in kept}
+    found[f"mean of the {len(order) - len(kept)} others"] = mean
+    return found | ({last: series[last]} if last in series else {})
 
 
 def lines(
@@ -23,8 +51,9 @@ def lines(
     span: tuple[float, float] | None = None,
     marks: Mapping[str, Sequence[float]] | None = None,
     level: float | None = None,
+    unit: str = "step",
 ) -> Markup:
-    """Lines over steps, with a legend; gaps are unknown values.
+    """Lines over steps or rounds, with a legend; gaps are unknown values.
 
     Args:
         series: (step, value) by name; None is unknown.
@@ -33,7 +62,12 @@ def lines(
         span: of the values; by default what they take.
         marks: steps at which something happened, by what.
         level: a value that is marked by a dashed line.
+        unit: of what is counted from left to right.
     """
+    series = {
+        name: [(x, None if y is None or abs(y) > _DRAWN else y) for x, y in line]
+        for name, line in series.items()
+    }
     points = [p for line in series.values() for p in line]
     values = [v for _, v in points if v is not None] + ([] if level is None else [level])
     if not values:
@@ -48,7 +82,7 @@ def lines(
     for what, steps in (marks or {}).items():
         for step in steps:
             x = across(step)
-            title = f"<title>{escape(what)}: step {step:g}</title>"
+            title = f"<title>{escape(what)}: {unit} {step:g}</title>"
             parts.append(f"<g>{title}{_dashed(x, TOP, x, height - BOTTOM, 'mark')}</g>")
     for number, (name, line) in enumerate(series.items()):
         colour = f"c{number % COLOURS}"
@@ -92,6 +126,8 @@ def intervals(rows: Sequence[Mapping[str, object]], *, label: str) -> Markup:
         top = TOP + step * number
         y = top + 25
         name = f"{row['name']} ({row['stage']}), {row['headline']}"
+        if row.get("last_client") is not None:
+            name += f", worst client {row['last_client']}"
         last = row["last"]
         known = isinstance(last, Mapping)
         said = name if known else f"{name}: unknown"
@@ -202,4 +238,4 @@ def _known_runs(line: Points) -> list[list[tuple[float, float]]]:
     return [run for run in runs if run]
 
 
-__all__ = ["intervals", "lines"]
+__all__ = ["few", "intervals", "lines"]

@@ -9,15 +9,15 @@ from __future__ import annotations
 import glob
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_fedleak.report.reading import FitLines, Line, Reading, number
+from lightning_fedleak.report.reading import FitLines, Line, Reading, number, spans
 
-SCHEMA = 1
+SCHEMA = 2
 NOT_RECORDED = "not recorded"
 HEADLINES = {"words": "f1", "membership": "auc", "texts": "token_accuracy"}
 CHANCE = {"auc": 0.5, "accuracy": 0.5}
@@ -35,6 +35,21 @@ NEXT_TO_NONE = 0.1
 _FPR = 0.01
 _DISHONEST = "chooses"
 _ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+CLIENT, TOKENS = "ClientDP", "TokenLDP"
+"""Classes of defences whose account is not one of examples."""
+_UNITS = {CLIENT: "client", TOKENS: "row"}
+_TRUSTED = {
+    "central": "It holds against whoever sees the models of all rounds; the server, which sees "
+    "each client's update as it is, is trusted. ",
+    "secure_aggregation": "It holds against a server that sees the sum over clients alone. ",
+    "local": "It holds against the server too; each client keeps an account of its own. ",
+}
+"""Against whom differential privacy of a client holds, by who adds the noise."""
+_SUM = "sum"
+"""The client whose update is that of all together."""
+_KEPT_BACK = ("withheld", "raise")
+"""What a gate of rounds does to an update that does not leave."""
+Points = list[tuple[int, float | None]]
 _FAR = 0.2
 """A highest look or a worst client that is so much above the mean is named in the verdict."""
 
@@ -60,11 +75,15 @@ def findings(reading: Reading, people: Mapping[str, Any] | None = None) -> dict[
             )
     tables = {}
     for name, content in reading.results.items():
-        try:
-            tables[Path(name).name] = _table(content)
-        except _ODD as error:
-            problems.append(f"{Path(name).name} is not as a command writes it: {error!r}")
-    fits = [fit for _, fit in understood]
+        tables[Path(name).name], odd = _table(content)
+        if odd:
+            problems.append(
+                f"{len(odd)} of the results of {Path(name).name} are not as a command writes "
+                f"them: {spans(odd)}"
+            )
+    fits = _runs(understood)
+    for fit in fits:
+        problems += [told for spent in fit["privacy"] for told in spent.pop("unread")]
     together = _together(understood)
     return {
         "schema": SCHEMA,
@@ -82,16 +101,74 @@ def findings(reading: Reading, people: Mapping[str, Any] | None = None) -> dict[
 # ---- one fit ----------------------------------------------------------------------------------
 
 
+def _runs(understood: Sequence[tuple[FitLines, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A run for each fit, or federation; several monitors of one are one run."""
+    by_fit: dict[str, list[tuple[FitLines, dict[str, Any]]]] = {}
+    for lines, fit in understood:
+        by_fit.setdefault(_fit_name(lines), []).append((lines, fit))
+    return [
+        of[0][1] if len(of) == 1 else _fit(_joined([lines for lines, _ in of]))
+        for of in by_fit.values()
+    ]
+
+
+def _joined(monitors: Sequence[FitLines]) -> FitLines:
+    """The lines of several monitors of one fit, which have attacks of their own, as of one."""
+    begins = [dict(of.begin or {}) for of in monitors]
+
+    def every(name: str, key: str) -> list[Any]:
+        return list({one[key]: one for begin in begins for one in begin.get(name, ())}.values())
+
+    attacks = every("attacks", "name")
+    played = {one["name"] for one in attacks}
+    about = [dict(begin.get("monitor") or {}) for begin in begins]
+    begin = {
+        **begins[0],
+        "attacks": attacks,
+        "not_played": [one for one in every("not_played", "name") if one["name"] not in played],
+        "gates": every("gates", "name"),
+        "unread": [name for name in begins[0].get("unread", ())
+                   if all(name in other.get("unread", ()) for other in begins)],
+        "monitor": about[0] | {
+            name: list(dict.fromkeys(one for of in about for one in of.get(name, ())))
+            for name in ("adversary", "stages")
+        },
+        "settings_hash": ", ".join(str(one.get("settings_hash", NOT_RECORDED)) for one in begins),
+    }  # fmt: skip
+    looks = sorted((one for of in monitors for one in of.looks), key=lambda one: one["step"])
+    decided = sorted((one for of in monitors for one in of.decisions), key=lambda one: one["step"])
+    results = sorted((one for of in monitors for one in of.results), key=lambda one: one["step"])
+    ends = [of.end for of in monitors if of.end is not None]
+    return FitLines(
+        monitors[0].folder,
+        ", ".join(of.run for of in monitors),
+        begin,
+        looks,
+        results,
+        list({str(dict(one, run="")): one for one in decided}.values()),
+        ends[-1] if len(ends) == len(monitors) else None,
+        len(monitors),
+    )
+
+
 def _fit(lines: FitLines) -> dict[str, Any]:
     begin = lines.begin or {}
-    attacks = _attacks(lines)
-    played = {attack["family"] for attack in attacks if attack["looks"] and attack["exposed"]}
+    clients = _clients(lines)
+    kept_back = _kept_back(lines)
+    attacks = _attacks(lines, clients, kept_back)
+    played = {
+        attack["family"]
+        for attack in attacks
+        if (attack["looks"] or attack["withheld"]) and attack["exposed"]
+    }
     privacy = _privacy(lines)
-    shared = _shared(begin)
+    shared = _shared(begin, len(clients))
     return {
         "name": lines.folder.name,
         "folder": lines.folder.name if lines.folder.is_absolute() else str(lines.folder),
         "run": lines.run or NOT_RECORDED,
+        "monitors": lines.monitors,
+        "unit": "round" if _is_federation(begin) else "step",
         "recorded": lines.begin is not None,
         "began": begin.get("time", NOT_RECORDED),
         "ended": _ended(lines),
@@ -104,7 +181,10 @@ def _fit(lines: FitLines) -> dict[str, Any]:
         "settings_hash": begin.get("settings_hash", NOT_RECORDED),
         "shared": shared,
         "attacks": attacks,
-        "headlines": _series(lines),
+        "headlines": _series(lines, clients, kept_back),
+        "clients": _by_client(clients, attacks, lines) if _is_federation(begin) else [],
+        "updates": len({(one.get("client"), one["step"]) for one in _of_clients(lines)}),
+        "withheld": len(kept_back),
         "utility": _utility(lines),
         "privacy": privacy,
         "implied": _implied(privacy, attacks, shared.get("clients", 1)),
@@ -127,7 +207,8 @@ def _ended(lines: FitLines) -> str:
     if lines.begin is None:
         return NOT_RECORDED
     if lines.end is None:
-        return "cut off: no end was recorded"
+        cut_off = "no end was recorded"
+        return cut_off if _is_federation(lines.begin) else f"cut off: {cut_off}"
     how = str(lines.end.get("how"))
     said = {"finished": "in order", "KeyboardInterrupt": "interrupted by hand"}
     stopped = [line["gate"] for line in lines.decisions if line.get("did") == "stopped"]
@@ -136,11 +217,59 @@ def _ended(lines: FitLines) -> str:
     return said.get(how, f"by an error ({how})")
 
 
-def _shared(begin: Line) -> dict[str, Any]:
-    """What left a client, and who could see it."""
+def _is_federation(begin: Line) -> bool:
+    return (begin.get("training") or {}).get("strategy") == "federation"
+
+
+def _of_clients(lines: FitLines) -> list[Line]:
+    """Results of single clients: without those of their sum, and of what was not played."""
+    return [
+        line for line in lines.results if line["stage"] != "aggregate" and not _was_not_played(line)
+    ]
+
+
+def _was_not_played(line: Line) -> bool:
+    return str(line.get("unknown") or "").startswith("not played: ")
+
+
+def _clients(lines: FitLines) -> list[str]:
+    """Whose results a run holds, in the order in which they came."""
+    found = (line.get("client") for line in _of_clients(lines))
+    return list(dict.fromkeys(str(client) for client in found if client is not None))
+
+
+def _kept_back(lines: FitLines) -> set[tuple[str, int]]:
+    """Updates, by client and round, that a gate did not let leave."""
+    return {
+        (str(line["client"]), line["step"])
+        for line in lines.decisions
+        if line["did"] in _KEPT_BACK and line.get("client") is not None
+    }
+
+
+def _by_client(
+    clients: Sequence[str], attacks: Sequence[Mapping[str, Any]], lines: FitLines
+) -> list[dict[str, Any]]:
+    """One row for each client of a federation, and one for their sum."""
+    rows = []
+    for client in [*clients, *([_SUM] if any(a["stage"] == "aggregate" for a in attacks) else [])]:
+        rounds = {line["step"] for line in lines.results if str(line.get("client")) == client}
+        decided: dict[str, list[int]] = {}
+        for line in lines.decisions:
+            if str(line.get("client")) == client and line["step"] not in decided.get(
+                line["did"], ()
+            ):
+                decided.setdefault(line["did"], []).append(line["step"])
+        of = {a["name"]: a["clients"][client] for a in attacks if client in a["clients"]}
+        rows.append({"client": client, "rounds": len(rounds), "decided": decided, "attacks": of})
+    return rows
+
+
+def _shared(begin: Line, seen: int) -> dict[str, Any]:
+    """What left a client, and who could see it; ``seen`` clients are in the lines."""
     if not begin:
         return {"what": NOT_RECORDED, "seen_by": NOT_RECORDED, "trained": []}
-    monitor, model = begin.get("monitor", {}), begin.get("model", {})
+    monitor, model = begin.get("monitor") or {}, begin.get("model") or {}
     rounds = monitor.get("local_steps")
     what = (
         f"the weights' change after every {rounds} optimizer steps"
@@ -150,12 +279,14 @@ def _shared(begin: Line) -> dict[str, Any]:
     trained, of = model.get("trained_parameters"), model.get("parameters")
     share = f" of {trained:,} of {of:,} parameters" if trained and of else ""
     peft = f" ({', '.join(model['peft'])})" if model.get("peft") else ""
-    clients = monitor.get("clients", 1)
-    told = begin.get("defenses", [])
-    central = clients > 1 and any(d["settings"].get("trust") == "central" for d in told)
+    clients = max(monitor.get("clients", 1), seen)
     seen_by = "whoever receives a client's update: the server, its staff and storage"
-    if central:
-        seen_by = "the sum over clients only, if a secure aggregation really hides the parts"
+    for defense in begin.get("defenses", ()):
+        trust = (defense.get("settings") or {}).get("trust")
+        if defense.get("class") == CLIENT and trust == "central":
+            seen_by = "each client's update as it is: a server that is trusted with it"
+        elif trust == "secure_aggregation" or (trust == "central" and clients > 1):
+            seen_by = "the sum over clients only, if a secure aggregation really hides the parts"
     return {
         "what": f"{what}{share}{peft}",
         "clients": clients,
@@ -168,31 +299,51 @@ def _shared(begin: Line) -> dict[str, Any]:
 # ---- attacks ----------------------------------------------------------------------------------
 
 
-def _attacks(lines: FitLines) -> list[dict[str, Any]]:
+def _attacks(
+    lines: FitLines, clients: Sequence[str], kept_back: Collection[tuple[str, int]]
+) -> list[dict[str, Any]]:
     """One row for each attack and stage, unknown ones first, then by how much they read."""
     about = {one["name"]: one for one in (lines.begin or {}).get("attacks", [])}
     grouped: dict[tuple[str, str], list[Line]] = {}
     for line in lines.results:
-        if not str(line.get("unknown") or "").startswith("not played: "):
+        if not _was_not_played(line):
             grouped.setdefault((line["attack"], line["stage"]), []).append(line)
-    rows = [_attack(name, stage, of, about) for (name, stage), of in grouped.items()]
+    rows = [
+        _attack(name, stage, of, about, len(clients) > 1 or _is_federation(lines.begin or {}),
+                kept_back)
+        for (name, stage), of in grouped.items()
+    ]  # fmt: skip
     return sorted(rows, key=lambda row: (row["looks"] > 0, -(row["mean"] or 0.0)))
 
 
 def _attack(
-    name: str, stage: str, lines: Sequence[Line], about: Mapping[str, Line]
+    name: str,
+    stage: str,
+    every: Sequence[Line],
+    about: Mapping[str, Line],
+    by_client: bool,
+    kept_back: Collection[tuple[str, int]],
 ) -> dict[str, Any]:
+    """Of all its lines; those of updates that did not leave are counted and in no mean."""
     known_as = about.get(name, {})
-    family = known_as.get("family") or _family_of(lines)
+    family = known_as.get("family") or _family_of(every)
     headline = HEADLINES.get(family, "")
     needs = known_as.get("needs")
+    lines = [line for line in every if not _was_kept_back(line, kept_back)]
     shared = [line for line in lines if line.get("exposed")]
     values = [v for line in shared if not math.isnan(v := _now(line, headline))]
-    clients = [
-        v for line in shared if not math.isnan(v := _value(line, f"{headline}_worst_client"))
-    ]
-    last = next((one for one in reversed(lines) if not math.isnan(_value(one, headline))), None)
+    worst = [v for line in shared if not math.isnan(v := _value(line, f"{headline}_worst_client"))]
     reasons = [str(line["unknown"]) for line in lines if line.get("unknown")]
+    each: dict[str, list[Line]] = {}
+    for line in every if by_client else ():
+        each.setdefault(str(line.get("client")), []).append(line)
+    clients = {client: _of_client(of, headline, kept_back) for client, of in each.items()}
+    last = next((one for one in reversed(lines) if not math.isnan(_value(one, headline))), None)
+    if stage != "aggregate" and len(clients) > 1:
+        worst += [of["mean"] for of in clients.values() if of["mean"] is not None]
+        newest = {str(one.get("client")): one for one in lines
+                  if not math.isnan(_value(one, headline))}  # fmt: skip
+        last = max(newest.values(), key=lambda one: _value(one, headline), default=None)
     return {
         "name": name,
         "stage": stage,
@@ -202,22 +353,47 @@ def _attack(
         "adversary": known_as.get("adversary", NOT_RECORDED),
         "dishonest": None if needs is None else any(n.startswith(_DISHONEST) for n in needs),
         "reads": list(known_as.get("reads", [])),
-        "config": dict(known_as.get("config") or (lines[-1].get("config") or {})),
-        "exposed": any(line.get("exposed") for line in lines),
+        "config": dict(known_as.get("config") or (every[-1].get("config") or {})),
+        "exposed": any(line.get("exposed") for line in every),
         "looks": len(values),
+        "withheld": len(every) - len(lines),
         "unknown": len(reasons),
         "why_unknown": reasons[-1] if reasons else None,
         "n": sum(int(line.get("n") or 0) for line in lines),
         "mean": _mean(values),
         "highest": max(values, default=None),
-        "worst_client": max(clients, default=None),
+        "worst_client": max(worst, default=None),
+        "clients": clients,
         "last": _rate(last, headline),
+        "last_client": None if last is None or len(clients) < 2 else str(last.get("client")),
         "rates": {m: _rate(last, m) for m in SHOWN.get(family, ())},
         "means": {
             m: _mean([v for line in shared if not math.isnan(v := _now(line, m))])
             for m in SHOWN.get(family, ())
         },
         "certified": _mean([v for line in lines if not math.isnan(v := _value(line, "certified"))]),
+    }
+
+
+def _was_kept_back(line: Line, kept_back: Collection[tuple[str, int]]) -> bool:
+    return line["stage"] != "aggregate" and (str(line.get("client")), line["step"]) in kept_back
+
+
+def _of_client(
+    every: Sequence[Line], headline: str, kept_back: Collection[tuple[str, int]]
+) -> dict[str, Any]:
+    """What an attack read of one client."""
+    lines = [line for line in every if not _was_kept_back(line, kept_back)]
+    known = [line for line in lines if not math.isnan(_value(line, headline))]
+    values = [v for line in lines if line.get("exposed") and not math.isnan(
+        v := _now(line, headline))]  # fmt: skip
+    return {
+        "looks": len(values),
+        "withheld": len(every) - len(lines),
+        "unknown": sum(bool(line.get("unknown")) for line in lines),
+        "mean": _mean(values),
+        "highest": max(values, default=None),
+        "last": _rate(known[-1] if known else None, headline),
     }
 
 
@@ -245,24 +421,41 @@ def _rate(line: Line | None, metric: str) -> dict[str, float | None] | None:
     return {end: _plain(_value(line, metric, end)) for end in ends}
 
 
-def _series(lines: FitLines) -> dict[str, list[tuple[int, float | None]]]:
-    """The headline of each attack at what was shared, over the steps; None is unknown."""
-    about = {one["name"]: one["family"] for one in (lines.begin or {}).get("attacks", [])}
-    found: dict[str, list[tuple[int, float | None]]] = {}
+def _series(
+    lines: FitLines, clients: Sequence[str], kept_back: Collection[tuple[str, int]]
+) -> dict[str, dict[str, Points]]:
+    """The headline of each attack over the steps, by whose it is; None is unknown.
+
+    Of one client at what was shared, named "". Of several each, and their sum where it was looked
+    at; without updates that did not leave.
+    """
+    begin = lines.begin or {}
+    about = {one["name"]: one["family"] for one in begin.get("attacks", [])}
+    several = len(clients) > 1 or _is_federation(begin)
+    found: dict[str, dict[str, Points]] = {}
     for line in lines.results:
-        if line["stage"] == "shared":
+        wanted = ("shared", "aggregate") if several else ("shared",)
+        if line["stage"] in wanted and not _was_kept_back(line, kept_back):
             headline = HEADLINES.get(about.get(line["attack"]) or _family_of([line]), "")
-            value = _plain(_now(line, headline))
-            found.setdefault(line["attack"], []).append((int(line["step"]), value))
-    return {name: of for name, of in found.items() if any(v is not None for _, v in of)}
+            whose = str(line.get("client")) if several else ""
+            of = found.setdefault(line["attack"], {}).setdefault(whose, [])
+            of.append((int(line["step"]), _plain(_now(line, headline))))
+    return {
+        name: known
+        for name, of in found.items()
+        if (known := {w: p for w, p in of.items() if any(v is not None for _, v in p)})
+    }
 
 
-def _utility(lines: FitLines) -> dict[str, list[tuple[int, float | None]]]:
-    found: dict[str, list[tuple[int, float | None]]] = {}
+def _utility(lines: FitLines) -> dict[str, Points]:
+    """By name, and by client where the lines say which."""
+    found: dict[str, dict[int, float | None]] = {}
     for look in lines.looks:
+        of = "" if look.get("client") is None else f", client {look['client']}"
         for name, value in (look.get("utility") or {}).items():
-            found.setdefault(name, []).append((int(look["step"]), _plain(number(value))))
-    return found
+            told = _plain(number(value))
+            found.setdefault(f"{name}{of}", {}).setdefault(int(look["step"]), told)
+    return {name: list(points.items()) for name, points in found.items()}
 
 
 def _not_tested(
@@ -290,7 +483,7 @@ def _left_out(results: Sequence[Line]) -> list[dict[str, str]]:
     return [
         {"name": line["attack"], "why": line["unknown"].removeprefix(begins)}
         for line in results
-        if str(line.get("unknown") or "").startswith(begins)
+        if _was_not_played(line)
     ]
 
 
@@ -300,24 +493,31 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _decision(line: Line) -> dict[str, Any]:
-    names = ("gate", "did", "step", "metric", "of", "measured", "at_most", "hardened", "why")
-    return {name: line.get(name) for name in names}
+    names = ("gate", "did", "step", "client", "metric", "of", "measured", "at_most", "why")
+    return {name: line.get(name) for name in names} | {"hardened": line.get("hardened") or []}
 
 
 # ---- privacy ----------------------------------------------------------------------------------
 
 
 def _privacy(lines: FitLines) -> list[dict[str, Any]]:
-    """What each defence that accounts has spent at the end, and on the way."""
+    """What each defence that accounts has spent at the end, and on the way.
+
+    Where clients of a federation keep accounts of their own, that which has spent most.
+    """
     told = [*lines.looks, *([lines.end] if lines.end else [])]
     found: dict[str, dict[str, Any]] = {}
     for line in told:
         for spent in line.get("privacy") or ():
-            of = found.setdefault(spent["defense"], {"defense": spent["defense"], "series": []})
+            of = found.setdefault(spent["defense"], {"defense": spent["defense"], "series": {}})
             epsilon = number(spent.get("epsilon"))
-            of["series"].append((int(line["step"]), _plain(epsilon)))
+            most = of["series"].get(int(line["step"]))
+            if most is None or _order(most) <= _order(epsilon):
+                of["series"][int(line["step"])] = _plain(epsilon)
+            if _order(of.get("epsilon", 0.0)) > _order(_written(epsilon)):
+                continue
             of |= {
-                "epsilon": "infinite" if math.isinf(epsilon) else _plain(epsilon),
+                "epsilon": _written(epsilon),
                 "delta": _plain(number(spent.get("delta"))),
                 "noise_multiplier": _plain(number(spent.get("noise_multiplier"))),
                 "sample_rate": _plain(number(spent.get("sample_rate"))),
@@ -325,29 +525,45 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
                 "history": spent.get("history") or [],
             }
     about = {d["name"]: d for d in (lines.begin or {}).get("defenses", [])}
+    clients = int(((lines.begin or {}).get("monitor") or {}).get("clients", 1))
     for name, of in found.items():
         defense = about.get(name, {})
-        settings = defense.get("settings", {})
+        settings = defense.get("settings") or {}
+        kind = defense.get("class", NOT_RECORDED)
+        of["series"] = list(of["series"].items())
+        of["settings"] = {n: v for n, v in settings.items() if n != "ledger"}
         of["guarantee"] = defense.get("guarantee", NOT_RECORDED)
-        of["accountant"] = settings.get("accountant", NOT_RECORDED)
+        of["accountant"] = settings.get(
+            "accountant", "basic composition" if kind == TOKENS else NOT_RECORDED
+        )
         of["target_epsilon"] = settings.get("target_epsilon")
-        of["poisson"] = settings.get("poisson")
-        of["trust"] = settings.get("trust", NOT_RECORDED)
+        of["trust"] = settings.get("trust", "local" if kind == TOKENS else NOT_RECORDED)
         of["sampling"] = _sampling(settings)
-        of["unit"] = settings.get("unit", "example")
-        of["max_grad_norm"] = settings.get("max_grad_norm")
-        of["class"] = defense.get("class", NOT_RECORDED)
+        of["poisson"] = settings.get("poisson")
+        of["unit"] = settings.get("unit", _UNITS.get(kind, "example"))
+        of["clients"] = clients
+        if kind == CLIENT:
+            amplified = settings.get("sampling") != "all" and of["trust"] == "central"
+            of["poisson"] = amplified and settings.get("sampling") == "poisson"
+            of["clients"] = settings.get("clients", clients)
+        of["max_grad_norm"] = settings.get("max_grad_norm", settings.get("clip"))
+        of["class"] = kind
         of["holds"] = _holds(of)
-        of["ledger"] = _ledgers(settings.get("ledger"))
+        of |= _ledgers(settings.get("ledger"))
         of["without_sampling"] = _without_sampling(of)
         of["statement"] = _statement(of)
     return list(found.values())
 
 
+def _written(epsilon: float) -> float | str | None:
+    return "infinite" if math.isinf(epsilon) else _plain(epsilon)
+
+
 def _holds(spent: Mapping[str, Any]) -> bool:
     """Whether there is a guarantee: a known, finite epsilon at a known delta."""
     known = all(isinstance(spent[name], int | float) for name in ("epsilon", "delta"))
-    return known and not str(spent["guarantee"]).startswith("none")
+    said = str(spent["guarantee"])
+    return known and said != NOT_RECORDED and not said.startswith("none")
 
 
 def _order(epsilon: object) -> float:
@@ -356,21 +572,41 @@ def _order(epsilon: object) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _ledgers(path: object) -> dict[str, str] | None:
-    """SHA-256 of the ledger, or of each client's, by the file's name; None without one."""
+def _ledgers(path: object) -> dict[str, Any]:
+    """SHA-256 and releases of the ledger, or of each client's; lines of it that are none."""
+    found: dict[str, Any] = {"ledger": None, "ledger_releases": {}, "unread": []}
     if not isinstance(path, str):
-        return None
+        return found
     place = Path(path)
+    hashes: dict[str, str] = {}
     try:
         near = place.parent.glob(f"{glob.escape(place.name)}.*-of-*")
         files = [place] if place.is_file() else sorted(near)
-        hashes = {}
         for one in files:
-            with one.open("rb") as file:
-                hashes[one.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            content = one.read_bytes()
+            hashes[one.name] = hashlib.sha256(content).hexdigest()
+            releases, odd = _released(content)
+            found["ledger_releases"][one.name] = releases
+            if odd:
+                found["unread"].append(
+                    f"{len(odd)} of the lines of the ledger {one.name} are no releases: "
+                    f"{spans(odd)}"
+                )
     except (OSError, ValueError) as error:
-        return {place.name: f"cannot be read: {type(error).__name__}"}
-    return hashes or {place.name: "the file is not there"}
+        hashes[place.name] = f"cannot be read: {type(error).__name__}"
+    return found | {"ledger": hashes or {place.name: "the file is not there"}}
+
+
+def _released(ledger: bytes) -> tuple[int, list[int]]:
+    """How many releases the lines count (noise multiplier, rate, count), and which are odd."""
+    releases, odd = 0, []
+    for n, line in enumerate(ledger.splitlines(), 1):
+        try:
+            _, _, count = map(float, line.split())
+            releases += int(count)
+        except (ValueError, OverflowError):
+            odd.append(n)
+    return releases, odd
 
 
 def _without_sampling(spent: Mapping[str, Any]) -> float | str | None:
@@ -412,21 +648,40 @@ def _statement(spent: Mapping[str, Any]) -> str:
     guarantee = f"The guarantee: {str(spent['guarantee']).strip().rstrip('.')}. "
     if not spent["holds"]:
         return f"No epsilon holds for these releases. {guarantee}"
+    unit = {
+        "client": "one client, with all of its data,",
+        "row": "one text of one client",
+    }.get(spent["unit"], f"one {spent['unit']}")
+    after = ("round" if spent["class"] == CLIENT else "release") + "s" * (spent["releases"] != 1)
+    if spent["class"] == TOKENS:
+        after += " of the text that was released most often"
     text = (
-        f"After {spent['releases']} releases the privacy loss is at most epsilon = "
-        f"{_bound(spent['epsilon'])} at delta = {_said(spent['delta'])}, by the accountant "
-        f"{spent['accountant']}. {guarantee}"
-    )
+        f"After {spent['releases']} {after} the privacy loss of {unit} is at most epsilon = "
+        f"{_bound(spent['epsilon'])} at delta = {_said(spent['delta'])}, by "
+        + ("basic composition. " if spent["class"] == TOKENS
+           else f"the accountant {spent['accountant']}. ")
+        + guarantee
+    )  # fmt: skip
     if spent["noise_multiplier"] is not None and spent["poisson"] is not None:
         rate = f"Poisson samples at rate {_said(spent['sample_rate'])}"
         drawn = rate if spent["poisson"] else "not sampled by chance"
-        text += f"Noise multiplier {_said(spent['noise_multiplier'])}; batches are {drawn}. "
+        of = "rounds" if spent["class"] == CLIENT else "batches"
+        over = " over the sensitivity" if spent["class"] == CLIENT else ""
+        text += f"Noise multiplier{over} {_said(spent['noise_multiplier'])}; {of} are {drawn}. "
     if spent["without_sampling"] is not None:
         text += (
             "Without counting on the sampling, epsilon of the same releases would be "
             f"{_bound(spent['without_sampling'])}. "
         )
-    if spent["trust"] == "central":
+    if spent["class"] == CLIENT:
+        text += _TRUSTED.get(spent["trust"], "")
+    elif spent["class"] == TOKENS and spent["clients"] > 1:
+        text += (
+            f"A text that a sampler moves between the {spent['clients']} clients is released by "
+            "each that gets it: against whoever sees all of them epsilon is at most "
+            f"{_bound(spent['clients'] * spent['epsilon'])}. "
+        )
+    elif spent["trust"] == "central":
         text += (
             "It covers the sum over clients: of several clients the update of one alone is not "
             "covered. "
@@ -452,7 +707,10 @@ def _implied(
     found = []
     for spent in held:
         epsilon, delta = min(spent["epsilon"], 50.0), spent["delta"]
-        stage = "aggregate" if spent["trust"] == "central" and clients > 1 else "shared"
+        summed = spent["trust"] == "secure_aggregation" or spent["trust"] == "central"
+        stage = "aggregate" if summed and clients > 1 else "shared"
+        if spent["class"] == CLIENT and spent["trust"] == "central":
+            stage = "the noised mean, which is not attacked"
         asked = [a for a in attacks if a["family"] == "membership" and a["stage"] == stage]
         tpr = [a["rates"].get("tpr_at_fpr_0.01") for a in asked]
         auc = [a["last"]["value"] for a in asked if a["last"]]
@@ -570,35 +828,40 @@ def _verdict(
     fits: Sequence[Mapping[str, Any]], together: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What a reader who reads one thing should read."""
+    seen = [(fit, a) for fit in fits for a in fit["attacks"] if a["stage"] == _judged(fit)]
     best: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
-    for fit in fits:
-        for attack in fit["attacks"]:
-            if attack["stage"] != "shared" or attack["mean"] is None or not attack["exposed"]:
-                continue
-            held = best.get(attack["family"])
-            if held is None or attack["mean"] > held[1]["mean"]:
-                best[attack["family"]] = (fit, attack)
+    for fit, attack in seen:
+        if attack["mean"] is None or not attack["exposed"]:
+            continue
+        held = best.get(attack["family"])
+        if held is None or attack["mean"] > held[1]["mean"]:
+            best[attack["family"]] = (fit, attack)
     several = len(fits) > 1
     sentences: list[str] = []
     before = ""
     for family in (name for name in _FAMILIES if name in best):
         fit, attack = best[family]
-        who = _who(attack["dishonest"])
-        begins = "It could also" if who == before else f"Off one shared update, {who} could"
+        off = "sum over clients" if attack["stage"] == "aggregate" else "shared update"
+        who = f"Off one {off}, {_who(attack['dishonest'])}"
+        begins = "It could also" if who == before else f"{who} could"
         named = f", run {fit['name']}" if several else ""
         sentences.append(f"{begins} {_could(family, attack)}{named}).")
         before = who
-    tried = {
-        a["family"]
-        for fit in fits
-        for a in fit["attacks"]
-        if a["stage"] == "shared" and a["exposed"] and a["unknown"]
-    }
+    withheld = sum(fit["withheld"] for fit in fits)
+    updates = sum(fit["updates"] for fit in fits if fit["withheld"])
+    kept = {a["family"] for _, a in seen if a["withheld"] and a["exposed"]}
+    tried = {a["family"] for _, a in seen if a["exposed"] and a["unknown"]}
     unknown = [what for family, what in _FAMILIES.items() if family in tried - best.keys()]
-    untested = [what for family, what in _FAMILIES.items() if family not in tried | best.keys()]
-    if not sentences:
+    named_ones = tried | kept | best.keys()
+    untested = [what for family, what in _FAMILIES.items() if family not in named_ones]
+    if not sentences and not withheld:
         sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
         unknown, untested = [], []
+    if withheld:
+        sentences.append(
+            f"Gates kept back {withheld} of {updates} updates: what those would have given away "
+            "is in no number here."
+        )
     if unknown:
         sentences.append(f"Attacks gave no result, so that it is unknown: {'; '.join(unknown)}.")
     if untested:
@@ -613,6 +876,11 @@ def _verdict(
     }
 
 
+def _judged(fit: Mapping[str, Any]) -> str:
+    """The stage of which the verdict speaks: what leaves a client, where anybody looked at it."""
+    return "shared" if any(a["stage"] == "shared" for a in fit["attacks"]) else "aggregate"
+
+
 def _accounted(
     fits: Sequence[Mapping[str, Any]], together: Sequence[Mapping[str, Any]]
 ) -> list[str]:
@@ -624,9 +892,10 @@ def _accounted(
         spent = [p for fit in private for p in fit["privacy"] if p["holds"]]
         worst = max(spent, key=lambda p: _order(p["epsilon"]))
         some = "" if len(private) == len(fits) else f" in {len(private)} of {len(fits)} runs"
+        of = {"client": ", for a whole client", "row": ", for a text"}.get(worst["unit"], "")
         said.append(
             f"Differential privacy was accounted{some}: epsilon {_bound(worst['epsilon'])} at "
-            f"delta {_said(worst['delta'])} by {worst['defense']}."
+            f"delta {_said(worst['delta'])} by {worst['defense']}{of}."
         )
     for one in together:
         said.append(
@@ -660,6 +929,8 @@ def _who(dishonest: bool | None) -> str:
 def _could(family: str, attack: Mapping[str, Any]) -> str:
     """What an attack did, as the middle of a sentence that goes on in its last bracket."""
     of = f"mean of {attack['looks']} looks" if attack["looks"] > 1 else "one look"
+    if len(attack["clients"]) > 1:
+        of += f" at {len(attack['clients'])} clients"
     if attack["unknown"]:
         of += f", unknown at {attack['unknown']} more"
     for what, value in (("at the worst look", "highest"), ("of the worst client", "worst_client")):
@@ -723,18 +994,24 @@ def _said(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, int | float) else str(value)
 
 
-def _table(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A command's results, one row for each cell, flat."""
-    rows = [_flat(row) for row in content.get("results") or content.get("cells") or ()]
+def _table(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """A command's results, one row for each cell, flat; and the numbers of rows that are none."""
+    given = list(content.get("results") or content.get("cells") or ())
+    odd = [n for n, row in enumerate(given, 1) if not isinstance(row, Mapping)]
+    rows = [_flat(row) for row in given if isinstance(row, Mapping)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     rates = [name for name in columns if any(isinstance(row.get(name), Mapping) for row in rows)]
     columns = [*columns[:2], *rates, *(name for name in columns[2:] if name not in rates)]
-    about = {k: v for k, v in content.items() if isinstance(v, str | int | float)}
-    return {
-        "about": about,
-        "columns": columns,
-        "rows": [[row.get(c) for c in columns] for row in rows],
-    }
+    about = {k: v for k, v in content.items() if _is_plain(v) and v is not None}
+    cells = [[row.get(c) for c in dict.fromkeys(columns)] for row in rows]
+    return {"about": about, "columns": list(dict.fromkeys(columns)), "rows": cells}, odd
+
+
+def _is_plain(value: object) -> bool:
+    """What a cell of a table shows, and strict JSON holds."""
+    return value is None or isinstance(value, str | int) or (
+        isinstance(value, float) and math.isfinite(value)
+    )  # fmt: skip
 
 
 def _flat(row: Mapping[str, Any], root: str = "") -> dict[str, Any]:
@@ -743,10 +1020,11 @@ def _flat(row: Mapping[str, Any], root: str = "") -> dict[str, Any]:
     for name, value in row.items():
         if isinstance(value, Mapping):
             if {"value", "low", "high"} <= value.keys():
-                flat[root + name] = {end: value[end] for end in ("value", "low", "high")}
+                ends = ("value", "low", "high")
+                flat[root + name] = {end: _plain(number(value[end])) for end in ends}
             else:
                 flat |= _flat(value, f"{root}{name}/")
-        elif value is None or isinstance(value, str | int | float):
+        elif _is_plain(value):
             flat[root + name] = value
     return flat
 

@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from lightning_fedleak.report import charts
-from lightning_fedleak.report.findings import NOT_RECORDED
+from lightning_fedleak.report.findings import CLIENT, NOT_RECORDED, TOKENS
 
 _TEMPLATE = "page.html"
 
@@ -31,7 +31,7 @@ def page(found: Mapping[str, Any], revealed: Mapping[str, str] | None = None) ->
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {"known": known, "share": share, "interval": interval}
-    environment.globals |= {"pictures": pictures, "questions": questions}
+    environment.globals |= {"account": account, "pictures": pictures, "questions": questions}
     source = files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(source).render(found=found, revealed=revealed or {})
 
@@ -81,30 +81,105 @@ def pictures(fit: Mapping[str, Any]) -> dict[str, Markup]:
     """The pictures of a fit, by their titles."""
     acted: dict[str, list[float]] = {}
     for decision in fit["decisions"]:
-        acted.setdefault(f"{decision['gate']} {decision['did']}", []).append(decision["step"])
+        whose = "" if decision["client"] is None else f", client {decision['client']}"
+        acted.setdefault(f"{decision['gate']} {decision['did']}{whose}", []).append(
+            decision["step"]
+        )
+    unit = fit["unit"]
     shown: dict[str, Markup] = {}
     if fit["utility"]:
-        shown["Utility over steps"] = charts.lines(
-            fit["utility"], label="utility over optimizer steps", marks=acted
+        shown[f"Utility over {unit}s"] = charts.lines(
+            charts.few(fit["utility"]), label=f"utility over {unit}s", marks=acted, unit=unit
         )
-    if fit["headlines"]:
-        shown["Leakage over steps, of what was shared"] = charts.lines(
-            fit["headlines"],
-            label="each attack's headline over optimizer steps",
+    alone = {name: of[""] for name, of in fit["headlines"].items() if set(of) == {""}}
+    if alone:
+        shown[f"Leakage over {unit}s, of what was shared"] = charts.lines(
+            alone,
+            label=f"each attack's headline over {unit}s",
             span=(0.0, 1.0),
             marks=acted,
+            unit=unit,
         )
+    for name, of in fit["headlines"].items():
+        if name not in alone:
+            by_client = {c if c == "sum" else f"client {c}": line for c, line in of.items()}
+            headline = next(a["headline"] for a in fit["attacks"] if a["name"] == name)
+            shown[f"{name}, {headline}, by client"] = charts.lines(
+                charts.few(by_client, last="sum"),
+                label=f"{name} over {unit}s, one line for each client",
+                span=(0.0, 1.0),
+                marks=acted,
+                unit=unit,
+            )
     shown["Each attack: the last known look with its 95% interval (dashed: a coin)"] = (
         charts.intervals(fit["attacks"], label="attacks with intervals, unknown ones first")
     )
     for spent in fit["privacy"]:
         target = spent["target_epsilon"]
-        shown[f"Epsilon spent ({spent['defense']})"] = charts.lines(
+        of_what = {"client": ", for a whole client", "row": ", for a text"}.get(spent["unit"], "")
+        shown[f"Epsilon spent ({spent['defense']}{of_what})"] = charts.lines(
             {"epsilon": spent["series"]},
-            label="epsilon over optimizer steps",
+            label=f"epsilon over {unit}s",
             level=target if isinstance(target, int | float) else None,
+            unit=unit,
         )
     return shown
+
+
+def account(spent: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """What stands beside the statement of a defence that accounts."""
+    facts: list[tuple[str, object]] = [
+        ("Epsilon, delta", f"{known(spent['epsilon'])} at {known(spent['delta'])}"),
+        ("Unit of privacy", _UNITS.get(spent["unit"], f"one {spent['unit']}")),
+    ]
+    settings = spent["settings"]
+    if spent["class"] == TOKENS:
+        facts += [
+            ("Mechanism", settings.get("mechanism")),
+            ("Epsilon of one release", settings.get("epsilon")),
+            ("For each", "token" if settings.get("per") == "token" else "text"),
+            ("Tokens are replaced among", settings.get("domain", "a public set of ids")),
+            ("Labels", settings.get("labels")),
+            ("A text keeps its replacement for the fit", settings.get("memoize")),
+            ("Special tokens stay", settings.get("keep_special")),
+            ("Releases of the text that was released most often", spent["releases"]),
+        ]
+        return facts
+    facts.append(("Without counting on sampling, epsilon", spent["without_sampling"]))
+    if spent["class"] == CLIENT:
+        facts += [
+            ("Who adds the noise", _NOISED_BY.get(spent["trust"], spent["trust"])),
+            ("Clients of the federation, in a round",
+             f"{known(settings.get('clients'))}, {known(settings.get('per_round'))}"),
+            ("Drawn", settings.get("sampling")),
+            ("Clip norm of an update", settings.get("clip")),
+        ]  # fmt: skip
+    noise, rate = known(spent["noise_multiplier"]), known(spent["sample_rate"])
+    facts += [
+        ("Target", spent["target_epsilon"]),
+        (
+            "Releases, noise multiplier, sample rate",
+            f"{known(spent['releases'])}, {noise}, {rate}",
+        ),
+        ("Accountant", spent["accountant"]),
+        ("Ledger", spent["ledger"]),
+    ]
+    if spent["ledger_releases"]:
+        facts.append(("Releases in the ledger", spent["ledger_releases"]))
+    return facts
+
+
+_UNITS = {
+    "example": "one example",
+    "client": "one client with all of its data",
+    "row": "one text (a row of a batch) of one client",
+    "user": "one user with all of their rows",
+}
+_NOISED_BY = {
+    "central": "the server, which sees each client's update",
+    "local": "each client, all of it",
+    "secure_aggregation": "each client its share",
+}
 
 
 def questions(found: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, object]]]]:
@@ -176,4 +251,4 @@ def questions(found: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, objec
     ]
 
 
-__all__ = ["interval", "known", "page", "pictures", "questions", "share"]
+__all__ = ["account", "interval", "known", "page", "pictures", "questions", "share"]

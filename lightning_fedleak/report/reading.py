@@ -6,23 +6,18 @@ versions, which had no ``run.jsonl`` and no ids, are read as one fit.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_fedleak.report.shapes import RECORD, RESULTS, parsed, wrong_in
+
 Line = Mapping[str, Any]
 
-RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
 SCHEMA = {RESULTS: 1, RECORD: 1}
 """The newest schema of each file that is understood."""
-
-_NEEDED: Mapping[str, Mapping[str, type]] = {
-    RESULTS: {"step": int, "attack": str, "stage": str, "metrics": dict},
-    RECORD: {"run": str, "kind": str},
-}
 
 
 class ReportError(ValueError):
@@ -45,6 +40,7 @@ class FitLines:
         results: one for each look, stage and attack.
         decisions: of gates.
         end: how it ended; None where it was cut off, or that was not recorded.
+        monitors: how many have left these lines.
     """
 
     folder: Path
@@ -54,6 +50,7 @@ class FitLines:
     results: Sequence[Line] = ()
     decisions: Sequence[Line] = ()
     end: Line | None = None
+    monitors: int = 1
 
 
 @dataclass(frozen=True)
@@ -137,32 +134,39 @@ def _lines(path: Path, problems: list[str]) -> Iterator[Line]:
     """The lines that are what they should be; the others are named once, by their numbers."""
     if not path.is_file():
         return
-    broken, newer = [], []
+    broken, newer, odd = [], [], []
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
                 continue
             try:
-                line = json.loads(text)
+                line = parsed(text)
             except (ValueError, RecursionError):
                 broken.append(number)
                 continue
-            if not isinstance(line, dict) or not _whole(line, _NEEDED[path.name]):
+            if not isinstance(line, dict):
                 broken.append(number)
-            elif line.get("schema", 1) not in range(1, SCHEMA[path.name] + 1):
+            elif _newer(line.get("schema", 1), SCHEMA[path.name]):
                 newer.append(number)
+            elif wrong := wrong_in(line, path.name):
+                odd.append((number, wrong))
             else:
                 yield line
     for numbers, why in ((broken, "cannot be read"), (newer, "are of a newer version")):
         if numbers:
-            problems.append(f"{len(numbers)} of the lines of {path} {why}: {_spans(numbers)}")
+            problems.append(f"{len(numbers)} of the lines of {path} {why}: {spans(numbers)}")
+    if odd:
+        said = [f"{number} ({wrong})" for number, wrong in odd]
+        problems.append(f"{len(odd)} of the lines of {path} are not as a run writes them: "
+                        f"{spans(said)}")  # fmt: skip
 
 
-def _whole(line: Line, needed: Mapping[str, type]) -> bool:
-    return all(isinstance(line.get(name), kind) for name, kind in needed.items())
+def _newer(schema: object, newest: int) -> bool:
+    return isinstance(schema, int) and schema > newest
 
 
-def _spans(numbers: Sequence[int]) -> str:
+def spans(numbers: Sequence[object]) -> str:
+    """The first few, and how many more."""
     shown = ", ".join(map(str, numbers[:8]))
     return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
 
@@ -172,7 +176,8 @@ def _add_result(
 ) -> None:
     """Takes a command's file of results; files of others are passed over unless asked for."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = parsed(text)
     except (ValueError, OSError, RecursionError):
         if asked:
             problems.append(f"{path} cannot be read as JSON")
@@ -201,4 +206,5 @@ __all__ = [
     "ReportError",
     "number",
     "read",
+    "spans",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from lightning_fedleak.report.findings import NOT_RECORDED
+from lightning_fedleak.report.findings import CLIENT, NOT_RECORDED, TOKENS
 
 _TEXT: Mapping[str, Any] = {"type": "string"}
 _TEXTS: Mapping[str, Any] = {"type": "array"}
@@ -100,7 +100,9 @@ def entry(found: Mapping[str, Any]) -> str:
             value that it does not take.
     """
     spent = [p for fit in found["runs"] for p in fit["privacy"]]
-    accounted = bool(spent) and all(p["holds"] and p["class"] == "DPSGD" for p in spent)
+    kinds = {p["class"] for p in spent}
+    accounted = len(kinds) == 1 and kinds <= {"DPSGD", CLIENT, TOKENS}
+    accounted = accounted and all(p["holds"] for p in spent)
     known: dict[str, dict[str, Any]] = {"basic": _basic(found)}
     if accounted:
         known |= _private(found, spent)
@@ -196,50 +198,101 @@ def _basic(found: Mapping[str, Any]) -> dict[str, Any]:
 def _private(
     found: Mapping[str, Any], spent: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
+    """The sections on privacy; all accounts are of one class of defence, and hold."""
     worst = max(spent, key=lambda p: float(p["epsilon"]))
+    kind = worst["class"]
     together = next(iter(found["privacy_together"]), None)
     total = together or worst
+    # A text that a sampler moves between clients is released by each of them.
+    times = max(p["clients"] for p in spent) if kind == TOKENS else 1
     parameters = {
-        name: total[name] for name in ("epsilon", "delta") if isinstance(total[name], int | float)
+        name: total[name] * (times if name == "epsilon" else 1)
+        for name in ("epsilon", "delta")
+        if isinstance(total[name], int | float)
     }
     clients = max(fit["shared"].get("clients", 1) for fit in found["runs"])
-    composed = f"{worst['releases']} releases by {worst['accountant']}. " + (
+    by = "basic composition" if kind == TOKENS else worst["accountant"]
+    composed = f"{worst['releases']} releases by {by}. " + (
         f"{together['fits']} fits on the same examples together: epsilon "
         f"{together['epsilon']} at delta {together['delta']}."
         if together
         else "One fit; other uses of the same data are not counted."
     )
+    if times > 1:
+        composed += f" Times {times}, the clients that a sampler may move a text between."
     versions: Mapping[str, str] = next(
         (fit["versions"] for fit in found["runs"] if fit["versions"]), {}
     )
     named = ", ".join(f"{name} {number}" for name, number in versions.items())
+    uncovered = "Leakage logs, validation metrics, the number of steps, the choice of settings, "
+    uncovered += "and what gates decided."
+    if kind == TOKENS:
+        uncovered += " Lengths of texts, special tokens, labels of a classifier."
+    if kind == CLIENT:
+        uncovered += " What clients send besides their updates."
     return {
         "dp_variant": {
-            "variant_name": "Approximate DP",
-            "unprotected_quantities": "Leakage logs, validation metrics, the number of steps, the "
-            "choice of settings, and what gates decided.",
+            "variant_name": "Approximate DP" if total["delta"] else "Pure DP",
+            "unprotected_quantities": uncovered,
         },
         "privacy_loss": {
-            "privacy_unit": "One user with all of their rows of the training data"
-            if all(p["unit"] == "user" for p in spent)
-            else "One example (a row) of the training data",
+            "privacy_unit": _unit(spent),
             "privacy_unit_details": worst["guarantee"],
             "privacy_parameters": parameters,
             "privacy_parameters_details": worst["statement"],
         },
         "deployment_model": {
-            "model_name": "Federated" if clients > 1 else "Central",
+            "model_name": _model_name(worst, clients),
             "model_name_details": worst["guarantee"],
             "actors": f"Clients that train; {found['runs'][0]['shared']['seen_by']}.",
             "release_type": "Many releases",
-            "release_type_details": f"{worst['releases']} releases in training, one each step.",
+            "release_type_details": f"{worst['releases']} releases in training, "
+            + _RELEASED.get(kind, "one each step."),
         },
         "accounting": {"composition": composed},
-        "implementation": {
-            "mechanisms": f"Gaussian noise on clipped gradients ({worst['defense']}); "
-            f"floating-point noise, not from a cryptographic generator. Versions: {named}."
-        },
+        "implementation": {"mechanisms": f"{_mechanism(worst)} Versions: {named}."},
     }
+
+
+_RELEASED = {
+    CLIENT: "one each round.",
+    TOKENS: "counted for the text that was released most often.",
+}
+
+
+def _unit(spent: Sequence[Mapping[str, Any]]) -> str:
+    units = {p["unit"] for p in spent}
+    if units == {"client"}:
+        return "One client of the federation with all of its data"
+    if units == {"user"}:
+        return "One user with all of their rows of the training data"
+    if units == {"row"}:
+        return "One text (a row of a batch) of one client"
+    return "One example (a row) of the training data"
+
+
+def _model_name(spent: Mapping[str, Any], clients: int) -> str:
+    if spent["class"] == TOKENS:
+        return "Local"
+    if spent["class"] == CLIENT:
+        return "Local" if spent["trust"] == "local" else "Federated"
+    return "Federated" if clients > 1 else "Central"
+
+
+def _mechanism(spent: Mapping[str, Any]) -> str:
+    gaussian = "floating-point noise, not from a cryptographic generator."
+    if spent["class"] == TOKENS:
+        settings = spent["settings"]
+        domain = settings.get("domain", "a public set of ids")
+        return (
+            f"Token ids are replaced by {settings.get('mechanism', NOT_RECORDED)}, among "
+            f"{'all words of the vocabulary' if domain == 'vocabulary' else domain}, with an "
+            f"epsilon of {settings.get('epsilon', NOT_RECORDED)} for each "
+            f"{'token' if settings.get('per') == 'token' else 'text'}, before training."
+        )
+    if spent["class"] == CLIENT:
+        return f"Gaussian noise on clipped updates of clients ({spent['defense']}); {gaussian}"
+    return f"Gaussian noise on clipped gradients ({spent['defense']}); {gaussian}"
 
 
 __all__ = ["FIELDS", "PARAMETERS", "REQUIRED", "entry"]

@@ -19,6 +19,7 @@ from lightning_fedleak.federation import (
     difference,
     trained_state,
 )
+from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe
 from tests.federation.rounds import batches, lora, model, train
 from tests.federation.test_observer import lines, observer
@@ -108,6 +109,9 @@ def test_the_decision_is_in_the_logs(tmp_path):
     assert same(found.state, returned)
     board = EventAccumulator(str(tmp_path / "tensorboard" / "client_0")).Reload()
     assert [e.value for e in board.Scalars("gate/g")] == [1.0]
+    [run] = findings(read([tmp_path]))["runs"]
+    assert [gate["name"] for gate in run["gates"]] == ["g"]
+    assert [(d["gate"], d["did"], d["client"]) for d in run["decisions"]] == [("g", "warn", 0)]
 
 
 def test_a_client_may_fail_instead(tmp_path):
@@ -123,7 +127,7 @@ def test_the_strongest_of_several_gates_decides(tmp_path):
         RoundGate(F1, at_most=0.3, name="b"),
         RoundGate(F1, at_most=1.0, action="raise", name="c"),
     ]
-    with pytest.warns(UserWarning, match="withheld"):
+    with pytest.warns(UserWarning, match="RoundGate 'b' withheld"):
         [(_, _, found)] = rounds(client(tmp_path, *gates))
     assert found.state is None
     assert [e.gate for e in found.events] == ["a", "b"]
@@ -198,6 +202,8 @@ def test_a_withheld_update_is_zero_plus_the_same_noise(tmp_path):
     left = difference(sent, found.state)
     for name in sent:
         torch.testing.assert_close(left[name], expected[name], rtol=0, atol=1e-6)
+    [looked] = [x for x in lines(tmp_path, "run.jsonl") if x["kind"] == "look"]
+    assert [p["releases"] for p in looked["privacy"]] == [1]  # this round's own
 
 
 def test_what_is_attacked_has_other_noise_than_what_leaves(tmp_path):

@@ -14,6 +14,7 @@ from lightning_fedleak.attacks import BagOfWords, FCMembership, GradientMembersh
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.federation import SUM, RoundObserver, UpdateError, trained_state
+from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe, fit
 from tests.federation.rounds import ADAMW, SGD, batches, lora, model, train
 from tests.helpers.lightning_modules import CausalLMModule
@@ -123,7 +124,23 @@ def test_each_client_and_round_has_its_lines(tmp_path):
     assert record[0]["training"]["local_steps"] == 2
     assert record[0]["training"]["optimizers"][0]["class"] == "SGD"
     assert record[1]["utility"] == {"loss": 1.5}
+    assert [x["client"] for x in record[1:4]] == [0, 1, SUM]
     assert (record[-1]["step"], record[-1]["how"]) == (2, "finished")
+
+
+def test_observers_of_one_federation_are_one_run_of_the_report(tmp_path):
+    net, data = model(), batches(1)
+    for client in range(2):
+        of = observer(tmp_path / f"process_{client}", net, [Probe()], federation="ward-7")
+        of.begin(0, trained_state(net))
+        of.look(train(net, data), client, batches=data)
+        of.end()
+    found = findings(read([tmp_path]))
+    [run] = found["runs"]
+    assert (run["monitors"], run["ended"], run["unit"]) == (2, "in order", "round")
+    assert [row["client"] for row in run["clients"]] == ["0", "1"]
+    assert set(run["headlines"]["probe"]) == {"0", "1"}
+    assert not found["problems"]
 
 
 def test_the_sum_is_logged_by_the_aggregates_names(tmp_path):

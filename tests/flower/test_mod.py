@@ -75,6 +75,8 @@ def test_without_a_gate_the_reply_is_that_of_the_client(tmp_path):
     [line] = lines(next(tmp_path.glob("process_*")))
     assert (line["client"], line["round"], line["attack"]) == (0, 1, "bag_of_words")
     assert line["metrics"]["f1"]["value"] > 0.9
+    begin, *_ = lines(next(tmp_path.glob("process_*")), "run.jsonl")
+    assert begin["fit"] == f"flower-{context().run_id}"
 
 
 def test_a_withheld_update_is_answered_with_an_error_that_holds_no_number(tmp_path):
@@ -112,6 +114,34 @@ def test_noise_of_the_clients_own_leaves_with_no_metrics(tmp_path):
         assert float(left["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
     assert ForClient(tmp_path, "dp")(context()).accountant.steps == 2
     assert ForClient(tmp_path, "dp")(context(1)).accountant.steps == 0
+
+
+@pytest.mark.parametrize("how", ["raises", "answers with an error", "sends no model"])
+def test_under_noise_of_its_own_a_client_that_fails_does_not_show(tmp_path, how):
+    def fails(asked, where):
+        if how == "raises":
+            raise ValueError("the word mangrove cannot be read")
+        if how == "sends no model":
+            return Message(RecordDict({"note": ConfigRecord({"why": "mangrove"})}), reply_to=asked)
+        return Message(Error(0, "mangrove"), reply_to=asked)
+
+    mod = FedLeakMod(ForClient(tmp_path), dp=ForClient(tmp_path, "dp"))
+    with pytest.warns(UserWarning, match="did not leave: training failed"):
+        failed = mod(message(), context(), fails)
+    works = mod(message(2), context(), train)
+    assert {n: type(r) for n, r in failed.content.items()} == {
+        n: type(r) for n, r in works.content.items()
+    }
+    assert failed.content["metrics"] == works.content["metrics"]
+    left = difference(trained_state(model()), arrays(failed))
+    assert float(left["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
+    assert ForClient(tmp_path, "dp")(context()).accountant.steps == 2
+    with pytest.raises(ValueError, match="mangrove"):  # without noise Flower reports it
+        FedLeakMod(ForClient(tmp_path / "plain"))(message(), context(), _raises)
+
+
+def _raises(asked, where):
+    raise ValueError("mangrove")
 
 
 def test_an_account_without_a_ledger_is_refused(tmp_path):
@@ -153,10 +183,10 @@ def test_messages_that_cannot_be_meant_are_refused(tmp_path):
 
 class Nodes:
     def __init__(self, n):
-        self.n = n
+        self.ids = range(100, 100 + n)
 
     def get_node_ids(self):
-        return range(100, 100 + self.n)
+        return self.ids
 
 
 def answered(asked, by=train):
@@ -217,6 +247,59 @@ def test_the_mean_of_a_trusted_server_is_over_all_that_were_drawn(tmp_path):
         torch.testing.assert_close(result[name], want, rtol=1e-4, atol=1e-6)
     assert metrics is None
     assert private(tmp_path).accountant.steps == 1  # a server that begins again knows
+
+
+def test_a_client_that_is_gone_keeps_its_place(tmp_path):
+    nodes = Nodes(4)
+    strategy = PrivateMean(FedAvg(), private(tmp_path))
+    sent = ArrayRecord(trained_state(model()))
+
+    def asked(round_):
+        found = strategy.configure_train(round_, sent, ConfigRecord(), nodes)
+        return [m.metadata.dst_node_id for m in found]
+
+    assert asked(1) == [100, 101, 102, 103]
+    nodes.ids = [100, 102, 103]
+    assert asked(2) == [100, 102, 103]
+    strategy.aggregate_train(2, [])  # still of four
+    nodes.ids = [100, 102, 103, 200]
+    assert asked(3) == [100, 200, 102, 103]
+    nodes.ids = [100, 102, 103, 200, 201]
+    with pytest.raises(DefenseError, match="5 clients are there"):
+        asked(4)
+
+
+def test_replies_that_hold_no_model_are_zero_or_unknown(tmp_path):
+    def odd(asked, where):
+        client = where.node_config["partition-id"]
+        if client == 0:
+            return Message(RecordDict({"note": ConfigRecord({"a": 1})}), reply_to=asked)
+        if client == 1:
+            state = trained(model(), data_of(1, 1)) | {"lm_head.weight": torch.zeros(2, 3)}
+            return Message(RecordDict({"arrays": ArrayRecord(state)}), reply_to=asked)
+        return train(asked, where)
+
+    sent = trained_state(model())
+    strategy = Observed(PrivateMean(FedAvg(), private(tmp_path)), observer(tmp_path / "logs"))
+    result, _ = a_round(strategy, 4, odd)
+    there = [trained(model(), data_of(c, 1)) for c in (2, 3)]
+    for name, before in sent.items():
+        want = before + sum(s[name] - before for s in there) / 4
+        torch.testing.assert_close(result[name], want, rtol=1e-4, atol=1e-6)
+    found = lines(tmp_path / "logs")
+    assert "lacks" in found[0]["unknown"]
+    assert "shape" in found[1]["unknown"]
+    assert len(found) == 5
+
+
+def test_the_mean_that_is_watched_is_that_of_the_strategy(tmp_path):
+    """Replies of train() count 4 + client examples."""
+    strategy = Observed(FedAvg(), observer(tmp_path, side="server"))
+    seen = []
+    strategy.observer.look = lambda state, client, **more: seen.append(state)
+    result, _ = a_round(strategy)
+    for name, tensor in seen[-1].items():
+        torch.testing.assert_close(tensor, result[name])
 
 
 def test_a_spent_budget_ends_the_federation(tmp_path):

@@ -113,6 +113,25 @@ def look(step: int, run: str = "a", **more: Any) -> dict[str, Any]:
     return line | more
 
 
+def decision(did: str, round_: int, client: int | str, run: str = "a") -> dict[str, Any]:
+    """What a gate of rounds did, in ``run.jsonl``."""
+    return {
+        "schema": 1,
+        "run": run,
+        "kind": "gate",
+        "gate": "words",
+        "did": did,
+        "step": round_,
+        "client": client,
+        "measured": 0.9,
+        "metric": "leakage/worst/words",
+        "of": "leakage/flatchat/f1",
+        "at_most": 0.5,
+        "hardened": [],
+        "why": "",
+    }
+
+
 def written(
     folder: Path, results: Sequence[Mapping[str, Any]], record: Sequence[Mapping[str, Any]] = ()
 ) -> Path:

@@ -5,7 +5,7 @@ import pytest
 from lightning_fedleak.auditing import dp_tpr
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.report import findings, read
-from tests.report.lines import about, begin, dpsgd, look, result, spent, written
+from tests.report.lines import about, begin, decision, dpsgd, look, result, spent, written
 
 
 def found_in(folder, results, record=()):
@@ -212,18 +212,77 @@ def test_a_look_without_a_rate_of_its_own_does_not_take_the_pooled_one(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "odd",
+    ("odd", "said"),
     [
-        {"run": "a", "kind": "look"},
-        {"run": "a", "kind": "begin", "monitor": None, "defenses": [{}]},
-        {"run": "a", "kind": "look", "step": 0, "utility": [1]},
+        ({"run": "a", "kind": "look"}, "step is missing"),
+        ({"run": "a", "kind": "begin", "defenses": [{}]}, "defenses/name is missing"),
+        ({"run": "a", "kind": "look", "step": 0, "utility": [1]}, "utility"),
+        ({"run": "a", "kind": "end", "step": True, "how": "x"}, "step"),
+        ({"run": "a", "kind": "gate", "gate": "g", "did": "x", "step": 10**30}, "step"),
+        (look(0, privacy=[spent(-1.0, 1)]), "privacy/epsilon"),
+        (look(0, privacy=[spent(1.0, 1) | {"history": [[1.0, 2.0, 1]]}]), "privacy/history"),
+        (begin(attacks=[{"name": 1}]), "attacks/name"),
     ],
 )
-def test_a_run_that_is_odd_is_named_and_costs_no_other(tmp_path, odd):
+def test_an_odd_line_is_named_and_costs_nothing_but_itself(tmp_path, odd, said):
     lines = [result(0, f1=0.5), result(0, run="b", f1=0.7)]
-    found = found_in(tmp_path, lines, [odd, begin("b")])
-    assert [fit["run"] for fit in found["runs"]] == ["b"]
-    assert found["problems"][0].startswith("run a of")
+    found = found_in(tmp_path, lines, [begin("a"), odd, look(3), begin("b")])
+    assert [(fit["run"], fit["recorded"], fit["steps"]) for fit in found["runs"]] == [
+        ("a", True, 3),
+        ("b", True, 0),
+    ]
+    [told] = found["problems"]
+    assert told.startswith("1 of the lines of")
+    assert told.endswith(f"are not as a run writes them: 2 ({said})")
+
+
+def parts(value, at=()):
+    """Paths to everything in a value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(
+        value, list) else ()  # fmt: skip
+    for key, of in inside:
+        yield (*at, key)
+        yield from parts(of, (*at, key))
+
+
+def with_odd(line, path, odd):
+    """A copy with something else at one place."""
+    copied = json.loads(json.dumps(line))
+    place = copied
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = odd
+    return copied
+
+
+ODD = ({}, [1], "x", None, -(10**30))
+
+
+def test_whatever_stands_in_a_line_no_run_is_lost(tmp_path):
+    """Something odd in every place of a line of each kind: nothing raises, and both runs stay."""
+    gate = {"name": "g", "metric": "m", "at_most": 0.5, "bound": "upper", "alpha": 0.1}
+    settings = {"accountant": "filter", "clip": 1.0, "clients": 2, "sampling": "all"}
+    defense = dpsgd(**settings) | {"name": "dpsgd", "class": "ClientDP"}
+    record = [
+        begin(defenses=[defense], gates=[gate], training={"strategy": "federation"}),
+        look(0, utility={"loss": 1.0}, client=0, privacy=[spent("infinite", 1)]),
+        decision("withheld", 0, 1),
+        {"schema": 1, "run": "a", "kind": "end", "step": 4, "how": "finished"},
+    ]
+    lines = [result(0, f1=(0.5, 0.4, 0.6)), result(0, run="b", f1=0.7)]
+    tried = 0
+    for name, of in (("leakage", lines[:1]), ("run", record)):
+        for number, line in enumerate(of):
+            for path in parts(line):
+                for odd in (ODD[tried % 3], ODD[3 + tried % 2]):
+                    given = {"leakage": list(lines), "run": list(record)}
+                    given[name][number] = with_odd(line, path, odd)
+                    found = found_in(tmp_path, given["leakage"], given["run"])
+                    json.dumps(found, allow_nan=False)
+                    assert "b" in {fit["run"] for fit in found["runs"]}, (path, odd)
+                    assert not any(told.startswith("run ") for told in found["problems"]), path
+                    tried += 1
+    assert tried > 200
 
 
 def test_what_was_not_played_is_said_of_unrecorded_runs_too(tmp_path):
@@ -284,3 +343,164 @@ def test_releases_that_are_no_part_of_a_fit_are_not_taken_off(tmp_path):
     of_b[0]["resumed"] = {"run": "a", "privacy": [spent(1.0, 10, sigma=2.0)]}
     [together] = found_in(tmp_path, lines, [*of_a, *of_b])["privacy_together"]
     assert together["epsilon"] == epsilon_of([(1.0, 0.01, 12), (1.0, 0.01, 30)], 1e-5, "prv")
+
+
+# ---- federations --------------------------------------------------------------------------------
+
+
+def federation(folder, *more, side="client", clients=3, rounds=2, values=(0.2, 0.4, 0.9)):
+    """Three clients and their sum; client 2 is withheld in round 1."""
+    of_clients = [
+        result(r, f1=values[c], recall=values[c], precision=0.5) | {"client": c, "round": r}
+        for r in range(rounds)
+        for c in range(clients)
+    ]
+    sums = [result(r, stage="aggregate", f1=0.1) | {"client": "sum"} for r in range(rounds)]
+    looks = [
+        look(r, client=c, utility={"loss": 3.0 - r}) for r in range(rounds) for c in range(clients)
+    ]
+    begins = begin(training={"strategy": "federation"}, fit="x")
+    return found_in(folder, [*of_clients, *sums], [begins, *looks, *more])
+
+
+def test_a_federation_has_a_line_for_each_client_and_the_sum(tmp_path):
+    [fit] = federation(tmp_path)["runs"]
+    assert (fit["unit"], fit["shared"]["clients"]) == ("round", 3)
+    assert fit["headlines"]["flatchat"] == {
+        "0": [(0, 0.2), (1, 0.2)],
+        "1": [(0, 0.4), (1, 0.4)],
+        "2": [(0, 0.9), (1, 0.9)],
+        "sum": [(0, 0.1), (1, 0.1)],
+    }
+    assert set(fit["utility"]) == {f"loss, client {c}" for c in range(3)}
+    shared, summed = fit["attacks"]
+    assert (shared["stage"], summed["stage"]) == ("shared", "aggregate")
+    assert shared["mean"] == pytest.approx(0.5)
+    assert (shared["worst_client"], shared["last_client"]) == (0.9, "2")
+    assert [row["client"] for row in fit["clients"]] == ["0", "1", "2", "sum"]
+
+
+def test_what_a_gate_kept_back_is_counted_and_in_no_mean(tmp_path):
+    found = federation(tmp_path, decision("withheld", 1, 2), decision("warn", 0, 0))
+    [fit] = found["runs"]
+    assert (fit["withheld"], fit["updates"]) == (1, 6)
+    shared = fit["attacks"][0]
+    assert (shared["looks"], shared["withheld"]) == (5, 1)
+    assert shared["mean"] == pytest.approx((2 * 0.2 + 2 * 0.4 + 0.9) / 5)
+    assert fit["headlines"]["flatchat"]["2"] == [(0, 0.9)]
+    assert fit["clients"][2]["decided"] == {"withheld": [1]}
+    assert fit["clients"][0]["decided"] == {"warn": [0]}
+    assert "Gates kept back 1 of 6 updates" in found["verdict"]["sentence"]
+
+
+def test_where_nothing_left_nothing_is_said_to_be_read(tmp_path):
+    kept = [decision("withheld", r, c) for r in range(2) for c in range(3)]
+    found = federation(tmp_path, *kept)
+    assert found["verdict"]["sentences"][0].startswith("Gates kept back 6 of 6 updates")
+    assert found["verdict"]["worst"] == {}
+    assert "which words are in a batch" not in found["verdict"]["sentence"]
+
+
+def test_where_the_sum_alone_was_seen_the_verdict_is_of_the_sum(tmp_path):
+    lines = [result(0, stage="aggregate", f1=0.5, recall=0.5, precision=0.5) | {"client": "sum"}]
+    found = found_in(tmp_path, lines, [begin(training={"strategy": "federation"})])
+    assert found["verdict"]["sentence"].startswith("Off one sum over clients, ")
+
+
+def test_monitors_of_one_fit_are_one_run(tmp_path):
+    lines = [result(0, f1=0.5), result(0, "other", run="b", f1=0.7), result(0, run="c", f1=0.1)]
+    two = [begin("a", fit="x"), begin("b", fit="x", attacks=[about("other", "words")])]
+    ends = [{"schema": 1, "run": r, "kind": "end", "step": 9, "how": "finished"} for r in "abc"]
+    loss = [look(0, r, utility={"loss": 1.0}) for r in "ab"]
+    found = found_in(tmp_path, lines, [*two, begin("c", fit="y"), *loss, *ends])
+    fit, alone = found["runs"]
+    assert (fit["monitors"], fit["run"], alone["monitors"]) == (2, "a, b", 1)
+    assert {a["name"] for a in fit["attacks"]} == {"flatchat", "other"}
+    assert fit["utility"] == {"loss": [(0, 1.0)]}
+    assert fit["ended"] == "in order"
+
+
+# ---- accounts of words and of clients -----------------------------------------------------------
+
+
+def token_ldp(**settings):
+    told = {"mechanism": "grr", "epsilon": 8.0, "per": "sequence", "domain": "vocabulary"}
+    return {"name": "token_ldp", "class": "TokenLDP", "guarantee": "8-local", "settings": {
+        **told, **settings}}  # fmt: skip
+
+
+def ldp_spent(epsilon=24.0):
+    return {"defense": "token_ldp", "epsilon": epsilon, "delta": 0.0, "releases": 3, "history": []}
+
+
+def test_an_account_of_words_is_of_a_text(tmp_path):
+    record = [begin(defenses=[token_ldp()]), look(3, privacy=[ldp_spent()])]
+    found = found_in(tmp_path, [result(0, f1=0.1)], record)
+    [spent_] = found["runs"][0]["privacy"]
+    assert (spent_["unit"], spent_["accountant"], spent_["holds"]) == (
+        "row", "basic composition", True)  # fmt: skip
+    assert "After 3 releases of the text that was released most often" in spent_["statement"]
+    assert "epsilon = 24 at delta = 0, by basic composition" in spent_["statement"]
+    assert "for a text" in found["verdict"]["sentence"]
+
+
+def test_texts_that_move_between_clients_cost_with_each(tmp_path):
+    monitor = {"client": "rank", "clients": 4, "adversary": [], "local_steps": None}
+    record = [begin(defenses=[token_ldp()], monitor=monitor), look(3, privacy=[ldp_spent()])]
+    found = found_in(tmp_path, [result(0, f1=0.1)], record)
+    [spent_] = found["runs"][0]["privacy"]
+    assert "against whoever sees all of them epsilon is at most 96" in spent_["statement"]
+
+
+def test_an_epsilon_whose_guarantee_nobody_recorded_does_not_hold(tmp_path):
+    record = [look(3, privacy=[spent(1.0, 3)])]
+    found = found_in(tmp_path, [result(0, f1=0.1)], record)
+    assert not found["runs"][0]["privacy"][0]["holds"]
+    assert "No guarantee holds for dpsgd" in found["verdict"]["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("trust", "said", "seen"),
+    [
+        ("central", "is trusted", "a server that is trusted with it"),
+        ("local", "against the server too", "whoever receives a client's update"),
+        ("secure_aggregation", "the sum over clients alone", "the sum over clients only"),
+    ],
+)
+def test_an_account_of_clients_says_who_is_trusted(tmp_path, trust, said, seen):
+    settings = {"trust": trust, "clients": 9, "sampling": "all", "per_round": 9.0, "clip": 0.5,
+                "accountant": "prv"}  # fmt: skip
+    defense = {"name": "dpsgd", "class": "ClientDP", "guarantee": "a client", "settings": settings}
+    record = [
+        begin(defenses=[defense], training={"strategy": "federation"}),
+        look(0, client=0, privacy=[spent(1.0, 1, rate=1.0)]),
+        look(0, client=1, privacy=[spent(3.0, 2, rate=1.0)]),
+        look(0, client=2, privacy=[spent(2.0, 1, rate=1.0)]),
+    ]
+    found = found_in(tmp_path, [result(0, f1=0.1) | {"client": c} for c in range(3)], record)
+    [fit] = found["runs"]
+    [spent_] = fit["privacy"]
+    assert (spent_["unit"], spent_["epsilon"], spent_["series"]) == ("client", 3.0, [(0, 3.0)])
+    assert "After 2 rounds the privacy loss of one client" in spent_["statement"]
+    assert said in spent_["statement"]
+    assert seen in fit["shared"]["seen_by"]
+
+
+def test_lines_of_a_ledger_that_are_no_releases_are_named(tmp_path):
+    ledger = tmp_path / "a.ledger"
+    ledger.write_text("1.0 0.01 3\nbroken\n1.0 0.01 4\n1.0\n")
+    found = found_in(tmp_path, [result(0, f1=0.0)], one_fit("a", 7, ledger=str(ledger)))
+    [spent_] = found["runs"][0]["privacy"]
+    assert spent_["ledger_releases"] == {"a.ledger": 7}
+    [told] = found["problems"]
+    assert told == "2 of the lines of the ledger a.ledger are no releases: 2, 4"
+
+
+def test_rows_of_results_that_are_none_are_named(tmp_path):
+    content = {"schema": 1, "results": [{"attack": "fc"}, 3, {"attack": "x", "a": {"b": None}}]}
+    (tmp_path / "game.json").write_text(json.dumps(content))
+    found = findings(read([tmp_path / "game.json"]))
+    assert [row[0] for row in found["results"]["game.json"]["rows"]] == ["fc", "x"]
+    assert found["problems"] == [
+        "1 of the results of game.json are not as a command writes them: 2"
+    ]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fedleak.report import charts, findings, page, read
-from tests.report.lines import about, begin, dpsgd, look, result, spent, written
+from tests.report.lines import about, begin, decision, dpsgd, look, result, spent, written
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=y>{{7*7}}"
 
@@ -38,6 +38,42 @@ def test_names_of_runs_attacks_and_settings_are_text(tmp_path):
     assert "<img" not in html
     assert "{{7*7}}" in html
     assert "&lt;script&gt;" in html
+
+
+def test_names_of_clients_and_mechanisms_are_text(tmp_path):
+    settings = {"mechanism": HOSTILE, "domain": HOSTILE, "labels": HOSTILE, "epsilon": 1.0}
+    defense = {"name": HOSTILE, "class": "TokenLDP", "guarantee": HOSTILE, "settings": settings}
+    told = {"defense": HOSTILE, "epsilon": 1.0, "delta": 0.0, "releases": 1, "history": []}
+    record = [
+        begin(attacks=[about(HOSTILE, "words")], defenses=[defense], fit=HOSTILE,
+              training={"strategy": "federation"}),
+        *(look(r, client=f"{HOSTILE}{r}", utility={"loss": 1.0}, privacy=[told]) for r in (0, 1)),
+        decision("withheld", 1, f"{HOSTILE}1"),
+        decision(HOSTILE, 0, f"{HOSTILE}0"),
+    ]  # fmt: skip
+    lines = [
+        result(r, HOSTILE, f1=(0.5, 0.4, 0.6)) | {"client": f"{HOSTILE}{c}"}
+        for r in (0, 1)
+        for c in range(12)
+    ]
+    odd = look(0) | {"utility": {HOSTILE: HOSTILE}}
+    html = page(findings(read([written(tmp_path / "run", lines, [*record, odd])])))
+    assert "<script" not in html
+    assert "<img" not in html
+    assert "utility/&lt;script&gt;" in html
+
+
+def test_many_clients_are_the_highest_of_them_and_the_mean_of_the_others():
+    clients = {f"client {c}": [(0, c / 20), (1, None)] for c in range(20)} | {"sum": [(0, 0.5)]}
+    drawn = charts.few(clients, last="sum")
+    assert len(drawn) == charts.COLOURS
+    assert list(drawn)[:2] == ["client 14", "client 15"]
+    assert drawn["mean of the 14 others"] == [
+        (0, pytest.approx(sum(range(14)) / 14 / 20)),
+        (1, None),
+    ]
+    assert drawn["sum"] == [(0, 0.5)]
+    assert charts.few({"a": [(0, 1.0)]}) == {"a": [(0, 1.0)]}
 
 
 def test_the_page_asks_no_host_for_anything(tmp_path):

@@ -15,10 +15,11 @@ def test_a_line_that_cannot_be_read_is_named_and_costs_no_other(tmp_path):
         file.write(json.dumps(result(4, f1=0.9)) + "\n")
     reading = read([folder])
     assert [line["step"] for line in reading.fits[0].results] == [0, 1, 4]
-    broken, newer = reading.problems
-    assert broken.startswith("3 of the lines of")
-    assert broken.endswith("cannot be read: 3, 4, 5")
+    broken, newer, odd = reading.problems
+    assert broken.startswith("2 of the lines of")
+    assert broken.endswith("cannot be read: 3, 4")
     assert newer.endswith("are of a newer version: 6")
+    assert odd.endswith("are not as a run writes them: 5 (attack is missing)")
 
 
 def test_results_of_the_first_version_are_one_fit(tmp_path):

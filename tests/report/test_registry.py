@@ -63,18 +63,64 @@ def test_what_an_entry_cannot_hold_is_refused(tmp_path, people, said):
     [
         (dpsgd(), "infinite"),
         (dpsgd() | {"guarantee": "none: the seed is known"}, 1.0),
-        (dpsgd() | {"class": "TokenLDP"}, 1.0),
+        (dpsgd() | {"class": "OfMyOwn"}, 1.0),
     ],
 )
-def test_what_is_no_dpsgd_that_holds_is_no_private_deployment(tmp_path, defense, epsilon):
+def test_what_is_no_account_that_holds_is_no_private_deployment(tmp_path, defense, epsilon):
     record = [begin(defenses=[defense]), look(3, privacy=[spent(epsilon, 3)])]
     made = yaml.safe_load(entry(findings(read([written(tmp_path, [result(0, f1=0.5)], record)]))))
     assert made["tier"] == 1
     assert set(made["deployment"]) == {"basic", "administrative"}
 
 
-def test_every_value_is_one_that_the_schema_takes(tmp_path):
-    made = yaml.safe_load(entry(private_run(tmp_path)))
+def ldp_run(folder: Path, clients=1):
+    settings = {"mechanism": "grr", "epsilon": 8.0, "per": "token", "domain": "vocabulary"}
+    defense = {"name": "token_ldp", "class": "TokenLDP", "guarantee": "g", "settings": settings}
+    told = {"defense": "token_ldp", "epsilon": 24.0, "delta": 0.0, "releases": 3, "history": []}
+    monitor = {"client": "rank", "clients": clients, "adversary": [], "local_steps": None}
+    record = [begin(defenses=[defense], monitor=monitor), look(3, privacy=[told])]
+    return findings(read([written(folder, [result(0, f1=0.5)], record)]))
+
+
+def client_run(folder: Path):
+    settings = {"trust": "central", "clients": 9, "sampling": "all", "per_round": 9.0, "clip": 0.5}
+    defense = dpsgd() | {"class": "ClientDP", "settings": settings | {"accountant": "prv"}}
+    record = [
+        begin(defenses=[defense], training={"strategy": "federation"}),
+        look(3, client=0, privacy=[spent(2.5, 3, rate=1.0)]),
+    ]
+    lines = [result(0, f1=0.5) | {"client": c} for c in range(2)]
+    return findings(read([written(folder, lines, record)]))
+
+
+def test_words_under_local_privacy_are_a_local_deployment(tmp_path):
+    made = yaml.safe_load(entry(ldp_run(tmp_path / "one")))["deployment"]
+    assert made["dp_variant"]["variant_name"] == "Pure DP"
+    assert made["privacy_loss"]["privacy_unit"] == "One text (a row of a batch) of one client"
+    assert made["privacy_loss"]["privacy_parameters"] == {"epsilon": 24.0, "delta": 0.0}
+    assert made["deployment_model"]["model_name"] == "Local"
+    assert "replaced by grr" in made["implementation"]["mechanisms"]
+    four = yaml.safe_load(entry(ldp_run(tmp_path / "four", clients=4)))["deployment"]
+    assert four["privacy_loss"]["privacy_parameters"]["epsilon"] == 96.0
+
+
+def test_whole_clients_are_a_federated_deployment(tmp_path):
+    made = yaml.safe_load(entry(client_run(tmp_path)))["deployment"]
+    assert made["privacy_loss"]["privacy_unit"].startswith("One client of the federation")
+    assert made["deployment_model"]["model_name"] == "Federated"
+    assert "clipped updates of clients" in made["implementation"]["mechanisms"]
+
+
+def test_accounts_of_two_units_are_not_put_into_one_entry(tmp_path):
+    ldp_run(tmp_path / "a")
+    private_run(tmp_path / "b")
+    made = yaml.safe_load(entry(findings(read([tmp_path]))))
+    assert (made["tier"], set(made["deployment"])) == (1, {"basic", "administrative"})
+
+
+@pytest.mark.parametrize("run", [private_run, ldp_run, client_run])
+def test_every_value_is_one_that_the_schema_takes(tmp_path, run):
+    made = yaml.safe_load(entry(run(tmp_path)))
     for section, told in made["deployment"].items():
         registry._check(section, told)
 
@@ -93,5 +139,6 @@ def test_entries_are_valid_by_the_registrys_own_schema(tmp_path):
     for path in sorted(published.glob("*.yaml"))[:3]:  # what others have written is taken as it is
         for section, told in yaml.safe_load(path.read_text(encoding="utf-8"))["deployment"].items():
             registry._check(section, told)
-    for found in (private_run(tmp_path / "private"), plain):
+    runs = (private_run(tmp_path / "private"), ldp_run(tmp_path / "ldp"))
+    for found in (*runs, client_run(tmp_path / "clients"), plain):
         jsonschema.validate(yaml.safe_load(entry(found)), schema)

@@ -20,6 +20,8 @@ from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import tiny_gpt2
 
 N, BATCH, CLIP = 24, 4, 0.9
+CLIPS = {"lora": 0.25}
+"""Of models whose gradients are all shorter than CLIP."""
 
 
 class CausalLM(L.LightningModule):
@@ -58,6 +60,8 @@ class Look(Callback):
         self.shared: list[Tensor] = []
         self.aggregate: list[Tensor] = []
         self.distances: list[float] = []
+        self.norms: list[float] = []
+        [self.clip] = [d.max_grad_norm for d in strategy.defenses if isinstance(d, DPSGD)]
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.module, self.precision = module, trainer.precision
@@ -70,7 +74,9 @@ class Look(Callback):
         trained = [p for p in self.module.parameters() if p.requires_grad]
         if stage == Stage.LOCAL:
             with torch.enable_grad():
-                self.brute = clipped_sum(self.module, self.batches[-1], self.precision)
+                given = self.module, self.batches[-1], self.precision, self.clip
+                self.brute, norms = clipped_sum(*given)
+                self.norms += norms
             return
         flat = torch.cat(
             [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]
@@ -83,21 +89,24 @@ class Look(Callback):
         self.distances.append(float((flat - expected).norm() / expected.norm().clamp(min=1e-12)))
 
 
-def clipped_sum(module: CausalLM, batch: dict[str, Tensor], precision: str) -> Tensor:
-    """One backward pass for each sample, on a copy."""
+def clipped_sum(
+    module: CausalLM, batch: dict[str, Tensor], precision: str, clip: float
+) -> tuple[Tensor, list[float]]:
+    """One backward pass for each sample, on a copy; and the norms."""
     module = copy.deepcopy(module)
     for inner in module.modules():
         inner._forward_hooks.clear()
         inner._forward_pre_hooks.clear()
     trained = [p for p in module.parameters() if p.requires_grad]
-    total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
+    total, norms = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64), []
     for i in range(len(batch["labels"])):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
             loss = module.loss({key: value[i : i + 1] for key, value in batch.items()})
         found = torch.autograd.grad(loss, trained)
         flat = torch.cat([gradient.double().flatten() for gradient in found])
-        total += flat * min(1.0, CLIP / float(flat.norm()))
-    return total
+        norms.append(float(flat.norm()))
+        total += flat * min(1.0, clip / norms[-1])
+    return total, norms
 
 
 def trainer(strategy: Any, **settings: Any) -> L.Trainer:

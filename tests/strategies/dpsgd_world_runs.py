@@ -47,7 +47,7 @@ from lightning_fedleak.defenses.processes import local_part
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
-from tests.strategies.dpsgd_runs import CLIP, loader, trainer
+from tests.strategies.dpsgd_runs import CLIP, CLIPS, loader, trainer
 
 N, BATCH = 24, 4
 EXPECTED = 2 * BATCH
@@ -185,6 +185,8 @@ class Look(Callback):
         self.users = users
         self.strategy, self.twin, self.precision = strategy, twin, precision
         self.per_layer = per_layer
+        clips = [d.max_grad_norm for d in strategy.defenses if isinstance(d, DPSGD)]
+        self.clip, self.norms = (clips or [CLIP])[0], list[float]()
         self.sizes: list[int] = []
         self.brute: list[Tensor] = []
         self.stages: dict[Stage, list[Tensor]] = {stage: [] for stage in Stage}
@@ -210,8 +212,9 @@ class Look(Callback):
             for name, p in self.twin.named_parameters():
                 p.data.copy_(weights[name])
             with torch.enable_grad():
-                given = self.per_layer, self.users
-                mine = clipped_sum(self.twin, self.batch, self.precision, *given)
+                given = self.clip, self.per_layer, self.users
+                mine, norms = clipped_sum(self.twin, self.batch, self.precision, *given)
+                self.norms += norms
             self.brute.append(sum(gathered(mine)))  # type: ignore[arg-type]
 
     def distances(self, expected: float = EXPECTED) -> list[float]:
@@ -229,14 +232,15 @@ def clipped_sum(
     module: LM,
     batch: dict[str, Tensor],
     precision: str,
+    clip: float,
     per_layer: bool = False,
     users: bool = False,
-) -> Tensor:
-    """One backward pass for each sample of one rank, or for all samples of each user."""
+) -> tuple[Tensor, list[float]]:
+    """One backward pass for each sample of one rank, or all of a user's; and norms over clips."""
     whose = [user_of(ids) if users else i for i, ids in enumerate(batch["input_ids"])]
     names = [n.rpartition(".")[0] for n, p in module.named_parameters() if p.requires_grad]
     layers = sorted(set(names)) if per_layer else [None]
-    clip = CLIP / len(layers) ** 0.5
+    clip, norms = clip / len(layers) ** 0.5, []
     trained = [p for p in module.parameters() if p.requires_grad]
     total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
     for user in dict.fromkeys(whose):
@@ -251,10 +255,11 @@ def clipped_sum(
         for layer in layers:
             own = [i for i, name in enumerate(names) if layer in (None, name)]
             norm = float(torch.cat([flat[i] for i in own]).norm())
+            norms.append(norm / clip)
             for i in own:
                 flat[i] = flat[i] * min(1.0, clip / max(norm, 1e-30))
         total += torch.cat(flat)
-    return total
+    return total, norms
 
 
 class Runs:
@@ -317,7 +322,7 @@ class Runs:
     ) -> Found:
         """Without noise: what is shared against brute force over both ranks' samples."""
         defense = DPSGD(
-            CLIP,
+            CLIPS.get(name, CLIP),
             noise_multiplier=0.0,
             seed=1,
             max_physical_batch=most,
@@ -339,6 +344,7 @@ class Runs:
             "undefended": min(
                 float((a - b).norm() / b.norm()) for a, b in zip(local, shared, strict=True)
             ),
+            "longest": max(map(max, gathered(look.norms))),
             "aggregate": all(map(torch.equal, shared, look.stages[Stage.AGGREGATE])),
             "agree": self.agree(module),
             "masks differ": sizes[0] != sizes[1],

@@ -23,7 +23,7 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.models import tiny_gpt2, tiny_llama
-from tests.strategies.dpsgd_runs import CLIP, CausalLM, Look, fit, loader, trainer
+from tests.strategies.dpsgd_runs import CLIP, CLIPS, CausalLM, Look, fit, loader, trainer
 from tests.strategies.test_dpsgd_fit import lora
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,8 @@ MODELS = {
 
 
 def quiet(**settings: Any) -> DPSGD:
-    return DPSGD(CLIP, **{"noise_multiplier": 0.0, "seed": 1, "max_physical_batch": 3, **settings})
+    clip = settings.pop("max_grad_norm", CLIP)
+    return DPSGD(clip, **{"noise_multiplier": 0.0, "seed": 1, "max_physical_batch": 3, **settings})
 
 
 class Local(Look):
@@ -75,10 +76,11 @@ def test_what_is_shared_is_the_clipped_sum_over_all_pieces(
     name: str, precision: Any, most: float
 ) -> None:
     module = CausalLM(MODELS[name]())
-    defense = quiet()
+    defense = quiet(max_grad_norm=CLIPS.get(name, CLIP))
     look = looked(defense, module, precision=precision, max_epochs=2)
     assert len(look.distances) == defense.releases == 6
     assert max(look.distances) < most
+    assert max(look.norms) > 1.5 * float(defense.max_grad_norm)
     assert max(module.sizes) == 3
     assert sum(module.sizes) == sum(len(b["labels"]) for b in look.batches)
     assert max(len(b["labels"]) for b in look.batches) > 6

@@ -61,6 +61,7 @@ def ranks(request: pytest.FixtureRequest) -> list[Found]:
 def check_exact(found: dict[str, Any], most: float, releases: int = 3) -> None:
     assert found["distance"] < most
     assert found["undefended"] > 0.1
+    assert found["longest"] > 1.5
     assert found["releases"] == releases
     assert found["rate"] == pytest.approx(4 / 12)
     for fact in ("aggregate", "agree", "masks differ"):

@@ -1,4 +1,6 @@
-"""Prints pip's constraints that hold every package pyproject.toml names to its lower bound.
+"""Prints pip's constraints that hold what the extras named need to its lower bound.
+
+    python tests/tools/lowest_versions.py test datasets
 
 ``make test-lowest`` installs with them. What those packages need in turn is left to pip. Only torch
 stays as constraints.txt has it: its builds for CPUs are not on every package index. So the oldest
@@ -10,8 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,19 @@ ROOT = Path(__file__).parents[2]
 _NEEDS = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?>=([0-9.]+)")
 
 
-def lowest(pyproject: Mapping[str, Any], tested: str) -> list[str]:
+def lowest(pyproject: Mapping[str, Any], extras: Sequence[str], tested: str) -> list[str]:
     """Constraints for pip, by name.
 
     Args:
         pyproject: the contents of a pyproject.toml.
+        extras: those to install; what the package always needs is in any case.
         tested: the contents of a constraints.txt, for torch.
 
     Raises:
         ValueError: a requirement has no lower bound, or two of one package differ.
     """
-    project = pyproject["project"]
     bounds: dict[str, str] = {}
-    for need in [*project["dependencies"], *chain(*project["optional-dependencies"].values())]:
-        if need.startswith(f"{project['name']}["):
-            continue
+    for need in _needs(pyproject["project"], extras):
         found = _NEEDS.fullmatch(need)
         if found is None:
             raise ValueError(f"'{need}' in pyproject.toml must be spelled name>=version.")
@@ -45,8 +44,19 @@ def lowest(pyproject: Mapping[str, Any], tested: str) -> list[str]:
     return sorted([torch, *(f"{name}=={bound}" for name, bound in bounds.items())])
 
 
-if __name__ == "__main__":
-    pins = lowest(
-        tomllib.loads((ROOT / "pyproject.toml").read_text()), (ROOT / "constraints.txt").read_text()
-    )
+def _needs(project: Mapping[str, Any], extras: Sequence[str]) -> Iterator[str]:
+    yield from project["dependencies"]
+    for extra in extras:
+        for need in project["optional-dependencies"][extra]:
+            own = re.fullmatch(rf"{project['name']}\[(.*)\]", need)
+            yield from _needs(project, own[1].split(",")) if own else [need]
+
+
+def main(extras: Sequence[str]) -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    pins = lowest(pyproject, extras, (ROOT / "constraints.txt").read_text())
     sys.stdout.write("\n".join(pins) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -108,14 +109,23 @@ def test_the_way_of_one_look_and_of_one_dpsgd_step_grows_no_longer(tmp_path):
     assert len(step) <= 18
 
 
-def test_the_lowest_versions_are_the_bounds_of_every_extra():
+def test_the_lowest_versions_are_the_bounds_of_the_extras_named():
     project = {
         "name": "me",
         "dependencies": ["torch>=2", "a>=1.5"],
-        "optional-dependencies": {"x": ["b-c[d]>=0.6", "a>=1.5"], "y": ["me[x]"]},
+        "optional-dependencies": {"x": ["b-c[d]>=0.6", "a>=1.5"], "y": ["me[x]"], "z": ["e==1.*"]},
     }
-    pins = lowest_versions.lowest({"project": project}, "a==9\ntorch==7\ntorchmetrics==3\n")
+    pins = lowest_versions.lowest({"project": project}, ["y"], "a==9\ntorch==7\ntorchmetrics==3\n")
     assert pins == ["a==1.5", "b-c==0.6", "torch==7"]
+
+
+def test_every_bound_that_make_test_lowest_needs_can_be_told(capsys):
+    makefile = (lowest_versions.ROOT / "Makefile").read_text()
+    [asked] = re.findall(r"lowest_versions\.py (.*) >", makefile)
+    assert f'".[{asked.replace(" ", ",")}]"' in makefile
+    lowest_versions.main(asked.split())
+    pins = capsys.readouterr().out.splitlines()
+    assert {"transformers==4.56", "pandas==2", "pytest==8"} <= set(pins)
 
 
 @pytest.mark.parametrize("need", ["a", "a<2", "a>=1,<2", "a>=2"])
@@ -123,4 +133,4 @@ def test_a_bound_that_cannot_be_told_is_refused(need):
     project = {"name": "me", "dependencies": ["torch>=2", "a>=1"]}
     project["optional-dependencies"] = {"x": [need]}
     with pytest.raises(ValueError, match="'a"):
-        lowest_versions.lowest({"project": project}, "torch==7\n")
+        lowest_versions.lowest({"project": project}, ["x"], "torch==7\n")

@@ -95,7 +95,10 @@ class Run(ABC):
         anatomy: the model's parts.
         client: ``"rank"`` (each process is a client) or ``"world"`` (all are one).
         assumed: what the adversary has besides what it sees.
+        watcher: the class that watches the run, for messages.
     """
+
+    watcher: ClassVar[str] = "LeakageMonitor"
 
     anatomy: Anatomy
     client: str

@@ -341,7 +341,7 @@ class MembershipChannel(Channel):
                 raise ValueError(f"its gradient should be (2, 2, {attack.rungs}), and is {shape}")
         except Exception as error:
             raise ValueError(
-                f"LeakageMonitor: '{attack.name}' cannot be played on this model: {error}"
+                f"{self.run.watcher}: '{attack.name}' cannot be played on this model: {error}"
             ) from error
 
     def close(self) -> None:

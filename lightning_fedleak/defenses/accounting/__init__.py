@@ -7,6 +7,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.budget import Budget, BudgetSpent
+from lightning_fedleak.defenses.accounting.groups import group_epsilon
 from lightning_fedleak.defenses.accounting.ledger import Ledger
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 
@@ -17,6 +18,7 @@ __all__ = [
     "Ledger",
     "RenyiFilter",
     "effective_noise_multiplier",
+    "group_epsilon",
     "joint_noise_multiplier",
     "noise_multiplier_for",
 ]

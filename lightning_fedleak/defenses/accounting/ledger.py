@@ -126,14 +126,26 @@ class Ledger:
                 self.record(sigma, rate, int(count) - known)
 
 
-def client_path(path: str | os.PathLike[str], client: int, clients: int) -> Path:
+def client_path(
+    path: str | os.PathLike[str], client: int, clients: int, unit: str = "example"
+) -> Path:
     """The file of one client: with several ``.<client>-of-<clients>`` is appended.
+
+    Before it ``.users`` is where the unit of privacy is a user: other releases are accounted so.
 
     Raises:
         DefenseError: there are files of another number of clients. An example may have been another
-            client's then, and what it paid there would be forgotten.
+            client's then, and what it paid there would be forgotten. Or of another unit.
     """
     path = Path(path)
+    by_user = path.with_name(f"{path.name}.users")
+    if others := _of_unit(by_user if unit == "example" else path, by_user):
+        raise DefenseError(
+            f"ledger={str(others[0])!r} was kept for another unit of privacy than {unit!r}, and no "
+            "epsilon holds for releases of both. Go on with the unit of before, or begin a new run "
+            "from a model that this data did not train, with a new path"
+        )
+    path = path if unit == "example" else by_user
     if clients > 1:
         _is_there(path)
     ending = f"-of-{clients}"
@@ -149,6 +161,13 @@ def client_path(path: str | os.PathLike[str], client: int, clients: int) -> Path
             "before, or begin a new run from a model that this data did not train, with a new path"
         )
     return own
+
+
+def _of_unit(path: Path, by_user: Path) -> list[Path]:
+    """The files that are there of a ledger, of all numbers of clients."""
+    found = [path] if path.is_file() else []
+    found += path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
+    return [p for p in found if path == by_user or not p.name.startswith(f"{by_user.name}.")]
 
 
 def check_noise_multiplier(value: float) -> None:

@@ -32,9 +32,9 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     Part,
     chosen,
     of_samples,
-    of_users,
     probe,
     squared_norms,
+    squared_norms_of_users,
     weighted_sum,
 )
 from lightning_fedleak.defenses.processes import (
@@ -321,6 +321,8 @@ class ClippedSum:
 
     Attributes:
         samples: B; users where they are clipped.
+        factors: (B,), or (groups, B), that make of a sample's part in the mean loss's gradient what
+            is added up; of users their samples' ones.
         weights: (B,) that make of a part of the mean loss's gradient that of a sample's own.
         half: gradients came in half precision.
         clip: how long a sample's gradient may be.
@@ -348,30 +350,32 @@ class ClippedSum:
         own = torch.ones(samples, dtype=torch.float64) if weights is None else weights.double()
         self.weights = whole * own.to(context.device)
         self.parts = {p: chosen(parts[p], p.shape, clipping) for p in parameters if p in parts}
-        self._users, self._clipping = users, clipping
+        self._users, self._rows = users, self.weights
+        device, groups = context.device, len(clip.norms)
+        owners: Tensor | None = None
         if users is not None:
             counts = torch.tensor(users, dtype=torch.int64)
-            self._rows = self.weights / counts.repeat_interleave(counts).to(context.device)
-            self.weights = torch.ones(len(users), dtype=torch.float64, device=context.device)
-        device, groups = context.device, len(clip.norms)
+            owners = torch.arange(len(users)).repeat_interleave(counts).to(device)
+            self._rows = self.weights / counts.to(device)[owners]
+            self.weights = torch.ones(len(users), dtype=torch.float64, device=device)
         squares = torch.zeros(groups, self.samples, dtype=torch.float64, device=device)
-        for parameter in self.parts:
-            squares[clip.group_of(parameter)] += squared_norms(self._own(parameter)).to(device)
+        for p, own_parts in self.parts.items():
+            if users is None:
+                found = squared_norms(own_parts)
+            else:
+                found = squared_norms_of_users(own_parts, self._rows, users, p.shape, clipping)
+            squares[clip.group_of(p)] += found.to(device)
         norms = squares.sqrt() * self.weights
         self.norms = squares.sum(0).sqrt() * self.weights
         self._whole = torch.isfinite(self.norms)
         self._broken = not bool(self._whole.all())
         self.norms = self.norms.masked_fill(~self._whole, math.inf)
-        self.factors = self.weights * clip.factors(norms if groups > 1 else self.norms)
+        factors = clip.factors(norms if groups > 1 else self.norms)
+        if owners is not None:
+            factors, self._whole = factors[..., owners], self._whole[owners]
+        self.factors = self._rows * factors
         self.clip, self.half = clip, half
         self._gathered = gathered
-
-    def _own(self, parameter: nn.Parameter) -> list[Part]:
-        """What is clipped: samples' gradients, or those of users."""
-        parts = self.parts[parameter]
-        if self._users is None:
-            return parts
-        return chosen(of_users(parts, self._rows, self._users), parameter.shape, self._clipping)
 
     def sum_of(self, parameter: nn.Parameter, onto: Tensor | None = None) -> Tensor:
         """Clipped sum of these samples' own gradients, float32 or float64, of the whole shape.
@@ -384,7 +388,7 @@ class ClippedSum:
             if onto is not None:
                 return onto
             return zeros_of(parameter)
-        own, factors = self._own(parameter), self.factors
+        own, factors = self.parts[parameter], self.factors
         if factors.dim() == 2:
             factors = factors[self.clip.group_of(parameter)]
         if self._broken:  # zero times NaN is NaN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -24,7 +25,8 @@ from lightning_fedleak.defenses.accounting.budget import (
     BudgetSpent,
     guarantee_of,
 )
-from lightning_fedleak.defenses.accounting.ledger import client_path
+from lightning_fedleak.defenses.accounting.groups import group_epsilon
+from lightning_fedleak.defenses.accounting.ledger import check_count, client_path
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
@@ -152,8 +154,8 @@ class DPSGD(Defense):
         loss: ``"checked"``, or ``"trusted"``: you have proved that the loss is a mean over samples
             of terms that depend on one sample each.
         ledger: file that remembers every release through a crash, see
-            :class:`~lightning_fedleak.defenses.accounting.ledger.Ledger`; with several clients
-            ``.<client>-of-<clients>`` is appended.
+            :class:`~lightning_fedleak.defenses.accounting.ledger.Ledger`; with ``unit="user"``
+            ``.users`` is appended, with several clients ``.<client>-of-<clients>``.
         seed: for tests only: noise and samples follow from it, and epsilon is infinite.
         harden_factor: what a notch multiplies the noise by, with ``accountant="filter"``.
         most_notches: how often it may be turned up; None for as often as a gate asks.
@@ -320,6 +322,34 @@ class DPSGD(Defense):
         """
         return self._budget.privacy
 
+    def group_privacy(self, rows: int) -> Privacy:
+        """What the releases so far have cost a group: ``rows`` examples added or removed together.
+
+        For rows that turn out to be of one person. Dearer than ``unit="user"`` from the start,
+        which bounds what all of a user's rows move. With ``unit="user"`` it is of so many users.
+
+        Args:
+            rows: of the group, at most.
+
+        Returns:
+            Epsilon at the delta of :attr:`privacy`
+            (:func:`~lightning_fedleak.defenses.accounting.groups.group_epsilon`). With
+            ``accountant="filter"`` k times the budget's epsilon, at delta ``k e^((k - 1) epsilon)``
+            times its own; infinite where that is no probability.
+
+        Raises:
+            DefenseError: no number of rows, or before the training data are known.
+        """
+        check_count(rows, "rows")
+        own = self.privacy
+        if not isinstance(self.accountant, RenyiFilter):
+            epsilon = group_epsilon(self.accountant.history, own.delta, rows)
+            return dataclasses.replace(own, epsilon=max(epsilon, own.epsilon))
+        log_delta = math.log(own.delta * rows) + (rows - 1) * own.epsilon
+        if log_delta >= 0:
+            return dataclasses.replace(own, epsilon=math.inf)
+        return dataclasses.replace(own, epsilon=rows * own.epsilon, delta=math.exp(log_delta))
+
     @property
     def share_spent(self) -> float | None:
         """Renyi divergence of the releases so far over the filter's budget; None without one."""
@@ -356,7 +386,7 @@ class DPSGD(Defense):
             check_model(context.root, self.clipping)
             check_shards(context.root, context.processes)
             if self._ledger is not None and team.process == 0:
-                path = client_path(self._ledger, context.client, context.clients)
+                path = client_path(self._ledger, context.client, context.clients, self.unit)
                 self._budget.open_ledger(path)
         self._ledger = None
         self._budget.adopt(team.told_by_first(self._budget.account_state()))
@@ -592,9 +622,7 @@ class DPSGD(Defense):
         std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
         std *= self._noise.scale
         return {
-            p: (std * step.clip.relative_noise(p)) ** 2 / context.clients
-            for p in parameters
-            if p.requires_grad
+            p: (std * step.clip.relative_noise(p)) ** 2 / context.clients for p in parameters
         }
 
     def _tell_noise(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
@@ -619,8 +647,8 @@ class DPSGD(Defense):
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Releases, what they were accounted as, and the noise: as settled, and how turned up."""
-        told = {"releases": self.releases, "trust": self.trust, **self._noise.state_dict()}
-        return {**told, **self._budget.state_dict()}
+        own = {"releases": self.releases, "trust": self.trust, "unit": self.unit}
+        return {**own, **self._noise.state_dict(), **self._budget.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on counting; neither the counters nor the account ever run backwards.
@@ -630,8 +658,8 @@ class DPSGD(Defense):
 
         Raises:
             DefenseError: the releases were made under another kind of accountant, with
-                ``accountant="filter"`` under another budget, or under ``trust="central"`` and this
-                run is under ``"local"``.
+                ``accountant="filter"`` under another budget, for another unit of privacy, or under
+                ``trust="central"`` and this run is under ``"local"``.
         """
         if "releases" not in state:
             self._budget.seeded = False
@@ -642,6 +670,14 @@ class DPSGD(Defense):
                 f"DPSGD: the checkpoint's {releases} releases were made under trust='central', in "
                 "which each client adds a share of the noise: whoever sees each client's updates "
                 "learns more than is accounted. Go on with trust='central', or begin a new run."
+            )
+        unit = state.get("unit", "example")
+        if releases and unit != self.unit:
+            raise DefenseError(
+                f"DPSGD: the checkpoint's {releases} releases were made with unit={unit!r}, and "
+                f"this run has unit={self.unit!r}. What is added or removed is clipped as a whole "
+                "in the one and not in the other, so no epsilon would hold for both. Go on with "
+                f"unit={unit!r}, or begin a new run from a model that this data did not train."
             )
         if releases:
             self._noise.load_state_dict(state)

@@ -9,6 +9,8 @@ the progress bar, loggers, checkpoints and monitors count logical steps without 
 - So ``p.grad`` adds up to the mean over the logical batch (*local*), and each per-sample gradient
   comes as one of a mean over all rows. Clipped sums of all pieces but the last are added up, a
   float32 copy of what is trained; the last one's join them in the release, where noise is added.
+- Gradients of weights in half precision are added up in float32, one more copy of these: in eight
+  bits a piece is lost beside the sum of a few hundred.
 - Lightning then zeroes gradients and calls ``backward`` on what ``training_step`` gave. That is the
   mean of the pieces' losses with a graph of one node, which gives the gradients back.
 - Slices keep the width that the collate function padded to. Dropout draws anew for every piece.
@@ -133,6 +135,7 @@ def run_pieces(
     # Where none counts (this process drew no row) the first stands for all.
     counts = [piece.rows for piece in pieces] if any(p.rows for p in pieces) else [1]
     total, start = sum(counts), 0
+    halves, wide = [p for p in trained if p.element_size() < 4], dict[nn.Parameter, Tensor]()
     given: Any = None
     dtype = torch.float32
     with logged_together(context, pieces) as logging:
@@ -142,16 +145,22 @@ def run_pieces(
             with _unreduced(context) if reduced_last and not last else nullcontext():
                 with logging(piece):
                     output = step(piece.batch)
-                loss = output["loss"] if isinstance(output, Mapping) else output
+                loss = (output["loss"] if isinstance(output, Mapping) else output).reshape(())
                 dtype = loss.dtype
+                if reduced_last and last:
+                    _put_back(wide)
                 _backward(loss * (piece.rows / total), context)
+            _take_out(halves, wide)
             rows = counts[number] if number < len(counts) else 0
             if rows:
-                given = _gathered(given, output, start, rows, total)
+                told = {**output, "loss": loss} if isinstance(output, Mapping) else loss
+                given = _gathered(given, told, start, rows, total)
                 start += rows
+                del told
             del output, loss
             if not last:
                 after(piece)
+    _put_back(wide)
     gradients = {p: p.grad for p in trained if p.grad is not None}
     for parameter in gradients:
         parameter.grad = None
@@ -189,6 +198,20 @@ def _backward(loss: Tensor, context: DefenseContext) -> None:
         trainer.precision_plugin.backward(loss, context.root, optimizer)
 
 
+def _take_out(halves: Sequence[nn.Parameter], wide: dict[nn.Parameter, Tensor]) -> None:
+    """Adds gradients in half precision to those before, in float32."""
+    for parameter in halves:
+        if parameter.grad is not None:
+            own, parameter.grad = parameter.grad.float(), None
+            wide[parameter] = wide[parameter].add_(own) if parameter in wide else own
+
+
+def _put_back(wide: dict[nn.Parameter, Tensor]) -> None:
+    while wide:
+        parameter, gradient = wide.popitem()
+        parameter.grad = gradient.to(parameter.dtype)
+
+
 def _unreduced(context: DefenseContext) -> AbstractContextManager[Any]:
     found: AbstractContextManager[Any] = trainer_of(context).strategy.block_backward_sync()
     return found
@@ -206,7 +229,7 @@ def _rows(value: Any, rows: slice, samples: int) -> Any:
     if isinstance(value, str | bytes):
         return value
     if isinstance(value, list | tuple):
-        if len(value) == samples and next(tensors_of(value), None) is None:
+        if len(value) == samples and not any(tensor.dim() for tensor in tensors_of(value)):
             return value[rows]
         parts = [_rows(item, rows, samples) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -211,6 +211,37 @@ def squared_norms(parts: Sequence[Part]) -> Tensor:
     return torch.cat(pieces)
 
 
+def squared_norms_of_users(
+    parts: Sequence[Part],
+    weights: Tensor,
+    rows: Sequence[int],
+    shape: torch.Size,
+    clipping: Clipping,
+) -> Tensor:
+    """Squared 2-norm of every user's gradient, (U,); takes room for at most twice the samples.
+
+    Args:
+        parts: from :func:`chosen`, of all B samples.
+        weights: (B,).
+        rows: samples of each user; together B. Best in falling order: users of like numbers of
+            samples are taken at once.
+        shape: of the parameter.
+        clipping: as in :func:`chosen`.
+    """
+    found, first, start = [], 0, 0
+    while first < len(rows):
+        last, most, least = first, rows[first], rows[first]
+        while last < len(rows) and max(most, rows[last]) <= 2 * min(least, rows[last]):
+            most, least, last = max(most, rows[last]), min(least, rows[last]), last + 1
+        own = rows[first:last]
+        some = slice(start, start + sum(own))
+        few = [replace(part, **{k: v[some] for k, v in vars(part).items()}) for part in parts]
+        users = of_users(few, weights[some], own)
+        found.append(squared_norms(chosen(users, shape, clipping)))
+        first, start = last, some.stop
+    return torch.cat(found)
+
+
 def weighted_sum(
     parts: Sequence[Part], weights: Tensor, shape: torch.Size, onto: Tensor | None = None
 ) -> Tensor:
@@ -535,5 +566,6 @@ __all__ = [
     "probe",
     "refusal",
     "squared_norms",
+    "squared_norms_of_users",
     "weighted_sum",
 ]

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import Subset
 
 from lightning_fedleak.defenses.base import DefenseError
@@ -31,19 +30,23 @@ def users_of(dataset: Any, group_by: GroupBy) -> list[list[int]]:
         )
     users: dict[Any, list[int]] = {}
     for row, key in enumerate(keys):
-        key = key.item() if isinstance(key, Tensor) and key.numel() == 1 else key
-        if key is None or key != key or key == "":
-            raise DefenseError(
-                f"DPSGD: row {row} has no {_name(group_by)} (it is {key!r}), so whose it is cannot "
-                "be told. Leave such rows out of the dataset, or give them a key."
-            )
+        key = key.item() if getattr(key, "shape", None) in ((), (1,)) else key
         try:
-            users.setdefault(key, []).append(row)
-        except TypeError as error:
+            if key is not None and type(key).__hash__ is object.__hash__:
+                raise TypeError("equal to itself alone")
+            missing = key is None or bool(key != key) or bool(key == "")
+            if not missing:
+                users.setdefault(key, []).append(row)
+        except (TypeError, ValueError, RuntimeError) as error:  # also arrays, and pandas' NA
             raise DefenseError(
                 f"DPSGD: row {row}'s {_name(group_by)} is a {type(key).__name__}, which tells no "
                 "user from another; give a number or a string"
             ) from error
+        if missing:
+            raise DefenseError(
+                f"DPSGD: row {row} has no {_name(group_by)} (it is {key!r}), so whose it is cannot "
+                "be told. Leave such rows out of the dataset, or give them a key."
+            )
     return [*users.values()]
 
 
@@ -64,6 +67,13 @@ def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
     if callable(group_by):
         return [group_by(dataset[row]) for row in range(len(dataset))]
     if not isinstance(group_by, str):
+        ordered = hasattr(group_by, "__len__") and hasattr(group_by, "__getitem__")
+        if not ordered or isinstance(group_by, Mapping):
+            raise DefenseError(
+                f"DPSGD: group_by is a {type(group_by).__name__}, of which it cannot be told which "
+                "key is which row's. Give the name of a column, a function of an example, or a "
+                "list with one key for each row."
+            )
         return group_by
     names = getattr(dataset, "column_names", None)
     if names is not None:

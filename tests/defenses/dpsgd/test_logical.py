@@ -105,6 +105,51 @@ def test_a_release_in_pieces_is_the_clipped_sum(clipping: Any, most: int) -> Non
     assert run.defense.releases == 1
 
 
+@pytest.mark.parametrize("most", [4, 1])
+def test_a_list_of_numbers_is_cut_with_the_rows_they_belong_to(most: int) -> None:
+    """One sample's gradient would hang on another's label otherwise."""
+
+    class Listed(Pieces):
+        def loss(self, batch: Any) -> Tensor:
+            labels = torch.stack([label for label, _ in zip(batch[1], batch[0], strict=False)])
+            return F.cross_entropy(self.root(batch[0]), labels)
+
+    rows, labels = first(12)
+    found = Listed(quiet(most)).step([rows, [*labels]])
+    expected = Pieces(quiet(most)).step([rows, labels])
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("most", [5, 1])
+def test_a_loss_of_one_number_may_have_a_dimension(most: int) -> None:
+    class Vector(Pieces):
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.root(batch[0]), batch[1]).reshape(1)
+
+    run = Vector(quiet(most))
+    expected = run.loss(first(12))
+    loss = run.backward(first(12))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_many_pieces_in_half_precision_add_up() -> None:
+    """In bfloat16 what comes after the 256th piece would be lost in the local gradient."""
+
+    class Half(Pieces):
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.root(batch[0]).float(), batch[1])
+
+    n = 400
+    batch = [torch.ones(n, 6).bfloat16(), torch.zeros(n, dtype=torch.long)]
+    run = Half(quiet(1), root=Net().bfloat16(), precision="bf16-true")
+    expected = run.one_by_one([value[:1] for value in batch])[0].float()
+    run.backward(batch)
+    local = run.update().float()
+    assert float((local - expected).norm() / expected.norm()) < 0.01
+    run.release()
+    assert run.defense.releases == 1
+
+
 def test_one_example_moves_a_release_in_pieces_by_no_more_than_the_clip() -> None:
     for place in (0, 6, 8):
         with_it, without = first(9), first(9)

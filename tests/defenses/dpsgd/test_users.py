@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
@@ -18,6 +20,7 @@ from lightning_fedleak.defenses import (
     DefenseError,
     mean_of_sample_means,
 )
+from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.poisson import UserBatchSampler, poisson_loader
 from lightning_fedleak.defenses.dpsgd.users import users_of
 from tests.defenses.dpsgd.test_clip import GROUPS, split
@@ -109,6 +112,12 @@ def test_whose_a_row_is_is_told_by_a_column_a_function_or_keys(kind: Any, group_
         (Keyed([1.0, math.nan]), lambda e: e["customer"], r"row 1 has no key \(group_by\)"),
         (Keyed([["a"], "b"]), "customer", "row 0's 'customer' is a list"),
         (Keyed(), KEYS[:3], "3 keys for 40 rows"),
+        (Keyed(), lambda e: np.arange(2), r"row 0's key \(group_by\) is a ndarray"),
+        (Keyed(), lambda e: torch.arange(2), r"row 0's key \(group_by\) is a Tensor"),
+        (Keyed(), lambda e: object(), r"row 0's key \(group_by\) is a object"),
+        (Keyed(), dict(enumerate(KEYS)), "group_by is a dict"),
+        (Keyed(), set(range(40)), "group_by is a set"),
+        (Keyed(), iter(KEYS), "group_by is a list_iterator"),
     ],
 )
 def test_a_row_that_is_nobodys_is_refused_with_the_columns_name(
@@ -195,6 +204,62 @@ def test_a_row_that_is_not_finite_takes_its_user_out_and_no_other(most: int) -> 
     batch[0][0] = math.inf
     expected[users.index(KEYS[rows[0]])] = 0
     torch.testing.assert_close(run.step(batch).double(), expected.sum(0) / 8, rtol=1e-5, atol=1e-8)
+
+
+def test_one_user_with_many_rows_takes_no_room_for_others() -> None:
+    """Rows and embeddings of 60 users of one row are not padded to the 64 rows of another."""
+    seen: list[int] = []
+    plain = per_sample.squared_norms
+
+    def norms(parts: Any) -> Tensor:
+        seen.append(sum(value.shape[:2].numel() for value in vars(parts[0]).values()))
+        return plain(parts)
+
+    with own_rng(1):
+        part = per_sample.Outer(torch.randn(124, 2, 300), torch.randn(124, 2, 300))
+    rows, weights = [64, *[1] * 60], torch.rand(124)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(per_sample, "squared_norms", norms)
+        found = per_sample.squared_norms_of_users(
+            [part], weights, rows, torch.Size((300, 300)), "ghost"
+        )
+    assert sum(seen) <= 2 * 2 * 2 * 124
+    each = torch.einsum("bti,btj,b->bij", part.left, part.right, weights).split(rows)
+    expected = torch.stack([g.sum(0).square().sum() for g in each])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_releases_of_examples_and_of_users_are_not_added_up(tmp_path: Path) -> None:
+    """Their rates may be alike, and one epsilon would be told for both."""
+    settings: Any = {"noise_multiplier": 1.0, "accountant": "rdp", "target_delta": 1e-3}
+    settings |= {"ledger": tmp_path / "ledger"}
+    defense = DPSGD(CLIP, **settings)
+    run = Pieces(defense)
+    run.step([value[:4] for value in data().tensors])
+    assert defense.privacy.sample_rate == 8 / 40
+    keys = [row // 2 for row in range(40)]
+    loader: Any = DataLoader(data(), batch_size=4)
+    for path in (tmp_path / "ledger", None):
+        other = by_user(**settings | {"ledger": path}, group_by=keys)
+        with pytest.raises(DefenseError, match="another unit of privacy|with unit='example'"):
+            other.load_state_dict(defense.state_dict())
+            Pieces(other, loader=loader)
+        if path is not None:
+            with pytest.raises(DefenseError, match="another unit of privacy"):
+                Pieces(by_user(**settings, group_by=keys), loader=loader)
+    path = tmp_path / "users"
+    users = by_user(**settings | {"ledger": path}, group_by=keys)
+    run = Pieces(users, loader=loader)
+    run.step(drawn(run)[0])
+    assert (tmp_path / "users.users").read_text().count("\n") == 1
+    with pytest.raises(DefenseError, match="another unit of privacy"):
+        Pieces(DPSGD(CLIP, **settings | {"ledger": path}))
+    with pytest.raises(DefenseError, match="with unit='user'"):
+        DPSGD(CLIP, **settings).load_state_dict(users.state_dict())
+    again = by_user(**settings | {"ledger": path}, group_by=keys)
+    again.load_state_dict(users.state_dict())
+    Pieces(again, loader=loader)
+    assert again.privacy.releases == 1
 
 
 def test_users_are_poisson_sampled_with_all_rows_or_some_at_random() -> None:

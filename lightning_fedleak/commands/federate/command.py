@@ -1,0 +1,222 @@
+"""``fedleak federate``: a federation that is watched, gated and defended, and what it gave away."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import transformers
+from rich.console import Console
+from safetensors.torch import save_file
+
+from lightning_fedleak.anatomy import AnatomyError
+from lightning_fedleak.commands.federate import local
+from lightning_fedleak.commands.federate.server import Server
+from lightning_fedleak.commands.federate.setting import Setting
+from lightning_fedleak.commands.federate.table import HEADLINES, Round, RoundsTable, read_back
+from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.extras import install
+from lightning_fedleak.federation import SUM, UpdateError
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.report import ReportError, write
+from lightning_fedleak.threats import ThreatModelError
+
+UserError = (SourceError, AnatomyError, ThreatModelError, DefenseError, UpdateError)
+
+Run = Callable[[Setting, Path, local.Closed], Server]
+
+
+@dataclass(frozen=True)
+class FederateCommand(Setting):
+    """The command ``fedleak federate``; its settings are its options."""
+
+    def run(self, console: Console | None = None) -> int:
+        """Runs the federation and prints what it gave away.
+
+        Args:
+            console: where to print; stdout by default.
+
+        Returns:
+            0.
+
+        Raises:
+            SourceError: options that contradict each other, or model, text or folder that cannot
+                be used.
+            DefenseError: differential privacy that cannot be had like this.
+            AnatomyError: the model's parts could not be found.
+        """
+        console = console or Console()
+        engine = self._engine()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        self.gates()  # refuse what cannot be meant before anything is written
+        self._check_account()
+        sizes = [len(rows) for rows in self.rows]
+        folder = self.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise SourceError(
+                f"'{self.out}' cannot be written to ({error.strerror}): name another folder with "
+                "--out."
+            ) from error
+        self._introduce(console, sizes)
+        rounds: list[Round] = []
+        private = self.epsilon is not None or self.noise_multiplier is not None
+        with _quiet(), RoundsTable(console, self.clients, private=private) as table:
+
+            def closed(number: int, server: Server, silent: dict[int, str]) -> None:
+                spent = self._spent(folder, server) if private else None
+                rounds.append(read_back(folder, number, server.loss, silent, spent))
+                table.add(rounds[-1])
+
+            try:
+                server = engine(self, folder, closed)
+            except ValueError as error:
+                if isinstance(error, UserError):
+                    raise
+                raise SourceError(str(error)) from error
+        save_file(server.state, folder / "model.safetensors")
+        console.print(f"\n{summary(rounds, self.clients)}", highlight=False)
+        console.print(
+            f"\nLogs, and what was trained (model.safetensors): {os.path.relpath(folder)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if self.attack != "none":
+            try:
+                shown = os.path.relpath(write([folder])[0])
+                console.print(f"The report: {shown}", highlight=False, soft_wrap=True)
+            except ReportError as error:
+                console.print(f"No report: {error}", highlight=False, soft_wrap=True)
+        return 0
+
+    def _engine(self) -> Run:
+        if self.engine == "local":
+            return local.run
+        try:
+            import lightning_fedleak.commands.federate.on_flower as on_flower
+        except ImportError as error:
+            raise SourceError(
+                f"--engine flower needs Flower: {install('flower')}. It wants older packages than "
+                "the rest: give it an environment of its own. --engine local trains the same model "
+                "without it."
+            ) from error
+        engine: Run = on_flower.run
+        return engine
+
+    def _check_account(self) -> None:
+        dp = self.account(None)
+        if self.action == "harden" and self.gate is not None and (dp is None or not dp.can_harden):
+            raise SourceError(
+                "--action harden turns up the noise that clients add themselves: give --epsilon "
+                "and --trust local too."
+            )
+
+    def _spent(self, folder: Path, server: Server) -> float:
+        """Epsilon so far; where clients add the noise, that of the one that has released most."""
+        if server.dp is not None:
+            return server.dp.privacy.epsilon
+        ledgers = {p.read_bytes(): p for p in folder.glob("client_*.ledger")}
+        accounts = [self.account(path) for path in ledgers.values()]
+        return max((a.privacy.epsilon for a in accounts if a is not None), default=0.0)
+
+    def _introduce(self, console: Console, sizes: Sequence[int]) -> None:
+        model = "the embedded model" if self.model is None else self.model
+        text = "the embedded messages of a bank's customers" if self.text is None else self.text
+        what = model if self.peft is None else f"low-rank adapters on {model}"
+        lr = self.make_optimizer.keywords["lr"]
+        lines = [
+            f"{self.clients} clients with {min(sizes)} to {max(sizes)} rows each of {text} train "
+            f"{what}: {self.rounds} rounds of {self.local_steps} steps of {self.optimizer} (lr "
+            f"{lr:g}), {self.batch_size} texts of at most {self.length} tokens a step."
+        ]
+        if self.attack != "none":
+            lines.append(
+                "Each update is attacked before it leaves, and so is their sum, which is all that "
+                "a server behind a secure aggregation sees. The attacks are calibrated first."
+            )
+        if self.gate is not None:
+            lines.append(
+                f"The gate watches {self.watched}, at most {self.gate:g}; what is unknown does not "
+                "pass. In brackets: what did not leave."
+            )
+        dp = self.account(None)
+        if dp is not None:
+            lines.append(
+                f"Differential privacy of a client: noise multiplier {dp.noise_multiplier:.3g}, "
+                f"clip {dp.clip:g}. Guarantee: {dp.guarantee}"
+            )
+        console.print("\n".join(lines), highlight=False)
+        console.print()
+
+
+def summary(rounds: Sequence[Round], clients: int) -> str:
+    """What was read off an update and off the sum, in sentences.
+
+    Args:
+        rounds: that were closed.
+        clients: of the federation.
+    """
+    lines = []
+    for metric, name in HEADLINES.items():
+        found = [r.found[metric] for r in rounds if metric in r.found]
+        own = [v for by in found for c, v in by.items() if c != SUM]
+        total = [by[SUM] for by in found if SUM in by]
+        if own or total:
+            lines.append(f"{name}: {_told(own, 'an update')}; {_told(total, 'the sum')}.")
+    held = sum(len(r.withheld) for r in rounds)
+    if held:
+        lines.append(f"{held} of {clients * len(rounds)} updates did not leave.")
+    lines += [
+        f"Client {client} counted for nothing in round {r.number}: {why}."
+        for r in rounds
+        for client, why in r.absent.items()
+        if client not in r.withheld
+    ]
+    if rounds and rounds[-1].epsilon is not None:
+        lines.append(f"Epsilon of all rounds: {rounds[-1].epsilon:.2f}.")
+    if any("auc" in r.found for r in rounds):
+        lines.append("An AUC of .5 is what guessing gives; 1 is certainty.")
+    lines.append(
+        "'Unknown' is not 'safe', and a low number says that these attacks fail here, not that "
+        "none succeeds."
+        if lines
+        else "Nothing was measured: no attack was played."
+    )
+    return "\n".join(lines)
+
+
+def _told(values: Sequence[float], of: str) -> str:
+    known = [v for v in values if not math.isnan(v)]
+    if not known:
+        return f"of {of} unknown"
+    some = f" (unknown in {len(values) - len(known)} of {len(values)})" * (len(known) < len(values))
+    return f"off {of} {statistics.median(known):.2f} in the median, {max(known):.2f} at most{some}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What each line of a warning says is in the table, and in the files."""
+    told = logging.getLogger("lightning_utilities.core.rank_zero")
+    level = told.level
+    told.setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RoundObserver: .* gave no result")
+        warnings.filterwarnings("ignore", message="RoundGate '.*' (withheld|warns)")
+        warnings.filterwarnings("ignore", message="the update of round .* did not leave")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+        try:
+            yield
+        finally:
+            told.setLevel(level)
+
+
+__all__ = ["FederateCommand", "summary"]

@@ -1,0 +1,158 @@
+"""The same federation on Flower's simulation: the clients of a round train in workers of Ray."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when Flower and Ray are imported
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
+
+from lightning_fedleak.commands.federate.local import Closed, account_of, unwatched
+from lightning_fedleak.commands.federate.server import Server
+from lightning_fedleak.commands.federate.setting import Setting
+from lightning_fedleak.federation import ClientDP, RoundObserver
+from lightning_fedleak.federation.flower import ROUND, WEIGHT, FedLeakMod
+
+_AT_ONCE = 2
+_RAY = {
+    "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    "init_args": {
+        "num_cpus": _AT_ONCE,
+        "include_dashboard": False,
+        "logging_level": 40,
+        "log_to_driver": False,
+    },
+}
+_WAIT_SECONDS = 3600.0
+
+
+def run(setting: Setting, folder: Path, closed: Closed) -> Server:
+    """Trains all rounds; see :func:`~lightning_fedleak.commands.federate.local.run`.
+
+    Raises:
+        RuntimeError: the engine ended without a word of the server's.
+    """
+    plain = Setting(**{f.name: getattr(setting, f.name) for f in fields(Setting)})
+    ended: list[Server | Exception] = []
+    app = ServerApp()
+
+    @app.main()  # type: ignore[untyped-decorator, unused-ignore]
+    def main(grid: Grid, context: Context) -> None:
+        try:
+            ended.append(_serve(plain, folder, closed, grid))
+        except Exception as error:  # the engine's own call would return as if all were well
+            ended.append(error)
+
+    run_simulation(
+        app,
+        _client_app(plain, folder.resolve()),
+        num_supernodes=setting.clients,
+        backend_config=_RAY,
+    )
+    if not ended:
+        raise RuntimeError("Flower's simulation ended before the server did: see its log above")
+    if isinstance(ended[0], Exception):
+        raise ended[0]
+    return ended[0]
+
+
+def _serve(setting: Setting, folder: Path, closed: Closed, grid: Grid) -> Server:
+    server = Server(setting, folder)
+    observer = setting.observer(folder / "server") if setting.attack != "none" else None
+    how = "KeyboardInterrupt"
+    try:
+        nodes = _nodes(grid, setting.clients)
+        for round_ in range(1, setting.rounds + 1):
+            drawn = server.drawn()
+            config = ConfigRecord({ROUND: round_, "threads": torch.get_num_threads()})
+            content = RecordDict({"arrays": ArrayRecord(server.state), "config": config})
+            asked = [Message(content, dst_node_id=nodes[c], message_type="train") for c in drawn]
+            replies = {
+                reply.metadata.src_node_id: reply
+                for reply in grid.send_and_receive(asked, timeout=_WAIT_SECONDS)
+            }
+            returned: dict[int, dict[str, Tensor] | None] = dict.fromkeys(drawn)
+            failed: dict[int, str] = {}
+            for client in drawn:
+                reply = replies.get(nodes[client])
+                if reply is not None and reply.has_error():
+                    failed[client] = reply.error.reason
+                elif reply is not None:
+                    returned[client] = reply.content["arrays"].to_torch_state_dict()
+            silent = server.close(round_, returned, observer)
+            closed(round_, server, silent | failed)
+        how = "finished"
+    except Exception as error:
+        how = type(error).__name__
+        raise
+    finally:
+        if observer is not None:
+            observer.end(how)
+    return server
+
+
+def _nodes(grid: Grid, clients: int) -> dict[int, int]:
+    """The engine's number of each client's node, as the clients tell."""
+    while len(nodes := list(grid.get_node_ids())) < clients:
+        pass
+    asked = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
+    return {
+        int(reply.content["client"]["number"]): reply.metadata.src_node_id
+        for reply in grid.send_and_receive(asked, timeout=_WAIT_SECONDS)
+    }
+
+
+def _client_app(setting: Setting, folder: Path) -> ClientApp:
+    mods = []
+    if setting.attack != "none":
+        dp = None if setting.trust == "central" else partial(_account, setting, folder)
+        mods = [FedLeakMod(partial(_observer, setting, folder), setting.gates(), dp)]
+    app = ClientApp(mods=mods)
+    app.query()(_tell)
+    app.train()(partial(_train, setting, folder))
+    return app
+
+
+def _observer(setting: Setting, folder: Path, context: Context) -> RoundObserver:
+    return setting.observer(folder / f"clients_{os.getpid()}")
+
+
+def _account(setting: Setting, folder: Path, context: Context) -> ClientDP | None:
+    return account_of(setting, folder, int(context.node_config["partition-id"]))
+
+
+def _tell(message: Message, context: Context) -> Message:
+    number = MetricRecord({"number": int(context.node_config["partition-id"])})
+    return Message(RecordDict({"client": number}), reply_to=message)
+
+
+def _train(setting: Setting, folder: Path, message: Message, context: Context) -> Message:
+    config = message.content["config"]
+    torch.set_num_threads(int(config["threads"]))  # sums of other parts round otherwise
+    client = int(context.node_config["partition-id"])
+    sent = message.content["arrays"].to_torch_state_dict()
+    state, _ = setting.train(_model(setting), sent, client, int(config[ROUND]))
+    if setting.attack == "none":
+        state = unwatched(account_of(setting, folder, client), sent, state)
+    content = {"arrays": ArrayRecord(state), "metrics": MetricRecord({WEIGHT: 1.0})}
+    return Message(RecordDict(content), reply_to=message)
+
+
+@cache
+def _model(setting: Setting) -> nn.Module:
+    """One in each worker, which gets the weights of every round."""
+    return setting.make_model()
+
+
+__all__ = ["run"]

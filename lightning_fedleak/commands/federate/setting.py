@@ -1,0 +1,298 @@
+"""A federation as its options say: model, texts of each client, local training, observer, account.
+
+Everything follows from the options, so that each process of an engine makes the same anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.callbacks import Games
+from lightning_fedleak.commands.federate.partition import alike, by_dirichlet, by_speaker
+from lightning_fedleak.commands.lora import with_lora
+from lightning_fedleak.commands.options import FederateOptions
+from lightning_fedleak.federation import (
+    ClientDP,
+    RoundGate,
+    RoundObserver,
+    trained_on,
+    trained_state,
+)
+from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
+from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
+from lightning_fedleak.finetuning.module import load_model
+from lightning_fedleak.finetuning.texts import read_labelled, read_texts
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, 0.1, {}),
+    "momentum": (torch.optim.SGD, 0.1, {"momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, 3e-4, {}),
+}
+"""Class, default learning rate, and further settings."""
+
+_SET_ASIDE = 5
+"""One text in so many calibrates the attacks, and another is in no batch."""
+_MOST_PUBLIC = 200
+_MOST_VALIDATED = 64
+_LEAST_TEXTS = 10
+
+
+@dataclass(frozen=True)
+class Setting(FederateOptions):
+    """What all processes of a federation know; a round's data follow from it too."""
+
+    # ---- model ------------------------------------------------------------------------------
+
+    def make_model(self) -> nn.Module:
+        """The model with what is trained of it, in train mode; the same at every call."""
+        model: nn.Module = load_model(self.model)
+        if self.peft == "lora":
+            rank = 8 if self.lora_r is None else self.lora_r
+            model = with_lora(find_anatomy(model), rank, self.targets, self.seed).model
+        elif self.lora_r is not None or self.targets is not None:
+            raise SourceError("--lora-r and --targets are of adapters: say --peft lora too.")
+        return model.train()
+
+    @property
+    def make_optimizer(self) -> partial[torch.optim.Optimizer]:
+        """Makes what clients train by, of parameters."""
+        kind, lr, more = OPTIMIZERS[self.optimizer]
+        return partial(kind, lr=lr if self.lr is None else self.lr, **more)
+
+    # ---- texts ------------------------------------------------------------------------------
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Of the model."""
+        return load_tokenizer(self.model)
+
+    @cached_property
+    def _texts(self) -> tuple[list[list[int]], list[str], list[str], list[str]]:
+        """Each client's texts by number; all of theirs; calibration's; those in no batch."""
+        source = self.text or EMBEDDED_MESSAGES
+        if self.partition_by is None:
+            if self.partition == "speaker":
+                raise SourceError(
+                    "--partition speaker deals texts by whose they are: name the column that says "
+                    "so with --partition-by. (Each embedded message is of another customer, so "
+                    "that 'iid' deals these by speaker.)"
+                )
+            texts = read_texts(source, self.column, option="--column")
+            labels = [""] * len(texts)
+        else:
+            if self.partition == "iid":
+                raise SourceError("--partition iid deals texts alike: leave --partition-by out.")
+            pairs = read_labelled(
+                source,
+                self.partition_by,
+                self.column,
+                option="--column",
+                label_option="--partition-by",
+            )
+            texts, labels = [text for text, _ in pairs], [label for _, label in pairs]
+        if len(texts) < _LEAST_TEXTS:
+            raise SourceError(
+                f"'{source}' holds {len(texts)} texts; at least {_LEAST_TEXTS} are needed, of "
+                "which a fifth calibrates the attacks and a fifth is in no client's batch."
+            )
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
+        aside = len(texts) // _SET_ASIDE
+        public, outside, own = order[:aside], order[aside : 2 * aside], order[2 * aside :]
+        kinds = [labels[i] for i in own]
+        if self.partition == "dirichlet":
+            dealt = by_dirichlet(kinds, self.clients, self.alpha, self.seed)
+        elif self.partition_by is not None:
+            dealt = by_speaker(kinds, self.clients, self.seed)
+        else:
+            dealt = alike(len(kinds), self.clients, self.seed)
+        return (
+            dealt,
+            [texts[i] for i in own],
+            [texts[i] for i in public[:_MOST_PUBLIC]],
+            [texts[i] for i in outside],
+        )
+
+    def _rows(self, texts: Sequence[str]) -> list[Tensor]:
+        return list(TokenRows.of(texts, self.tokenizer, self.length).rows)
+
+    @cached_property
+    def rows(self) -> list[list[Tensor]]:
+        """Rows of token ids of each client.
+
+        Raises:
+            SourceError: a client has none, or a row is longer than the model reads.
+        """
+        limit = self.tokenizer.model_max_length
+        if self.length > limit:
+            raise SourceError(
+                f"--length {self.length} is more than the {limit} tokens that this model can read."
+            )
+        dealt, own, _, _ = self._texts
+        rows = [self._rows([own[i] for i in texts]) for texts in dealt]
+        without = [client for client, mine in enumerate(rows) if not mine]
+        if without:
+            raise SourceError(
+                f"client {without[0]} has no text of at least 2 tokens: give more text, or fewer "
+                "--clients."
+            )
+        return rows
+
+    @cached_property
+    def outside(self) -> list[Tensor]:
+        """Rows that are in no client's batch."""
+        return self._rows(self._texts[3])
+
+    def _padded(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        pad = self.tokenizer.pad_token_id
+        return PadRight(0 if pad is None else int(pad))(rows)
+
+    def batches(self, client: int, round_: int) -> list[dict[str, Tensor]]:
+        """What a client trains on in a round: its rows in an order that is drawn anew."""
+        rows = self.rows[client]
+        generator = torch.Generator().manual_seed(_mixed(self.seed, client, round_))
+        size = min(self.batch_size, len(rows))
+        order: list[int] = []
+        while len(order) < self.local_steps * size:
+            order += torch.randperm(len(rows), generator=generator).tolist()
+        return [
+            self._padded([rows[i] for i in order[step * size : (step + 1) * size]])
+            for step in range(self.local_steps)
+        ]
+
+    # ---- a round ----------------------------------------------------------------------------
+
+    def train(
+        self, model: nn.Module, sent: Mapping[str, Tensor], client: int, round_: int
+    ) -> tuple[dict[str, Tensor], float]:
+        """A client's round; what it returns, and the mean loss of its steps.
+
+        Args:
+            model: from :meth:`make_model`; its weights are those that are sent, and then trained.
+            sent: the state of what is trained.
+            client: its number.
+            round_: number of the round.
+        """
+        model.load_state_dict(dict(sent), strict=False)
+        stepping = self.make_optimizer([p for p in model.parameters() if p.requires_grad])
+        losses = []
+        with torch.random.fork_rng(devices=[]):  # of dropout
+            torch.manual_seed(_mixed(self.seed, client, round_))
+            for batch in self.batches(client, round_):
+                trained_on(batch)
+                stepping.zero_grad()
+                loss = model(**batch).loss
+                loss.backward()
+                stepping.step()
+                losses.append(float(loss.detach()))
+        return trained_state(model), math.fsum(losses) / len(losses)
+
+    @torch.no_grad()
+    def validation_loss(self, model: nn.Module, state: Mapping[str, Tensor]) -> float:
+        """Mean loss of a token of text that is in no client's batch."""
+        model.load_state_dict(dict(state), strict=False)
+        model.eval()
+        rows = self.outside[:_MOST_VALIDATED]
+        total = tokens = 0.0
+        for start in range(0, len(rows), self.batch_size):
+            batch = self._padded(rows[start : start + self.batch_size])
+            counted = float((batch["labels"][:, 1:] >= 0).sum())
+            total += counted * float(model(**batch).loss)
+            tokens += counted
+        model.train()
+        return total / tokens
+
+    # ---- who looks, and who adds noise ------------------------------------------------------
+
+    def observer(self, folder: Path) -> RoundObserver:
+        """Attacks the updates of this federation; its files go to ``folder``."""
+        return RoundObserver(
+            self.make_model(),
+            self.make_optimizer,
+            self.local_steps,
+            folder=folder,
+            public_text=PublicText(self._rows(self._texts[2])),
+            tokenizer=self.tokenizer,
+            games=Games(targets=self.members, held_out=PublicText(self.outside)),
+            look_seconds=math.inf,
+            gates=[gate.about() for gate in self.gates()],
+        )
+
+    @property
+    def watched(self) -> str:
+        """What the gate watches."""
+        if self.watch is not None:
+            return self.watch
+        adaptive = self.optimizer == "adamw"  # hides words from every attack here
+        return "leakage/gradient_membership/advantage" if adaptive else "leakage/worst/words"
+
+    def gates(self) -> list[RoundGate]:
+        """One, or none.
+
+        Raises:
+            SourceError: a gate without attacks, or settings of a gate without one.
+        """
+        if self.gate is None:
+            for option in ("watch", "action"):
+                if getattr(self, option) != getattr(FederateOptions, option):
+                    raise SourceError(f"--{option} is of a gate: give --gate too, 0.5 say.")
+            return []
+        if self.attack == "none":
+            raise SourceError(
+                "--gate needs attacks whose results it watches: leave --attack none out."
+            )
+        try:
+            return [RoundGate(self.watched, at_most=self.gate, action=self.action)]
+        except ValueError as error:
+            raise SourceError(f"--watch {self.watched}: {error}") from error
+
+    def account(self, ledger: Path | None) -> ClientDP | None:
+        """Client-level differential privacy; None where none was asked for.
+
+        Args:
+            ledger: of the server, or of one client where each adds noise of its own; None where
+                nothing is released by it.
+
+        Raises:
+            SourceError: settings without noise.
+            DefenseError: settings that hold no guarantee.
+        """
+        if self.epsilon is None and self.noise_multiplier is None:
+            for option in ("clip", "delta", "trust", "sampling", "per_round"):
+                if getattr(self, option) != getattr(FederateOptions, option):
+                    raise SourceError(
+                        f"--{option.replace('_', '-')} is of client-level differential privacy: "
+                        "give --epsilon or --noise-multiplier too."
+                    )
+            return None
+        filtered = self.action == "harden"
+        return ClientDP(
+            self.clip,
+            self.noise_multiplier,
+            clients=self.clients,
+            target_delta=self.delta,
+            target_epsilon=self.epsilon,
+            rounds=self.rounds,
+            trust=self.trust,
+            sampling=self.sampling,
+            per_round=self.per_round,
+            accountant="filter" if filtered else None,
+            ledger=ledger,
+        )
+
+
+def _mixed(seed: int, client: int, round_: int) -> int:
+    """A seed for a client's round."""
+    return ((seed * 1_000_003 + client) * 1_000_003 + round_) % 2**63
+
+
+__all__ = ["OPTIMIZERS", "Setting"]

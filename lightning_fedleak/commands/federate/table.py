@@ -1,0 +1,176 @@
+"""What the rounds of a federation gave away, read back from its files, as a table."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from lightning_fedleak.federation import SUM
+
+HEADLINES = {"f1": "words, F1", "auc": "membership, AUC"}
+"""Of the families that read updates: the metric that stands for one, and how a table names it."""
+
+_EACH = 8
+"""Clients that have a column each, at most."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round as the files tell of it.
+
+    Attributes:
+        number: of the round.
+        loss: validation loss of the model after it.
+        found: by metric and client (``"sum"`` of all together) the highest value that any attack
+            had in this round; NaN: all are unknown.
+        withheld: clients whose update a gate or an error held back.
+        absent: why clients sent nothing that counts, by client.
+        epsilon: what was spent so far; None without differential privacy.
+    """
+
+    number: int
+    loss: float
+    found: Mapping[str, Mapping[str | int, float]]
+    withheld: frozenset[int]
+    absent: Mapping[int, str]
+    epsilon: float | None
+
+
+def read_back(
+    folder: Path, number: int, loss: float, absent: Mapping[int, str], epsilon: float | None
+) -> Round:
+    """A round, of all files below ``folder``; the rest is as :class:`Round` has it."""
+    found: dict[str, dict[str | int, float]] = {name: {} for name in HEADLINES}
+    for line in _lines(folder, "leakage.jsonl"):
+        if line["round"] != number or line["client"] == "all":
+            continue
+        metrics = line["metrics"]
+        headline = "auc" if "auc" in metrics else "f1"  # a game has an F1 too
+        of_round = metrics.get(f"{headline}_of_this_look", metrics.get(headline, {}))
+        given = of_round.get("value")
+        value = math.nan if given is None else float(given)
+        before = found[headline].get(line["client"], math.nan)
+        found[headline][line["client"]] = value if math.isnan(before) else max(before, value)
+    withheld: set[int] = set()
+    for line in _lines(folder, "run.jsonl"):
+        if (
+            line["kind"] == "gate"
+            and line["step"] == number
+            and line["did"] in ("withheld", "raise")
+        ):
+            withheld.add(line["client"])
+        if line["kind"] == "look" and line["step"] == number:
+            spent += [_epsilon(of["epsilon"]) for of in line["privacy"]]
+    shown = {name: by_client for name, by_client in found.items() if by_client}
+    return Round(number, loss, shown, frozenset(withheld), absent, epsilon)
+
+
+def _lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    files = sorted(folder.rglob(name))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+class RoundsTable:
+    """Shows each round as it closes: a live table on a terminal, lines elsewhere.
+
+    Args:
+        console: where to.
+        clients: of the federation.
+        private: there is an epsilon to show.
+    """
+
+    def __init__(self, console: Console, clients: int, *, private: bool) -> None:
+        self._console = console
+        self._clients = clients
+        self._private = private
+        self._rows: list[list[str]] = []
+        self._live: Live | None = None
+
+    def __enter__(self) -> RoundsTable:
+        """Opens it."""
+        if self._console.is_terminal:
+            self._live = Live(self._table(), console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes it, so that what is printed next stands below."""
+        if self._live is not None:
+            self._live.stop()
+
+    def add(self, round_: Round) -> None:
+        """A round, a line for each family of attacks."""
+        if self._live is None and not self._rows:
+            self._line(self._headers())
+        first = [str(round_.number), _number(round_.loss)]
+        epsilon = [_spent(round_.epsilon)] if self._private else []
+        families = [(HEADLINES[n], self._values(f, round_)) for n, f in round_.found.items()]
+        if not families:
+            families = [("", ["-"] * len(self._columns()))]
+        for family, values in families:
+            row = [*first, family, *values, *epsilon]
+            self._rows.append(row)
+            if self._live is None:
+                self._line(row)
+            first, epsilon = ["", ""], [""] * len(epsilon)
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+
+    def _columns(self) -> list[str]:
+        if self._clients > _EACH:
+            return ["lowest", "median", "highest", "sum"]
+        return [*(f"client {c}" for c in range(self._clients)), "sum"]
+
+    def _values(self, found: Mapping[str | int, float], round_: Round) -> list[str]:
+        total = _number(found[SUM]) if SUM in found else "-"
+        if self._clients <= _EACH:
+            return [*(_of(c, found, round_) for c in range(self._clients)), total]
+        known = [v for c, v in found.items() if c != SUM and not math.isnan(v)]
+        if not known:
+            return ["unknown"] * 3 + [total]
+        return [*map(_number, (min(known), statistics.median(known), max(known))), total]
+
+    def _headers(self) -> list[str]:
+        return ["round", "loss", "leaks", *self._columns(), *["epsilon"] * self._private]
+
+    def _line(self, cells: Sequence[str]) -> None:
+        widths = [6, 8, 17, *[10] * (len(cells) - 3)]
+        line = "".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
+        self._console.print(line.rstrip(), highlight=False, soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in self._headers():
+            table.add_column(name, justify="right")
+        for row in self._rows:
+            table.add_row(*row)
+        return table
+
+
+def _of(client: int, found: Mapping[str | int, float], round_: Round) -> str:
+    """A client's value; in brackets where its update did not leave."""
+    if client in round_.withheld:
+        value = found.get(client, math.nan)
+        return "(held)" if math.isnan(value) else f"({value:.3f})"
+    return _number(found[client]) if client in found else "-"
+
+
+def _number(value: float) -> str:
+    return "unknown" if math.isnan(value) else f"{value:.3f}"
+
+
+def _spent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+__all__ = ["HEADLINES", "Round", "RoundsTable", "read_back"]

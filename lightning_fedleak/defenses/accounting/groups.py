@@ -1,0 +1,103 @@
+"""What releases have cost a group: all rows of a person, say, where rows are the unit of privacy.
+
+A group of k examples comes into a Poisson batch with j of them, j binomial, and moves a clipped sum
+by at most j C. So a release is at most as telling as a mixture of Gaussians at 0, 1, ..., k clip
+norms, weighed by the binomial law, beside one at 0 (Ganesh 2024, arXiv 2401.10294, Theorem 3.1).
+Its Renyi divergences, in both directions, are integrals over one number.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.special import logsumexp
+from scipy.stats import binom
+
+from lightning_fedleak.defenses.accounting.accounting import (
+    LARGEST_EPSILON,
+    LEAST_NOISE,
+    ORDERS,
+    Floats,
+    check_delta_for,
+    epsilons_of_rdp,
+)
+from lightning_fedleak.defenses.accounting.ledger import (
+    check_count,
+    check_noise_multiplier,
+    check_sample_rate,
+)
+
+MOST_TERMS = 1 << 26
+"""Numbers that one release's divergences are summed from; large orders are left out beyond."""
+STEPS, TAIL = 4, 12
+"""Of the integral: steps in a standard deviation, and where it ends beyond its furthest peak."""
+
+
+def group_epsilon(
+    history: Sequence[tuple[float, float, int]], delta: float, rows: int
+) -> float:
+    """Epsilon of a group of examples that are added or removed together: an upper bound, by RDP.
+
+    Args:
+        history: noise multiplier, sample rate and count of every kind of release, settled
+            beforehand, as :attr:`Accountant.history
+            <lightning_fedleak.defenses.accounting.Accountant.history>` gives it.
+        delta: in (0, 1).
+        rows: k, examples of the group.
+
+    Returns:
+        0 for no releases; infinite from ``LARGEST_EPSILON`` on.
+
+    Raises:
+        DefenseError: a value out of range.
+    """
+    check_count(rows, "rows")
+    check_delta_for(delta, 1)
+    for noise_multiplier, sample_rate, count in history:
+        check_noise_multiplier(noise_multiplier)
+        check_sample_rate(sample_rate)
+        check_count(count, "count")
+    if not history:
+        return 0.0
+    if min(row[0] for row in history) < LEAST_NOISE:
+        return math.inf
+    both = sum(count * group_rdp(sigma, rate, rows) for sigma, rate, count in history)
+    epsilon = max(float(epsilons_of_rdp(rdp, delta).min()) for rdp in both)
+    return epsilon if epsilon <= LARGEST_EPSILON else math.inf
+
+
+@functools.lru_cache(maxsize=64)
+def group_rdp(noise_multiplier: float, sample_rate: float, rows: int) -> Floats:
+    """(2, len(ORDERS)) Renyi DP of one release, of a group removed and of one added; read-only.
+
+    Args:
+        noise_multiplier: sigma.
+        sample_rate: chance of each example to be in the batch.
+        rows: k.
+    """
+    orders, width = np.asarray(ORDERS), noise_multiplier / STEPS
+    found = np.full((2, len(orders)), np.inf)
+    if sample_rate == 1:
+        found[:] = orders * (rows / noise_multiplier) ** 2 / 2
+        found.flags.writeable = False
+        return found
+    ends = np.ceil((orders * rows / noise_multiplier + TAIL) * STEPS)
+    usable = np.flatnonzero(ends * 2 * (rows + 1) <= MOST_TERMS)
+    if len(usable):
+        x = np.arange(-ends[usable[-1]], ends[usable[-1]] + 1) * width
+        loss = np.full(len(x), -np.inf)
+        for j, chance in enumerate(binom.logpmf(np.arange(rows + 1), rows, sample_rate)):
+            np.logaddexp(loss, chance + j * (x - j / 2) / noise_multiplier**2, out=loss)
+        base = -((x / noise_multiplier) ** 2) / 2 - math.log(STEPS * math.sqrt(2 * math.pi))
+        for i in usable:
+            order = orders[i]
+            found[0, i] = logsumexp(base + order * loss) / (order - 1)
+            found[1, i] = logsumexp(base - (order - 1) * loss) / (order - 1)
+    found.flags.writeable = False
+    return np.maximum(found, 0.0)
+
+
+__all__ = ["group_epsilon", "group_rdp"]

@@ -24,6 +24,7 @@ resumes begins a new mechanism, whose cost is added to that of the first.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections import deque
 from collections.abc import Callable
@@ -320,7 +321,8 @@ class StepNoise:
         Raises:
             DefenseError: it cannot be written.
         """
-        path.unlink(missing_ok=True)
+        for old in (path, *path.parent.glob(f"{glob.escape(path.name)}.*.unfinished")):
+            old.unlink(missing_ok=True)  # a kill may have left the last
         if self.plan is None or not self.row or not self._whole:
             return
         tensors = {

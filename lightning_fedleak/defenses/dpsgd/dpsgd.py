@@ -334,7 +334,8 @@ class DPSGD(Defense):
         Returns:
             Epsilon at the delta of :attr:`privacy`
             (:func:`~lightning_fedleak.defenses.accounting.groups.group_epsilon`). With
-            ``accountant="filter"`` k times the budget's epsilon, at delta ``k e^((k - 1) epsilon)``
+            ``accountant="filter"``, and with ``mechanism="banded"``, where rows of different groups
+            meet in the noise of one step, k times the epsilon, at delta ``k e^((k - 1) epsilon)``
             times its own; infinite where that is no probability.
 
         Raises:
@@ -342,7 +343,8 @@ class DPSGD(Defense):
         """
         check_count(rows, "rows")
         own = self.privacy
-        if not isinstance(self.accountant, RenyiFilter):
+        meet = self.mechanism == "banded" and self._noise.bands > 1
+        if not (meet or isinstance(self.accountant, RenyiFilter)):
             epsilon = group_epsilon(self.accountant.history, own.delta, rows)
             return dataclasses.replace(own, epsilon=max(epsilon, own.epsilon))
         log_delta = math.log(own.delta * rows) + (rows - 1) * own.epsilon

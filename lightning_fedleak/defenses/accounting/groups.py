@@ -36,9 +36,7 @@ STEPS, TAIL = 4, 12
 """Of the integral: steps in a standard deviation, and where it ends beyond its furthest peak."""
 
 
-def group_epsilon(
-    history: Sequence[tuple[float, float, int]], delta: float, rows: int
-) -> float:
+def group_epsilon(history: Sequence[tuple[float, float, int]], delta: float, rows: int) -> float:
     """Epsilon of a group of examples that are added or removed together: an upper bound, by RDP.
 
     Args:

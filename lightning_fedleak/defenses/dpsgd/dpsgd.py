@@ -454,7 +454,7 @@ class DPSGD(Defense):
             DefenseError: a :class:`~.DPAdamBC` would get noise that this defence does not know.
         """
         self._check_noise_known(context)
-        if self.releases and self.mechanism != "independent" and not self._noise.row:
+        if self.releases and self._noise.is_lost:
             warnings.warn(
                 f"DPSGD: the noise of the {self.releases} releases before is not known (the run "
                 "was killed, or the file beside its checkpoint is gone). A new mechanism begins, "
@@ -623,9 +623,7 @@ class DPSGD(Defense):
         step, sampling = self._in_fit()
         std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
         std *= self._noise.scale
-        return {
-            p: (std * step.clip.relative_noise(p)) ** 2 / context.clients for p in parameters
-        }
+        return {p: (std * step.clip.relative_noise(p)) ** 2 / context.clients for p in parameters}
 
     def _tell_noise(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
         for optimizer in getattr(trainer_of(context), "optimizers", ()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import stat
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -311,6 +312,23 @@ def test_a_killed_run_begins_a_new_mechanism_and_pays_for_both(
     own = torch.from_numpy(inverse_of(mechanism, 4))[:3, :3]
     torch.testing.assert_close(found, SIGMA * CLIP * own @ z, rtol=1e-4, atol=1e-4)
     assert after.defense.accountant.steps == (2 + 1 if mechanism == "banded" else 2)
+
+
+def test_at_its_end_a_run_leaves_no_noise_behind(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    run = Steps(correlated(), steps=2)
+    run.noise()
+    run.defense.save_secrets(path)
+    left = path.with_name("secret.1.unfinished")
+    left.write_bytes(b"of a kill")
+    run.noise()
+    run.defense.save_secrets(path)
+    assert [*tmp_path.iterdir()] == []
+    defense = correlated()
+    defense.load_state_dict(run.defense.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Steps(defense, steps=2)
 
 
 def edited(path: Path, change: Callable[[Any, Any], None]) -> None:

@@ -35,7 +35,7 @@ help:
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
-	@echo "make papers  every table and figure of the three papers that was not measured yet: ENCODER=DIR STORIES=DIR CAUSAL=DIR are models (all anew with PAPERS_LOG=FILE: about two hours of two cores)"
+	@echo "make papers  every table and figure of the three papers that was not measured yet: ENCODER=DIR STORIES=DIR are models, CAUSAL=DIR adds Figs. 1 and 2 of inversion on a larger one (all anew with PAPERS_LOG=FILE: about two hours of two cores)"
 	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove .venv, .venv-* and caches (fedleak_runs/ stays)"
@@ -72,11 +72,11 @@ smoke: $(READY)
 	@$(BIN)/python benchmarks/smoke.py $(ARGS)
 
 papers: $(READY)  # goes on where it was stopped; a table that fails stops none
-	@test -n "$(ENCODER)" -a -n "$(STORIES)" -a -n "$(CAUSAL)" || { echo "Name folders of three models: make papers ENCODER=DIR STORIES=DIR CAUSAL=DIR"; exit 1; }
+	@test -n "$(ENCODER)" -a -n "$(STORIES)" || { echo "Name folders of two models: make papers ENCODER=DIR STORIES=DIR"; exit 1; }
 	@failed=0; run="$(BIN)/python -m benchmarks.papers --log $(PAPERS_LOG)"; \
 	$$run membership --model $(ENCODER) $(STORIES) --jobs 2 $(ARGS) || failed=1; \
-	$$run inversion --model $(CAUSAL) --jobs 2 $(ARGS) || failed=1; \
-	$$run flatchat --model $(CAUSAL) --jobs 2 $(ARGS) || failed=1; \
+	$$run inversion --model $(STORIES) $(CAUSAL) --jobs 2 $(ARGS) || failed=1; \
+	$$run flatchat --model $(STORIES) --jobs 2 $(ARGS) || failed=1; \
 	$$run --docs docs/papers.md $(ARGS) || failed=1; exit $$failed
 
 gpu: $(READY)

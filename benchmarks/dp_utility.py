@@ -64,9 +64,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "plain": {"adam": 0.02},
     "small": {"batch": SMALL, "rate": SMALL / LARGE},
     "large": {},
-    "auto": {"clip": "auto", "rate": 1.4},
+    "auto": {"clip": "auto", "rate": 2.0},
     "layers": {"clip": {"head.weight": 1.94, "head.bias": 0.49}},
-    "adam": {"adam": {1.0: 0.006, 2.0: 0.01, 4.0: 0.015, 8.0: 0.025, math.inf: 0.025}},
+    "adam": {"adam": {1.0: 0.02, 2.0: 0.02, 4.0: 0.025, 8.0: 0.025, math.inf: 0.025}},
     "user": {"batch": LARGE // ROWS, "user": True},
 }
 NAMES = {

@@ -11,10 +11,10 @@
 on_train_batch_end, monitors' seams and checks included; ``plain`` and the two of Opacus (per-sample
 hooks and ghost clipping) are bare loops outside of Lightning. Opacus' steps get position ids of
 shape (B, T): with GPT-2's own (1, T) its clipped sums are wrong. Fixed batches, one thread, SGD.
-With ``--pieces`` ours
-runs a batch so many rows at a time, and ``--logical`` compares logical batches of several sizes.
-Processor time, with ``--device cuda`` elapsed time and the GPU's memory; medians over rounds, and
-ratios to the best of Opacus and to plain.
+With ``--pieces`` a batch is run so many rows at a time, by all (Opacus' optimizer skips all steps
+but the last), and ``--logical`` compares logical batches of several sizes. Processor time, with
+``--device cuda`` elapsed time and the GPU's memory; medians over rounds. A ratio is the median over
+rounds of ours over the peer's in the same round.
 """
 
 from __future__ import annotations
@@ -91,23 +91,25 @@ class FineTuning(L.LightningModule):
         return torch.optim.SGD(trained(self), lr=LR)
 
 
-def plain(model: nn.Module, ids: Tensor) -> Step:
+def plain(model: nn.Module, ids: Tensor, rows: int) -> Step:
     optimizer = torch.optim.SGD(trained(model), lr=LR)
 
     def step() -> None:
         optimizer.zero_grad()
-        mean_of_sample_means(model(ids).logits, ids, causal=True).backward()
+        for some in ids.split(rows):
+            loss = mean_of_sample_means(model(some).logits, some, causal=True)
+            (loss * (len(some) / len(ids))).backward()
         optimizer.step()
 
     return step
 
 
-def opacus(model: nn.Module, ids: Tensor, mode: str) -> Step:
+def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
     from opacus import PrivacyEngine
 
     optimizer = torch.optim.SGD(trained(model), lr=LR)
     samples, length = ids.shape
-    positions = torch.arange(length, device=ids.device).repeat(samples, 1)
+    positions = torch.arange(length, device=ids.device).repeat(rows, 1)
     loader = DataLoader(TensorDataset(ids), batch_size=samples)
     settings: dict[str, Any] = {
         "module": model,
@@ -124,16 +126,21 @@ def opacus(model: nn.Module, ids: Tensor, mode: str) -> Step:
     else:
         private, optimizer, _ = PrivacyEngine().make_private(**settings)
         criterion = None
-    labels = ids[:, 1:].flatten()
 
     def step() -> None:
-        optimizer.zero_grad()
-        logits = private(input_ids=ids, position_ids=positions).logits[:, :-1]
-        if criterion is None:
-            nn.functional.cross_entropy(logits.flatten(0, 1), labels).backward()
-        else:
-            criterion(logits.flatten(0, 1), labels, shape=(samples, length - 1)).backward()
-        optimizer.step()
+        for start in range(0, samples, rows):
+            some = ids[start : start + rows]
+            optimizer.zero_grad()
+            labels = nn.functional.pad(some[:, 1:], (0, 1), value=-100).flatten()
+            given = {"input_ids": some, "position_ids": positions[: len(some)]}
+            logits = private(**given).logits.flatten(0, 1)
+            if criterion is None:
+                nn.functional.cross_entropy(logits, labels).backward()
+            else:
+                criterion(logits, labels, shape=(len(some), length)).backward()
+            if rows < samples:
+                optimizer.signal_skip_step(do_skip=start + rows < samples)
+            optimizer.step()
 
     return step
 
@@ -144,7 +151,8 @@ def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
     for name in options.peers:
         own = copy.deepcopy(model) if len(options.peers) > 1 else model
         try:
-            step = plain(own, ids) if name == "plain" else opacus(own, ids, name)
+            rows = options.pieces or len(ids)
+            step = plain(own, ids, rows) if name == "plain" else opacus(own, ids, name, rows)
             step()
         except NotImplementedError as error:
             print(f"{name}: refused by Opacus: {str(error)[:100]}")
@@ -252,17 +260,20 @@ def timed(options: argparse.Namespace, ids: Tensor) -> dict[str, list[float]]:
     return turns.times
 
 
-def logical(options: argparse.Namespace) -> dict[int, float]:
-    """Seconds of an example, by the size of the logical batch; medians over rounds in turn."""
-    rounds, options.rounds = options.rounds, 1
-    found: dict[int, list[float]] = {size: [] for size in options.logical}
-    for _ in range(rounds):
-        for size, seconds in found.items():
-            options.batch[0] = size
-            turns = InTurn({}, options.device)
-            ours(options, batch(options), [turns])
-            seconds.append(turns.times["ours"][1] / size)
-    return {size: statistics.median(seconds) for size, seconds in found.items()}
+def paired(ours: list[float], peers: list[float]) -> float:
+    """Median over rounds of ours over the peer's; without the first, which holds the checks."""
+    return statistics.median(a / b for a, b in zip(ours[1:], peers[1:], strict=True))
+
+
+def logical(options: argparse.Namespace) -> None:
+    """Prints milliseconds of an example, by the size of the logical batch."""
+    print(f"{'rows':>6}  {'ms an example':>14}   ours over")
+    for size in options.logical:
+        options.batch[0] = size
+        times = timed(options, batch(options))
+        each = 1e3 * statistics.median(times["ours"][1:]) / size
+        ratios = [f"{name} {paired(times['ours'], times[name]):.3f}" for name in times if name != "ours"]
+        print(f"{size:>6}  {each:14.2f}   {', '.join(ratios)}", flush=True)
 
 
 def main() -> None:
@@ -279,11 +290,8 @@ def main() -> None:
         print(f"{options.memory}, {rows}: peak {most:.3f} GiB, {grown:.3f} in the fit ({where})")
         return
     if options.logical:
-        rounds, times = options.rounds, logical(options)
-        print(f"{where}; T {ids.shape[1]}, pieces of {options.pieces}, {rounds} rounds")
-        for size, seconds in times.items():
-            ratio = seconds / times[options.logical[0]]
-            print(f"{size:>6} rows  {seconds * 1e3:8.2f} ms an example   {ratio:.3f}")
+        print(f"{where}; T {ids.shape[1]}, pieces of {options.pieces}, {options.rounds} rounds")
+        logical(options)
         return
     found = timed(options, ids)
     medians = {name: statistics.median(times[1:]) for name, times in found.items()}
@@ -291,9 +299,8 @@ def main() -> None:
     print(f"first step of ours (with the checks) {found['ours'][0]:.2f} s")
     for name, seconds in medians.items():
         spread = f"{min(found[name][1:]):.3f} to {max(found[name][1:]):.3f}"
-        print(
-            f"{name:>6} {seconds:7.3f} s ({spread})   ours/{name} {medians['ours'] / seconds:.3f}"
-        )
+        ratio = paired(found["ours"], found[name])
+        print(f"{name:>6} {seconds:7.3f} s ({spread})   ours/{name} {ratio:.3f}")
 
 
 if __name__ == "__main__":

@@ -485,11 +485,31 @@ def run_logits(
         kwargs["attention_mask"] = batch.attention_mask
     if batch.kind == "seq2seq":
         kwargs["labels"] = labels_of(batch)
-    if parameters is None:
-        out = model(**kwargs)
-    else:
-        out = torch.func.functional_call(model, dict(parameters), kwargs=kwargs)
+    out = model(**kwargs) if parameters is None else called_with(model, parameters, **kwargs)
     return logits_in(out)
+
+
+def called_with(model: nn.Module, parameters: Mapping[str, Tensor], **kwargs: Any) -> Any:
+    """What a model returns with other tensors in place of its parameters.
+
+    As ``torch.func.functional_call``, also where a module stands at two places: as the embedding of
+    an encoder and of its decoder. There that would leave the given tensors in the model, and no
+    longer tie them at the next call.
+
+    Args:
+        model: called with ``kwargs``.
+        parameters: by name; what is tied to one of them is replaced too.
+        kwargs: of the forward.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    given = {id(own): parameters[name] for name, own in named if name in parameters}
+    once = {
+        f"{place}.{name}" if place else name: given[id(own)]
+        for place, module in model.named_modules()  # each module once
+        for name, own in module.named_parameters(recurse=False, remove_duplicate=False)
+        if id(own) in given
+    }
+    return torch.func.functional_call(model, once, kwargs=kwargs, tie_weights=False)
 
 
 def logits_in(out: Any) -> Tensor:
@@ -527,6 +547,7 @@ class inputs_of:
 __all__ = [
     "LOGITS_AT_ONCE",
     "TOKENS_AT_ONCE",
+    "called_with",
     "check_text",
     "context_length",
     "cut_at",

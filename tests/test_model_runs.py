@@ -13,7 +13,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.anatomy.text_layers import states_out, text_blocks, with_states_out
-from lightning_fedleak.model_runs import context_length, hidden_states
+from lightning_fedleak.model_runs import called_with, context_length, hidden_states
 from tests.helpers.models import (
     DIM,
     POSITIONS,
@@ -442,3 +442,28 @@ def test_a_model_without_blocks_says_so() -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
     with pytest.raises(ValueError, match="no transformer blocks"):
         hidden_states(find_anatomy(model), 0, torch.ones(1, 3).long())
+
+
+class Twice(nn.Module):
+    """An embedding that stands at two places and is tied to the head, as T5's and BART's may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(7, 4)
+        self.encoder = nn.ModuleDict({"embed": self.shared})
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.encoder["embed"](ids)).square().sum()
+
+
+def test_every_call_with_other_tensors_replaces_what_is_tied_and_leaves_the_model() -> None:
+    model, ids = Twice(), torch.tensor([1, 2])
+    own = model.shared.weight
+    [wanted] = torch.autograd.grad(model(ids), own)
+    other = own.detach().clone().requires_grad_()
+    for _ in range(3):
+        [found] = torch.autograd.grad(called_with(model, {"shared.weight": other}, ids=ids), other)
+        assert torch.equal(found, wanted)
+        assert model.shared.weight is model.head.weight is own

@@ -156,7 +156,7 @@ def test_our_rows_stand_beside_the_papers_in_both_protocols() -> None:
     games, accuracy = ours[0][3:5]
     assert games == "60"
     assert accuracy == ".750 (.57 to .84)"
-    assert "FC-Full has AUC .750 at 10 (paper 1.00)" in whole.finding
+    assert "FC-Full has AUC .750 at 10 (paper's mean 1.00)" in whole.finding
     part = table.show(Found(fake_rows(made[:-1])), size)
     assert [r[3] for r in part.grids[0].rows if "parts" in r[3]][:1] == ["30, 3 of 6 parts"]
     none = table.show(Found([]), size)

@@ -6,7 +6,7 @@
     python -m benchmarks.papers inversion fig1 --model DIR
     python -m benchmarks.papers flatchat --model DIR --jobs 2      # all of one paper
     python -m benchmarks.papers --docs docs/papers.md              # writes the page, runs nothing
-    make papers ENCODER=DIR STORIES=DIR CAUSAL=DIR                 # all of all, and the page
+    make papers ENCODER=DIR STORIES=DIR                            # all of all, and the page
 
 A table is made of cells, and each cell is a line of ``--log`` as soon as it was measured: stop at
 any time, and the same command goes on. One that fails is named at the end, costs no other, and is
@@ -100,12 +100,14 @@ def unique(cells: Sequence[Cell]) -> list[Cell]:
     return list({cell.key: cell for cell in cells}.values())
 
 
-def listing(chosen: Sequence[tuple[Paper, Table]], sizes: dict[str, Any], log: Log) -> None:
-    """Every table, its cells, and its time."""
+def listing(
+    chosen: Sequence[tuple[Paper, Table]], sizes: dict[str, Any], log: Log, models: Sequence[str]
+) -> None:
+    """Every table, its cells, and its time; of these models, by default of those of the log."""
     print("| paper | table | shows | cells | done | processor seconds |\n|" + "---|" * 6)
     every: list[Cell] = []
     for paper, table in chosen:
-        names = log.models(paper.measures) or ["MODEL"]
+        names = list(models) or log.models(paper.measures) or ["MODEL"]
         cells = unique(table.cells(sizes[paper.name], names))
         every += cells
         done = sum(log.rows(c) is not None for c in cells)
@@ -164,7 +166,7 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         "# The tables of the papers",
         "Every table and figure of three papers, their numbers beside ours. One command writes "
         "this page from the log of what was measured:",
-        "    make papers ENCODER=DIR STORIES=DIR CAUSAL=DIR",
+        "    make papers ENCODER=DIR STORIES=DIR",
         "or, one table at a time: `python -m benchmarks.papers membership table2 --model DIR`. "
         "`--list` names them all, with their times.",
         "Brackets hold 95% intervals. A mean over texts joins their intervals. Layers and "
@@ -229,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if log.unreadable:
         print(f"{args.log}: {log.unreadable} lines cannot be read and are left out")
     if args.list:
-        listing(chosen, sizes, log)
+        listing(chosen, sizes, log, list(models))
         return 0
     failures = []
     if args.paper is not None:

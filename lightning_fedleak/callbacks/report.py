@@ -183,6 +183,10 @@ class RunRecord:
             failures=failures,
         )
 
+    def defended(self, about: Mapping[str, Any]) -> None:
+        """A defence acts of which the first line does not know, a client's own account, say."""
+        self._append("defense", **about)
+
     def decided(self, facts: Mapping[str, Any]) -> None:
         """A gate has acted."""
         self._append("gate", **facts)

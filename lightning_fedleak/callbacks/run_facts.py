@@ -15,6 +15,7 @@ from lightning_fedleak.callbacks.auto import reads_of
 from lightning_fedleak.callbacks.channels.base import Channel, Run
 from lightning_fedleak.callbacks.lineup import Lineup
 from lightning_fedleak.callbacks.results import Series
+from lightning_fedleak.defenses import Defense
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -84,16 +85,18 @@ def facts_of(
             if row.attack not in played
         ],
         "unread": list(lineup.unread),
-        "defenses": [
-            {
-                "name": defense.name,
-                "class": type(defense).__name__,
-                "guarantee": defense.guarantee,
-                "settings": defense.settings(),
-            }
-            for defense in run.defenses
-        ],
+        "defenses": [about_defense(defense) for defense in run.defenses],
         "gates": [dict(gate) for gate in gates],
+    }
+
+
+def about_defense(defense: Defense) -> dict[str, Any]:
+    """What the record says of a defence."""
+    return {
+        "name": defense.name,
+        "class": type(defense).__name__,
+        "guarantee": defense.guarantee,
+        "settings": defense.settings(),
     }
 
 
@@ -156,4 +159,4 @@ def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
     ]
 
 
-__all__ = ["facts_of", "optimizers_of", "training_of", "versions"]
+__all__ = ["about_defense", "facts_of", "optimizers_of", "training_of", "versions"]

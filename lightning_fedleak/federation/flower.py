@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +49,12 @@ log = logging.getLogger("flwr")
 ROUND = "server-round"
 WEIGHT = "num-examples"
 
+_Kept = tuple[RoundObserver, tuple[RoundGate, ...]]
+_KEPT: dict[str, tuple[int, _Kept]] = {}
+"""By mod: the newest run, and what looks at its updates in this process."""
+_STATE = "lightning-fedleak"
+_NEXT = "next_look"
+
 
 # ---- the client ---------------------------------------------------------------------------------
 
@@ -72,7 +80,8 @@ class FedLeakMod:
     Args:
         observer: makes the :class:`RoundObserver` of this process, once in a run, given the first
             context.
-        gates: of each client.
+        gates: of each client; or what makes them of the first context, of the run's configuration
+            say.
         dp: makes a client's own :class:`ClientDP`, in every round, given its context; None for
             none. It needs a ledger, since Flower may run each round in another process.
         weight: the metric by which the server's strategy weighs clients.
@@ -81,16 +90,16 @@ class FedLeakMod:
     def __init__(
         self,
         observer: Callable[[Context], RoundObserver],
-        gates: Sequence[RoundGate] = (),
+        gates: Sequence[RoundGate] | Callable[[Context], Sequence[RoundGate]] = (),
         dp: Callable[[Context], ClientDP | None] | None = None,
         *,
         weight: str = WEIGHT,
     ) -> None:
         self._make = observer
-        self._gates = tuple(gates)
+        self._gates = gates
         self._dp = dp
         self._weight = weight
-        self._observers: dict[int, RoundObserver] = {}
+        self._id = uuid.uuid4().hex  # also of its copies
 
     def __call__(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
@@ -111,13 +120,34 @@ class FedLeakMod:
                 "forget what earlier ones have released: give ClientDP(ledger=...), a path for "
                 "each client"
             )
-        if context.run_id not in self._observers:
+        observer, gates = self._of_this_process(context)
+        client = context.node_config.get("partition-id", context.node_id)
+        out = OutgoingUpdates(observer, gates, dp, client=client)
+        with _remembered(observer, gates, client, context):
+            return self._leaving(out, round_, key, sent, message, context, call_next)
+
+    def _of_this_process(self, context: Context) -> _Kept:
+        """The observer of a run, and its gates; an engine may make this mod anew in each round."""
+        run, kept = _KEPT.get(self._id, (None, None))
+        if run != context.run_id or kept is None:
             made = self._make(context)
             made.federation = made.federation or f"flower-{context.run_id}"
-            self._observers = {context.run_id: made}
-        observer = self._observers[context.run_id]
-        client = context.node_config.get("partition-id", context.node_id)
-        out = OutgoingUpdates(observer, self._gates, dp, client=client)
+            gates = self._gates(context) if callable(self._gates) else self._gates
+            kept = made, tuple(gates)
+            _KEPT[self._id] = context.run_id, kept
+        return kept
+
+    def _leaving(
+        self,
+        out: OutgoingUpdates,
+        round_: int,
+        key: str,
+        sent: State,
+        message: Message,
+        context: Context,
+        call_next: Callable[[Message, Context], Message],
+    ) -> Message:
+        """The reply to a training message."""
         if out.own is not None:
             leaving = self._hidden(out, round_, sent, lambda: call_next(message, context))
             if leaving is None or leaving.state is None:
@@ -125,12 +155,14 @@ class FedLeakMod:
             weight = MetricRecord({self._weight: 1.0})
             content = RecordDict({key: ArrayRecord(leaving.state), "metrics": weight})
             return Message(content, reply_to=message)
+        began = time.perf_counter()
         with recording() as batches:
             reply = call_next(message, context)
+        seconds = time.perf_counter() - began
         if reply.has_error():
             return reply
         answered, returned = _arrays_of(reply)
-        left = _gated(out, round_, sent, returned, batches)
+        left = _gated(out, round_, sent, returned, batches, seconds)
         if left is None:
             return _refused(message, "a gate ended this client's round")
         if left.state is None:
@@ -143,24 +175,54 @@ class FedLeakMod:
         self, out: OutgoingUpdates, round_: int, sent: State, train: Callable[[], Message]
     ) -> Leaving | None:
         """What leaves under noise of the client's own, in which a failure does not show."""
+        began = time.perf_counter()
         try:
             with recording() as batches:
                 reply = train()
+            seconds = time.perf_counter() - began
             if reply.has_error():
                 raise UpdateError(reply.error.reason)
             returned = _arrays_of(reply)[1]
         except Exception as error:
             log.error("lightning-fedleak: this client's training failed: %r", error)
             return out.nothing(round_, sent, f"training failed: {type(error).__name__}")
-        return _gated(out, round_, sent, returned, batches)
+        return _gated(out, round_, sent, returned, batches, seconds)
+
+
+@contextmanager
+def _remembered(
+    observer: RoundObserver, gates: Sequence[RoundGate], client: str | int, context: Context
+) -> Iterator[None]:
+    """Keeps how often a gate has let unknown pass, and when the next look is due.
+
+    By the node: its next round may run in another process.
+    """
+    if _STATE in context.state.config_records:
+        before = context.state.config_records[_STATE]
+        for gate in gates:
+            gate.unknown[client] = int(before.get(f"gate/{gate.name}", 0))
+        if _NEXT in before:
+            observer.next_look[client] = int(before[_NEXT])
+    try:
+        yield
+    finally:
+        kept = {f"gate/{gate.name}": gate.unknown.get(client, 0) for gate in gates}
+        if client in observer.next_look:
+            kept[_NEXT] = observer.next_look[client]
+        context.state.config_records[_STATE] = ConfigRecord(kept)
 
 
 def _gated(
-    out: OutgoingUpdates, round_: int, sent: State, returned: State, batches: Sequence[Any]
+    out: OutgoingUpdates,
+    round_: int,
+    sent: State,
+    returned: State,
+    batches: Sequence[Any],
+    seconds: float,
 ) -> Leaving | None:
     """None where a gate raised: an exception's words would travel to the server."""
     try:
-        return out.leaves(round_, sent, returned, batches)
+        return out.leaves(round_, sent, returned, batches, seconds=seconds)
     except LeakageLimitExceeded as exceeded:
         log.error("%s", exceeded)
         return None
@@ -238,6 +300,7 @@ class Observed(_Around):
         self._truth = truth
         self._numbers: dict[int, int] = {}
         self._sent: State = {}
+        self._began = 0.0
 
     def summary(self) -> None:
         """Says who sees what."""
@@ -251,6 +314,7 @@ class Observed(_Around):
         """Remembers what is sent."""
         self._sent = arrays.to_torch_state_dict()
         self.observer.begin(server_round, self._sent)
+        self._began = time.perf_counter()
         return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
@@ -258,6 +322,14 @@ class Observed(_Around):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Looks at each client's update, then at their mean, then lets the strategy work."""
         arrived = list(replies)
+        seconds = time.perf_counter() - self._began
+        if self.observer.due(SUM):
+            began = time.perf_counter()
+            self._look(server_round, arrived)
+            self.observer.paid(SUM, time.perf_counter() - began, seconds)
+        return super().aggregate_train(server_round, arrived)
+
+    def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
         parts: list[tuple[State, float]] = []
         known: list[Any] | None = []
         for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
@@ -275,7 +347,6 @@ class Observed(_Around):
             known = None if known is None or batches is None else [*known, *batches]
         if parts:
             self.observer.look(_mean(parts), SUM, batches=known)
-        return super().aggregate_train(server_round, arrived)
 
 
 class PrivateMean(_Around):

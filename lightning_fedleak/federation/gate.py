@@ -90,6 +90,9 @@ class RoundGate:
         patience: unknown values in a row of a client that are let pass.
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
 
+    Attributes:
+        unknown: by client, how many values in a row were unknown so far.
+
     Raises:
         ValueError: arguments that cannot be meant.
     """
@@ -113,7 +116,7 @@ class RoundGate:
         self.action: Action = action
         self.patience = patience
         self.name = name or metric.removeprefix("leakage/")
-        self._unknown: dict[str | int, int] = {}
+        self.unknown: dict[str | int, int] = {}
 
     def about(self) -> dict[str, Any]:
         """For the record of a run."""
@@ -150,11 +153,11 @@ class RoundGate:
         value, why = self._value(look)
         of = ""
         if math.isnan(value):
-            self._unknown[look.client] = self._unknown.get(look.client, 0) + 1
-            if self._unknown[look.client] <= self.patience:
+            self.unknown[look.client] = self.unknown.get(look.client, 0) + 1
+            if self.unknown[look.client] <= self.patience:
                 return None
         else:
-            self._unknown[look.client] = 0
+            self.unknown[look.client] = 0
             if value <= self.at_most:
                 return None
             of = next((name for name in watched if look.now.get(name) == value), "")
@@ -186,7 +189,8 @@ class Leaving:
         state: what is returned to the server, by the names that were sent; None where nothing is.
         withheld: the client's update did not leave.
         events: of the gates that acted.
-        look: at what would have left; None where the update could not be read at all.
+        look: at what would have left; None where the update could not be read at all, or
+            ``max_overhead`` let none be made.
     """
 
     state: dict[str, Tensor] | None
@@ -252,8 +256,12 @@ class OutgoingUpdates:
         *,
         learning_rate: float | None = None,
         utility: Mapping[str, float] | None = None,
+        seconds: float | None = None,
     ) -> Leaving:
         """What may leave of a round.
+
+        With a gate every round is looked at; without one as often as the observer's
+        ``max_overhead`` lets it.
 
         Args:
             round_: its number.
@@ -262,6 +270,7 @@ class OutgoingUpdates:
             batches: that it was trained on.
             learning_rate: the mean over the local steps, where a schedule changes it.
             utility: further values of this round for the logs.
+            seconds: that the round took to train, for ``max_overhead``.
 
         Raises:
             LeakageLimitExceeded: a gate with ``action="raise"`` acted.
@@ -274,6 +283,8 @@ class OutgoingUpdates:
             update: dict[str, Tensor] | None = difference(sent, returned, trained=like)
         except UpdateError as error:
             return self._nothing(sent, like, str(error))
+        if not self.gates and not observer.due(self.client):
+            return Leaving(self._released(sent, returned, update, like), False, (), None)
         if self.own is None:  # it was to be checked; the look makes its own
             update = None
         hardened: list[str] = []
@@ -309,10 +320,8 @@ class OutgoingUpdates:
             did = "withhold"
         withheld = did == "withhold"
         leaves: dict[str, Tensor] | None = None
-        if self.own is not None and did != "raise":
-            leaves = moved(sent, self.own.privatized(None if withheld else update, like))
-        elif did not in ("raise", "withhold"):
-            leaves = {n: t.detach().clone() for n, t in returned.items()}
+        if did not in ("raise", "withhold") or (withheld and self.own is not None):
+            leaves = self._released(sent, returned, None if withheld else update, like)
         acted = {f"gate/{g.name}": float(any(e.gate == g.name for e in events)) for g in self.gates}
         observer.log(look, acted, () if self.own is None else (self.own,))
         for event in events:
@@ -324,7 +333,17 @@ class OutgoingUpdates:
                 self._tell(f"RoundGate '{event.gate}' withheld the update {event}")
             else:
                 rank_zero_warn(f"RoundGate '{event.gate}' warns {event}")
+        if seconds is not None:
+            observer.paid(self.client, look.seconds, seconds)
         return Leaving(leaves, withheld, tuple(events), look)
+
+    def _released(
+        self, sent: State, returned: State, update: Mapping[str, Tensor] | None, like: State
+    ) -> dict[str, Tensor]:
+        """What leaves where nothing holds it back: with this client's noise, where it adds some."""
+        if self.own is not None:
+            return moved(sent, self.own.privatized(update, like))
+        return {n: t.detach().clone() for n, t in returned.items()}
 
     def nothing(self, round_: int, sent: State, why: str) -> Leaving:
         """What leaves in a round in which this client has trained nothing: it failed, say.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import uuid
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from lightning_fedleak.attacks.public_text import Given
 from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
 from lightning_fedleak.callbacks import auto
 from lightning_fedleak.callbacks.cache import CalibrationCache
+from lightning_fedleak.callbacks.cadence import MaxOverhead
 from lightning_fedleak.callbacks.channels.base import (
     AUTOCAST,
     Channel,
@@ -44,7 +46,7 @@ from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.lineup import Lineup
 from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord, values_spent
 from lightning_fedleak.callbacks.results import Outcome, Result, Results, Series, Unknown, unknown
-from lightning_fedleak.callbacks.run_facts import facts_of, optimizers_of
+from lightning_fedleak.callbacks.run_facts import about_defense, facts_of, optimizers_of
 from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.federation.updates import (
@@ -211,11 +213,15 @@ class RoundObserver:
         look_seconds: attacks that choose themselves and would take longer are not played.
         cache: keep calibrations on disk.
         tensorboard: log to TensorBoard, where it is installed.
+        max_overhead: the largest share of the time of rounds that looks may take: after one that
+            was dear, rounds go by without (:meth:`due`). None looks at every round, as a gate does
+            whatever is said here. Calibration is not counted.
         federation: a name that observers of one federation have alike, in whatever process they
             are: ``fedleak report`` takes their files as of one run. Flower's mod gives one.
 
     Attributes:
         round_: number of the round at work; -1 before the first.
+        next_look: by client, the first round that ``max_overhead`` lets it be looked at again.
 
     Raises:
         ValueError: contradictory or unknown arguments, or an attack that cannot read this model.
@@ -244,6 +250,7 @@ class RoundObserver:
         look_seconds: float = 30.0,
         cache: bool = True,
         tensorboard: bool = True,
+        max_overhead: float | None = None,
         federation: str | None = None,
     ) -> None:
         if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
@@ -276,7 +283,13 @@ class RoundObserver:
         self._cache = CalibrationCache() if cache else None
         self._tensorboard = tensorboard and importlib.util.find_spec("tensorboard") is not None
         self._gates = [dict(gate) for gate in gates]
+        self._described: list[Defense] = list(defenses)
         self.federation = federation
+        if max_overhead is not None:
+            MaxOverhead(max_overhead)  # refuses what is no share
+        self._share = max_overhead
+        self.next_look: dict[str | int, int] = {}
+        self._stale = False
         self._anatomy = find_anatomy(model, **dict(anatomy or {}))
         check_texts(self.attacks, {"games=Games(held_out=)": self.games.held_out}, self._anatomy)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -343,8 +356,7 @@ class RoundObserver:
         if self._lineup is None:
             self._open(round_)
         assert self._lineup is not None
-        # Attacks count optimizer steps: so many have been taken, of each client, before this round.
-        self._failed = self._lineup.refresh(round_ * self.local_steps)
+        self._stale = True
         self._sent = sent
         self.round_ = round_
 
@@ -520,6 +532,11 @@ class RoundObserver:
         seat = self._seat(client, stage)
         look, before = Look(self.round_), seat.results.state_dict()
         with look.clock(self._run.device):
+            if self._stale:
+                # Attacks count optimizer steps: those of a client before this round.
+                assert self._lineup is not None
+                self._failed = self._lineup.refresh(self.round_ * self.local_steps)
+                self._stale = False
             self._attack(
                 look, seat, returned, batches, learning_rate=learning_rate, noise_std=noise_std
             )
@@ -557,6 +574,10 @@ class RoundObserver:
         """
         made = look._made
         spending = [*self._run.defenses, *(d for d in defenses if d not in self._run.defenses)]
+        for defense in spending:
+            if all(defense is not known for known in self._described):
+                self._described.append(defense)
+                self._record.defended(about_defense(defense))
         seat = made.seat
         for channel in seat.channels:
             mine = {s: o for s, o in made.outcomes.items() if seat.series[s] is channel}
@@ -574,6 +595,22 @@ class RoundObserver:
             spending,
             look.client,
         )
+
+    def due(self, client: str | int) -> bool:
+        """Whether ``max_overhead`` lets a client's update of this round be looked at."""
+        return self.round_ >= self.next_look.get(client, self.round_)
+
+    def paid(self, client: str | int, look_seconds: float, round_seconds: float) -> None:
+        """Fixes a client's next look by what this one cost.
+
+        Args:
+            client: whose update was looked at.
+            look_seconds: that it took.
+            round_seconds: what the round took without it.
+        """
+        if self._share is not None:
+            cadence = MaxOverhead(self._share)
+            self.next_look[client] = cadence.after_look(self.round_, look_seconds, round_seconds)
 
     def forget(self, look: RoundLook) -> None:
         """Takes back a look that was not written down, the newest of its client.
@@ -669,7 +706,8 @@ class RoundObserver:
         if (client, stage) in self._seats:
             return self._seats[client, stage]
         assert self._lineup is not None
-        run = replace(self._run, number_=len(self._seats))
+        # Games are drawn by it: the same whoever was looked at before, and in which process.
+        run = replace(self._run, number_=zlib.crc32(str(client).encode()))
         playing = {plan.attack.name: plan for plan in self._lineup.plans}
         channels = [c for c in self._channels_at(stage) if c.attacks]
         for channel in channels:

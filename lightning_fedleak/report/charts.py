@@ -176,7 +176,7 @@ def _axes(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
-    for step in _ticks(first, last):
+    for step in (one for one in _ticks(first, last) if one == int(one)):
         x = across(step)
         parts.append(f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle">{step:g}</text>')
     return "".join(parts)

@@ -188,7 +188,7 @@ def _fit(lines: FitLines) -> dict[str, Any]:
         "utility": _utility(lines),
         "privacy": privacy,
         "implied": _implied(privacy, attacks, shared.get("clients", 1)),
-        "defenses": [_defense(told) for told in begin.get("defenses", [])],
+        "defenses": _defenses(begin.get("defenses", ())),
         "gates": begin.get("gates", []),
         "decisions": [_decision(line) for line in lines.decisions],
         "not_tested": _not_tested(
@@ -197,10 +197,16 @@ def _fit(lines: FitLines) -> dict[str, Any]:
     }
 
 
-def _defense(told: Line) -> dict[str, Any]:
-    """Without the ledger's path, which names places of a machine."""
-    settings = {n: v for n, v in (told.get("settings") or {}).items() if n != "ledger"}
-    return {**told, "settings": settings}
+def _defenses(told: Sequence[Line]) -> list[dict[str, Any]]:
+    """Each once, also where several clients have it; without ledgers, which name places."""
+    found: list[dict[str, Any]] = []
+    for one in told:
+        settings = {n: v for n, v in (one.get("settings") or {}).items() if n != "ledger"}
+        names = ("name", "class", "guarantee")
+        about = {n: one.get(n, NOT_RECORDED) for n in names} | {"settings": settings}
+        if about not in found:
+            found.append(about)
+    return found
 
 
 def _ended(lines: FitLines) -> str:
@@ -271,11 +277,10 @@ def _shared(begin: Line, seen: int) -> dict[str, Any]:
         return {"what": NOT_RECORDED, "seen_by": NOT_RECORDED, "trained": []}
     monitor, model = begin.get("monitor") or {}, begin.get("model") or {}
     rounds = monitor.get("local_steps")
-    what = (
-        f"the weights' change after every {rounds} optimizer steps"
-        if rounds
-        else "the gradient of every step"
-    )
+    what = "the gradient of every step"
+    if rounds:
+        steps = "optimizer step" if rounds == 1 else f"{rounds} optimizer steps"
+        what = f"the weights' change after every {steps}"
     trained, of = model.get("trained_parameters"), model.get("parameters")
     share = f" of {trained:,} of {of:,} parameters" if trained and of else ""
     peft = f" ({', '.join(model['peft'])})" if model.get("peft") else ""
@@ -451,7 +456,8 @@ def _utility(lines: FitLines) -> dict[str, Points]:
     """By name, and by client where the lines say which."""
     found: dict[str, dict[int, float | None]] = {}
     for look in lines.looks:
-        of = "" if look.get("client") is None else f", client {look['client']}"
+        client = look.get("client")
+        of = "" if client is None else f", {_SUM if client == _SUM else f'client {client}'}"
         for name, value in (look.get("utility") or {}).items():
             told = _plain(number(value))
             found.setdefault(f"{name}{of}", {}).setdefault(int(look["step"]), told)
@@ -524,10 +530,12 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
                 "releases": spent.get("releases"),
                 "history": spent.get("history") or [],
             }
-    about = {d["name"]: d for d in (lines.begin or {}).get("defenses", [])}
+    about: dict[str, list[Line]] = {}
+    for told_of in (lines.begin or {}).get("defenses", ()):
+        about.setdefault(told_of["name"], []).append(told_of)
     clients = int(((lines.begin or {}).get("monitor") or {}).get("clients", 1))
     for name, of in found.items():
-        defense = about.get(name, {})
+        defense = about.get(name, [{}])[0]
         settings = defense.get("settings") or {}
         kind = defense.get("class", NOT_RECORDED)
         of["series"] = list(of["series"].items())
@@ -549,7 +557,7 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
         of["max_grad_norm"] = settings.get("max_grad_norm", settings.get("clip"))
         of["class"] = kind
         of["holds"] = _holds(of)
-        of |= _ledgers(settings.get("ledger"))
+        of |= _ledgers([(one.get("settings") or {}).get("ledger") for one in about.get(name, ())])
         of["without_sampling"] = _without_sampling(of)
         of["statement"] = _statement(of)
     return list(found.values())
@@ -572,29 +580,29 @@ def _order(epsilon: object) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _ledgers(path: object) -> dict[str, Any]:
-    """SHA-256 and releases of the ledger, or of each client's; lines of it that are none."""
-    found: dict[str, Any] = {"ledger": None, "ledger_releases": {}, "unread": []}
-    if not isinstance(path, str):
-        return found
-    place = Path(path)
+def _ledgers(paths: Sequence[str | None]) -> dict[str, Any]:
+    """SHA-256 and releases of the ledgers, each client's its own; lines of them that are none."""
     hashes: dict[str, str] = {}
-    try:
-        near = place.parent.glob(f"{glob.escape(place.name)}.*-of-*")
-        files = [place] if place.is_file() else sorted(near)
-        for one in files:
-            content = one.read_bytes()
-            hashes[one.name] = hashlib.sha256(content).hexdigest()
-            releases, odd = _released(content)
-            found["ledger_releases"][one.name] = releases
-            if odd:
-                found["unread"].append(
-                    f"{len(odd)} of the lines of the ledger {one.name} are no releases: "
-                    f"{spans(odd)}"
-                )
-    except (OSError, ValueError) as error:
-        hashes[place.name] = f"cannot be read: {type(error).__name__}"
-    return found | {"ledger": hashes or {place.name: "the file is not there"}}
+    counts: dict[str, int] = {}
+    unread: list[str] = []
+    for place in (Path(path) for path in dict.fromkeys(paths) if path):
+        try:
+            near = place.parent.glob(f"{glob.escape(place.name)}.*-of-*")
+            files = [place] if place.is_file() else sorted(near)
+            for one in files:
+                content = one.read_bytes()
+                hashes[one.name] = hashlib.sha256(content).hexdigest()
+                counts[one.name], odd = _released(content)
+                if odd:
+                    unread.append(
+                        f"{len(odd)} of the lines of the ledger {one.name} are no releases: "
+                        f"{spans(odd)}"
+                    )
+            if not files:
+                hashes[place.name] = "the file is not there"
+        except (OSError, ValueError) as error:
+            hashes[place.name] = f"cannot be read: {type(error).__name__}"
+    return {"ledger": hashes or None, "ledger_releases": counts, "unread": unread}
 
 
 def _released(ledger: bytes) -> tuple[int, list[int]]:
@@ -913,9 +921,17 @@ def _only_results(n: int) -> dict[str, Any]:
 
 
 def _excess(attack: Mapping[str, Any]) -> float:
-    """How far above chance, from 0 to 1."""
-    highest, chance = float(attack["highest"]), float(attack["chance"])
-    return (highest - chance) / (1 - chance)
+    """How far above chance, from 0 to 1.
+
+    One look at words or texts counts. One at membership is of few games, so that the highest of
+    many is high by chance: there the mean counts, that of the worst client, and what is pooled.
+    """
+    values = [attack["highest"]]
+    if attack["family"] == "membership":
+        last = (attack["last"] or {}).get("value")
+        values = [attack["mean"], attack["worst_client"], last]
+    chance = float(attack["chance"])
+    return (max(value for value in values if value is not None) - chance) / (1 - chance)
 
 
 def _who(dishonest: bool | None) -> str:

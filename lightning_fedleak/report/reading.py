@@ -120,7 +120,7 @@ def _fits(folder: Path, problems: list[str]) -> list[FitLines]:
         FitLines(
             folder,
             run,
-            begin=next(iter(of.get("begin", ())), None),
+            begin=_begin(of),
             looks=of.get("look", ()),
             results=of.get(RESULTS, ()),
             decisions=of.get("gate", ()),
@@ -128,6 +128,14 @@ def _fits(folder: Path, problems: list[str]) -> list[FitLines]:
         )
         for run, of in by_run.items()
     ]
+
+
+def _begin(of: Mapping[str, Sequence[Line]]) -> Line | None:
+    """The first line, with the defences that came later."""
+    if not of.get("begin"):
+        return None
+    begin = of["begin"][0]
+    return {**begin, "defenses": [*begin.get("defenses", ()), *of.get("defense", ())]}
 
 
 def _lines(path: Path, problems: list[str]) -> Iterator[Line]:

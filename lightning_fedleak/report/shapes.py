@@ -96,6 +96,12 @@ _SETTINGS = {
     "clients?": int,
     "poisson?": (bool, None),
 }
+_DEFENSE = {
+    "name": str,
+    "class?": str,
+    "guarantee?": str,
+    "settings?": (None, _SETTINGS),
+}
 _RESULT: Mapping[str, Shape] = {
     "run?": str,
     "schema?": int,
@@ -150,14 +156,7 @@ _RECORD: Mapping[str, Mapping[str, Shape]] = {
         ],
         "not_played?": [{"name": str, "why": str}],
         "unread?": [str],
-        "defenses?": [
-            {
-                "name": str,
-                "class?": str,
-                "guarantee?": str,
-                "settings?": (None, _SETTINGS),
-            }
-        ],
+        "defenses?": [_DEFENSE],
         "gates?": [
             {
                 "name": str,
@@ -170,6 +169,7 @@ _RECORD: Mapping[str, Mapping[str, Shape]] = {
         ],
         "settings_hash?": str,
     },
+    "defense": _DEFENSE,
     "look": {
         "step": int,
         "client?": _CLIENT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -188,6 +189,34 @@ def test_an_update_that_cannot_be_read_does_not_leave(tmp_path):
     assert {x["why"][:23] for x in decisions(tmp_path)} == {"the client's update hol"}
 
 
+def test_looks_cost_a_share_of_the_rounds_unless_a_gate_judges(tmp_path):
+    def rounds_seen(*gates):
+        net = model()
+        seen = []
+        out = OutgoingUpdates(
+            observer(tmp_path / str(len(gates)), net, [Probe(k=14)], max_overhead=0.5), gates
+        )
+        found = out.observer.look
+
+        def dear(*args, **more):  # of 3 seconds in a round of one
+            seen.append(out.observer.round_)
+            return replace(found(*args, **more), seconds=3.0)
+
+        out.observer.look = dear
+        for round_ in range(14):
+            sent, data = trained_state(net), batches(round_)
+            returned = train(net, data)
+            left = out.leaves(round_, sent, returned, data, seconds=1.0)
+            assert same(left.state, returned)
+            assert (left.look is None) == (round_ not in seen)
+        return seen
+
+    assert rounds_seen() == [0, 6, 12]
+    assert rounds_seen(RoundGate(F1, at_most=1.0)) == list(range(14))
+    with pytest.raises(ValueError, match="max_overhead must be a share"):
+        observer(tmp_path, model(), max_overhead=5)
+
+
 # ---- under differential privacy of the client ---------------------------------------------------
 
 
@@ -231,6 +260,22 @@ def test_the_account_of_the_record_is_the_clients(tmp_path):
     [spent] = end["privacy"]
     assert spent["releases"] == 2
     assert spent["epsilon"] == pytest.approx(own.privacy.epsilon)
+
+
+def test_a_clients_own_account_is_in_the_record_with_what_it_guarantees(tmp_path):
+    """Also where the observer, which several clients share, was not told of any."""
+    net = model()
+    watched = observer(tmp_path, net, [Probe(k=14)])
+    for client in range(2):
+        own = dp(accountant="rdp", ledger=tmp_path / f"client_{client}.ledger")
+        list(rounds(OutgoingUpdates(watched, dp=own, client=client), net))
+    watched.end()
+    assert [x["kind"] for x in lines(tmp_path, "run.jsonl")].count("defense") == 2
+    [run] = findings(read([tmp_path]))["runs"]
+    [spent] = run["privacy"]
+    assert (spent["class"], spent["holds"], spent["unit"]) == ("ClientDP", True, "client")
+    assert set(spent["ledger"]) == {"client_0.ledger", "client_1.ledger"}
+    assert len(run["defenses"]) == 1
 
 
 def test_noise_is_turned_up_until_the_update_passes(tmp_path):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_fedleak.finetuning import hub as real_hub
 from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.texts import check_texts, read_texts
+from lightning_fedleak.finetuning.texts import check_texts, read_labelled, read_texts
 
 WORDS = ["one, two", 'a "quoted" word', "zwölf Äpfel"]
 
@@ -351,3 +351,19 @@ def test_without_datasets_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SourceError, match=r"pip install .*\[datasets\]"):
         read_texts("imdb")
+
+
+def test_labelled_texts(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("who,text\nann, one \nbob,two\nann,\n")
+    assert read_labelled(path, "who") == [("one", "ann"), ("two", "bob")]
+    for label, match in (("whom", r"no column 'whom' \(label=\); it has \['who', 'text'\]"),):
+        with pytest.raises(SourceError, match=match):
+            read_labelled(path, label)
+    path.write_text("who,text\nann,one\n,two\n")
+    with pytest.raises(SourceError, match="of 1 of 2 texts column 'who'"):
+        read_labelled(path, "who")
+    plain = tmp_path / "a.txt"
+    plain.write_text("one\ntwo\n")
+    with pytest.raises(SourceError, match="plain text, which has no columns: leave label= out"):
+        read_labelled(plain, "who")

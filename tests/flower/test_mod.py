@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -101,6 +102,34 @@ def test_batches_that_were_not_told_are_unknown(tmp_path):
     mod = FedLeakMod(ForClient(tmp_path), [RoundGate(F1, at_most=1.0)])
     with pytest.warns(UserWarning, match="no batch of the round was handed over"):
         assert mod(message(), context(), silent).has_error()
+
+
+def test_patience_is_kept_where_each_round_has_a_process_of_its_own(tmp_path):
+    def silent(asked, where):
+        content = RecordDict({"arrays": ArrayRecord(trained(model(), data_of(0, 1)))})
+        return Message(content=content, reply_to=asked)
+
+    node = context()
+    refused = []
+    for round_ in (1, 2):
+        mod = FedLeakMod(
+            ForClient(tmp_path), lambda where: [RoundGate(F1, at_most=1.0, patience=1)]
+        )
+        refused.append(mod(message(round_), node, silent).has_error())
+    assert refused == [False, True]
+
+
+def test_copies_of_a_mod_calibrate_once_in_a_process(tmp_path):
+    made = []
+
+    def counting(where):
+        made.append(where.run_id)
+        return observer(tmp_path / str(len(made)))
+
+    mod = FedLeakMod(counting)
+    for round_, run in ((1, 1), (2, 1), (1, 2)):
+        copy.copy(mod)(message(round_), context(run=run), train)
+    assert made == [1, 2]
 
 
 def test_noise_of_the_clients_own_leaves_with_no_metrics(tmp_path):

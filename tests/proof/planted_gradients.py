@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.accounting.accounting import History
-from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
+from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler, UserBatchSampler
 from tests.proof.dp_sgd import Games, log_likelihood_ratios
 
 RATE = 0.1
@@ -49,6 +49,9 @@ class PlantedGradients:
             for as many as targets: inclusion is given.
         steps: releases of a run.
         seed: of the runs' entropy and coins.
+        rows: of each target, where a target is a user (``DPSGD(unit="user")``). Their mean is the
+            target; one by one they are between half and one and a half times as long. ``owners``
+            says whose each row is.
 
     Attributes:
         history: what the defence has accounted for a run, alike in all; empty before the first.
@@ -65,6 +68,7 @@ class PlantedGradients:
         batch_size: int | None = None,
         steps: int = 1,
         seed: int = 0,
+        rows: Sequence[int] | None = None,
     ) -> None:
         if targets < 2:
             raise ValueError(f"targets must be at least 2, got {targets}")
@@ -80,6 +84,9 @@ class PlantedGradients:
         given = defense().max_grad_norm
         self._clip = 1.0 if given == "auto" else given
         self._data = torch.diag(self._clip * torch.linspace(1.5, 10.0, targets))
+        if rows is not None:
+            shares = [torch.linspace(0.5, 1.5, n) if n > 1 else torch.ones(1) for n in rows]
+            self._data = self._data[owners(rows)] * torch.cat(shares)[:, None]
         self._model = nn.Sequential(
             nn.Linear(targets, 1, bias=False, device="meta").to_empty(device="cpu")
         )
@@ -119,10 +126,7 @@ class PlantedGradients:
             defense.on_train_start(context)
             optimizer = torch.optim.SGD(self._weights, lr=RATE)
             releases = []
-            for drawn in itertools.islice(_batches(sampler), self.steps):
-                there = torch.zeros(len(members), dtype=torch.bool)
-                there[drawn] = True
-                batch = self._data[there & members]
+            for batch in itertools.islice(self._batches(sampler, members), self.steps):
                 optimizer.zero_grad()
                 self._backward(defense, context, batch)
                 defense.before_release()
@@ -143,7 +147,8 @@ class PlantedGradients:
     def coins(self, number: int) -> Tensor:
         """(targets,) bool, fair; the same for the same number of a run."""
         secret = np.frombuffer(self._secret("coins", number), dtype="<u4")
-        return torch.from_numpy(np.random.default_rng(secret).random(len(self._data)) < 0.5)
+        targets = self._data.shape[1]
+        return torch.from_numpy(np.random.default_rng(secret).random(targets) < 0.5)
 
     def games(self, number: int, sigma: float, sample_rate: float) -> Games:
         """The games of one run, a fair coin for each target, by the best score there is.
@@ -166,15 +171,27 @@ class PlantedGradients:
 
         defense.on_logical_batch(step, [batch], context).backward()
 
+    def _batches(self, sampler: Any, members: Tensor) -> Iterator[Tensor]:
+        """Without end. Poisson draws are not noted by their sampler.
+
+        It would tell the defence how many there were, and who is not there is drawn all the same.
+        """
+        if isinstance(sampler, UserBatchSampler):
+            for step in itertools.count(sampler.step):
+                there = [user for user in sampler.draw(step) if members[user]]
+                rows = sorted((sampler._rows_of(u, step) for u in there), key=len, reverse=True)
+                sampler._counts.append([len(own) for own in rows])
+                yield self._data[[*itertools.chain.from_iterable(rows)]]
+        draws = itertools.chain.from_iterable(itertools.repeat(sampler))
+        if isinstance(sampler, PoissonBatchSampler):
+            draws = map(sampler.draw, itertools.count(sampler.step))
+        for drawn in draws:
+            yield self._data[[target for target in drawn if members[target]]]
+
     def _secret(self, what: str, number: int) -> bytes:
         return hashlib.sha256(f"planted gradients {what} {self.seed} {number}".encode()).digest()
 
 
-def _batches(sampler: Any) -> Iterator[list[int]]:
-    """Without end. Poisson draws are not noted by their sampler.
-
-    It would tell the defence how many there were, and who is not there is drawn all the same.
-    """
-    if isinstance(sampler, PoissonBatchSampler):
-        return map(sampler.draw, itertools.count(sampler.step))
-    return itertools.chain.from_iterable(itertools.repeat(sampler))
+def owners(rows: Sequence[int]) -> list[int]:
+    """Whose each row is, of users with so many rows."""
+    return [user for user, count in enumerate(rows) for _ in range(count)]

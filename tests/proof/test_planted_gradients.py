@@ -16,7 +16,7 @@ from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, Gathered, NoiseGauge
 from lightning_fedleak.defenses.dpsgd.factorization import banded
 from tests.proof.dp_sgd import Refutations, best_threshold, refutations
-from tests.proof.planted_gradients import PlantedGradients
+from tests.proof.planted_gradients import PlantedGradients, owners
 
 pytest.importorskip("opacus")
 
@@ -124,6 +124,61 @@ def test_bands_with_half_the_noise_are_refuted(monkeypatch: pytest.MonkeyPatch) 
     played = [banded_scores(game, number, 4) for number in range(10)]
     epsilon = epsilon_of(game.history, DELTA, "prv")
     assert all(audit_gaussian_scores(*own, delta=DELTA).epsilon > epsilon for own in played)
+
+
+ROWS = [1 + target % 4 for target in range(GAMES)]
+USERS: dict[str, Any] = {"unit": "user", "group_by": owners(ROWS)}
+
+
+def of_users(sigma: float, rate: float = 1.0, steps: int = 1, **settings: Any) -> PlantedGradients:
+    """Targets are users of one to four rows."""
+
+    def defense() -> DPSGD:
+        return DPSGD(0.7, noise_multiplier=sigma, target_delta=DELTA, **{**USERS, **settings})
+
+    return PlantedGradients(
+        defense, targets=GAMES, batch_size=round(rate * GAMES), steps=steps, seed=2, rows=ROWS
+    )
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rows_per_user": 2}, {"max_physical_batch": 150}, {"max_physical_batch": 3}]
+)
+def test_a_user_with_all_of_their_rows_is_told_no_better_than_accounted(settings: Any) -> None:
+    game = of_users(1.0, **settings)
+    audits = 5 if settings.get("max_physical_batch") == 3 else 80
+    count, power = audited(game, audits, 1.0, delta=DELTA, claim="gaussian", threshold=0.0)
+    assert game.history == ((1.0, 1.0, 1),)
+    assert count.p_value > 0.01
+    assert power > 0.4
+
+
+def test_nor_where_users_are_drawn_by_chance() -> None:
+    game = of_users(1.0, 0.5, 4)
+    cut = best_threshold(1.0, 0.5, 4, games=GAMES, delta=0.1)
+    count, power = audited(game, 80, 1.0, 0.5, delta=0.1, threshold=cut)
+    assert game.history == ((1.0, 0.5, 4),)
+    assert count.p_value > 0.01
+    assert power > 0.15
+
+
+def rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is clipped, and all of a user's are added."""
+    right = ClippedSum.__init__
+
+    def by_rows(self: ClippedSum, *given: Any, **named: Any) -> None:
+        right(self, *given, **{**named, "users": None})
+
+    monkeypatch.setattr(ClippedSum, "__init__", by_rows)
+
+
+def test_users_whose_rows_are_clipped_by_themselves_are_refuted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows_by_themselves(monkeypatch)
+    count, power = audited(of_users(1.0), 20, 1.0, delta=DELTA, claim="gaussian", threshold=0.0)
+    assert count.refuted > 15
+    assert power > 1
 
 
 def half_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,6 +204,19 @@ def test_a_high_look_and_the_worst_client_are_not_averaged_away(tmp_path):
     assert found["verdict"]["level"] == "high"
 
 
+def test_the_highest_of_many_small_games_is_no_alarm(tmp_path):
+    def level(*looks):
+        attacks = [about("fc", "membership")]
+        lines = [
+            result(s, "fc", auc=(sum(looks[: s + 1]) / (s + 1), 0.3, 0.9), auc_of_this_look=v)
+            for s, v in enumerate(looks)
+        ]
+        return found_in(tmp_path, lines, [begin(attacks=attacks)])["verdict"]["level"]
+
+    assert level(0.3, 0.7, 0.9, 0.2, 0.4) == "some"
+    assert level(0.8, 0.9, 0.8, 0.9, 0.9) == "high"
+
+
 def test_a_look_without_a_rate_of_its_own_does_not_take_the_pooled_one(tmp_path):
     looks = enumerate([None, 0.5])
     lines = [result(s, "fc", auc=0.9, auc_of_this_look=alone) for s, alone in looks]

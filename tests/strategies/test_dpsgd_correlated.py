@@ -145,4 +145,4 @@ def test_dp_adam_takes_out_the_variance_of_each_step() -> None:
         expected = 0.5 * expected + 0.5 * (norm * NOISE * CLIP / BATCH) ** 2
     assert norms.max() > 1.2 * norms.min()
     assert float(state["noise"]) == pytest.approx(expected, rel=1e-5)
-    assert float(state["exp_avg_sq"].mean()) == pytest.approx(expected, rel=0.05)
+    assert float(state["exp_avg_sq"].mean()) == pytest.approx(expected, rel=0.15)

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.wrappers import matrix_shape, unwrap
 from lightning_fedleak.model_runs import (
+    called_with,
     logits_in,
     needed_hooks_only,
     takes,
@@ -146,7 +147,7 @@ class ModelCopy:
     def _called(self, ids: Tensor) -> Tensor:
         options = {"use_cache": False} if takes(self.anatomy.model, "use_cache") else {}
         given = {"input_ids": ids, **options}
-        out = torch.func.functional_call(self.anatomy.model, self._weights, kwargs=given)
+        out = called_with(self.anatomy.model, self._weights, **given)
         return logits_in(out)
 
     def _without_padding(self, ids: Tensor) -> Tensor:

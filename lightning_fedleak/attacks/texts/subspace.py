@@ -7,6 +7,10 @@ earlier tokens explain are projected out, so that few rows tell many tokens apar
 count as evidence. What a token would explain at any other place is taken off: that it is in the
 batch says nothing of where it stands. And a next text branches off wherever a found one could have
 gone on another way, so that texts with a common beginning are told apart.
+
+Where a LoRA has fewer rows than the batch has words, none fits exactly, and most of what fits says
+which token a state is of. So each token's mean state behind random others is taken off rows and
+states, and the rest is whitened: what is left is what a beginning makes of its next token.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 _BLOCKS = 12
 _CONTEXTS, _CONTEXT = 4, 8
+_BEHIND = (1, 2, 4, 8) * 4
 _PRIOR = 0.5
 _LOST = 2
 _NEAR, _SAME, _GAIN = 0.02, 1e-3, 3.0
@@ -385,11 +390,13 @@ class _Left:
     whitening: Tensor
 
     @classmethod
-    def of(cls, rows: Tensor, whitening: Tensor) -> _Left:
-        """Of rows (m, d) in units of their noise, of which none is explained."""
+    def of(cls, rows: Tensor, whitening: Tensor, known: Tensor | None = None) -> _Left:
+        """Of rows (m, d) in units of their noise; of whitened states (n, d) may be ``known``."""
         rows = rows @ whitening
+        known = rows[:0] if known is None else known
+        rows = rows - (rows @ known.T) @ known
         directions = torch.linalg.qr(rows.T).Q.T.contiguous() if len(rows) else rows
-        return cls(rows, directions, rows[:0], whitening)
+        return cls(rows, directions, known, whitening)
 
     def fits(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """How much of what is new in states (n, d) the directions hold.
@@ -517,6 +524,22 @@ class _Text:
         return 2 * sum(1 - fit <= _EXACT for fit in own) >= len(own)
 
 
+@dataclass(frozen=True, eq=False)
+class _Measure:
+    """By what states are compared with what is left of the rows.
+
+    Attributes:
+        whitening: (d, d) of each block.
+        means: (n, d) orthonormal after whitening, of each block: what tokens are taken for wherever
+            they stand. None of them where tokens alone tell nearly all.
+        behind: what the tokens of the bag are tried behind, to see what they explain anywhere.
+    """
+
+    whitening: Sequence[Tensor]
+    means: Sequence[Tensor]
+    behind: tuple[tuple[int, ...], ...]
+
+
 class _Search:
     def __init__(
         self,
@@ -527,31 +550,87 @@ class _Search:
         beam: int,
         seed: int,
     ) -> None:
-        self.bottom, self.whitening, self.shared = bottom, whitening, shared
+        self.bottom, self.shared = bottom, shared
         self.bag, self.beam, self.seed = bag, beam, seed
         self.longest = min(bottom.context or _LONGEST, _LONGEST)
         self.precise = all(rows.exact for rows in shared)
         self.speaks = predicts_next(bottom)
         self.tried = 0
-        self._elsewhere: list[Tensor] | None = None
         self._copies: int | None = None
+        length = min(_CONTEXT, self.longest - 1)
+        behind = self._random([length] * _CONTEXTS)
+        none = [white[:0] for white in whitening]
+        self._compare(_Measure(whitening, none, behind))
+
+    @property
+    def whitening(self) -> Sequence[Tensor]:
+        """(d, d) that states of each block are multiplied by."""
+        return self._measure.whitening
+
+    def _compare(self, measure: _Measure) -> None:
+        self._measure = measure
+        self._elsewhere: list[Tensor] | None = None
+
+    @property
+    def _few(self) -> bool:
+        """Whether the rows are too few to tell each word."""
+        return len(self.shared[0].kept) < len(self.bag)
+
+    def _random(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Beginnings of tokens that are drawn from the bag."""
+        generator = torch.Generator().manual_seed(self.seed)
+        bag = self.bag.cpu()
+        drawn = (torch.randint(len(bag), (n,), generator=generator) for n in lengths)
+        return tuple(tuple(bag[places].tolist()) for places in drawn)
+
+    def _in_context(self) -> _Measure | None:
+        """By what a beginning makes of its next token; None where the bag fills the states."""
+        kept, width = self.shared[0].kept.shape
+        if width < 2 * len(self.bag) + kept:
+            return None
+        behind = self._random([min(n, self.longest - 1) for n in _BEHIND])
+        read = [self.bottom.parts(self._begun([b]).attempt(self.bag[None])) for b in behind]
+        self.tried += len(behind) * len(self.bag)
+        whitenings, means = [], []
+        for parts in zip(*read, strict=True):
+            states = torch.cat(parts)
+            mean = states.mean(0)
+            basis = torch.linalg.qr(mean.T).Q.T
+            rest = (states - mean).flatten(0, 1)
+            rest = rest - (rest @ basis.T) @ basis
+            white = whitening(rest.T @ rest).double()
+            whitenings.append(white)
+            means.append(torch.linalg.qr((mean @ white).T).Q.T.contiguous())
+        return _Measure(whitenings, means, behind)
 
     def run(self, deadline: Deadline) -> tuple[list[FoundText], bool, bool]:
-        """The texts, whether it came to an end by itself, and whether they are certain."""
-        texts, finished = self.found(deadline)
-        texts, certain = self._certified(texts) if finished else (texts, False)
+        """The texts, whether it came to an end by itself, and whether they are certain.
+
+        Where there are few rows a search that ends in nothing certain is made anew by the other
+        measure.
+        """
+        plain, in_context = self._measure, self._in_context() if self._few else None
+        measures = [plain] if in_context is None else [in_context, plain]
+        first: list[_Text] | None = None
+        for measure in measures if self.precise else measures[:1]:
+            self._compare(measure)
+            texts, finished = self.found(deadline)
+            texts, certain = self._certified(texts) if finished else (texts, False)
+            if certain or not finished:
+                break
+            first = first or texts
+        texts = texts if certain or first is None else first
         whole = [t for t in texts if not any(_begins(t, other) for other in texts)]
         return [FoundText(t.tokens, t.fits) for t in whole], finished, certain
 
     def found(self, deadline: Deadline) -> tuple[list[_Text], bool]:
         """Finds one text after the other; whether it came to an end by itself."""
-        blocks = zip(self.shared, self.whitening, strict=True)
-        left = tuple(_Left.of(shared.kept, white) for shared, white in blocks)
+        blocks = zip(self.shared, self.whitening, self._measure.means, strict=True)
+        left = tuple(_Left.of(shared.kept, white, known) for shared, white, known in blocks)
         states = self._tried(self._begun([()]))[0]
         opened = [
             _Branch((), int(token), tuple(x[i] for x in states)) for i, token in enumerate(self.bag)
         ]
-        few = len(left[0].directions) < len(self.bag)
         found: list[_Text] = []
         lost: list[_Text] = []
         while any(len(block.directions) for block in left) and len(lost) < _LOST:
@@ -562,7 +641,7 @@ class _Search:
             if self.precise and not text.exact and finished and self.speaks:
                 again, finished = self._next(opened, left, deadline, _PRIOR)
                 text = again if again is not None and again.exact else text
-            if self.precise and not (text.exact or few):  # a wrong token: all behind is made up
+            if self.precise and not (text.exact or self._few):  # behind a wrong token
                 lost.append(text)
                 begun = text.tokens[: text.begins + 1]
                 opened = [b for b in opened if (*b.prefix, b.token) != begun]
@@ -610,17 +689,20 @@ class _Search:
             for x, w in zip(self.bottom.parts(states), self.whitening, strict=True)
         ]
 
-    def _anywhere(self, left: Sequence[_Left]) -> Tensor:
-        """(n,) mean evidence of tokens behind random others: at places that are not their own."""
+    def _anywhere(self, left: Sequence[_Left]) -> tuple[Tensor, float]:
+        """Evidence of tokens behind random others, at places that are not their own.
+
+        Returns:
+            Each token's mean (n,), and how far above it the best of all tokens comes in the mean.
+        """
+        behind = self._measure.behind
         if self._elsewhere is None:
-            generator = torch.Generator().manual_seed(self.seed)
-            length = min(_CONTEXT, self.longest - 1)
-            places = torch.randint(len(self.bag), (_CONTEXTS, length), generator=generator)
-            contexts = self.bag.cpu()[places].tolist()
-            rows = self._tried(self._begun([tuple(c) for c in contexts]))
+            rows = [self._tried(self._begun([beginning]))[0] for beginning in behind]
             self._elsewhere = [torch.cat(parts) for parts in zip(*rows, strict=True)]
         evidence = _Fits.of(left, self._elsewhere).evidence.nan_to_num(neginf=0.0)
-        return evidence.view(_CONTEXTS, -1).mean(0)
+        evidence = evidence.view(len(behind), -1)
+        mean = evidence.mean(0)
+        return mean, float((evidence - mean).max(1).values.mean())
 
     def _next(
         self,
@@ -696,7 +778,7 @@ class _Search:
         fits = _Fits.of(left, states)
         evidence, least = fits.evidence, -math.inf
         if not fits.exact:
-            least = float(self._anywhere(left).max())
+            least = float(self._anywhere(left)[0].max())
         texts = []
         best = evidence.topk(min(max(_ASIDE, self.beam), len(opened))).indices.tolist()
         for i in best[: self.beam]:
@@ -741,12 +823,16 @@ class _Search:
         """Texts with one more token, the likeliest first, and other ways to go on.
 
         A text ends where no token fits exactly, if those before did; else where none fits better
-        than at places that are not its own, however likely it is.
+        than at places that are not its own, however likely it is: of few rows than the best of all
+        tokens does there.
         """
         fits = _Fits.of(text.left, states)
         evidence = ranked = fits.evidence
         if not fits.exact:
-            evidence = evidence - self._anywhere(text.left)
+            mean, best_elsewhere = self._anywhere(text.left)
+            evidence = evidence - mean
+            if len(self._measure.means[0]):
+                evidence = evidence - best_elsewhere
             ranked = evidence + likely.to(evidence)
         best = ranked.topk(min(_ASIDE, len(ranked))).indices.tolist()
         best = [i for i in best if math.isfinite(float(evidence[i]))]

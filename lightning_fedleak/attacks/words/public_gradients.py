@@ -29,6 +29,7 @@ from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import (
     LOGITS_AT_ONCE,
+    called_with,
     cut_at,
     inputs_of,
     labels_of,
@@ -115,7 +116,7 @@ def gradient_through_blocks(
     with undisturbed(anatomy) as model, torch.enable_grad(), needed_hooks_only(anatomy.root):
 
         def run(**text: Any) -> Any:
-            return torch.func.functional_call(model, views, kwargs=text)
+            return called_with(model, views, **text)
 
         states: Tensor = cut_at(run, place)(input_ids=ids.to(anatomy.device))
         weights = torch.randn(states.shape, generator=generator).to(states)

@@ -56,8 +56,9 @@ class FederateCommand(Setting):
         console = console or Console()
         engine = self._engine()
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self.gates()  # refuse what cannot be meant before anything is written
-        self._check_account()
+        self.check_adapters()
+        self._check_account()  # what cannot be meant is refused before anything is written
+        self._check_gate()
         sizes = [len(rows) for rows in self.rows]
         folder = self.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         try:
@@ -127,6 +128,13 @@ class FederateCommand(Setting):
         ledgers = {p.read_bytes(): p for p in folder.glob("client_*.ledger")}
         accounts = [self.account(path) for path in ledgers.values()]
         return max((a.privacy.epsilon for a in accounts if a is not None), default=0.0)
+
+    def _check_gate(self) -> None:
+        for gate in self.gates():
+            try:
+                gate.check(self.observer(self.out))
+            except ValueError as error:
+                raise SourceError(f"--watch {gate.metric}: {error}") from error
 
     def _introduce(self, console: Console, sizes: Sequence[int]) -> None:
         model = "the embedded model" if self.model is None else self.model

@@ -69,7 +69,9 @@ def run(setting: Setting, folder: Path, closed: Closed) -> Server:
 
 def _serve(setting: Setting, folder: Path, closed: Closed, grid: Grid) -> Server:
     server = Server(setting, folder)
-    observer = setting.observer(folder / "server") if setting.attack != "none" else None
+    observer = (
+        setting.observer(folder / "server", folder.name) if setting.attack != "none" else None
+    )
     how = "KeyboardInterrupt"
     try:
         nodes = _nodes(grid, setting.clients)
@@ -125,7 +127,7 @@ def _client_app(setting: Setting, folder: Path) -> ClientApp:
 
 
 def _observer(setting: Setting, folder: Path, context: Context) -> RoundObserver:
-    return setting.observer(folder / f"clients_{os.getpid()}")
+    return setting.observer(folder / f"clients_{os.getpid()}", folder.name)
 
 
 def _account(setting: Setting, folder: Path, context: Context) -> ClientDP | None:

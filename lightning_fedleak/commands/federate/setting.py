@@ -55,13 +55,21 @@ class Setting(FederateOptions):
 
     def make_model(self) -> nn.Module:
         """The model with what is trained of it, in train mode; the same at every call."""
+        self.check_adapters()
         model: nn.Module = load_model(self.model)
         if self.peft == "lora":
             rank = 8 if self.lora_r is None else self.lora_r
             model = with_lora(find_anatomy(model), rank, self.targets, self.seed).model
-        elif self.lora_r is not None or self.targets is not None:
-            raise SourceError("--lora-r and --targets are of adapters: say --peft lora too.")
         return model.train()
+
+    def check_adapters(self) -> None:
+        """Refuses settings of adapters where there are none.
+
+        Raises:
+            SourceError: says which option to add.
+        """
+        if self.peft is None and (self.lora_r is not None or self.targets is not None):
+            raise SourceError("--lora-r and --targets are of adapters: say --peft lora too.")
 
     @property
     def make_optimizer(self) -> partial[torch.optim.Optimizer]:
@@ -213,13 +221,19 @@ class Setting(FederateOptions):
 
     # ---- who looks, and who adds noise ------------------------------------------------------
 
-    def observer(self, folder: Path) -> RoundObserver:
-        """Attacks the updates of this federation; its files go to ``folder``."""
+    def observer(self, folder: Path, federation: str | None = None) -> RoundObserver:
+        """Attacks the updates of this federation.
+
+        Args:
+            folder: of its files.
+            federation: a name that all observers of it have alike.
+        """
         return RoundObserver(
             self.make_model(),
             self.make_optimizer,
             self.local_steps,
             folder=folder,
+            federation=federation,
             public_text=PublicText(self._rows(self._texts[2])),
             tokenizer=self.tokenizer,
             games=Games(targets=self.members, held_out=PublicText(self.outside)),

@@ -69,8 +69,6 @@ def read_back(
             and line["did"] in ("withheld", "raise")
         ):
             withheld.add(line["client"])
-        if line["kind"] == "look" and line["step"] == number:
-            spent += [_epsilon(of["epsilon"]) for of in line["privacy"]]
     shown = {name: by_client for name, by_client in found.items() if by_client}
     return Round(number, loss, shown, frozenset(withheld), absent, epsilon)
 

@@ -334,17 +334,16 @@ class DPSGD(Defense):
         Returns:
             Epsilon at the delta of :attr:`privacy`
             (:func:`~lightning_fedleak.defenses.accounting.groups.group_epsilon`). With
-            ``accountant="filter"``, and with ``mechanism="banded"``, where rows of different groups
-            meet in the noise of one step, k times the epsilon, at delta ``k e^((k - 1) epsilon)``
-            times its own; infinite where that is no probability.
+            ``accountant="filter"``, and where noise is correlated, k times the epsilon of one, at
+            delta ``k e^((k - 1) epsilon)`` times its own; infinite where that is no probability.
 
         Raises:
             DefenseError: no number of rows, or before the training data are known.
         """
         check_count(rows, "rows")
         own = self.privacy
-        meet = self.mechanism == "banded" and self._noise.bands > 1
-        if not (meet or isinstance(self.accountant, RenyiFilter)):
+        independent = self.mechanism == "independent"
+        if independent and not isinstance(self.accountant, RenyiFilter):
             epsilon = group_epsilon(self.accountant.history, own.delta, rows)
             return dataclasses.replace(own, epsilon=max(epsilon, own.epsilon))
         log_delta = math.log(own.delta * rows) + (rows - 1) * own.epsilon

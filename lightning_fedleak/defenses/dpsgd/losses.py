@@ -44,7 +44,8 @@ def mean_of_sample_means(
             raise ValueError(
                 "mean_of_sample_means: causal=True needs logits (B, T, V) of two positions or more"
             )
-        logits, labels = logits[:, :-1], labels[:, 1:]
+        # Labels are moved, not logits: these would be copied, and their gradients once more.
+        labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
     samples = len(labels)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     losses = torch.nn.functional.cross_entropy(

@@ -81,14 +81,22 @@ class Buffers:
         self._read()
 
     def _read(self) -> None:
-        self._before = {
-            name: (b, _version(b), b.detach().clone() if self._compares(b) else None)
-            for name, b in self._root.named_buffers()
-        }
-        sharded = any(isinstance(module, FSDPModule) for module in self._root.modules())
-        parameters = () if sharded else self._root.named_parameters()
+        self._before: dict[str, tuple[Tensor, int, Tensor | None]] = {}
+        parameters: dict[nn.Parameter, str] = {}
+        sharded = False
+        for name, module in self._root.named_modules():  # once through, a large model has many
+            within = f"{name}." if name else ""
+            sharded = sharded or isinstance(module, FSDPModule)
+            for key, b in module._buffers.items():
+                if b is not None:
+                    copy = b.detach().clone() if self._compares(b) else None
+                    self._before[within + key] = b, _version(b), copy
+            for key, p in module._parameters.items():
+                if p is not None:
+                    parameters.setdefault(p, within + key)
         self._weights = [
-            (name, p, _version(p), printed(p) if self._contents else None) for name, p in parameters
+            (name, p, _version(p), printed(p) if self._contents else None)
+            for p, name in ({} if sharded else parameters).items()
         ]
 
     def _compares(self, buffer: Tensor) -> bool:
@@ -161,7 +169,7 @@ class Weights:
         self._known: list[nn.Parameter] | None = None
         self._due = False
         self._endless: list[nn.Parameter] = []
-        self._work = 0
+        self._work = self._numbers = 0
         self._handle = register_optimizer_step_post_hook(self._stepped)
 
     def remove(self) -> None:
@@ -182,6 +190,7 @@ class Weights:
         self._due = False
         if self._known is None:
             self._known = [p for p in root.parameters() if p.requires_grad]
+            self._numbers = sum(p.numel() for p in root.parameters())
             self._read(self._known)
         if self._endless:
             raise DefenseError(
@@ -212,16 +221,15 @@ class Weights:
         versions = (_version(p) != self._before[p][0] for p in known if not isinstance(p, DTensor))
         self._written = self._written or (not self._all and any(versions))
 
-    def released(self, releases: int, positions: int, root: nn.Module) -> None:
+    def released(self, releases: int, positions: int) -> None:
         """The optimizer is about to step.
 
         Args:
             releases: how many were made, with this one.
             positions: of all samples together, in the layer that has most.
-            root: the module that is trained.
         """
         trained = sum(local_part(p).numel() for p in self._known or ())
-        self._work = max(self._work, positions * sum(p.numel() for p in root.parameters()))
+        self._work = max(self._work, positions * self._numbers)
         cheap = trained <= LITTLE or self._work >= CHEAP * trained
         self._all = cheap or self._written or releases % self._every == 0
         self._before, self._due = {}, True
@@ -698,7 +706,7 @@ class WatchedStep:
         """
         positions = self._recorder.positions
         positions += 0 if self._gathered is None else self._gathered.positions
-        self.weights.released(releases, positions, self._recorder.root)
+        self.weights.released(releases, positions)
         self._batches.released()
         self.canaries = 0
         self.check.unchecked = unchecked

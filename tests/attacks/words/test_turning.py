@@ -166,7 +166,10 @@ def test_kth_smallest_is_that_of_the_sorted_values():
 
 @pytest.fixture(scope="module")
 def tuned():
-    """Private batches with the gradient of the embedded model before and after 15 steps on them."""
+    """The embedded model, text of its own, and private batches with their gradients.
+
+    Before and after 15 steps on them.
+    """
     module = CausalLMFineTuning(None)
     start = find_anatomy(copy.deepcopy(module))
     data = TextDataModule(batch_size=8, length=48)
@@ -182,14 +185,13 @@ def tuned():
         optimizer.zero_grad()
         module(**raw).backward()
         optimizer.step()
-    return start, cases
+    return start, PublicText.sampled_from(start, n=64, length=48), cases
 
 
 @pytest.mark.parametrize("readout", ["sign", "learned"])
 def test_text_and_model_that_calibration_has_not_seen(tuned, readout):
     """Calibrated on the model's own text before training, without a start token and after it."""
-    start, cases = tuned
-    public = PublicText.sampled_from(start, n=64, length=48)
+    start, public, cases = tuned
     attack = AlignedFlatChat(public, readout=readout, lengths=(24, 48), calibration_tokens=2500)
     attack.prepare(start)
     for gradient, truth in cases:

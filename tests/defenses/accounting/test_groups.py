@@ -12,6 +12,7 @@ from scipy.stats import binom, norm
 from lightning_fedleak.defenses import DPSGD, DefenseError, group_epsilon
 from lightning_fedleak.defenses.accounting.accounting import ORDERS, epsilon_of, rdp_of
 from lightning_fedleak.defenses.accounting.groups import group_rdp
+from tests.defenses.dpsgd.test_correlated_noise import Steps
 from tests.defenses.dpsgd.test_dpsgd import Run, first
 
 
@@ -92,6 +93,11 @@ def test_a_run_tells_what_its_groups_cost() -> None:
     assert pair.epsilon == 1.0
     assert pair.delta == pytest.approx(2e-3 * math.exp(0.5))
     assert run.defense.group_privacy(20).epsilon == math.inf
+    banded: Any = settings | {"mechanism": "banded", "bands": 2, "accountant": "rdp"}
+    run = Steps(DPSGD(1.0, noise_multiplier=9.0, **banded), 4)
+    run.step(first(4), lr=1e-3)
+    own, pair = run.defense.privacy, run.defense.group_privacy(2)
+    assert pair.epsilon == 2 * own.epsilon
     run = Run(DPSGD(1.0, noise_multiplier=2.0, seed=1))
     run.step(first(4))
     assert run.defense.group_privacy(2).epsilon == math.inf

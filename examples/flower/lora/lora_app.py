@@ -1,0 +1,116 @@
+"""Clients train low-rank adapters of a language model; each update is looked at before it leaves.
+
+Started with ``flwr run``, see README.md.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from peft import LoraConfig, get_peft_model
+
+from lightning_fedleak import Games
+from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.federation import RoundGate, RoundObserver, trained_on, trained_state
+from lightning_fedleak.federation.flower import FedLeakMod, Observed
+from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
+from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
+from lightning_fedleak.finetuning.module import load_model
+from lightning_fedleak.finetuning.texts import read_texts
+
+OPTIMIZER = partial(torch.optim.AdamW, lr=3e-4)
+ROWS = 4
+PUBLIC, OUTSIDE = slice(0, 100), slice(100, 200)
+PRIVATE = 200
+"""Of the messages: some calibrate the attacks, some are in no batch, the others are clients'."""
+
+
+def make_model(context: Context) -> torch.nn.Module:
+    """The same on the server and on every client."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        return get_peft_model(load_model(context.run_config["model"] or None), lora)
+
+
+def rows_of(texts: list[str], context: Context) -> list[torch.Tensor]:
+    """Token ids of texts, at most 32 a row."""
+    tokenizer = load_tokenizer(context.run_config["model"] or None)
+    return list(TokenRows.of(texts, tokenizer, 32).rows)
+
+
+def make_observer(context: Context, side: str) -> RoundObserver:
+    """Attacks updates; every process has one of its own."""
+    texts = read_texts(EMBEDDED_MESSAGES)
+    return RoundObserver(
+        make_model(context),
+        OPTIMIZER,
+        local_steps=int(context.run_config["local-steps"]),
+        folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
+        side=side,
+        public_text=PublicText(rows_of(texts[PUBLIC], context)),
+        games=Games(targets=4, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
+    )
+
+
+def gates(context: Context) -> list[RoundGate]:
+    """None where everything may leave."""
+    most = float(context.run_config["at-most"])
+    if most >= 1:
+        return []
+    return [RoundGate("leakage/gradient_membership/advantage", at_most=most)]
+
+
+client = ClientApp(mods=[FedLeakMod(partial(make_observer, side="client"), gates)])
+
+
+@client.train()
+def train(message: Message, context: Context) -> Message:
+    """A round of one client, in a loop of its own."""
+    model = make_model(context).train()
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
+    number = int(context.node_config["partition-id"])
+    clients = int(context.node_config["num-partitions"])
+    rows = rows_of(read_texts(EMBEDDED_MESSAGES)[PRIVATE + number :: clients], context)
+    round_ = int(message.content["config"]["server-round"])
+    order = torch.Generator().manual_seed(1000 * round_ + number)
+    stepping = OPTIMIZER([p for p in model.parameters() if p.requires_grad])
+    for _ in range(int(context.run_config["local-steps"])):
+        chosen = torch.randperm(len(rows), generator=order)[:ROWS].tolist()
+        batch = PadRight(0)([rows[i] for i in chosen])
+        trained_on(batch)  # the mod asks what was trained on
+        stepping.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        stepping.step()
+    metrics = MetricRecord({"num-examples": len(rows), "train-loss": float(loss.detach())})
+    content = RecordDict({"arrays": ArrayRecord(trained_state(model)), "metrics": metrics})
+    return Message(content=content, reply_to=message)
+
+
+server = ServerApp()
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """Federated averaging; the server looks at what arrives, and does not hold the texts."""
+    nodes = len(list(grid.get_node_ids()))
+    observer = make_observer(context, side="server")
+    strategy = Observed(
+        FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes), observer
+    )
+    strategy.start(
+        grid,
+        ArrayRecord(trained_state(make_model(context))),
+        num_rounds=int(context.run_config["rounds"]),
+        timeout=600,
+    )
+    observer.end()
+    (Path(context.run_config["out"]) / "done.txt").write_text("finished\n")

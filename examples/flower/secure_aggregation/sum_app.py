@@ -1,0 +1,158 @@
+"""Clients mask their models so that the server learns the sum alone, by SecAgg+; it attacks that.
+
+Started with ``flwr run``, see README.md. Flower has SecAgg+ for clients of its older interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.client import NumPyClient
+from flwr.client.mod import secaggplus_mod
+from flwr.clientapp import ClientApp
+from flwr.common import Context, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.server import LegacyContext, ServerConfig
+from flwr.server.strategy import FedAvg
+from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
+from flwr.serverapp import Grid, ServerApp
+
+from lightning_fedleak import Games
+from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.federation import SUM, RoundObserver, trained_state
+from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
+from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
+from lightning_fedleak.finetuning.module import load_model
+from lightning_fedleak.finetuning.texts import read_texts
+
+OPTIMIZER = partial(torch.optim.SGD, lr=0.1)
+ROWS = 4
+PUBLIC, OUTSIDE = slice(0, 100), slice(100, 200)
+PRIVATE = 200
+"""Of the messages: some calibrate the attacks, some are in no batch, the others are clients'."""
+
+
+def rows_of(texts: list[str], context: Context) -> list[torch.Tensor]:
+    """Token ids of texts, at most 32 a row."""
+    tokenizer = load_tokenizer(context.run_config["model"] or None)
+    return list(TokenRows.of(texts, tokenizer, 32).rows)
+
+
+def batches(context: Context, client: int, clients: int, round_: int) -> list[dict]:
+    """What a client trains on in a round."""
+    rows = rows_of(read_texts(EMBEDDED_MESSAGES)[PRIVATE + client :: clients], context)
+    order = torch.Generator().manual_seed(1000 * round_ + client)
+    steps = int(context.run_config["local-steps"])
+    chosen = [torch.randperm(len(rows), generator=order)[:ROWS].tolist() for _ in range(steps)]
+    return [PadRight(0)([rows[i] for i in some]) for some in chosen]
+
+
+class Client(NumPyClient):
+    """Trains the whole model; SecAgg+ masks what it returns."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def fit(self, parameters: list[np.ndarray], config: dict) -> tuple[list, int, dict]:
+        """A round. All clients weigh alike: a number of examples would leave unmasked."""
+        model = load_model(self.context.run_config["model"] or None).train()
+        names = list(trained_state(model))
+        sent = {n: torch.tensor(a) for n, a in zip(names, parameters, strict=True)}
+        model.load_state_dict(sent, strict=False)
+        stepping = OPTIMIZER(model.parameters())
+        number = int(self.context.node_config["partition-id"])
+        clients = int(self.context.node_config["num-partitions"])
+        for batch in batches(self.context, number, clients, int(config["round"])):
+            stepping.zero_grad()
+            model(**batch).loss.backward()
+            stepping.step()
+        return [t.numpy() for t in trained_state(model).values()], 1, {}
+
+
+client = ClientApp(
+    client_fn=lambda context: Client(context).to_client(),
+    mods=[secaggplus_mod],
+)
+
+
+class SumWatched(FedAvg):
+    """Attacks what SecAgg+ hands to the strategy: one model a round, the mean."""
+
+    def __init__(self, context: Context, clients: int) -> None:
+        self.context, self.clients = context, clients
+        model = load_model(context.run_config["model"] or None)
+        self.names = list(trained_state(model))
+        start = [t.numpy() for t in trained_state(model).values()]
+        super().__init__(
+            fraction_evaluate=0.0,
+            min_fit_clients=clients,
+            min_available_clients=clients,
+            initial_parameters=ndarrays_to_parameters(start),
+            on_fit_config_fn=lambda round_: {"round": round_},
+        )
+        texts = read_texts(EMBEDDED_MESSAGES)
+        self.observer = RoundObserver(
+            model,
+            OPTIMIZER,
+            local_steps=int(context.run_config["local-steps"]),
+            folder=context.run_config["out"],
+            side="server",
+            public_text=PublicText(rows_of(texts[PUBLIC], context)),
+            games=Games(targets=4, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
+        )
+
+    def named(self, parameters: object) -> Mapping[str, torch.Tensor]:
+        """As a state dict."""
+        arrays = parameters_to_ndarrays(parameters)
+        return {
+            name: torch.tensor(array, dtype=torch.float32)
+            for name, array in zip(self.names, arrays, strict=True)
+        }
+
+    def configure_fit(self, server_round: int, parameters, client_manager):
+        """Remembers what is sent."""
+        self.observer.begin(server_round, self.named(parameters))
+        return super().configure_fit(server_round, parameters, client_manager)
+
+    def aggregate_fit(self, server_round: int, results, failures):
+        """Looks at the sum. A real server has no texts; this simulation scores what it guesses."""
+        seen = {
+            tuple(p.tobytes() for p in parameters_to_ndarrays(r.parameters)) for _, r in results
+        }
+        print(f"round {server_round}: {len(results)} clients, {len(seen)} model to be seen")
+        parameters, metrics = super().aggregate_fit(server_round, results, failures)
+        truth = [
+            batch
+            for number in range(self.clients)
+            for batch in batches(self.context, number, self.clients, server_round)
+        ]
+        look = self.observer.look(self.named(parameters), SUM, batches=truth)
+        for name, value in look.now.items():
+            if name.endswith(("/f1", "/auc")):
+                print(f"  {name} {value:.3f}")
+        return parameters, metrics
+
+
+server = ServerApp()
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """Federated averaging behind SecAgg+."""
+    clients = len(list(grid.get_node_ids()))
+    strategy = SumWatched(context, clients)
+    legacy = LegacyContext(
+        context,
+        config=ServerConfig(num_rounds=int(context.run_config["rounds"])),
+        strategy=strategy,
+    )
+    # Numbers are rounded to 1 / 2**19 of the model's own scale; every client weighs 1.
+    secure = SecAggPlusWorkflow(
+        num_shares=clients, reconstruction_threshold=clients - 1, max_weight=1.0, timeout=600
+    )
+    DefaultWorkflow(fit_workflow=secure)(grid, legacy)
+    strategy.observer.end()
+    (Path(context.run_config["out"]) / "done.txt").write_text("finished\n")

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from lightning_fedleak.cli import main
+from lightning_fedleak.commands.federate.command import FederateCommand, summary
+from lightning_fedleak.commands.federate.table import Round, RoundsTable
+from tests.helpers.folders import TEXTS, save_tiny_causal_lm
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """A tiny model, and texts of five speakers."""
+    folder = tmp_path_factory.mktemp("given")
+    rows = ["who;text", *(f"p{i % 5};{t} {i}" for i, t in enumerate(TEXTS * 4))]
+    (folder / "text.csv").write_text("\n".join(rows))
+    return {
+        "model": str(save_tiny_causal_lm(folder / "model")),
+        "text": str(folder / "text.csv"),
+        "column": "text",
+        "clients": 2,
+        "rounds": 2,
+        "local_steps": 1,
+        "optimizer": "sgd",
+        "batch_size": 2,
+        "length": 8,
+        "members": 2,
+    }
+
+
+def federate(folder: Path, given: dict[str, object], **more: object) -> tuple[str, Path]:
+    console = Console(file=io.StringIO(), width=160)
+    assert FederateCommand(**given | {"out": folder} | more).run(console) == 0  # type: ignore[arg-type]
+    [made] = folder.iterdir()
+    return console.file.getvalue(), made  # type: ignore[attr-defined]
+
+
+def lines(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_each_round_is_shown_and_watching_changes_no_bit(tmp_path: Path, given: dict) -> None:
+    said, watched = federate(tmp_path / "watched", given, partition_by="who")
+    shown = [line.split() for line in said.splitlines() if "words, F1" in line][:2]
+    assert [row[0] for row in shown] == ["1", "2"]
+    assert all(float(value) > 0.3 for row in shown for value in row[4:])
+    found = {(x["round"], x["client"]) for x in lines(watched, "leakage.jsonl") if x["n"]}
+    assert found >= {(r, c) for r in (1, 2) for c in (0, 1, "sum")}
+    assert lines(watched, "run.jsonl")[-1]["how"] == "finished"
+    assert (watched / "report.html").exists()
+    said, plain = federate(tmp_path / "plain", given, partition_by="who", attack="none")
+    assert "Nothing was measured" in said
+    one, other = (load_file(f / "model.safetensors") for f in (watched, plain))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_a_gate_holds_updates_back(tmp_path: Path, given: dict) -> None:
+    said, folder = federate(tmp_path, given, gate=0.05, rounds=1)
+    assert "2 of 2 updates did not leave" in said
+    assert "(" in next(line for line in said.splitlines() if "words, F1" in line)
+    gates = [x for x in lines(folder, "run.jsonl") if x["kind"] == "gate"]
+    assert [x["did"] for x in gates] == ["withheld"] * 2
+    untouched = FederateCommand(**given).make_model().state_dict()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(tensor, untouched[name])
+
+
+@pytest.mark.parametrize("trust", ["central", "local", "secure_aggregation"])
+def test_epsilon_is_shown_and_kept(tmp_path: Path, given: dict, trust: str) -> None:
+    private = {"noise_multiplier": 2.0, "trust": trust, "attack": "none"}
+    said, folder = federate(tmp_path, given, **private)
+    shown = said[said.index("\n round ") :].splitlines()[2:4]
+    spent = [float(x.split()[-1]) for x in shown]
+    assert [x.split()[0] for x in shown] == ["1", "2"]
+    assert 0 < spent[0] < spent[1]
+    ledgers = {p.name for p in folder.glob("*.ledger")}
+    assert (
+        ledgers == {"client_0.ledger", "client_1.ledger"}
+        if trust != "central"
+        else {"server.ledger"}
+    )
+    same = FederateCommand(**given, **private).account(folder / sorted(ledgers)[0])  # type: ignore[arg-type]
+    assert same.privacy.releases == 2
+    assert same.privacy.epsilon == pytest.approx(spent[1], abs=0.01)
+
+
+def test_what_a_table_says_of_many_clients_and_of_what_is_unknown() -> None:
+    nan = float("nan")
+    console = Console(file=io.StringIO(), width=160)
+    with RoundsTable(console, 20, private=True) as table:
+        found: dict[str, dict[str | int, float]] = {"f1": {c: c / 20 for c in range(20)}}
+        table.add(Round(1, 2.5, {"f1": found["f1"] | {"sum": nan}}, frozenset({3}), {}, 1.5))
+    header, row = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert header.split() == [
+        "round",
+        "loss",
+        "leaks",
+        "lowest",
+        "median",
+        "highest",
+        "sum",
+        "epsilon",
+    ]
+    assert row.split() == [
+        "1",
+        "2.500",
+        "words,",
+        "F1",
+        "0.000",
+        "0.475",
+        "0.950",
+        "unknown",
+        "1.50",
+    ]
+    told = summary(
+        [Round(1, 2.0, {"auc": {0: nan, 1: 0.7, "sum": nan}}, frozenset(), {0: "gone"}, None)], 2
+    )
+    assert (
+        "off an update 0.70 in the median, 0.70 at most (unknown in 1 of 2); of the sum unknown"
+        in told
+    )
+    assert "Client 0 counted for nothing in round 1: gone." in told
+
+
+def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
+    texts = ["--model", given["model"], "--text", given["text"], "--out", str(tmp_path)]
+    for arguments, match in (
+        (["--column", "text", "--partition-by", "whom"], "no column 'whom' (--partition-by)"),
+        (
+            ["--column", "text", "--partition-by", "who", "--clients", "9"],
+            "more than the 5 speakers",
+        ),
+        (["--column", "text", "--partition", "speaker"], "name the column"),
+        (["--column", "text", "--partition-by", "who", "--partition", "iid"], "--partition iid"),
+        (["--column", "text", "--clients", "500"], "too few for --clients 500"),
+        (["--gate", "0.5", "--attack", "none"], "--gate needs attacks"),
+        (["--watch", "leakage/worst/words"], "give --gate too"),
+        (["--column", "text", "--gate", "0.5", "--watch", "words"], "--watch words: RoundGate"),
+        (["--gate", "0.5", "--action", "harden"], "--trust local too"),
+        (["--trust", "local"], "give --epsilon or --noise-multiplier too"),
+        (["--epsilon", "8", "--sampling", "poisson"], "needs per_round"),
+        (["--epsilon", "8", "--delta", "0.9"], "must be below 1 / 4"),
+        (["--lora-r", "4", "--column", "text"], "say --peft lora too"),
+        (["--column", "text", "--length", "4000"], "more than the"),
+    ):
+        assert main(["federate", *texts, *arguments]) == 1, arguments
+        assert match in capsys.readouterr().err.replace("\n", " ")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit):
+        main(["federate", "--optimizer", "adam"])
+    assert "did you mean adamw" in capsys.readouterr().err

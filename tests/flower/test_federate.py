@@ -1,0 +1,48 @@
+"""``fedleak federate`` on Flower's simulation trains the same model as in one process."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+pytest.importorskip("flwr")
+pytest.importorskip("ray")
+
+from lightning_fedleak.commands.federate.command import FederateCommand
+from tests.helpers.folders import TEXTS, save_tiny_causal_lm
+
+
+def test_both_engines_train_the_same_model(tmp_path: Path) -> None:
+    """One of three clients has no text that a gate lets leave; all are watched."""
+    (tmp_path / "text.txt").write_text("\n".join(f"{t} {i}" for i, t in enumerate(TEXTS * 4)))
+    given = {
+        "model": str(save_tiny_causal_lm(tmp_path / "model")),
+        "text": str(tmp_path / "text.txt"),
+        "clients": 3,
+        "rounds": 2,
+        "local_steps": 2,
+        "batch_size": 2,
+        "length": 8,
+        "members": 4,
+        "gate": 0.8,
+        "watch": "leakage/gradient_membership/advantage",
+    }
+    models, tables = [], []
+    for engine in ("local", "flower"):
+        console = Console(file=io.StringIO(), width=160)
+        command = FederateCommand(**given, engine=engine, out=tmp_path / engine)
+        assert command.run(console) == 0
+        [made] = (tmp_path / engine).iterdir()
+        models.append(load_file(made / "model.safetensors"))
+        said = console.file.getvalue()
+        tables.append(said[said.index("\n round ") : said.index("\nLogs")])
+    one, other = models
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[n], other[n]) for n in one)
+    assert tables[0] == tables[1]
+    assert " updates did not leave" in tables[0]

@@ -327,6 +327,30 @@ def test_at_its_end_a_run_leaves_no_noise_behind(tmp_path: Path) -> None:
         Steps(defense, steps=2)
 
 
+def test_a_copy_of_the_noise_is_refused_where_the_ledger_knows_of_later_releases(
+    tmp_path: Path,
+) -> None:
+    path, ledger = tmp_path / "secret", tmp_path / "ledger"
+    run = Steps(correlated(bands=2, ledger=ledger))
+    run.noise()
+    run.noise()
+    run.defense.save_secrets(path)
+    copied, state = path.read_bytes(), run.defense.state_dict()
+    for more in (False, True):
+        if more:
+            run.noise()
+        path.write_bytes(copied)
+        for before_setup in (True, False):
+            defense = correlated(bands=2, ledger=ledger)
+            if not before_setup:  # as under FSDP2
+                Steps(defense)
+            defense.load_state_dict(state)
+            defense.load_secrets(path, "cpu")
+            if before_setup:
+                Steps(defense)
+            assert defense._noise.row == (0 if more else 2)
+
+
 def edited(path: Path, change: Callable[[Any, Any], None]) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file

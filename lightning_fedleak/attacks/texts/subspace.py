@@ -589,19 +589,23 @@ class _Search:
         if width < 2 * len(self.bag) + kept:
             return None
         behind = self._random([min(n, self.longest - 1) for n in _BEHIND])
-        read = [self.bottom.parts(self._begun([b]).attempt(self.bag[None])) for b in behind]
+        sums = [white.new_zeros(len(self.bag), width) for white in self.whitening]
+        moments = [torch.zeros_like(white) for white in self.whitening]
+        for beginning in behind:
+            states = self.bottom.parts(self._begun([beginning]).attempt(self.bag[None]))
+            for total, moment, (x,) in zip(sums, moments, states, strict=True):
+                total += x
+                moment += x.mT @ x
         self.tried += len(behind) * len(self.bag)
         whitenings, means = [], []
-        for parts in zip(*read, strict=True):
-            states = torch.cat(parts)
-            mean = states.mean(0)
-            basis = torch.linalg.qr(mean.T).Q.T
-            rest = (states - mean).flatten(0, 1)
-            rest = rest - (rest @ basis.T) @ basis
-            white = whitening(rest.T @ rest).double()
+        for total, moment in zip(sums, moments, strict=True):
+            basis = torch.linalg.qr(total.mT).Q
+            moment = moment - total.mT @ total / len(behind)
+            moment = moment - basis @ (basis.mT @ moment)
+            white = whitening(moment - (moment @ basis) @ basis.mT).double()
             whitenings.append(white)
-            means.append(torch.linalg.qr((mean @ white).T).Q.T.contiguous())
-        return _Measure(whitenings, means, behind)
+            means.append(torch.linalg.qr((total @ white).mT).Q.mT.contiguous())
+        return _Measure(whitenings, means, behind[: len(behind) // 2])
 
     def run(self, deadline: Deadline) -> tuple[list[FoundText], bool, bool]:
         """The texts, whether it came to an end by itself, and whether they are certain.

@@ -24,6 +24,7 @@ resumes begins a new mechanism, whose cost is added to that of the first.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections import deque
 from collections.abc import Callable
@@ -181,6 +182,12 @@ class StepNoise:
         """Whether the next release is the first of those that are accounted together."""
         return self.mechanism == "independent" or self.row % self._planned.period == 0
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the next release begins a mechanism anew, although one was not at its end."""
+        ended = self._saved is not None and self._saved_row >= self._saved.steps
+        return self.mechanism != "independent" and not self.row and not ended
+
     def check_planned(self) -> None:
         """Refuses a release beyond the plan.
 
@@ -323,7 +330,7 @@ class StepNoise:
                 self._saved.check_same(self.plan)
 
     def save(self, path: Path, releases: int) -> None:
-        """Writes what the next draws need, for this user's eyes only; nothing where that is none.
+        """Writes what the next draws need, for this user's eyes only; nothing where none will come.
 
         Args:
             path: of the file; one that is there is replaced.
@@ -332,8 +339,9 @@ class StepNoise:
         Raises:
             DefenseError: it cannot be written.
         """
-        path.unlink(missing_ok=True)
-        if self.plan is None or not self.row or not self._whole:
+        for old in (path, *path.parent.glob(f"{glob.escape(path.name)}.*.unfinished")):
+            old.unlink(missing_ok=True)  # a kill may have left the last
+        if self.plan is None or not 0 < self.row < self.plan.steps or not self._whole:
             return
         tensors = {
             f"{back} {number}": tensor

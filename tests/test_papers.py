@@ -163,6 +163,26 @@ def test_our_rows_stand_beside_the_papers_in_both_protocols() -> None:
     assert none.finding == "Not run."
 
 
+def test_a_row_that_the_paper_does_not_have_is_labelled() -> None:
+    size = replace(membership.SIZES["default"], texts=("imdb",), layers=(1,))
+    rates = {name: {"value": 0.75, "low": 0.5, "high": 0.875} for name in membership.METRICS}
+    rows = [
+        {"model": "m", "text": "imdb", "protocol": protocol, "attack": attack, "games": 4, **rates}
+        for attack in ("Attn", "Attn, as published")
+        for protocol in membership.PROTOCOLS
+    ]
+    (grid,) = membership.PAPER.table("table2").show(Found(rows), size).grids
+    labels = [row[:2] for row in grid.rows if row[2]]
+    at = labels.index(["Attn", "paper"])
+    assert labels[at : at + 5] == [
+        ["Attn", "paper"],
+        [" ", "m, Fig. 2"],
+        [" ", "m, authors' code"],
+        ["Attn, as published", "m, Fig. 2"],
+        [" ", "m, authors' code"],
+    ]
+
+
 def test_every_table_can_be_shown_before_anything_was_measured() -> None:
     for paper in door.PAPERS:
         for name, size in paper.sizes.items():

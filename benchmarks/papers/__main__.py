@@ -162,6 +162,12 @@ def told_of(cells: Sequence[Cell], log: Log) -> str:
 
 def page(sizes: dict[str, Any], log: Log) -> str:
     """docs/papers.md."""
+    every = [
+        cell
+        for paper in PAPERS
+        for table in paper.tables
+        for cell in table.cells(sizes[paper.name], log.models(paper.measures) or ["MODEL"])
+    ]
     parts = [
         "# The tables of the papers",
         "Every table and figure of three papers, their numbers beside ours. One command writes "
@@ -173,6 +179,7 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         "mechanisms of one text share its games, so that their intervals are averaged; that is "
         "too wide rather than too narrow. `±` is half of a 95% interval over batches (Student's "
         "t). Times are of a processor on a machine that did other work too.",
+        cost(unique(every), log),
     ]
     for paper in PAPERS:
         size = sizes[paper.name]
@@ -181,6 +188,18 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         parts.append("\n".join(f"- {note}" for note in paper.notes))
         parts += [text_of(paper, table, size, names, log) for table in paper.tables]
     return "\n\n".join(parts) + "\n"
+
+
+def cost(cells: Sequence[Cell], log: Log) -> str:
+    """What a page's cells take, in a sentence or two."""
+    known = [seconds for cell in cells if (seconds := log.seconds(cell)) is not None]
+    told = f"The cells of this page take about {expected(cells, log):,.0f} s of one processor."
+    if len(known) < len(cells):
+        told += (
+            f" Of {len(cells)} cells {len(known)} were measured, in {sum(known):,.0f} s; the rest "
+            "is estimated, and says `not run` below."
+        )
+    return told
 
 
 def pairs(folders: Sequence[str]) -> dict[str, str]:

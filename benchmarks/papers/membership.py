@@ -476,9 +476,9 @@ def blocks_of(
         front = label.split("|")
         values = theirs(table, row)
         if values is not None:
-            lines.append(
-                [*front, "paper", published()["membership"][table].get("games", ""), *values]
-            )
+            games = published()["membership"][table].get("games", "")
+            lines.append([*front, "paper", games, *values])
+            front = [" " for _ in front]
         for model in found.values("model") or ["ours"]:
             for protocol, told in PROTOCOLS.items():
                 rows = [r for r in found.where(model=model, protocol=protocol) if ours(r)]
@@ -487,7 +487,8 @@ def blocks_of(
                 games = str(sum(r["games"] for r in rows)) if rows else ""
                 games += f", {len(rows)} of {wanted} parts" if 0 < len(rows) < wanted else ""
                 cells = rates(rows, fitted(protocol))
-                lines.append([*(" " for _ in front), f"{model}, {told}", games, *cells])
+                lines.append([*front, f"{model}, {told}", games, *cells])
+                front = [" " for _ in front]
     columns = dots(published()["membership"][table]["columns"])
     return Grid(
         [*head, "whose", "games", "ACC", "F1", "AUC"], lines, f"The paper's models: {columns}."
@@ -507,8 +508,9 @@ def by_fit(protocol: str) -> bool:
     return protocol == "game"
 
 
-TABLE2 = ("FC-Full", "AMI FC Full", "Attn", "FC-Token", "AMI FC Token", "Attn, as published",
-          "Attn, as published, Youden's threshold", "Attn, the lemma's gamma")  # fmt: skip
+TABLE2 = ("FC-Full", "AMI FC Full", "Attn", "Attn, as published",
+          "Attn, as published, Youden's threshold", "Attn, the lemma's gamma", "FC-Token",
+          "AMI FC Token")  # fmt: skip
 
 
 def show_table2(found: Found, size: Size) -> Shown:

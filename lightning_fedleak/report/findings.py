@@ -113,7 +113,10 @@ def _runs(understood: Sequence[tuple[FitLines, dict[str, Any]]]) -> list[dict[st
 
 
 def _joined(monitors: Sequence[FitLines]) -> FitLines:
-    """The lines of several monitors of one fit, which have attacks of their own, as of one."""
+    """The lines of several monitors of one fit, which have attacks of their own, as of one.
+
+    Of a federation's processes one that knows the end will do: clients' are not told of it.
+    """
     begins = [dict(of.begin or {}) for of in monitors]
 
     def every(name: str, key: str) -> list[Any]:
@@ -146,7 +149,7 @@ def _joined(monitors: Sequence[FitLines]) -> FitLines:
         looks,
         results,
         list({str(dict(one, run="")): one for one in decided}.values()),
-        ends[-1] if len(ends) == len(monitors) else None,
+        ends[-1] if ends and (len(ends) == len(monitors) or _is_federation(begin)) else None,
         len(monitors),
     )
 
@@ -189,7 +192,13 @@ def _fit(lines: FitLines) -> dict[str, Any]:
         "privacy": privacy,
         "implied": _implied(privacy, attacks, shared.get("clients", 1)),
         "defenses": _defenses(begin.get("defenses", ())),
-        "gates": begin.get("gates", []),
+        "gates": [
+            {
+                name: gate.get(name)
+                for name in ("name", "metric", "at_most", "action", "bound", "alpha")
+            }
+            for gate in begin.get("gates", ())
+        ],
         "decisions": [_decision(line) for line in lines.decisions],
         "not_tested": _not_tested(
             begin, played, _left_out(lines.results), recorded=lines.begin is not None
@@ -214,7 +223,7 @@ def _ended(lines: FitLines) -> str:
         return NOT_RECORDED
     if lines.end is None:
         cut_off = "no end was recorded"
-        return cut_off if _is_federation(lines.begin) else f"cut off: {cut_off}"
+        return f"{'unknown' if _is_federation(lines.begin) else 'cut off'}: {cut_off}"
     how = str(lines.end.get("how"))
     said = {"finished": "in order", "KeyboardInterrupt": "interrupted by hand"}
     stopped = [line["gate"] for line in lines.decisions if line.get("did") == "stopped"]
@@ -862,9 +871,16 @@ def _verdict(
     unknown = [what for family, what in _FAMILIES.items() if family in tried - best.keys()]
     named_ones = tried | kept | best.keys()
     untested = [what for family, what in _FAMILIES.items() if family not in named_ones]
-    if not sentences and not withheld:
+    checked = [
+        f"Nobody could compare what {a['name']} read with the texts. Its own check held at "
+        f"{_percent(a['certified'])} of the looks: what it found explains all that was shared."
+        for _, a in seen
+        if a["mean"] is None and a["certified"]
+    ]
+    if not sentences and not withheld and not checked:
         sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
         unknown, untested = [], []
+    sentences += checked
     if withheld:
         sentences.append(
             f"Gates kept back {withheld} of {updates} updates: what those would have given away "
@@ -931,7 +947,7 @@ def _excess(attack: Mapping[str, Any]) -> float:
         last = (attack["last"] or {}).get("value")
         values = [attack["mean"], attack["worst_client"], last]
     chance = float(attack["chance"])
-    return (max(value for value in values if value is not None) - chance) / (1 - chance)
+    return (max(float(value) for value in values if value is not None) - chance) / (1 - chance)
 
 
 def _who(dishonest: bool | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -27,13 +28,18 @@ def page(found: Mapping[str, Any], revealed: Mapping[str, str] | None = None) ->
     Returns:
         HTML; everything that runs have named themselves is escaped.
     """
+    return _template().render(found=found, revealed=revealed or {})
+
+
+@cache
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {"known": known, "share": share, "interval": interval}
     environment.globals |= {"account": account, "pictures": pictures, "questions": questions}
     source = files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
-    return environment.from_string(source).render(found=found, revealed=revealed or {})
+    return environment.from_string(source)
 
 
 # ---- how values are written -------------------------------------------------------------------

@@ -162,11 +162,18 @@ def _lines(path: Path, problems: list[str]) -> Iterator[Line]:
                 yield line
     for numbers, why in ((broken, "cannot be read"), (newer, "are of a newer version")):
         if numbers:
-            problems.append(f"{len(numbers)} of the lines of {path} {why}: {spans(numbers)}")
+            problems.append(
+                f"{len(numbers)} of the lines of {_short(path)} {why}: {spans(numbers)}"
+            )
     if odd:
         said = [f"{number} ({wrong})" for number, wrong in odd]
-        problems.append(f"{len(odd)} of the lines of {path} are not as a run writes them: "
+        problems.append(f"{len(odd)} of the lines of {_short(path)} are not as a run writes them: "
                         f"{spans(said)}")  # fmt: skip
+
+
+def _short(path: Path) -> str:
+    """Where it lies in its folder: the report goes to others, and names no places of a machine."""
+    return f"{path.parent.name}/{path.name}"
 
 
 def _newer(schema: object, newest: int) -> bool:
@@ -188,13 +195,13 @@ def _add_result(
         content = parsed(text)
     except (ValueError, OSError, RecursionError):
         if asked:
-            problems.append(f"{path} cannot be read as JSON")
+            problems.append(f"{_short(path)} cannot be read as JSON")
         return
     ours = isinstance(content, dict) and "schema" in content
     if ours and any(isinstance(content.get(name), list) for name in ("results", "cells")):
         results[str(path)] = content
     elif asked:
-        problems.append(f"{path} holds no results of fedleak game, invert or sweep")
+        problems.append(f"{_short(path)} holds no results of fedleak game, invert or sweep")
 
 
 def number(value: object) -> float:

@@ -134,7 +134,7 @@ def test_observers_of_one_federation_are_one_run_of_the_report(tmp_path):
         of = observer(tmp_path / f"process_{client}", net, [Probe()], federation="ward-7")
         of.begin(0, trained_state(net))
         of.look(train(net, data), client, batches=data)
-        of.end()
+    of.end()
     found = findings(read([tmp_path]))
     [run] = found["runs"]
     assert (run["monitors"], run["ended"], run["unit"]) == (2, "in order", "round")

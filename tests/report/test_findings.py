@@ -4,7 +4,7 @@ import pytest
 
 from lightning_fedleak.auditing import dp_tpr
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
-from lightning_fedleak.report import findings, read
+from lightning_fedleak.report import entry, findings, page, read
 from tests.report.lines import about, begin, decision, dpsgd, look, result, spent, written
 
 
@@ -258,13 +258,15 @@ def parts(value, at=()):
         yield from parts(of, (*at, key))
 
 
-def with_odd(line, path, odd):
-    """A copy with something else at one place."""
+def with_odd(line, path, odd, *, missing=False):
+    """A copy with something else at one place, or nothing."""
     copied = json.loads(json.dumps(line))
     place = copied
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = odd
+    if missing:
+        del place[path[-1]]
     return copied
 
 
@@ -295,6 +297,10 @@ def test_whatever_stands_in_a_line_no_run_is_lost(tmp_path):
                     assert "b" in {fit["run"] for fit in found["runs"]}, (path, odd)
                     assert not any(told.startswith("run ") for told in found["problems"]), path
                     tried += 1
+                if isinstance(path[-1], str):  # and where it is not there at all
+                    given[name][number] = with_odd(line, path, None, missing=True)
+                    entry(found := found_in(tmp_path, given["leakage"], given["run"]))
+                    assert page(found)
     assert tried > 200
 
 
@@ -418,6 +424,18 @@ def test_where_the_sum_alone_was_seen_the_verdict_is_of_the_sum(tmp_path):
     lines = [result(0, stage="aggregate", f1=0.5, recall=0.5, precision=0.5) | {"client": "sum"}]
     found = found_in(tmp_path, lines, [begin(training={"strategy": "federation"})])
     assert found["verdict"]["sentence"].startswith("Off one sum over clients, ")
+
+
+def test_a_server_that_holds_no_text_tells_what_its_own_check_says(tmp_path):
+    blind = "whoever looks here does not hold the client's texts"
+    lines = [result(r, certified=float(r > 0)) | {"client": 0, "unknown": blind} for r in range(4)]
+    found = found_in(tmp_path, lines, [begin(training={"strategy": "federation"})])
+    told, unknown, *_ = found["verdict"]["sentences"]
+    assert told == (
+        "Nobody could compare what flatchat read with the texts. Its own check held at 75% of "
+        "the looks: what it found explains all that was shared."
+    )
+    assert unknown == ("Attacks gave no result, so that it is unknown: which words are in a batch.")
 
 
 def test_monitors_of_one_fit_are_one_run(tmp_path):

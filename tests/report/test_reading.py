@@ -19,6 +19,7 @@ def test_a_line_that_cannot_be_read_is_named_and_costs_no_other(tmp_path):
     assert broken.startswith("2 of the lines of")
     assert broken.endswith("cannot be read: 3, 4")
     assert newer.endswith("are of a newer version: 6")
+    assert str(tmp_path) not in " ".join(reading.problems)
     assert odd.endswith("are not as a run writes them: 5 (attack is missing)")
 
 

@@ -43,7 +43,7 @@ from lightning_fedleak.defenses.dpsgd.factorization import (
     banded,
     banded_inverse,
 )
-from lightning_fedleak.defenses.noise import standard_normal
+from lightning_fedleak.defenses.noise import add_standard_normal, standard_normal
 
 Mechanism = Literal["independent", "banded", "banded_inverse"]
 Key = Callable[[bytes, int, int], bytes]
@@ -223,6 +223,18 @@ class StepNoise:
             self._files.discard(path)
         self._draws.appendleft((base, release))
         self._current, self._whole = {}, False
+
+    def add(self, number: int, onto: Tensor, scale: float, key: Key) -> None:
+        """Adds ``scale`` times what :meth:`draw` gives, in place.
+
+        Raises:
+            DefenseError: as there.
+        """
+        if self.mechanism == "independent":
+            base, release = self._draws[0]
+            add_standard_normal(key(base, release, number), onto, scale)
+        else:
+            onto.add_(self.draw(number, onto, key), alpha=scale)
 
     def draw(self, number: int, like: Tensor, key: Key) -> Tensor:
         """The noise on one parameter, over the standard deviation of independent noise.

@@ -552,8 +552,8 @@ class DPSGD(Defense):
                 self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
         self.releases += 1
         gauge = NoiseGauge(std * noise.scale, sampling.expected) if checking else None
-        draw = functools.partial(noise.draw, key=functools.partial(self._key, context))
-        clipped.release(parameters, team, std, sampling.expected, draw, gauge)
+        add = functools.partial(noise.add, key=functools.partial(self._key, context))
+        clipped.release(parameters, team, std, sampling.expected, add, gauge)
         if gauge is not None:
             with team.together():
                 measured = gauge.measured()

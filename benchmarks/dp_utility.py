@@ -21,6 +21,7 @@ import argparse
 import csv
 import datetime
 import gzip
+import io
 import json
 import logging
 import math
@@ -30,7 +31,7 @@ import statistics
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,15 @@ SMOKE = (
 DATA = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data" / "banking77"
 EPSILONS = (1.0, 2.0, 4.0, 8.0, math.inf)
 DELTA, EPOCHS, CANARIES = 1e-5, 30, 300
-SCALE, LARGE, SMALL, ROWS = 4.0, 1000, 64, 5
-"""Norm of a text's features; rows of a large and of a small batch; rows of a user."""
+SCALE, LARGE, ROWS = 4.0, 1000, 5
+"""Norm of a text's features; rows of a large batch; rows of a user."""
 RATES = {1.0: 2.25, 2.0: 4.0, 4.0: 7.0, 8.0: 11.0, math.inf: 19.0}
 """Learning rate of SGD by epsilon, with batches of LARGE and gradients clipped to CLIP."""
 CLIP = 2.0
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"adam": 0.02},
-    "small": {"batch": SMALL, "rate": SMALL / LARGE},
+    "tiny": {"batch": 8, "rate": 8 / LARGE},
+    "small": {"batch": 64, "rate": 64 / LARGE},
     "large": {},
     "auto": {"clip": "auto", "rate": 2.0},
     "layers": {"clip": {"head.weight": 1.94, "head.bias": 0.49}},
@@ -71,7 +73,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 NAMES = {
     "plain": "AdamW, no defence",
-    "small": f"batches of {SMALL}",
+    "tiny": "batches of 8",
+    "small": "batches of 64",
     "large": f"batches of {LARGE:,}",
     "auto": 'the same, `"auto"`',
     "layers": "the same, each layer clipped",
@@ -122,9 +125,10 @@ class Head(L.LightningModule):
 
 def rows_of(path: Path) -> list[tuple[str, str]]:
     """Texts and intents of one of banking77's files."""
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else open(path)
-    with opened as lines:
-        return [(row["text"], row["category"]) for row in csv.DictReader(lines)]
+    data = path.read_bytes()
+    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    rows = csv.DictReader(io.StringIO(lines, newline=""))
+    return [(row["text"], row["category"]) for row in rows]
 
 
 @torch.no_grad()
@@ -226,7 +230,8 @@ def one_run(
     with torch.no_grad():
         logits = module.head(data["test"])
         truth = data["test_labels"]
-        asked = F.cross_entropy(module.head(data["train"][chosen]), labels[chosen], reduction="none")
+        canaries = module.head(data["train"][chosen])
+        asked = F.cross_entropy(canaries, labels[chosen], reduction="none")
         loss = float(F.cross_entropy(logits, truth))
     return {
         "method": method,
@@ -264,47 +269,59 @@ def train(options: argparse.Namespace) -> None:
         row = one_run(data, method, epsilon, seed, options)
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
-        print(*(f"{k}={shown[k]}" for k in ("method", "epsilon", "seed", "loss", "accuracy", "auc")))
+        found = " ".join(f"{key} {row[key]:.4f}" for key in ("loss", "accuracy", "auc"))
+        print(f"{method} epsilon {epsilon:g} seed {seed}: {found}", flush=True)
 
 
 def spread(values: Sequence[float], form: str) -> str:
+    """Mean, and half of what lies between the least and the most."""
     middle = format(statistics.mean(values), form)
     if len(values) < 2:
         return middle
-    return f"{middle} ± {format((max(values) - min(values)) / 2, form)}"
+    half = (max(values) - min(values)) / 2
+    return f"{middle} ± {100 * half:.1f}" if form.endswith("%") else f"{middle} ± {half:{form}}"
 
 
 def table(options: argparse.Namespace) -> None:
-    """Means over seeds, and half of what lies between the least and the most."""
+    """Methods by epsilon: means over seeds, and half of what lies between the least and the most.
+
+    A gain is what a run gains over chance, of what the plain one gains. The audit is the largest
+    one-run bound over seeds, at 95% for each.
+    """
     rows = known(Path(options.out))
     found: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         found[row["method"], row["epsilon"] or math.inf].append(row)
-    best = statistics.mean(row["loss"] for row in found["plain", math.inf])
-    top = statistics.mean(row["accuracy"] for row in found["plain", math.inf])
-    print(f"{platform.machine()}, one thread, {datetime.date.today()}; {len(rows)} runs\n")
-    print("| method | epsilon | validation loss | of the gain | accuracy | of the gain |")
-    print("|---|---|---|---|---|---|")
-    print("| | sigma | canaries' AUC | epsilon at least | seconds |")
-    for (method, epsilon), own in sorted(
-        found.items(), key=lambda item: ([*METHODS].index(item[0][0]), item[0][1])
-    ):
-        gains = [(r["start"] - r["loss"]) / (r["start"] - best) for r in own]
-        hits = [(r["accuracy"] - r["chance"]) / (top - r["chance"]) for r in own]
-        cells = [
-            NAMES[method],
-            "none" if math.isinf(epsilon) else f"{epsilon:g}",
-            f"{own[0]['sigma']:.2f}",
-            spread([r["loss"] for r in own], ".3f"),
-            f"{statistics.mean(gains):.1%}",
-            spread([r["accuracy"] for r in own], ".3f"),
-            f"{statistics.mean(hits):.1%}",
-            spread([r["auc"] for r in own], ".2f"),
-            f"{max(r['audit'] for r in own):.2f}",
-            f"{statistics.median(r['seconds'] for r in own):.0f}",
-        ]
-        print("| " + " | ".join(cells) + " |")
+    plain = found["plain", math.inf]
+    best = {key: statistics.mean(row[key] for row in plain) for key in ("loss", "accuracy")}
+
+    def gain(row: dict[str, Any]) -> float:
+        return float((row["start"] - row["loss"]) / (row["start"] - best["loss"]))
+
+    def hits(row: dict[str, Any]) -> float:
+        return float((row["accuracy"] - row["chance"]) / (best["accuracy"] - row["chance"]))
+
+    epsilons = sorted({epsilon for method, epsilon in found if method != "plain"})
+    heads = ["none" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
+    columns: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+        "gain in validation loss": lambda own: spread([*map(gain, own)], ".1%"),
+        "gain in accuracy": lambda own: spread([*map(hits, own)], ".1%"),
+        "accuracy": lambda own: spread([row["accuracy"] for row in own], ".3f"),
+        "canaries' AUC": lambda own: spread([row["auc"] for row in own], ".2f"),
+        "audit": lambda own: f"{max(row['audit'] for row in own):.2f}",
+        "noise": lambda own: f"{own[0]['sigma']:.2f}",
+        "seconds": lambda own: f"{statistics.median(row['seconds'] for row in own):.0f}",
+        "seeds": lambda own: f"{len(own)}",
+    }
+    print(f"{platform.machine()}, one thread, {datetime.date.today()}; {len(rows)} runs")
+    print("without a defence: " + ", ".join(f"{k} {shown(plain)}" for k, shown in columns.items()))
+    for title, shown in columns.items():
+        print(f"\n| {title} | " + " | ".join(heads) + " |\n" + "|---" * (len(heads) + 1) + "|")
+        for method in METHODS:
+            own = [found.get((method, epsilon), []) for epsilon in epsilons]
+            if method != "plain" and any(own):
+                cells = [shown(runs) if runs else "" for runs in own]
+                print(f"| {NAMES[method]} | " + " | ".join(cells) + " |")
 
 
 def main() -> None:

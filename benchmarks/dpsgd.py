@@ -272,8 +272,9 @@ def logical(options: argparse.Namespace) -> None:
         options.batch[0] = size
         times = timed(options, batch(options))
         each = 1e3 * statistics.median(times["ours"][1:]) / size
-        ratios = [f"{name} {paired(times['ours'], times[name]):.3f}" for name in times if name != "ours"]
-        print(f"{size:>6}  {each:14.2f}   {', '.join(ratios)}", flush=True)
+        peers = {name: paired(times["ours"], own) for name, own in times.items() if name != "ours"}
+        ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in peers.items())
+        print(f"{size:>6}  {each:14.2f}   {ratios}", flush=True)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ gradient, summed over steps. The three bounds are of the same scores:
 
 For each, the median bound over the epsilon that PRV says of what was accounted, and how many of the
 audits exceed it: 5% may, binomial ``p`` beside. ``refused`` are audits whose scores are plainly not
-those of one Gaussian mechanism. ``--jax`` adds the bound of jax-privacy's auditor by the same curve.
+those of one Gaussian mechanism. ``--jax`` adds jax-privacy's bound by the same curve.
 """
 
 from __future__ import annotations

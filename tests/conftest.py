@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
-
-gc.disable()  # until all is collected: little of what imports make is garbage
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import logging
 import random
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+gc.disable()  # until all is collected: little of what imports make is garbage
 torch.set_num_threads(1)
 settings.register_profile(
     "fedleak",

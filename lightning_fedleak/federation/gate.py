@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -214,6 +215,8 @@ class OutgoingUpdates:
         dp: this client's own. With central trust the server clips and noises, and nothing is done
             here.
         client: its name in the logs.
+        drop: names of parameters, or patterns of them (``"*.wte.*"``), whose changes never
+            leave: they return as they were sent.
 
     Raises:
         ValueError: gates that watch what is not logged, two of one name, or one that hardens
@@ -227,8 +230,10 @@ class OutgoingUpdates:
         dp: ClientDP | None = None,
         *,
         client: str | int = 0,
+        drop: Sequence[str] = (),
     ) -> None:
         self.observer = observer
+        self.drop = tuple(drop)
         self.gates = tuple(gates)
         self.client = client
         self.own: ClientDP | None = None if dp is None or dp.trust == "central" else dp
@@ -279,10 +284,14 @@ class OutgoingUpdates:
         """
         observer = self.observer
         like = self._begin(round_, sent)
+        dropped = self._dropped(like)
         try:
             update: dict[str, Tensor] | None = difference(sent, returned, trained=like)
         except UpdateError as error:
             return self._nothing(sent, like, str(error))
+        if dropped:
+            returned = {n: sent[n] if n in dropped else t for n, t in returned.items()}
+            update = difference(sent, returned, trained=like)
         if not self.gates and not observer.due(self.client):
             return Leaving(self._released(sent, returned, update, like), False, (), None)
         if self.own is None:  # it was to be checked; the look makes its own
@@ -336,6 +345,25 @@ class OutgoingUpdates:
         if seconds is not None:
             observer.paid(self.client, look.seconds, seconds)
         return Leaving(leaves, withheld, tuple(events), look)
+
+    def _dropped(self, like: State) -> set[str]:
+        """The names of what never leaves.
+
+        Raises:
+            ValueError: a pattern that no trained parameter has, or all of them.
+        """
+        found: set[str] = set()
+        for pattern in self.drop:
+            names = fnmatch.filter(like, pattern)
+            if not names:
+                raise ValueError(
+                    f"drop='{pattern}' is the name of nothing that is trained and sent "
+                    f"(such names are {', '.join(list(like)[:3])}, ...)"
+                )
+            found.update(names)
+        if found and len(found) == len(like):
+            raise ValueError("drop= names all that is trained: nothing would be shared")
+        return found
 
     def _released(
         self, sent: State, returned: State, update: Mapping[str, Tensor] | None, like: State

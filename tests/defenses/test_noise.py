@@ -8,7 +8,12 @@ import scipy.stats
 import torch
 
 from lightning_fedleak.defenses import noise
-from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
+from lightning_fedleak.defenses.noise import (
+    add_standard_normal,
+    base_of,
+    noise_key,
+    standard_normal,
+)
 
 CPU = torch.device("cpu")
 
@@ -34,6 +39,18 @@ def test_every_shape_is_filled(shape: tuple[int, ...]) -> None:
     assert found.shape == shape
     assert torch.isfinite(found).all()
     assert (found != 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (2 * noise._BLOCK + 1,)])
+def test_what_is_added_is_bit_for_bit_the_same(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    key = b"k" * 32
+    for form in (lambda x: x, lambda x: x.mT if x.dim() == 2 else x):
+        onto = form(torch.linspace(-1, 1, int(np.prod(shape)), dtype=dtype).reshape(shape))
+        expected = onto.clone()
+        expected.add_(standard_normal(key, onto.shape, CPU, dtype), alpha=0.3)
+        add_standard_normal(key, onto, 0.3)
+        assert torch.equal(onto, expected)
 
 
 def test_it_is_box_and_muller_of_philox() -> None:

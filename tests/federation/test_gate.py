@@ -217,6 +217,23 @@ def test_looks_cost_a_share_of_the_rounds_unless_a_gate_judges(tmp_path):
         observer(tmp_path, model(), max_overhead=5)
 
 
+def test_what_is_dropped_returns_as_it_was_sent(tmp_path):
+    net = model()
+    for own in (None, dp(1e-9, accountant="rdp", target_delta=1e-5)):
+        watched = observer(tmp_path, net, [Probe(k=14)])
+        out = OutgoingUpdates(watched, dp=own, drop=["*.wte.*", "lm_head.weight"])
+        [(sent, returned, found)] = rounds(out, net)
+        left = difference(sent, found.state)
+        for name, moved in difference(sent, returned).items():
+            zero = "wte" in name or name == "lm_head.weight"
+            assert bool(moved.any())
+            assert bool((left[name].abs() > 1e-6).any()) != zero
+    sent, data = trained_state(net), batches(3)
+    for patterns, match in ((["head"], "is the name of nothing"), (["*"], "all that is trained")):
+        with pytest.raises(ValueError, match=match):
+            OutgoingUpdates(watched, drop=patterns).leaves(1, sent, train(net, data), data)
+
+
 # ---- under differential privacy of the client ---------------------------------------------------
 
 

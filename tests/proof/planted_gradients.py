@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,8 @@ class PlantedGradients:
         self._model = nn.Sequential(
             nn.Linear(targets, 1, bias=False, device="meta").to_empty(device="cpu")
         )
+        # Of a Trainer what it has to tell: how many steps there will be.
+        self._model._trainer = SimpleNamespace(max_steps=steps, max_epochs=None, should_stop=False)
         self._weights = list(self._model.parameters())
         self._loader = DataLoader(TensorDataset(self._data), batch_size=self._batch_size)
 

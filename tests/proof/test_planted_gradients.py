@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 import scipy.stats
 import torch
 
-from lightning_fedleak.auditing import audit_scores
+from lightning_fedleak.auditing import audit_gaussian_scores, audit_scores
 from lightning_fedleak.defenses import DPSGD, DefenseError, noise
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, Gathered, NoiseGauge
+from lightning_fedleak.defenses.dpsgd.factorization import banded
 from tests.proof.dp_sgd import Refutations, best_threshold, refutations
 from tests.proof.planted_gradients import PlantedGradients, owners
 
@@ -77,6 +79,51 @@ def test_nor_under_poisson_sampling(
     assert game.history == ((sigma, rate, steps),)
     assert count.p_value > 0.01
     assert power > 0.15
+
+
+def banded_scores(game: PlantedGradients, number: int, bands: int) -> tuple[torch.Tensor, ...]:
+    """The best score there is, where noise is correlated: C times what was released, along the
+    columns of the steps in which a target takes part, which is public.
+    """
+    members = game.coins(number)
+    rows = banded(game.steps, bands).rows
+    matrix = np.zeros((game.steps, game.steps))
+    for t in range(game.steps):
+        for j in range(min(bands, t + 1)):
+            matrix[t, t - j] = rows[t, j]
+    along = matrix.T @ matrix @ game.run(members, number).numpy()
+    own = np.random.default_rng(bands).permutation(GAMES) % bands
+    turns = np.arange(game.steps)[:, None] % bands == own
+    return torch.from_numpy((along * turns).sum(0)), members
+
+
+def test_with_bands_a_run_is_the_composed_gaussian_mechanism() -> None:
+    """Each target takes part in two steps of eight, so its score is N(2, 2 sigma^2), or N(0, ...).
+
+    One that saw each release by itself would see less: the rows of C^-1 are longer than 1.
+    """
+    sigma, bands, runs = 1.0, 4, 60
+    game = planted(sigma, 1 / bands, 8, mechanism="banded", bands=bands)
+    played = [banded_scores(game, number, bands) for number in range(runs)]
+    assert game.history == ((sigma, 1.0, 2),)
+    scores, members = (torch.cat(own) for own in zip(*played, strict=True))
+    rest = (scores - 2.0 * members) / math.sqrt(2) / sigma
+    assert float(rest.mean()) == pytest.approx(0, abs=0.03)
+    assert float(rest.std()) == pytest.approx(1, rel=0.02)
+    assert scipy.stats.kstest(rest.numpy(), "norm").pvalue > 1e-4
+    epsilon = epsilon_of(game.history, DELTA, "prv")
+    bounds = [audit_gaussian_scores(*own, delta=DELTA).epsilon for own in played]
+    assert refutations(bounds, epsilon).p_value > 0.01
+    assert 0.75 < float(np.median(bounds)) / epsilon < 1
+
+
+def test_bands_with_half_the_noise_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    half_the_noise(monkeypatch)
+    monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
+    game = planted(1.0, 1 / 4, 8, mechanism="banded", bands=4)
+    played = [banded_scores(game, number, 4) for number in range(10)]
+    epsilon = epsilon_of(game.history, DELTA, "prv")
+    assert all(audit_gaussian_scores(*own, delta=DELTA).epsilon > epsilon for own in played)
 
 
 ROWS = [1 + target % 4 for target in range(GAMES)]

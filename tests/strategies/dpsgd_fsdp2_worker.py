@@ -142,6 +142,7 @@ CASES = {
     "hardened": RUNS.hardened,
     "users": RUNS.users,
     "adam": lambda: RUNS.adam(Path(sys.argv[1])),
+    "banded": lambda: RUNS.correlated(Path(sys.argv[1]), "banded"),
     "refusals": refusals,
     **{f"refused {name}": lambda b=b: RUNS.refused(b) for name, b in BREAKS.items()},
 }

@@ -1,4 +1,4 @@
-"""A fit under DPSGD that is killed at ten random points; started by test_dpsgd_kill.py.
+"""A fit under DPSGD that is killed at random points; started by test_dpsgd_kill.py.
 
 Every life is a forked process: a real Trainer, resumed from the last whole checkpoint, that tells
 through a pipe what leaves it, until it gets SIGKILL. This process only forks, counts and kills.
@@ -29,7 +29,7 @@ NOISE = 50.0
 """So much that the clipped sums beside it are nothing: two releases alike would be noise alike."""
 
 
-def defense(folder: Path) -> DPSGD:
+def defense(folder: Path, **settings: Any) -> DPSGD:
     return DPSGD(
         CLIP,
         noise_multiplier=NOISE,
@@ -37,27 +37,33 @@ def defense(folder: Path) -> DPSGD:
         accountant="rdp",
         ledger=folder / "ledger",
         max_physical_batch=2,  # so that some kills come within a batch
+        **settings,
     )
 
 
 class Save(Callback):
     """A checkpoint every few steps; a kill while one is written leaves the one before."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, draft: bool) -> None:
         self.path = path
+        self.draft = draft
 
     def on_train_batch_end(self, run: Any, *_: Any) -> None:
         if run.global_step % SAVED_EVERY == 0:
-            unfinished = self.path.with_suffix(".unfinished")
+            unfinished = self.path.with_suffix(".unfinished") if self.draft else self.path
             run.save_checkpoint(unfinished)
-            os.replace(unfinished, self.path)
+            if self.draft:
+                os.replace(unfinished, self.path)
 
 
-def live(folder: Path, pipe: int | None, **limits: Any) -> DPSGD:
+def live(folder: Path, pipe: int | None, bands: int = 0, **limits: Any) -> DPSGD:
     """Trains; of every release the step's number and the first coordinates go into the pipe."""
-    own, checkpoint = defense(folder), folder / "last.ckpt"
+    correlated = {"mechanism": "banded", "bands": bands} if bands else {}
+    own, checkpoint = defense(folder, **correlated), folder / "last.ckpt"
     strategy = DefendedStrategy("auto", [own])
-    run = trainer(strategy, callbacks=[Save(checkpoint)], **{"max_epochs": 10**6, **limits})
+    saves = Save(checkpoint, draft=not bands)
+    epochs = 50 if bands else 10**6
+    run = trainer(strategy, callbacks=[saves], **{"max_epochs": epochs, **limits})
 
     def tell(stage: str, optimizer: Any) -> None:
         if stage == "shared" and pipe is not None:
@@ -82,12 +88,12 @@ def read(pipe: int) -> np.ndarray | None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, lives_to_live, bands = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     releases: list[np.ndarray] = []
     lives = []
-    for _ in range(LIVES):
+    for _ in range(lives_to_live):
         until, fraction = int(rng.integers(0, 7)), float(rng.random())
         before = len(releases)
         reader, writer = os.pipe()
@@ -95,7 +101,7 @@ def main() -> None:
         if child == 0:
             os.close(reader)
             try:
-                live(folder, writer)
+                live(folder, writer, bands)
             except BaseException:
                 traceback.print_exc()
             sys.stderr.flush()

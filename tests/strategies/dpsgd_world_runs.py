@@ -6,9 +6,11 @@ must be.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
+import stat
 import sys
 import traceback
 import warnings
@@ -18,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
@@ -38,6 +41,7 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd import clipped_sum as update
 from lightning_fedleak.defenses.dpsgd import step as step_checks
+from lightning_fedleak.defenses.dpsgd.factorization import banded, banded_inverse
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
 from lightning_fedleak.snapshots import Stage
@@ -573,6 +577,48 @@ class Runs:
             "alike": float(alike),
             "epsilon": gathered(second.privacy.epsilon),
             "agree": self.agree(module),
+        }
+
+    def correlated(self, folder: Path, mechanism: Any) -> Found:
+        """Noise that goes on from the file of each rank; and of what kind it is by the dense C."""
+        kind = type(self.strategy()).__name__
+        folder = folder / f"{kind} {mechanism}"
+        path = folder / "first.ckpt"
+
+        class Save(Callback):
+            def on_train_batch_end(self, run: Any, *_: Any) -> None:
+                if run.global_step == 4:
+                    run.save_checkpoint(path)
+                    run.should_stop = True
+
+        def defense() -> DPSGD:
+            own: Found = {"mechanism": mechanism, "bands": 3, "max_physical_batch": 3}
+            return DPSGD(CLIP, noise_multiplier=50.0, accountant="rdp", target_delta=1e-3, **own)
+
+        def made(own: DPSGD, **settings: Any) -> list[Tensor]:
+            _, _, look = self.fit(own, self.module(lr=1e-6), look=True, max_epochs=2, **settings)
+            return [*look.stages[Stage.SHARED]]
+
+        rows = made(defense(), callbacks=[Save()])
+        files = sorted(file.name for file in folder.glob("secret-*"))
+        modes = {stat.S_IMODE(file.stat().st_mode) for file in folder.glob("secret-*")}
+        second = defense()
+        rows += made(second, ckpt_path=str(path))
+        matrices = banded(6, 3) if mechanism == "banded" else banded_inverse(6, 3, 3)
+        inverse = np.zeros((6, 6))
+        for t, j in itertools.product(range(6), range(3)):
+            if j <= t:
+                inverse[t, t - j] = matrices.rows[t, j]
+        if mechanism == "banded":
+            inverse = np.linalg.inv(inverse)
+        white = np.linalg.solve(inverse, torch.stack(rows).numpy() * EXPECTED / CLIP / 50)
+        alike = white @ white.T / white.shape[1] / matrices.sensitivity**2
+        return {
+            "files": files,
+            "modes": [*modes],
+            "left": len([*folder.glob("secret-*")]),
+            "white": float(np.abs(alike - np.eye(6)).max()),
+            "counted": second.accountant.steps,
         }
 
     def users(self) -> Found:

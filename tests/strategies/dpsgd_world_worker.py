@@ -45,6 +45,7 @@ CASES = {
     "users": RUNS.users,
     "adam": lambda: RUNS.adam(Path(sys.argv[1])),
     "hardened apart": RUNS.hardened_apart,
+    "banded_inverse": lambda: RUNS.correlated(Path(sys.argv[1]), "banded_inverse"),
     "shares": RUNS.shares,
     **{f"refused {name}": lambda b=b: RUNS.refused(b) for name, b in BREAKS.items()},
 }

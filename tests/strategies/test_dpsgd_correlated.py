@@ -71,9 +71,9 @@ def whitened(rows: list[Tensor]) -> Tensor:
 
 def check_independent(rows: Tensor) -> None:
     alike = rows @ rows.T / rows.shape[1]
-    assert torch.diag(alike).tolist() == pytest.approx([1.0] * len(rows), abs=0.1)
+    assert torch.diag(alike).tolist() == pytest.approx([1.0] * len(rows), abs=0.22)
     alike.fill_diagonal_(0)
-    assert float(alike.abs().max()) < 0.08
+    assert float(alike.abs().max()) < 0.16  # six standard errors
 
 
 @pytest.mark.slow
@@ -145,4 +145,4 @@ def test_dp_adam_takes_out_the_variance_of_each_step() -> None:
         expected = 0.5 * expected + 0.5 * (norm * NOISE * CLIP / BATCH) ** 2
     assert norms.max() > 1.2 * norms.min()
     assert float(state["noise"]) == pytest.approx(expected, rel=1e-5)
-    assert float(state["exp_avg_sq"].mean()) == pytest.approx(expected, rel=0.05)
+    assert float(state["exp_avg_sq"].mean()) == pytest.approx(expected, rel=0.15)

@@ -235,6 +235,17 @@ def test_resume_with_one_ledger_forgets_nothing_and_repeats_no_noise(ranks) -> N
         assert found["agree"]
 
 
+@pytest.mark.parametrize(("strategy", "name"), [("ddp", "banded_inverse"), ("fsdp2", "banded")])
+def test_correlated_noise_goes_on_from_the_file_of_each_rank(
+    both, strategy: str, name: str
+) -> None:
+    for found in of(under(strategy, both), name):
+        each = [f"secret-dpsgd-first.ckpt-{rank}-of-2.safetensors" for rank in range(2)]
+        assert (found["files"], found["modes"], found["left"]) == (each, [0o600], 0)
+        assert found["white"] < 0.15
+        assert found["counted"] == (2 if name == "banded" else 1)
+
+
 def test_noise_is_turned_up_on_all_ranks(ranks) -> None:
     for found in of(ranks, "hardened"):
         assert found["std"] == pytest.approx([20.0, 40.0], rel=0.05)

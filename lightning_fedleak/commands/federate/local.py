@@ -13,6 +13,7 @@ from lightning_fedleak.commands.federate.setting import Setting
 from lightning_fedleak.federation import (
     ClientDP,
     OutgoingUpdates,
+    UpdateError,
     difference,
     moved,
     recording,
@@ -85,7 +86,11 @@ def unwatched(
     """What leaves a client that nobody watches: with its own noise, where it adds some."""
     if dp is None:
         return state
-    return moved(sent, dp.privatized(difference(sent, state), sent))
+    try:
+        update = difference(sent, state)
+    except UpdateError:  # NaN, say: zero leaves, with the same noise
+        update = None
+    return moved(sent, dp.privatized(update, sent))
 
 
 __all__ = ["account_of", "run", "unwatched"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
@@ -107,7 +108,7 @@ def _serve(setting: Setting, folder: Path, closed: Closed, grid: Grid) -> Server
 def _nodes(grid: Grid, clients: int) -> dict[int, int]:
     """The engine's number of each client's node, as the clients tell."""
     while len(nodes := list(grid.get_node_ids())) < clients:
-        pass
+        time.sleep(0.1)
     asked = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
     return {
         int(reply.content["client"]["number"]): reply.metadata.src_node_id

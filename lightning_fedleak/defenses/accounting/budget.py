@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses.accounting.accounting import (
@@ -292,7 +293,7 @@ class Budget:
             state[_ACCOUNT + key] = value
         return state
 
-    def load_state_dict(self, state: State, releases: int) -> None:
+    def load_state_dict(self, state: State, releases: int) -> int:
         """Goes on counting; the account never runs backwards.
 
         Noise that was found from ``target_epsilon`` stays what it is. Under another target the
@@ -301,6 +302,9 @@ class Budget:
         Args:
             state: what :meth:`state_dict` gave.
             releases: how many had been made by then.
+
+        Returns:
+            How many releases the state has accounted; more may be known.
 
         Raises:
             DefenseError: they were made under another kind of accountant or, with a filter, under
@@ -327,6 +331,8 @@ class Budget:
             self._covered = int(state["covered"]) if same else 0
             self._covered_rate = float(state["covered_rate"]) if same else None
         self.accountant.load_state_dict(account)
+        counted = account.get("releases")
+        return 0 if counted is None else int(torch.as_tensor(counted)[:, 2].sum())
 
     @property
     def _target(self) -> str:

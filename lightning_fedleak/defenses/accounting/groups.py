@@ -62,7 +62,9 @@ def group_epsilon(history: Sequence[tuple[float, float, int]], delta: float, row
         return 0.0
     if min(row[0] for row in history) < LEAST_NOISE:
         return math.inf
-    both = sum(count * group_rdp(sigma, rate, rows) for sigma, rate, count in history)
+    both = np.zeros((2, len(ORDERS)))
+    for sigma, rate, count in history:
+        both = both + count * group_rdp(sigma, rate, rows)
     epsilon = max(float(epsilons_of_rdp(rdp, delta).min()) for rdp in both)
     return epsilon if epsilon <= LARGEST_EPSILON else math.inf
 
@@ -94,8 +96,9 @@ def group_rdp(noise_multiplier: float, sample_rate: float, rows: int) -> Floats:
             order = orders[i]
             found[0, i] = logsumexp(base + order * loss) / (order - 1)
             found[1, i] = logsumexp(base - (order - 1) * loss) / (order - 1)
+    np.maximum(found, 0.0, out=found)
     found.flags.writeable = False
-    return np.maximum(found, 0.0)
+    return found
 
 
 __all__ = ["group_epsilon", "group_rdp"]

@@ -438,7 +438,7 @@ class ClippedSum:
         team: Team,
         std: float,
         divisor: float,
-        draw: Callable[[int, Tensor], Tensor],
+        add: Callable[[int, Tensor, float], None],
         gauge: NoiseGauge | None = None,
     ) -> None:
         """Puts the sum over all processes' samples, with noise, into ``p.grad``.
@@ -451,20 +451,18 @@ class ClippedSum:
             std: standard deviation of the noise, over all groups of parameters together; 0 for
                 none.
             divisor: of sum and noise.
-            draw: noise for a number, of the form of a tensor, over ``std``; it is only read.
+            add: adds the noise of a number, of a standard deviation, to a tensor in place.
             gauge: measures the noise.
         """
         for index, parameter, total in self._all_sums(parameters, team):
             relative = self.clip.relative_noise(parameter)
             before = None if gauge is None else gauge.before(total, relative)
             if std:
-                noise = draw(index + (shard_number(parameter) << SHARD_BITS), total)
-                total.add_(noise, alpha=std * relative)
-            total.div_(divisor)
+                add(index + (shard_number(parameter) << SHARD_BITS), total, std * relative)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             released = local_part(parameter.grad)
-            released.copy_(total)
+            torch.div(total, divisor, out=released)
             if gauge is not None and before is not None:
                 gauge.after(before, released, relative)
 

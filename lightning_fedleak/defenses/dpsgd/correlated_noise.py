@@ -24,6 +24,7 @@ resumes begins a new mechanism, whose cost is added to that of the first.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections import deque
 from collections.abc import Callable
@@ -42,7 +43,7 @@ from lightning_fedleak.defenses.dpsgd.factorization import (
     banded,
     banded_inverse,
 )
-from lightning_fedleak.defenses.noise import standard_normal
+from lightning_fedleak.defenses.noise import add_standard_normal, standard_normal
 
 Mechanism = Literal["independent", "banded", "banded_inverse"]
 Key = Callable[[bytes, int, int], bytes]
@@ -181,6 +182,12 @@ class StepNoise:
         """Whether the next release is the first of those that are accounted together."""
         return self.mechanism == "independent" or self.row % self._planned.period == 0
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the next release begins a mechanism anew, although one was not at its end."""
+        ended = self._saved is not None and self._saved_row >= self._saved.steps
+        return self.mechanism != "independent" and not self.row and not ended
+
     def check_planned(self) -> None:
         """Refuses a release beyond the plan.
 
@@ -216,6 +223,18 @@ class StepNoise:
             self._files.discard(path)
         self._draws.appendleft((base, release))
         self._current, self._whole = {}, False
+
+    def add(self, number: int, onto: Tensor, scale: float, key: Key) -> None:
+        """Adds ``scale`` times what :meth:`draw` gives, in place.
+
+        Raises:
+            DefenseError: as there.
+        """
+        if self.mechanism == "independent":
+            base, release = self._draws[0]
+            add_standard_normal(key(base, release, number), onto, scale)
+        else:
+            onto.add_(self.draw(number, onto, key), alpha=scale)
 
     def draw(self, number: int, like: Tensor, key: Key) -> Tensor:
         """The noise on one parameter, over the standard deviation of independent noise.
@@ -311,7 +330,7 @@ class StepNoise:
                 self._saved.check_same(self.plan)
 
     def save(self, path: Path, releases: int) -> None:
-        """Writes what the next draws need, for this user's eyes only; nothing where that is none.
+        """Writes what the next draws need, for this user's eyes only; nothing where none will come.
 
         Args:
             path: of the file; one that is there is replaced.
@@ -320,8 +339,9 @@ class StepNoise:
         Raises:
             DefenseError: it cannot be written.
         """
-        path.unlink(missing_ok=True)
-        if self.plan is None or not self.row or not self._whole:
+        for old in (path, *path.parent.glob(f"{glob.escape(path.name)}.*.unfinished")):
+            old.unlink(missing_ok=True)  # a kill may have left the last
+        if self.plan is None or not 0 < self.row < self.plan.steps or not self._whole:
             return
         tensors = {
             f"{back} {number}": tensor

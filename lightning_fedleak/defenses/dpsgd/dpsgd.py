@@ -267,6 +267,7 @@ class DPSGD(Defense):
             trust, poisson and not places, seed, accountant == "filter", unit
         )
         self._noise = StepNoise(mechanism, bands)
+        self._checkpointed = 0
         self._budget = Budget(
             accountant,
             noise_multiplier,
@@ -391,6 +392,8 @@ class DPSGD(Defense):
                 self._budget.open_ledger(path)
         self._ledger = None
         self._budget.adopt(team.told_by_first(self._budget.account_state()))
+        if self.accountant.steps > self._checkpointed:
+            self._noise.forget()  # the ledger knows of releases after the checkpoint
         self._step = WatchedStep(
             context.root,
             team,
@@ -453,7 +456,7 @@ class DPSGD(Defense):
             DefenseError: a :class:`~.DPAdamBC` would get noise that this defence does not know.
         """
         self._check_noise_known(context)
-        if self.releases and self.mechanism != "independent" and not self._noise.row:
+        if self.releases and self._noise.is_lost:
             warnings.warn(
                 f"DPSGD: the noise of the {self.releases} releases before is not known (the run "
                 "was killed, or the file beside its checkpoint is gone). A new mechanism begins, "
@@ -549,8 +552,8 @@ class DPSGD(Defense):
                 self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
         self.releases += 1
         gauge = NoiseGauge(std * noise.scale, sampling.expected) if checking else None
-        draw = functools.partial(noise.draw, key=functools.partial(self._key, context))
-        clipped.release(parameters, team, std, sampling.expected, draw, gauge)
+        add = functools.partial(noise.add, key=functools.partial(self._key, context))
+        clipped.release(parameters, team, std, sampling.expected, add, gauge)
         if gauge is not None:
             with team.together():
                 measured = gauge.measured()
@@ -680,7 +683,7 @@ class DPSGD(Defense):
             )
         if releases:
             self._noise.load_state_dict(state)
-        self._budget.load_state_dict(state, releases)
+        self._checkpointed = self._budget.load_state_dict(state, releases)
         self.releases = max(self.releases, releases)
 
     def save_secrets(self, path: Path) -> None:
@@ -689,6 +692,8 @@ class DPSGD(Defense):
 
     def load_secrets(self, path: Path, device: str) -> bool:
         """Goes on with it, where no release was made since it was written."""
+        if self.accountant.steps > self._checkpointed:
+            return False
         return self._noise.load(path, self.releases, device)
 
     def forget_secrets(self) -> None:

@@ -19,6 +19,7 @@ Everything is float64.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,9 +112,7 @@ def banded_inverse(steps: int, bands: int, separation: int) -> Factorization:
     rows = np.zeros((steps, bands))
     for place in range(bands):
         rows[place:, place] = inverse[place]
-    first = np.zeros(steps)
-    first[0] = 1.0
-    column = lfilter([1.0], inverse, first)
+    column = lfilter([1.0], inverse, _unit(steps))
     joint = np.zeros(steps)
     for start in range(0, steps, separation):
         joint[start:] += column[: steps - start]
@@ -134,31 +133,48 @@ def _check(**numbers: int) -> None:
 
 
 def _best_column(steps: int, bands: int, objective: Objective) -> Floats:
-    """(b,) the first column of the best Toeplitz C, of norm 1."""
+    """(b,) the first column of the best Toeplitz C, of norm 1.
+
+    It is found for a few steps first, and then for more and more: where there are many, a column a
+    little beyond the best has an inverse that grows without end.
+    """
     places = np.arange(1, bands)
-    start = np.concatenate([[1.0], np.cumprod((2 * places - 1) / (2 * places))])
+    free = np.cumprod((2 * places - 1) / (2 * places))
+    lengths = [steps]
+    while lengths[0] > 8 * max(bands, 8):
+        lengths.insert(0, lengths[0] // 4)
+    for length in lengths if bands > 1 else ():
+        loss = functools.partial(_column_loss, steps=length, objective=objective)
+        options = _options(bands)
+        free = minimize(loss, free, jac=True, method="L-BFGS-B", options=options).x
+    column: Floats = np.concatenate([[1.0], free])
+    return column / np.linalg.norm(column)
+
+
+def _column_loss(free: Floats, steps: int, objective: Objective) -> tuple[float, Floats]:
+    """The log of the error of (1, free) over its norm, and its slope; 10^10 if that is endless."""
     share = np.ones(steps)
     if objective == "mean":
         share = 1 - np.arange(steps) / steps
-    unit = np.zeros(steps)
-    unit[0] = 1.0
-
-    def loss(free: Floats) -> tuple[float, Floats]:
-        coefficients = np.concatenate([[1.0], free])
-        sums = np.cumsum(lfilter([1.0], coefficients, unit))
+    coefficients = np.concatenate([[1.0], free])
+    with np.errstate(all="ignore"):
+        sums = np.cumsum(lfilter([1.0], coefficients, _unit(steps)))
         turned = lfilter([1.0], coefficients, sums)
-        square = coefficients @ coefficients
         error = share @ sums**2
         weighted = -2 * share * sums
-        slope = np.array([weighted[k:] @ turned[: steps - k] for k in range(1, bands)])
-        return square * error, square * slope + 2 * free * error
+        slope = np.array([weighted[k:] @ turned[: steps - k] for k in range(1, len(free) + 1)])
+        square = coefficients @ coefficients
+        value = math.log(square) + math.log(error) if 0 < error < math.inf else math.inf
+        slope = slope / error + 2 * free / square
+    if not (math.isfinite(value) and np.isfinite(slope).all()):
+        return 1e10, np.zeros_like(free)
+    return value, slope
 
-    best = start
-    if bands > 1:
-        found = minimize(loss, start[1:], jac=True, method="L-BFGS-B", options=_options(bands))
-        best = np.concatenate([[1.0], found.x])
-    column: Floats = best / np.linalg.norm(best)
-    return column
+
+def _unit(steps: int) -> Floats:
+    unit = np.zeros(steps)
+    unit[0] = 1.0
+    return unit
 
 
 def _options(numbers: int) -> dict[str, float]:
@@ -232,9 +248,7 @@ def _of_toeplitz(column: Floats, columns: Floats) -> tuple[Floats, Floats]:
     ``C^-1 = N K^-1``.
     """
     bands, steps = columns.shape
-    unit = np.zeros(steps)
-    unit[0] = 1.0
-    inverse = lfilter([1.0], column, unit)
+    inverse = lfilter([1.0], column, _unit(steps))
     scale = column[0] / columns[0]
     norms = scale * np.sqrt(np.cumsum(inverse**2))
     sums = np.cumsum(inverse)

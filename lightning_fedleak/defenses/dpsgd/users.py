@@ -32,7 +32,8 @@ def users_of(dataset: Any, group_by: GroupBy) -> list[list[int]]:
     for row, key in enumerate(keys):
         key = key.item() if getattr(key, "shape", None) in ((), (1,)) else key
         try:
-            if key is not None and type(key).__hash__ is object.__hash__:
+            by_identity: Any = object.__hash__
+            if key is not None and type(key).__hash__ is by_identity:
                 raise TypeError("equal to itself alone")
             missing = key is None or bool(key != key) or bool(key == "")
             if not missing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import stat
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +180,15 @@ def test_epsilon_that_is_asked_for_is_spent_in_the_planned_steps() -> None:
     assert Plan("banded", 2, 7, 2, N).rounds == 4 == defense.privacy.releases
 
 
+@pytest.mark.parametrize("mechanism", ["banded", "banded_inverse"])
+def test_groups_of_rows_pay_k_times_as_they_meet_in_the_noise_of_a_step(mechanism: Any) -> None:
+    defense = correlated(mechanism, bands=2, target_delta=1e-6)
+    Steps(defense).step(first(5))
+    own, of_two = defense.privacy, defense.group_privacy(2)
+    assert of_two.epsilon == 2 * own.epsilon
+    assert of_two.delta == pytest.approx(2 * math.exp(own.epsilon) * own.delta)
+
+
 class Turn:
     def __init__(self) -> None:
         self.row = 0
@@ -298,6 +308,47 @@ def test_a_killed_run_begins_a_new_mechanism_and_pays_for_both(
     own = torch.from_numpy(inverse_of(mechanism, 4))[:3, :3]
     torch.testing.assert_close(found, SIGMA * CLIP * own @ z, rtol=1e-4, atol=1e-4)
     assert after.defense.accountant.steps == (2 + 1 if mechanism == "banded" else 2)
+
+
+def test_at_its_end_a_run_leaves_no_noise_behind(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    run = Steps(correlated(), steps=2)
+    run.noise()
+    run.defense.save_secrets(path)
+    left = path.with_name("secret.1.unfinished")
+    left.write_bytes(b"of a kill")
+    run.noise()
+    run.defense.save_secrets(path)
+    assert [*tmp_path.iterdir()] == []
+    defense = correlated()
+    defense.load_state_dict(run.defense.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Steps(defense, steps=2)
+
+
+def test_a_copy_of_the_noise_is_refused_where_the_ledger_knows_of_later_releases(
+    tmp_path: Path,
+) -> None:
+    path, ledger = tmp_path / "secret", tmp_path / "ledger"
+    run = Steps(correlated(bands=2, ledger=ledger))
+    run.noise()
+    run.noise()
+    run.defense.save_secrets(path)
+    copied, state = path.read_bytes(), run.defense.state_dict()
+    for more in (False, True):
+        if more:
+            run.noise()
+        path.write_bytes(copied)
+        for before_setup in (True, False):
+            defense = correlated(bands=2, ledger=ledger)
+            if not before_setup:  # as under FSDP2
+                Steps(defense)
+            defense.load_state_dict(state)
+            defense.load_secrets(path, "cpu")
+            if before_setup:
+                Steps(defense)
+            assert defense._noise.row == (0 if more else 2)
 
 
 def edited(path: Path, change: Callable[[Any, Any], None]) -> None:

@@ -574,8 +574,9 @@ def test_a_canary_among_several_processes_is_unknown() -> None:
 def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(6, 2000))
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)
-    real = correlated_noise.standard_normal
-    monkeypatch.setattr(correlated_noise, "standard_normal", lambda *a: 0.9 * real(*a))
+    real = correlated_noise.add_standard_normal
+    weak: Any = lambda key, onto, scale: real(key, onto, 0.9 * scale)  # noqa: E731
+    monkeypatch.setattr(correlated_noise, "add_standard_normal", weak)
     with pytest.raises(
         DefenseError, match=r"noise measured has a standard deviation of 0\.(89|90|91)"
     ):

@@ -107,8 +107,9 @@ def test_noise_that_did_not_follow_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     run = Run(defense)
     run.step(first(0))
     assert defense.harden() is not None
-    normal = correlated_noise.standard_normal
-    monkeypatch.setattr(correlated_noise, "standard_normal", lambda *given: normal(*given) / 8)
+    add = correlated_noise.add_standard_normal
+    weak: Any = lambda key, onto, scale: add(key, onto, scale / 8)  # noqa: E731
+    monkeypatch.setattr(correlated_noise, "add_standard_normal", weak)
     with pytest.raises(DefenseError, match="the noise measured has a standard deviation of 0"):
         run.step(first(0))
 

@@ -1,0 +1,88 @@
+"""Flower's deployment engine on loopback: a SuperLink and two SuperNodes over TLS, and faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from lightning_fedleak.federation import ClientDP
+from tests.federation.test_observer import lines
+from tests.flower.engine import ROOT, SECONDS, Deployed, ended, until
+
+APP = Path(__file__).parent / "deployed"
+EXAMPLES = ROOT / "examples" / "flower"
+
+
+@pytest.fixture
+def deployed(tmp_path: Path) -> Iterator[Deployed]:
+    with ExitStack() as stack:
+        yield Deployed(tmp_path, stack)
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_faults_end_no_federation_and_no_release_is_forgotten(deployed: Deployed) -> None:
+    """The second client returns NaN, then is killed in mid-round; then the server begins again."""
+    folder = deployed.folder
+    link, first, second = deployed.all()
+    deployed.run("first", APP, out=folder, rounds=2)
+    until(lambda: (folder / "kill_me").exists(), deployed.logs)
+    ended(second)
+    until(lambda: (folder / "done.txt").exists(), deployed.logs)
+
+    def spent() -> int:
+        return ClientDP(
+            0.5, 1.0, clients=2, target_delta=1e-5, accountant="rdp", ledger=folder / "ledger"
+        ).accountant.steps
+
+    assert spent() == 2
+    assert all(bool(t.isfinite().all()) for t in torch.load(folder / "model.pt").values())
+    assert len({x["client"] for x in lines(folder / "server")} - {"sum"}) == 1  # the first one
+    decisions = [
+        x["why"]
+        for place in folder.glob("client_1_*")
+        for x in lines(place, "run.jsonl")
+        if x["kind"] == "gate"
+    ]
+    assert len(decisions) == 1
+    assert "holds NaN" in decisions[0]
+    (folder / "done.txt").unlink()
+    (folder / "kill_me").unlink()
+    ended(first)
+    ended(link)
+    deployed.all()
+    deployed.run("second", APP, out=folder, rounds=1)
+    until(lambda: (folder / "done.txt").exists(), deployed.logs)
+    assert spent() == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize(
+    ("app", "config"),
+    [
+        ("lora", {"at_most": 0.1}),
+        ("secure_aggregation", {}),
+    ],
+)
+def test_an_example_runs_as_it_is(deployed: Deployed, app: str, config: dict) -> None:
+    """On the simulation engine, with two rounds of one step."""
+    out = deployed.folder / "out"
+    deployed.superlink("--simulation")
+    simulated = ("--federation-config", "num-supernodes=3")
+    deployed.run(app, EXAMPLES / app, *simulated, out=out, rounds=2, local_steps=1, **config)
+    until(lambda: (out / "done.txt").exists(), deployed.logs)
+    said = (deployed.folder / f"{app}.log").read_text()
+    found = [x for place in out.rglob("leakage.jsonl") for x in lines(place.parent)]
+    assert {x["round"] for x in found} >= {1, 2}
+    if app == "lora":
+        assert "withheld (gradient_membership/advantage)" in said
+    else:
+        assert said.count("3 clients, 1 model to be seen") == 2
+        assert {x["client"] for x in found} == {"all", "sum"}
+        assert any(x["metrics"].get("auc", {}).get("value") for x in found)

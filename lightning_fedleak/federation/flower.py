@@ -455,9 +455,9 @@ class PrivateMean(_Around):
             except UpdateError as error:
                 why[node] = str(error)
         release = self.dp.mean(updates, {n: self._sent[n] for n in trained})
-        for node, reason in (dict(release.zeros) | why).items():
+        for node, zero in (dict(release.zeros) | why).items():
             place = self._drawn.index(node)
-            log.info("lightning-fedleak: drawn client %d counts as zero: %s", place, reason)
+            log.info("lightning-fedleak: drawn client %d counts as zero: %s", place, zero)
         return ArrayRecord(moved(self._sent, release.update)), None
 
 

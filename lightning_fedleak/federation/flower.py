@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.callbacks import LeakageLimitExceeded
+from lightning_fedleak.callbacks.channels.base import reason
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.extras import install
 from lightning_fedleak.federation.client_dp import ClientDP
@@ -184,11 +185,12 @@ class FedLeakMod:
                 reply = train()
             seconds = time.perf_counter() - began
             if reply.has_error():
-                raise UpdateError(reply.error.reason)
+                raise RuntimeError(reply.error.reason)
             returned = _arrays_of(reply)[1]
         except Exception as error:
-            log.error("lightning-fedleak: this client's training failed: %r", error)
-            return out.nothing(round_, sent, f"training failed: {type(error).__name__}")
+            why = f"training failed: {reason(error)}"  # an exception's words may be private text
+            log.error("lightning-fedleak: %s", why)
+            return out.nothing(round_, sent, why)
         return _gated(out, round_, sent, returned, batches, seconds)
 
 
@@ -453,9 +455,9 @@ class PrivateMean(_Around):
             except UpdateError as error:
                 why[node] = str(error)
         release = self.dp.mean(updates, {n: self._sent[n] for n in trained})
-        for node, reason in (dict(release.zeros) | why).items():
+        for node, zero in (dict(release.zeros) | why).items():
             place = self._drawn.index(node)
-            log.info("lightning-fedleak: drawn client %d counts as zero: %s", place, reason)
+            log.info("lightning-fedleak: drawn client %d counts as zero: %s", place, zero)
         return ArrayRecord(moved(self._sent, release.update)), None
 
 
@@ -490,7 +492,7 @@ def _state_of(reply: Message) -> dict[str, Tensor]:
     try:
         return _arrays_of(reply)[1]
     except Exception as error:  # whatever a client's bytes provoke
-        log.info("lightning-fedleak: a reply holds no model: %r", error)
+        log.info("lightning-fedleak: a reply holds no model: %s", reason(error))
         return {}
 
 

@@ -60,7 +60,7 @@ from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 _BLOCKS = 12
 _CONTEXTS, _CONTEXT = 4, 8
-_BEHIND = (1, 2, 4, 8) * 4
+_BEHIND = (1, 2, 4, 8) * 8
 _PRIOR = 0.5
 _LOST = 2
 _NEAR, _SAME, _GAIN = 0.02, 1e-3, 3.0

@@ -139,7 +139,8 @@ class RunRecord:
     """Appends to ``run.jsonl``: what the fit was, beside what was read off it.
 
     One line when a fit begins (model, training, attacks, defences, gates), one for each look
-    (utility, what defences have spent), one for each decision of a gate, one when the fit ends.
+    (utility, what defences have spent), one for each decision of a gate, one for a defence of which
+    the first did not know, one when the fit ends.
     Of several processes the first one writes.
 
     Args:

@@ -40,6 +40,9 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
         table.add_row(
             escape(f"{name}/{headline}"), escape(stage), *map(_measured, of), _change(*means)
         )
+    if any(fit["withheld"] for fit in (first, second)):
+        kept = [f"{fit['withheld']} of {fit['updates']}" for fit in (first, second)]
+        table.add_row("updates kept back", "", *kept, "")
     spent = [fit["privacy"][0]["epsilon"] if fit["privacy"] else None for fit in (first, second)]
     table.add_row("epsilon", "", *("none accounted" if s is None else known(s) for s in spent), "")
     console.print(table)

@@ -130,6 +130,7 @@ def _joined(monitors: Sequence[FitLines]) -> FitLines:
         "attacks": attacks,
         "not_played": [one for one in every("not_played", "name") if one["name"] not in played],
         "gates": every("gates", "name"),
+        "defenses": [one for begin in begins for one in begin.get("defenses", ())],
         "unread": [name for name in begins[0].get("unread", ())
                    if all(name in other.get("unread", ()) for other in begins)],
         "monitor": about[0] | {

@@ -426,6 +426,31 @@ def test_where_the_sum_alone_was_seen_the_verdict_is_of_the_sum(tmp_path):
     assert found["verdict"]["sentence"].startswith("Off one sum over clients, ")
 
 
+def test_the_accounts_of_all_processes_of_a_federation_are_known(tmp_path):
+    """The first one has none; the clients' own are those of later ones."""
+    told = {"training": {"strategy": "federation"}, "fit": "x"}
+    settings = {"trust": "local", "clients": 2, "sampling": "all", "accountant": "prv"}
+    own = {"kind": "defense", "name": "dpsgd", "class": "ClientDP", "guarantee": "a client"}
+    record = [begin("a", **told)]
+    for client, run in enumerate("bc"):
+        ledger = tmp_path / f"{client}.ledger"
+        ledger.write_text("1.0 1.0 2\n")
+        record += [
+            begin(run, **told),
+            own | {"run": run, "settings": settings | {"ledger": str(ledger)}},
+            look(0, run, client=client, privacy=[spent(3.0, 2, rate=1.0)]),
+        ]
+    lines = [result(0, run=run, f1=0.1) | {"client": c} for c, run in enumerate("bc")]
+    lines += [result(0, run="a", stage="aggregate", f1=0.1) | {"client": "sum"}]
+    found = found_in(tmp_path / "logs", lines, record)
+    [run] = found["runs"]
+    [spent_] = run["privacy"]
+    assert (spent_["holds"], spent_["class"]) == (True, "ClientDP")
+    assert spent_["ledger_releases"] == {"0.ledger": 2, "1.ledger": 2}
+    assert (run["monitors"], len(run["defenses"])) == (3, 1)
+    assert found["privacy_together"] == []
+
+
 def test_a_server_that_holds_no_text_tells_what_its_own_check_says(tmp_path):
     blind = "whoever looks here does not hold the client's texts"
     lines = [result(r, certified=float(r > 0)) | {"client": 0, "unknown": blind} for r in range(4)]

@@ -9,6 +9,7 @@ from lightning_fedleak.cli import main
 from lightning_fedleak.defenses import DPSGD, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
+from tests.report.lines import begin, decision, result, written
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +174,17 @@ def test_mistakes_end_in_a_sentence(folder, tmp_path, capsys):
     for arguments, said in cases.items():
         assert main(list(arguments)) == 1
         assert said in capsys.readouterr().err
+
+
+def test_compare_says_how_many_updates_did_not_leave(tmp_path, capsys):
+    lines = [result(0, f1=0.5) | {"client": c} for c in range(2)]
+    begins = begin(training={"strategy": "federation"})
+    for name, more in (("a", []), ("b", [decision("withheld", 0, 1)])):
+        written(tmp_path / name, lines, [begins, *more])
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    said = capsys.readouterr().out
+    assert "0 of 2" in said
+    assert "1 of 2" in said
 
 
 def test_compare_puts_two_runs_side_by_side(folder, capsys):

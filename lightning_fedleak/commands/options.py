@@ -407,8 +407,8 @@ class FederateOptions:
     )
     watch: str | None = _option(
         None,
-        "what the gate watches, a name in the logs; by default leakage/worst/words, with adamw "
-        "leakage/gradient_membership/advantage",
+        "what the gate watches, a name in the logs; by default leakage/worst/words, of several "
+        "steps of adamw leakage/gradient_membership/advantage",
         "NAME",
     )
     action: Literal["withhold", "harden", "raise", "warn"] = _option(

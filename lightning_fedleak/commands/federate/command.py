@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 import transformers
+from lightning_utilities.core import rank_zero
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -213,7 +214,7 @@ def _told(values: Sequence[float], of: str) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What each line of a warning says is in the table, and in the files."""
-    told = logging.getLogger("lightning_utilities.core.rank_zero")
+    told = rank_zero.log  # Lightning's own, where that is loaded
     level = told.level
     told.setLevel(logging.WARNING)
     with warnings.catch_warnings():

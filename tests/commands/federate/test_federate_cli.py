@@ -46,8 +46,12 @@ def lines(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def test_each_round_is_shown_and_watching_changes_no_bit(tmp_path: Path, given: dict) -> None:
+def test_each_round_is_shown_and_watching_changes_no_bit(
+    tmp_path: Path, given: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
     said, watched = federate(tmp_path / "watched", given, partition_by="who")
+    assert "RoundObserver" not in capsys.readouterr().err
     shown = [line.split() for line in said.splitlines() if "words, F1" in line][:2]
     assert [row[0] for row in shown] == ["1", "2"]
     assert all(float(value) > 0.3 for row in shown for value in row[4:])

@@ -81,8 +81,8 @@ class PlantedGradients:
         self.seed = seed
         self.history: History = ()
         self._defense = defense
-        given = defense().max_grad_norm
-        self._clip = 1.0 if given == "auto" else given
+        given = defense()
+        self._clip = 1.0 if given.max_grad_norm == "auto" else given.max_grad_norm
         self._data = torch.diag(self._clip * torch.linspace(1.5, 10.0, targets))
         if rows is not None:
             shares = [torch.linspace(0.5, 1.5, n) if n > 1 else torch.ones(1) for n in rows]
@@ -90,8 +90,9 @@ class PlantedGradients:
         self._model = nn.Sequential(
             nn.Linear(targets, 1, bias=False, device="meta").to_empty(device="cpu")
         )
-        # Of a Trainer what it has to tell: how many steps there will be.
-        self._model._trainer = SimpleNamespace(max_steps=steps, max_epochs=None, should_stop=False)
+        if given.mechanism != "independent":  # asks the Trainer how many steps there will be
+            told = SimpleNamespace(max_steps=steps, max_epochs=None, should_stop=False)
+            self._model._trainer = told
         self._weights = list(self._model.parameters())
         self._loader = DataLoader(TensorDataset(self._data), batch_size=self._batch_size)
 

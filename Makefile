@@ -51,10 +51,11 @@ test: $(READY)
 test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow $(IN_PARALLEL) $(or $(ARGS),$(SLOW))
 
-# In an environment of its own: Flower wants older packages. test-slow runs what is left out here.
+# In an environment of its own: Flower wants older packages. Slow are proofs that test-slow runs, and
+# the apps of examples/flower: ARGS="-m slow".
 test-flower: $(FLOWER)/.ready
 	@FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 RAY_USAGE_STATS_ENABLED=0 PYTHONPATH=. \
-		$(FLOWER)/bin/python -m pytest --numprocesses 0 tests/federation tests/flower --ignore tests/federation/test_client_dp.py $(ARGS)
+		$(FLOWER)/bin/python -m pytest --numprocesses 0 -m "not slow" tests/federation tests/flower $(ARGS)
 
 test-lowest: $(LOWEST)/.ready  # without real models: newer versions saved their tokenizers
 	@FEDLEAK_ASSETS=none $(LOWEST)/bin/python -m pytest $(IN_PARALLEL) $(ARGS)

@@ -86,8 +86,8 @@ class RoundGate:
             client adds, zero with that noise leaves in its place, else nothing does, which *tells
             one bit*. ``"harden"``: the noise of the client's ClientDP is turned up until the update
             passes; if it cannot be, the update is withheld. ``"raise"`` raises
-            :class:`~lightning_fedleak.LeakageLimitExceeded`: the client fails. ``"warn"`` lets it
-            leave.
+            :class:`~lightning_fedleak.LeakageLimitExceeded`: the client fails, which is seen
+            outside, so it is refused beside noise that the client adds. ``"warn"`` lets it leave.
         patience: unknown values in a row of a client that are let pass.
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
 
@@ -243,6 +243,12 @@ class OutgoingUpdates:
             raise ValueError(f"two RoundGates are named '{double[0]}': give one of them name=...")
         for gate in self.gates:
             gate.check(observer)
+            if gate.action == "raise" and self.own is not None:
+                raise ValueError(
+                    "RoundGate(action='raise') ends a client's round by what its data show, which "
+                    "is seen outside and no noise of the ClientDP hides: use action='withhold', "
+                    "under which zero with the same noise leaves"
+                )
             if gate.action == "harden" and (self.own is None or not self.own.can_harden):
                 raise ValueError(
                     "RoundGate(action='harden') turns up the noise that this client adds, and "

@@ -377,6 +377,11 @@ def test_a_gate_that_hardens_needs_noise_that_can_be_turned_up(tmp_path, own):
         client(tmp_path, RoundGate(F1, at_most=0.3, action="harden"), dp=own)
 
 
+def test_a_gate_that_ends_the_round_is_refused_beside_noise_of_the_clients_own(tmp_path):
+    with pytest.raises(ValueError, match="use action='withhold'"):
+        client(tmp_path, RoundGate(F1, at_most=0.3, action="raise"), dp=dp())
+
+
 def test_an_attack_of_the_package_is_gated(tmp_path):
     out = client(tmp_path, RoundGate("leakage/bag_of_words/f1", at_most=0.5), attack=BagOfWords())
     with pytest.warns(UserWarning, match="withheld"):

@@ -5,9 +5,9 @@ held-out texts do not, and an audit by them shows little.
 
 *New tokens* (Panda et al. 2025, arXiv 2503.06808, and its published code): a row of the vocabulary
 that no other text uses. There the token is what the model is to predict at the end. Here the text
-also begins with it, and its row starts small, which is ours: a norm in the first block makes the
-gradient of a small row large, so that under clipping nearly all of the text's share lies in a row
-that is its own.
+also begins with it, and may let its row start small, which is ours: a norm in the first block makes
+the gradient of a small row large, so that under clipping nearly all of the text's share lies in a
+row that is its own.
 
 *High temperature* (Mitchell et al. 2026, arXiv 2606.10481, whose abstract alone was read): texts
 that the model itself samples, from its distribution made flat.
@@ -33,9 +33,9 @@ def new_token_canaries(
     model: nn.Module,
     count: int,
     *,
-    length: int = 5,
+    length: int = 3,
     tokens: Sequence[int] | None = None,
-    row_norm: float = 0.01,
+    row_norm: float = 1.0,
     seed: int = 0,
 ) -> list[Tensor]:
     """Texts that begin and end with a token that no other text has.
@@ -44,18 +44,20 @@ def new_token_canaries(
 
         texts = new_token_canaries(model, 200)          # adds 200 rows to the vocabulary
         train = with_canaries(train, texts, record="secret/inclusion.json")
-        scorer = CanaryScorer(train.canaries, by="row", every_n_steps=1)
+        scorer = CanaryScorer(train.canaries)
 
     The model is changed: it has ``count`` more tokens, or those of ``tokens`` start anew. So it is
     a model for an audit. Between its two own tokens a text has ordinary ones, drawn at random.
 
-    A row of the embedding, of the head or of both must be trained for ``by="row"``. A LoRA trains
-    neither, unless it is told to: ``LoraConfig(modules_to_save=["embed_tokens"], ...)``.
+    What tells them is their loss. For ``CanaryScorer(by="row")`` a row of the embedding or of the
+    head must be trained, and ``row_norm=0.1`` shows more. A LoRA trains neither matrix, unless it
+    is told to: ``LoraConfig(modules_to_save=["embed_tokens"], ...)``.
 
     Args:
         model: causal, a Hugging Face model or one that holds it; before PEFT wraps it.
         count: of texts, m.
-        length: tokens of a text, both of its own included; at least 3.
+        length: tokens of a text, both of its own included; at least 3. Longer texts share more
+            with each other, and show less.
         tokens: (m,) ids of the model that occur in no other text, each once: rows that a
             vocabulary has to spare. None adds rows.
         row_norm: norm that their rows start with, over the mean norm of the others.
@@ -99,8 +101,8 @@ def high_temperature_canaries(
     model: nn.Module,
     count: int,
     *,
-    length: int = 16,
-    temperature: float = 2.0,
+    length: int = 8,
+    temperature: float = 1.0,
     prompts: Sequence[Tensor] | None = None,
     seed: int = 0,
 ) -> list[Tensor]:

@@ -147,8 +147,10 @@ def report_texts(sigma: float, rate: float, steps: int, args: argparse.Namespace
             print(
                 f"sigma {sigma:g}, rate {rate:g}, {steps} steps, {kind} by {by}: "
                 f"apart {statistics.mean(apart):.2f} ± {error:.2f}",
-                *(f"{name} {statistics.median(each):.2f}" for name, each in own.items()),
-                f"exceed {sum(max(each) > 1 for each in own.values())}",
+                *(
+                    f"{name} {statistics.median(each):.2f} ({sum(b > 1 for b in each)} exceed)"
+                    for name, each in own.items()
+                ),
                 f"refused {refused[by]} of {args.audits}",
                 sep=", ",
                 flush=True,

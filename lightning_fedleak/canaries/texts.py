@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy, find_anatomy
 from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.model_runs import run_logits, undisturbed
+from lightning_fedleak.model_runs import context_length, run_logits, undisturbed
 
 MOST_TRIES = 8
 
@@ -76,6 +76,7 @@ def new_token_canaries(
         raise ValueError(f"length must be at least 3 (its own token twice, one between), {length=}")
     if not row_norm > 0:
         raise ValueError(f"row_norm must be positive, got {row_norm!r}")
+    _check_length(anatomy, length)
     special = _special(getattr(without_peft(anatomy.model), "config", None))
     generator = torch.Generator().manual_seed(seed)
     if tokens is None:
@@ -140,6 +141,7 @@ def high_temperature_canaries(
     found: dict[tuple[int, ...], Tensor] = {}
     for _ in range(MOST_TRIES):
         starts = _starts(config, kept, count, prompts, generator)
+        _check_length(anatomy, length + max(map(len, starts)))
         for row in _sampled(anatomy, starts, kept, length, temperature, generator):
             if len(found) < count:
                 found.setdefault(tuple(row.tolist()), row)
@@ -164,6 +166,15 @@ def _causal(model: nn.Module, who: str) -> Anatomy:
 def _check_count(count: int) -> None:
     if isinstance(count, bool) or count < 1:
         raise ValueError(f"count must be at least 1, got {count!r}")
+
+
+def _check_length(anatomy: Anatomy, length: int) -> None:
+    most = context_length(anatomy)
+    if most is not None and length > most:
+        raise ValueError(
+            f"texts of {length} tokens are longer than the {most} that this model reads: make "
+            "length smaller"
+        )
 
 
 def _special(config: Any) -> set[int]:
@@ -216,6 +227,8 @@ def _starts(
         if not len(prompts):
             raise ValueError("prompts=[] begins no text: leave it out, or give rows of token ids")
         given = [torch.as_tensor(p).reshape(-1).long() for p in prompts]
+        if not all(len(p) and int(p.min()) >= 0 and int(p.max()) < len(kept) for p in given):
+            raise ValueError(f"prompts must be rows of at least one token id, below {len(kept)}")
         return [given[i % len(given)] for i in range(count)]
     first = getattr(config, "bos_token_id", None)
     if first is not None:

@@ -52,12 +52,12 @@ def test_texts_follow_from_their_seed() -> None:
 
 def test_spare_rows_take_the_place_of_new_ones() -> None:
     model = tiny_llama()
-    texts = new_token_canaries(model, 2, tokens=[90, 7])
+    texts = new_token_canaries(model, 2, tokens=[90, 7], row_norm=0.01)
     assert model.config.vocab_size == VOCAB
     assert [int(text[0]) for text in texts] == [90, 7]
     small = matrices(model)[0].norm(dim=1).argsort()[:3].tolist()
     assert {90, 7} <= set(small)  # the third is the padding's
-    many = new_token_canaries(tiny_llama(), 2, tokens=[90, 7], length=400)
+    many = new_token_canaries(tiny_llama(), 2, tokens=[90, 7], length=64)
     assert not {90, 7} & {int(token) for text in many for token in text[1:-1]}
 
 
@@ -67,6 +67,7 @@ def test_spare_rows_take_the_place_of_new_ones() -> None:
         ({"count": 0}, "count"),
         ({"count": 2, "length": 2}, "length"),
         ({"count": 2, "row_norm": 0.0}, "row_norm"),
+        ({"count": 2, "length": 65}, "longer than the 64"),
         ({"count": 2, "tokens": [5, 5]}, "2 different ids"),
         ({"count": 2, "tokens": [5]}, "2 different ids"),
         ({"count": 1, "tokens": [VOCAB]}, "rows of the model"),
@@ -161,6 +162,8 @@ def test_texts_begin_where_they_are_told_to() -> None:
         ({"count": 2, "length": 1}, "length"),
         ({"count": 2, "temperature": 0.0}, "temperature"),
         ({"count": 2, "prompts": []}, "prompts"),
+        ({"count": 2, "prompts": [torch.tensor([VOCAB])]}, "below 97"),
+        ({"count": 2, "length": 64}, "longer than the 64"),
         ({"count": 200, "length": 2, "temperature": 1e-3}, "raise temperature"),
     ],
 )

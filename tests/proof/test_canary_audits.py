@@ -82,4 +82,5 @@ def test_an_eighth_of_the_noise_is_refuted(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(noise, "_fill", little)
     monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
     count, _ = audited("row", 3, tmp_path)
-    assert count.refuted == 3
+    assert count.refuted >= 2
+    assert count.p_value < 0.01

@@ -1,4 +1,4 @@
-"""What DP-SGD leaves of what training gains: batches, clipping, optimizer and unit, by epsilon.
+"""What DP-SGD leaves of what training gains: batches, clipping, optimizer, unit and noise.
 
     python benchmarks/dp_utility.py features --model DIR --features FILE    # once; FEDLEAK_ASSETS
     python benchmarks/dp_utility.py run --features FILE --out RUNS
@@ -8,8 +8,8 @@ A linear head of 77 intents (banking77) on frozen states of a BERT (all-MiniLM-L
 their mean over a text's tokens. ``features`` computes these once. ``run`` trains the head under
 ``DPSGD`` in Lightning's Trainer: every method at every epsilon, with every seed, the same texts and
 epochs; it appends a line for each run to RUNS and leaves out what is there. ``plain`` has no
-defence. Validation is banking77's test set. Learning rates and clip norms were tried out on it with
-seed 0, which in a run of one's own costs privacy unless the data are public.
+defence. Validation is banking77's test set. Learning rates, clip norms and bands were tried out on
+it with seed 0, which in a run of one's own costs privacy unless the data are public.
 
 Canaries: ``CANARIES`` training texts get a wrong intent at random, and half of these are trained
 on, by a coin each. A canary's score is minus its loss after training. ``AUC`` is that of its coin.
@@ -50,7 +50,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
     "features run table --model {model} --text {text} --features {out}/features.safetensors "
-    "--methods large user --epsilons 8 --seeds 1 --epochs 1 --canaries 40 --out {out}/runs",
+    "--methods large user banded --epsilons 8 --seeds 1 --epochs 1 --canaries 40 --out {out}/runs",
 )
 
 DATA = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data" / "banking77"
@@ -268,7 +268,8 @@ def wanted(options: argparse.Namespace) -> Iterator[tuple[str, float, int]]:
     for seed in range(options.seeds):
         for method in dict.fromkeys(["plain", *options.methods]):
             for epsilon in [math.inf] if method == "plain" else options.epsilons:
-                yield method, epsilon, seed
+                if "noise" not in METHODS[method] or epsilon < math.inf:
+                    yield method, epsilon, seed
 
 
 def known(path: Path) -> list[dict[str, Any]]:

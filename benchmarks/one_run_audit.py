@@ -150,6 +150,7 @@ def report_texts(sigma: float, rate: float, steps: int, args: argparse.Namespace
                 *(
                     f"{name} {statistics.median(each):.2f} ({sum(b > 1 for b in each)} exceed)"
                     for name, each in own.items()
+                    if each
                 ),
                 f"refused {refused[by]} of {args.audits}",
                 sep=", ",
@@ -162,9 +163,10 @@ def bound(own: dict[str, list[float]], given: tuple[Tensor, Tensor], epsilon: fl
     own["guesses"].append(audit_one_run(*given, delta=DELTA).epsilon / epsilon)
     own["curve"].append(audit_one_run(*given, delta=DELTA, claim="gaussian").epsilon / epsilon)
     try:
-        own["sums"].append(audit_gaussian_scores(*given, delta=DELTA).epsilon / epsilon)
+        sums = audit_gaussian_scores(*given, delta=DELTA).epsilon / epsilon
     except ValueError:
         return False
+    own["sums"].append(sums)
     return True
 
 

@@ -1,7 +1,6 @@
 """Texts to plant in training data: those with a token of their own, and high-temperature samples.
 
-Both stand out, so that what they add to an update can be told from what other texts add. Ordinary
-held-out texts do not, and an audit by them shows little.
+How much of epsilon each shows, beside held-out texts and planted gradients, is in docs/proof.md.
 
 *New tokens* (Panda et al. 2025, arXiv 2503.06808, and its published code): a row of the vocabulary
 that no other text uses. There the token is what the model is to predict at the end. Here the text
@@ -92,7 +91,7 @@ def new_token_canaries(
     ordinary = torch.tensor([i for i in range(anatomy.vocab_size) if i not in taken])
     if not len(ordinary):
         raise ValueError("the model has no token beside those of the canaries")
-    _start_small(anatomy, torch.tensor(own), ordinary, row_norm, generator)
+    _start_rows(anatomy, torch.tensor(own), ordinary, row_norm, generator)
     drawn = torch.randint(len(ordinary), (count, length - 2), generator=generator)
     ends = torch.tensor(own)[:, None]
     return [*torch.cat([ends, ordinary[drawn], ends], 1)]
@@ -204,7 +203,7 @@ def _added_rows(anatomy: Anatomy, count: int) -> list[int]:
 
 
 @torch.no_grad()
-def _start_small(
+def _start_rows(
     anatomy: Anatomy, own: Tensor, ordinary: Tensor, norm: float, generator: torch.Generator
 ) -> None:
     """Rows of the embedding and of the head in directions drawn at random."""

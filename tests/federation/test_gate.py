@@ -98,6 +98,23 @@ def test_what_is_not_allowed_does_not_leave_and_that_tells_a_bit(tmp_path):
     assert told["measured"] == event.value
 
 
+def test_in_a_masked_sum_what_is_withheld_is_zero_and_tells_no_bit(tmp_path):
+    net = model()
+    watched = observer(tmp_path, net, [Probe(k=14)])
+    out = OutgoingUpdates(watched, [RoundGate(F1, at_most=0.2)], secure_aggregation=True)
+    with pytest.warns(UserWarning, match="withheld") as told:
+        [(sent, _, found)] = rounds(out, net)
+    assert found.withheld
+    assert same(found.state, sent)
+    broken = {n: torch.full_like(t, math.nan) for n, t in sent.items()}
+    with pytest.warns(UserWarning, match="NaN") as more:
+        left = out.leaves(1, sent, broken, batches(1))
+    assert left.withheld
+    assert same(left.state, sent)
+    assert not any("one bit" in str(w.message) for w in [*told, *more])
+    assert [x["did"] for x in decisions(tmp_path)] == ["withheld"] * 2
+
+
 def test_the_decision_is_in_the_logs(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -84,5 +84,9 @@ def test_an_example_runs_as_it_is(deployed: Deployed, app: str, config: dict) ->
         assert "withheld (gradient_membership/advantage)" in said
     else:
         assert said.count("3 clients, 1 model to be seen") == 2
-        assert {x["client"] for x in found} == {"all", "sum"}
-        assert any(x["metrics"].get("auc", {}).get("value") for x in found)
+        server = [x for place in out.glob("server_*") for x in lines(place)]
+        assert {x["client"] for x in server} == {"all", "sum"}
+        assert any(x["metrics"].get("auc", {}).get("value") for x in server)
+        clients = [x for place in out.glob("client_*") for x in lines(place)]
+        assert {x["client"] for x in clients} == {"all", 0, 1, 2}
+        assert any(x["metrics"].get("f1", {}).get("value") for x in clients)

@@ -191,8 +191,13 @@ class FedLeakMod:
                 return _refused(message, "a gate ended this client's round")
             return Message(held.alone(leaving.state, self._weight), reply_to=message)
         began = time.perf_counter()
-        with recording() as batches:
-            reply = train()
+        try:
+            with recording() as batches:
+                reply = train()
+        except Exception as error:  # whose words, of private text perhaps, Flower would send on
+            why = f"training failed: {reason(error)}"
+            log.error("lightning-fedleak: %s", why, exc_info=error)
+            return _refused(message, why)
         seconds = time.perf_counter() - began
         if reply.has_error():
             return reply

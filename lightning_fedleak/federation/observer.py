@@ -731,15 +731,18 @@ class RoundObserver:
             run, stage, channels, series, results, report, Exchange(run, series)
         )
         families = {channel.family for channel in series.values()}
-        add_pages(
-            report.boards,
-            (),
-            series,
-            privacy=["privacy/epsilon"] if self._run.defenses else [],
-            decisions=[f"gate/{gate['name']}" for gate in self._gates],
-            worst=[f"leakage/worst/{f}" for f in results.families if f in families],
-            settings={"local_steps": self.local_steps, "client": client, "side": self.side},
-        )
+        try:
+            add_pages(
+                report.boards,
+                (),
+                series,
+                privacy=["privacy/epsilon"] if self._run.defenses else [],
+                decisions=[f"gate/{gate['name']}" for gate in self._gates],
+                worst=[f"leakage/worst/{f}" for f in results.families if f in families],
+                settings={"local_steps": self.local_steps, "client": client, "side": self.side},
+            )
+        except Exception as error:  # a disk that is full must not end a round
+            report.leave_loggers(error)
         return seat
 
     def _boards(self, client: str | int) -> list[Logger]:
@@ -771,8 +774,11 @@ class RoundObserver:
         for seat in self._seats.values():
             for channel in seat.channels:
                 channel.close()
-            for board in seat.report.boards:
-                board.finalize("success")
+            try:
+                for board in seat.report.boards:
+                    board.finalize("success")
+            except Exception as error:
+                seat.report.leave_loggers(error)
 
     # ---- names ------------------------------------------------------------------------------
 

@@ -433,7 +433,7 @@ class Observed(_Around):
         return super().aggregate_train(server_round, arrived)
 
     def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
-        parts: list[tuple[State, float]] = []
+        mean = _Mean(self._sent)
         known: list[Any] | None = []
         for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
             node = reply.metadata.src_node_id
@@ -446,10 +446,10 @@ class Observed(_Around):
             self.observer.look(state, client, batches=batches)
             if not _alike(state, self._sent):
                 continue
-            parts.append((state, _weight_of(reply, self.strategy)))
+            mean.add(state, _weight_of(reply, self.strategy))
             known = None if known is None or batches is None else [*known, *batches]
-        if parts:
-            self.observer.look(_mean(parts), SUM, batches=known)
+        if mean.weight > 0:
+            self.observer.look(mean.found(), SUM, batches=known)
 
 
 class PrivateMean(_Around):
@@ -541,19 +541,10 @@ class PrivateMean(_Around):
         Raises:
             BudgetSpent: the account allows no more.
         """
-        updates: dict[int, Mapping[str, Tensor] | None] = dict.fromkeys(self._drawn)
         trained = [n for n, t in self._sent.items() if t.is_floating_point()]
-        why: dict[int, str] = {}
-        for reply in replies:
-            node = reply.metadata.src_node_id
-            if reply.has_error() or node not in updates:
-                continue
-            try:
-                updates[node] = difference(self._sent, _state_of(reply), trained=trained)
-            except UpdateError as error:
-                why[node] = str(error)
+        updates = _Updates(self._drawn, replies, self._sent, trained)
         release = self.dp.mean(updates, {n: self._sent[n] for n in trained})
-        for node, zero in (dict(release.zeros) | why).items():
+        for node, zero in (dict(release.zeros) | updates.why).items():
             place = self._drawn.index(node)
             log.info("lightning-fedleak: drawn client %d counts as zero: %s", place, zero)
         return ArrayRecord(moved(self._sent, release.update)), None
@@ -624,18 +615,65 @@ def _weight_of(reply: Message, strategy: Strategy) -> float:
     return weight if math.isfinite(weight) and weight >= 0 else 1.0
 
 
-def _mean(parts: Sequence[tuple[State, float]]) -> dict[str, Tensor]:
-    """Of models that are alike, by their weights; what is not a float as in the first."""
-    total = math.fsum(weight for _, weight in parts)
-    shares = [weight / total if total > 0 else 1 / len(parts) for _, weight in parts]
-    mean = dict(parts[0][0])
-    for name, tensor in mean.items():
-        if tensor.is_floating_point():
-            summed = torch.zeros_like(tensor, dtype=torch.float64)
-            for (state, _), share in zip(parts, shares, strict=True):
-                summed.add_(state[name].double(), alpha=share)
-            mean[name] = summed.to(tensor.dtype)
-    return mean
+class _Mean:
+    """Of models that are alike, one after the other; what is not a float is as it was sent.
+
+    Attributes:
+        weight: of all together.
+    """
+
+    def __init__(self, sent: State) -> None:
+        self._sent = sent
+        self._sum: dict[str, Tensor] = {}
+        self.weight = 0.0
+
+    def add(self, state: State, weight: float) -> None:
+        """One more, by its weight."""
+        self.weight += weight
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                if name not in self._sum:
+                    self._sum[name] = torch.zeros_like(tensor, dtype=torch.float64)
+                self._sum[name].add_(tensor, alpha=weight)
+
+    def found(self) -> dict[str, Tensor]:
+        """The mean, in the dtypes that were sent."""
+        mean = {n: t.div_(self.weight).to(self._sent[n].dtype) for n, t in self._sum.items()}
+        return {n: mean.get(n, t) for n, t in self._sent.items()}
+
+
+class _Updates(Mapping[int, Mapping[str, Tensor] | None]):
+    """Of those that were drawn, read when they are asked for, so that one is held at a time.
+
+    None of a client that sent nothing which can be read.
+
+    Attributes:
+        why: what was asked for cannot be read.
+    """
+
+    def __init__(
+        self, drawn: Sequence[int], replies: Iterable[Message], sent: State, trained: Sequence[str]
+    ) -> None:
+        self._drawn = drawn
+        self._replies = {r.metadata.src_node_id: r for r in replies if not r.has_error()}
+        self._sent = sent
+        self._trained = trained
+        self.why: dict[int, str] = {}
+
+    def __getitem__(self, node: int) -> Mapping[str, Tensor] | None:
+        if node not in self._replies:
+            return None
+        try:
+            return difference(self._sent, _state_of(self._replies[node]), trained=self._trained)
+        except UpdateError as error:
+            self.why[node] = str(error)
+            return None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._drawn)
+
+    def __len__(self) -> int:
+        return len(self._drawn)
 
 
 __all__ = ["FedLeakMod", "Observed", "PrivateMean"]

@@ -174,7 +174,39 @@ class LiveBytes(TorchDispatchMode):
 
 
 def measure_memory(args: argparse.Namespace) -> None:
-    raise NotImplementedError
+    """Prints the peak of each part of a round, and what is kept after it."""
+    with tempfile.TemporaryDirectory() as folder:
+        client = Client(args, Path(folder), share=1e-9)  # one look, and then none that is due
+        sent = trained_state(client.model)
+        update = sum(t.numel() * t.element_size() for t in sent.values())
+        print(f"one update: {update / 2**20:.2f} MiB")
+
+        def measured(what: str, does: Any) -> Any:
+            with LiveBytes() as live:
+                found = does()
+                peak, kept = live.peak / update, live.now / update
+            del found
+            print(
+                f"{what:<44} peak {peak:8.2f} updates, kept {kept:8.2f}, and "
+                f"{live.now / update:8.2f} once what is returned is gone",
+                flush=True,
+            )
+
+        measured("calibration", lambda: client.observer.begin(0, sent))
+        sent, returned, data = client.round()
+        client.out.leaves(1, sent, returned, data, seconds=1.0)  # is looked at
+        sent, returned, data = client.round()
+        measured(
+            "a round that is not looked at",
+            lambda: client.out.leaves(2, sent, returned, data, seconds=1.0),
+        )
+        client.observer.next_look.clear()
+        client.observer.begin(3, sent)
+        measured("reading the update alone", lambda: client.observer.update(returned))
+        measured(
+            "a round that is looked at",
+            lambda: client.out.leaves(3, sent, returned, data, seconds=1.0),
+        )
 
 
 # ---- by the number of clients -------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("flwr")
 pytest.importorskip("ray")
 
 from lightning_fedleak.commands.federate.command import FederateCommand
+from tests.federation.test_observer import lines
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 
@@ -46,3 +48,9 @@ def test_both_engines_train_the_same_model(tmp_path: Path) -> None:
     assert all(torch.equal(one[n], other[n]) for n in one)
     assert tables[0] == tables[1]
     assert " updates did not leave" in tables[0]
+    # Workers are not told of the end; the server is, and the report takes its word.
+    [report] = (tmp_path / "flower").rglob("report.json")
+    [run] = json.loads(report.read_text())["runs"]
+    assert run["ended"] == "in order"
+    ends = [x for path in report.parent.rglob("run.jsonl") for x in lines(path.parent, path.name)]
+    assert [x["how"] for x in ends if x["kind"] == "end"] == ["finished"]

@@ -113,6 +113,8 @@ class FedLeakMod:
             none. It needs a ledger, since Flower may run each round in another process.
         weight: the metric by which the server's strategy weighs clients.
         drop: what never leaves, see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
+        secure_aggregation: what leaves is masked by other means than Flower's SecAgg+, which is
+            known by its messages.
     """
 
     def __init__(
@@ -123,12 +125,14 @@ class FedLeakMod:
         *,
         weight: str = WEIGHT,
         drop: Sequence[str] = (),
+        secure_aggregation: bool = False,
     ) -> None:
         self._make = observer
         self._gates = gates
         self._dp = dp
         self._weight = weight
         self._drop = tuple(drop)
+        self._secure = secure_aggregation
         self._id = uuid.uuid4().hex  # also of its copies
 
     def __call__(
@@ -137,14 +141,16 @@ class FedLeakMod:
         """Lets the client train, and returns what may leave.
 
         Raises:
-            DefenseError: differential privacy of the client without a ledger.
+            DefenseError: differential privacy of the client without a ledger, or a share of its
+                noise on what is not masked.
             ValueError: this mod stands before that of a secure aggregation.
             UpdateError: the message holds no model, or another one than the observer's.
         """
         if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
             return call_next(message, context)
-        masked = message.content.config_records.get(RECORD_KEY_CONFIGS)
-        if masked is not None and Key.STAGE in masked:
+        stage = message.content.config_records.get(RECORD_KEY_CONFIGS)
+        masked = self._secure or stage is not None
+        if stage is not None and Key.STAGE in stage:
             raise ValueError(
                 "FedLeakMod stands before the mod of a secure aggregation, where all that it would "
                 "see is masked: say mods=[secaggplus_mod, FedLeakMod(...)]"
@@ -156,6 +162,14 @@ class FedLeakMod:
                 "forget what earlier ones have released: give ClientDP(ledger=...), a path for "
                 "each client"
             )
+        if dp is not None and dp.trust == "secure_aggregation" and not masked:
+            raise DefenseError(
+                "FedLeakMod: ClientDP(trust='secure_aggregation') adds a share of the noise, and "
+                "this message is of no secure aggregation: the update would leave with that share "
+                "alone. Say mods=[secaggplus_mod, FedLeakMod(...)] and run SecAggPlusWorkflow on "
+                "the server; FedLeakMod(secure_aggregation=True) where something else masks what "
+                "leaves; or ClientDP(trust='local')"
+            )
         observer, gates = self._of_this_process(context)
         client = context.node_config.get("partition-id", context.node_id)
         out = OutgoingUpdates(
@@ -164,7 +178,7 @@ class FedLeakMod:
             dp,
             client=client,
             drop=self._drop,
-            secure_aggregation=masked is not None,
+            secure_aggregation=masked,
         )
         held = _Listed(message, observer) if _LISTED in message.content else _Named(message)
         with _remembered(observer, gates, client, context):
@@ -260,7 +274,8 @@ class _Listed(_Named):
     """How those of a NumPyClient do: arrays one after the other."""
 
     def __init__(self, message: Message, observer: RoundObserver) -> None:
-        self.round_ = int(message.metadata.group_id)
+        group = message.metadata.group_id  # the round, in Flower's own workflows
+        self.round_ = int(group) if group.isdecimal() else _round_of(message)
         arrays = _arrays_in(message, _LISTED)
         whole = {n: t.detach() for n, t in observer.model.state_dict().items()}
         shapes = [a.shape for a in arrays]
@@ -600,7 +615,9 @@ def _state_of(reply: Message) -> dict[str, Tensor]:
 
 def _alike(state: State, sent: State) -> bool:
     """Whether a model can be added up with what was sent."""
-    return state.keys() == sent.keys() and all(state[n].shape == t.shape for n, t in sent.items())
+    return state.keys() == sent.keys() and all(
+        (state[n].shape, state[n].dtype) == (t.shape, t.dtype) for n, t in sent.items()
+    )
 
 
 def _weight_of(reply: Message, strategy: Strategy) -> float:

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_fedleak.callbacks.channels.base import reason
 from lightning_fedleak.callbacks.gate import (
     LeakageLimitExceeded,
     check_threshold,
@@ -307,7 +308,7 @@ class OutgoingUpdates:
         if dropped:
             returned = {n: sent[n] if n in dropped else t for n, t in returned.items()}
             update = difference(sent, returned, trained=like)
-        if self.own is None:  # it was to be checked; the look makes its own
+        if self.own is None:  # it was to be checked; a look makes its own
             update = None
         if not self.gates and not observer.due(self.client):
             return Leaving(self._released(sent, returned, update, like), False, (), None)
@@ -318,15 +319,22 @@ class OutgoingUpdates:
             if self.own is not None:
                 state = moved(sent, self.own.rehearsed(update, like))
                 noise = self.own.own_noise_std
-            look = observer.look(
-                state,
-                self.client,
-                batches=batches,
-                learning_rate=learning_rate,
-                noise_std=noise,
-                utility=utility,
-                logged=False,
-            )
+            try:
+                look = observer.look(
+                    state,
+                    self.client,
+                    batches=batches,
+                    learning_rate=learning_rate,
+                    noise_std=noise,
+                    utility=utility,
+                    logged=False,
+                )
+            except Exception as error:  # which the client's data may have provoked
+                why = f"the look failed: {reason(error)}"
+                if self.gates:
+                    return self._nothing(sent, like, why)
+                rank_zero_warn(f"RoundObserver: in round {round_} {why}. The update leaves")
+                return Leaving(self._released(sent, returned, update, like), False, (), None)
             events = [
                 event
                 for gate in self.gates

@@ -169,6 +169,26 @@ def test_unknown_fails_closed(tmp_path):
     assert "private" not in event.why
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("own", [None, dp()])
+def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, own):
+    """It does not say outside that it has: its error may be the data's doing."""
+
+    def crashes(*args, **kwargs):
+        raise RuntimeError("the word mangrove")
+
+    out = client(tmp_path, *[RoundGate(F1, at_most=1.0)] * gated, dp=own)
+    monkeypatch.setattr(out.observer, "_scored", crashes)
+    with pytest.warns(UserWarning, match="the look failed: RuntimeError at") as told:
+        [(_, returned, found)] = rounds(out)
+    assert not any("mangrove" in str(w.message) for w in told)
+    assert (found.withheld, found.look) == (gated, None)
+    if own is None:
+        assert found.state is None if gated else same(found.state, returned)
+    else:
+        assert float(found.state["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
+
+
 def test_patience_lets_unknown_pass_so_often(tmp_path):
     out = client(tmp_path, RoundGate(F1, at_most=1.0, patience=2), attack=Broken())
     with pytest.warns(UserWarning, match="withheld"):

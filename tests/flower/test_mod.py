@@ -281,7 +281,7 @@ def test_who_sees_what_is_logged(tmp_path, caplog):
 
 def private(folder, **more):
     given = {
-        "clip": 1e3, "noise_multiplier": 1e-9, "clients": 4, "target_delta": 1e-5,
+        "clip": 1e3, "noise_multiplier": 1e-11, "clients": 4, "target_delta": 1e-5,
         "accountant": "rdp", "ledger": folder / "ledger",
     }  # fmt: skip
     return ClientDP(**(given | more))

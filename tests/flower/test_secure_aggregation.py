@@ -24,6 +24,7 @@ from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
 from flwr.supercore.task_identity import TaskIdentity
 
+from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.federation import (
     ClientDP,
     RoundGate,
@@ -71,6 +72,20 @@ class Client(NumPyClient):
         return found, 1, {}
 
 
+def a_context(number: int = 0) -> Context:
+    return Context(1, 100 + number, {"partition-id": number}, RecordDict(), {})
+
+
+def fit_asked(state) -> Message:
+    sent = ndarrays_to_parameters(arrays(state))
+    content = compat.fitins_to_recorddict(FitIns(sent, {}), True)
+    return Message(content, dst_node_id=100, message_type="train", group_id="1")
+
+
+def answer(message: Message, context: Context) -> Message:
+    return ClientApp(client_fn=lambda where: Client(0).to_client())(message, context)
+
+
 class Here:
     """A grid whose nodes answer at once."""
 
@@ -84,9 +99,7 @@ class Here:
             )
             for number in range(CLIENTS)
         }
-        self.contexts = {
-            n: Context(1, 100 + n, {"partition-id": n}, RecordDict(), {}) for n in range(CLIENTS)
-        }
+        self.contexts = {n: a_context(n) for n in range(CLIENTS)}
         self.replies: list[Message] = []
 
     def send_and_receive(self, messages, *, timeout=None):
@@ -200,8 +213,35 @@ def test_shares_of_noise_add_up_in_the_masked_sum(tmp_path: Path) -> None:
     masked = [r for r in grid.replies if "fitres.parameters" in r.content]
     assert [dict(r.content["fitres.num_examples"]) for r in masked] == [{"num_examples": 1}] * 3
     for number in range(CLIENTS):
-        where = Context(1, 0, {"partition-id": number}, RecordDict(), {})
-        assert account(where).accountant.steps == 1
+        assert account(a_context(number)).accountant.steps == 1
+
+
+def test_a_share_of_noise_does_not_leave_unmasked(tmp_path: Path) -> None:
+    def account(where: Context) -> ClientDP:
+        return ClientDP(
+            0.01, 2.0, clients=CLIENTS, target_delta=1e-5, trust="secure_aggregation",
+            ledger=tmp_path / "ledger",
+        )  # fmt: skip
+
+    asked, where = fit_asked(trained_state(model())), a_context()
+    with pytest.raises(DefenseError, match="of no secure aggregation"):
+        FedLeakMod(ForClient(tmp_path), dp=account)(asked, where, answer)
+    masks = FedLeakMod(ForClient(tmp_path), dp=account, secure_aggregation=True)
+    assert not masks(asked, where, answer).has_error()
+
+
+def test_without_masks_the_arrays_of_a_numpy_client_leave_as_they_are(tmp_path: Path) -> None:
+    asked, where = fit_asked(trained_state(model())), a_context()
+    seen = FedLeakMod(ForClient(tmp_path))(asked, where, answer)
+    plain = answer(asked, where)
+    record = "fitres.parameters"
+    assert seen.content[record] == plain.content[record]
+    assert seen.content["fitres.num_examples"] == plain.content["fitres.num_examples"]
+    [line] = lines(next(tmp_path.glob("process_*")))
+    assert line["metrics"]["f1"]["value"] > 0.9
+    gated = FedLeakMod(ForClient(tmp_path / "g"), [RoundGate(F1, at_most=0.1)])
+    with pytest.warns(UserWarning, match="tells the server one bit"):
+        assert gated(asked, where, answer).has_error()
 
 
 def test_a_mod_that_would_see_masked_numbers_is_refused(tmp_path: Path) -> None:
@@ -212,11 +252,6 @@ def test_a_mod_that_would_see_masked_numbers_is_refused(tmp_path: Path) -> None:
 
 
 def test_arrays_of_another_model_are_refused(tmp_path: Path) -> None:
-    sent = ndarrays_to_parameters(arrays(trained_state(model()))[1:])
-    asked = Message(
-        compat.fitins_to_recorddict(FitIns(sent, {}), True),
-        dst_node_id=7, message_type="train", group_id="1",
-    )  # fmt: skip
-    where = Context(1, 7, {"partition-id": 0}, RecordDict(), {})
+    asked = fit_asked(dict(list(trained_state(model()).items())[1:]))
     with pytest.raises(UpdateError, match="arrays that were sent are not those"):
-        FedLeakMod(ForClient(tmp_path))(asked, where, lambda m, c: m)
+        FedLeakMod(ForClient(tmp_path))(asked, a_context(), answer)

@@ -120,7 +120,9 @@ def _client_app(setting: Setting, folder: Path) -> ClientApp:
     mods = []
     if setting.attack != "none":
         dp = None if setting.trust == "central" else partial(_account, setting, folder)
-        mods = [FedLeakMod(partial(_observer, setting, folder), setting.gates(), dp)]
+        summed = setting.trust == "secure_aggregation"  # which is played here
+        make = partial(_observer, setting, folder)
+        mods = [FedLeakMod(make, setting.gates(), dp, secure_aggregation=summed)]
     app = ClientApp(mods=mods)
     app.query()(_tell)
     app.train()(partial(_train, setting, folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -300,6 +301,7 @@ class OutgoingUpdates:
         """
         observer = self.observer
         like = self._begin(round_, sent)
+        began = time.perf_counter()
         dropped = self._dropped(like)
         try:
             update: dict[str, Tensor] | None = difference(sent, returned, trained=like)
@@ -368,7 +370,8 @@ class OutgoingUpdates:
             else:
                 rank_zero_warn(f"RoundGate '{event.gate}' warns {event}")
         if seconds is not None:
-            observer.paid(self.client, look.seconds, seconds)
+            beside = max(0.0, time.perf_counter() - began - look.seconds)
+            observer.paid(self.client, look.seconds, seconds, beside)
         return Leaving(leaves, withheld, tuple(events), look)
 
     def _dropped(self, like: State) -> set[str]:

@@ -600,17 +600,26 @@ class RoundObserver:
         """Whether ``max_overhead`` lets a client's update of this round be looked at."""
         return self.round_ >= self.next_look.get(client, self.round_)
 
-    def paid(self, client: str | int, look_seconds: float, round_seconds: float) -> None:
+    def paid(
+        self,
+        client: str | int,
+        look_seconds: float,
+        round_seconds: float,
+        beside_seconds: float = 0.0,
+    ) -> None:
         """Fixes a client's next look by what this one cost.
 
         Args:
             client: whose update was looked at.
             look_seconds: that it took.
-            round_seconds: what the round took without it.
+            round_seconds: what the round took to train.
+            beside_seconds: what each round costs beside that, looked at or not.
         """
         if self._share is not None:
+            # A hundredth at least, so that a next look comes where the rest takes all of the share.
+            free = max(round_seconds - beside_seconds / self._share, round_seconds / 100)
             cadence = MaxOverhead(self._share)
-            self.next_look[client] = cadence.after_look(self.round_, look_seconds, round_seconds)
+            self.next_look[client] = cadence.after_look(self.round_, look_seconds, free)
 
     def forget(self, look: RoundLook) -> None:
         """Takes back a look that was not written down, the newest of its client.

@@ -250,6 +250,11 @@ def test_looks_cost_a_share_of_the_rounds_unless_a_gate_judges(tmp_path):
 
     assert rounds_seen() == [0, 6, 12]
     assert rounds_seen(RoundGate(F1, at_most=1.0)) == list(range(14))
+    paid = observer(tmp_path / "paid", model(), max_overhead=0.5)
+    for beside, expected in ((0.0, 6), (0.25, 12), (10.0, 600)):  # what rounds cost without a look
+        paid.round_ = 0
+        paid.paid(0, 3.0, 1.0, beside)
+        assert paid.next_look == {0: expected}
     with pytest.raises(ValueError, match="max_overhead must be a share"):
         observer(tmp_path, model(), max_overhead=5)
 

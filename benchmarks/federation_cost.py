@@ -12,7 +12,8 @@ beside the model, the optimizer, and what was sent and returned::
     python benchmarks/federation_cost.py memory --rank 0
 
 ``clients``: processor and elapsed time and peak memory of ``fedleak federate`` by the number of
-clients, each in a process of its own; its least-squares line, and how far the times are from it::
+clients, each in a process of its own; its least-squares line, and how far the times are from it.
+With ``--engine flower`` the processor time leaves out Ray's workers::
 
     OMP_NUM_THREADS=1 python benchmarks/federation_cost.py clients --counts 4 16 64
     OMP_NUM_THREADS=1 python benchmarks/federation_cost.py clients --counts 4 --rounds 3 \
@@ -27,8 +28,10 @@ import datetime
 import io
 import itertools
 import json
+import math
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -124,12 +127,19 @@ def measure_share(args: argparse.Namespace) -> None:
                 )
         due = client.observer.next_look[0]
     spent, worked = sum(looked) + sum(passed), sum(training)
+    round_, look, rest = worked / args.rounds, sum(looked) / len(looked), _mean(passed)
     print(
-        f"{args.rounds} rounds (the next look is due in round {due}): training {worked:.1f} s "
-        f"({worked / args.rounds:.2f} a round), {len(looked)} looks {sum(looked):.1f} s, rounds "
-        f"without a look {sum(passed) / max(1, len(passed)):.3f} s each; observer and mod over "
-        f"training {spent / worked:.2%}"
+        f"{args.rounds} rounds (the next look is due in round {due}): training {round_:.2f} s a "
+        f"round, {len(looked)} looks of {look:.2f} s, {rest:.3f} s where there is none; observer "
+        f"and mod over training {spent / worked:.2%}"
     )
+    pause = math.ceil(look / max(args.share * round_ - rest, 1e-9))
+    share = (look + (pause - 1) * rest) / (pause * round_)
+    print(f"at that cost a look in {pause} rounds is {share:.2%} of training")
+
+
+def _mean(values: list[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
 
 
 # ---- memory -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.federation.test_observer import lines
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 
-def test_both_engines_train_the_same_model(tmp_path: Path) -> None:
+def test_both_engines_train_the_same_model(tmp_path: Path, caplog, capfd) -> None:
     """One of three clients has no text that a gate lets leave; all are watched."""
     (tmp_path / "text.txt").write_text("\n".join(f"{t} {i}" for i, t in enumerate(TEXTS * 4)))
     given = {
@@ -43,6 +43,9 @@ def test_both_engines_train_the_same_model(tmp_path: Path) -> None:
         models.append(load_file(made / "model.safetensors"))
         said = console.file.getvalue()
         tables.append(said[said.index("\n round ") : said.index("\nLogs")])
+    told = capfd.readouterr().err + caplog.text
+    assert "DEPRECATED" not in told  # Flower's words to itself, of every level up to warnings
+    assert "ServerApp" not in told
     one, other = models
     assert one.keys() == other.keys()
     assert all(torch.equal(one[n], other[n]) for n in one)

@@ -52,7 +52,11 @@ try:
         parameters_to_ndarrays,
     )
     from flwr.common.constant import ErrorCode
-    from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+    from flwr.common.secure_aggregation.secaggplus_constants import (
+        RECORD_KEY_CONFIGS,
+        RECORD_KEY_STATE,
+        Key,
+    )
     from flwr.compat.common import recorddict_compat as compat
     from flwr.serverapp import Grid
     from flwr.serverapp.strategy import Strategy
@@ -149,7 +153,9 @@ class FedLeakMod:
         if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
             return call_next(message, context)
         stage = message.content.config_records.get(RECORD_KEY_CONFIGS)
-        masked = self._secure or stage is not None
+        # A server can claim that a message is of SecAgg+; its mod alone leaves its state here.
+        secagg = stage is not None and RECORD_KEY_STATE in context.state.config_records
+        masked = self._secure or secagg
         if stage is not None and Key.STAGE in stage:
             raise ValueError(
                 "FedLeakMod stands before the mod of a secure aggregation, where all that it would "
@@ -165,9 +171,9 @@ class FedLeakMod:
         if dp is not None and dp.trust == "secure_aggregation" and not masked:
             raise DefenseError(
                 "FedLeakMod: ClientDP(trust='secure_aggregation') adds a share of the noise, and "
-                "this message is of no secure aggregation: the update would leave with that share "
-                "alone. Say mods=[secaggplus_mod, FedLeakMod(...)] and run SecAggPlusWorkflow on "
-                "the server; FedLeakMod(secure_aggregation=True) where something else masks what "
+                "nothing here masks this message's update: it would leave with that share alone. "
+                "Say mods=[secaggplus_mod, FedLeakMod(...)] and run SecAggPlusWorkflow on the "
+                "server; FedLeakMod(secure_aggregation=True) where something else masks what "
                 "leaves; or ClientDP(trust='local')"
             )
         observer, gates = self._of_this_process(context)

@@ -224,8 +224,11 @@ def test_a_share_of_noise_does_not_leave_unmasked(tmp_path: Path) -> None:
         )  # fmt: skip
 
     asked, where = fit_asked(trained_state(model())), a_context()
-    with pytest.raises(DefenseError, match="of no secure aggregation"):
-        FedLeakMod(ForClient(tmp_path), dp=account)(asked, where, answer)
+    claims = fit_asked(trained_state(model()))
+    claims.content["secaggplus_configs"] = ConfigRecord({"srcs": [1]})
+    for unmasked in (asked, claims):
+        with pytest.raises(DefenseError, match="nothing here masks"):
+            FedLeakMod(ForClient(tmp_path), dp=account)(unmasked, where, answer)
     masks = FedLeakMod(ForClient(tmp_path), dp=account, secure_aggregation=True)
     assert not masks(asked, where, answer).has_error()
 

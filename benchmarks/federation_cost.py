@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks import GradientMembership, PublicText
 from lightning_fedleak.callbacks import Games
 from lightning_fedleak.federation import OutgoingUpdates, RoundObserver, trained_state
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
@@ -55,9 +55,9 @@ from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
 
 SMOKE = (
-    "share --rounds 2 --steps 1 --rank 4 --rows 2 --length 12 --texts 24 --targets 2",
-    "memory --steps 1 --rank 4 --rows 2 --length 12 --texts 24 --targets 2",
-    "clients --counts 2 3 --steps 1 --rows 2 --length 12 --targets 2",
+    "share --rounds 2 --steps 1 --rank 4 --rows 2 --length 12 --texts 24 --targets 2 "
+    "--attacks membership",
+    "memory --steps 1 --rank 4 --rows 2 --length 12 --texts 24 --targets 2 --attacks membership",
 )
 
 
@@ -74,13 +74,15 @@ class Client:
         self.optimizer = OPTIMIZERS[args.optimizer]
         self.steps = args.steps
         self.model = model_of(args.model, args.rank)
+        chosen: dict[str, Any] = {"public_text": PublicText(known), "tokenizer": tokenizer}
+        if args.attacks == "membership":
+            chosen = {"attacks": [GradientMembership(PublicText(known))]}
         self.observer = RoundObserver(
             copy.deepcopy(self.model),
             self.optimizer,
             args.steps,
             folder=folder,
-            public_text=PublicText(known),
-            tokenizer=tokenizer,
+            **chosen,
             games=Games(targets=args.targets, held_out=PublicText(outside)),
             look_seconds=600.0,
             tensorboard=False,
@@ -311,6 +313,7 @@ def main() -> None:
         if one is not clients:
             one.add_argument("--rank", type=int, default=8, help="of LoRA; 0: the whole model")
             one.add_argument("--texts", type=int, default=400)
+            one.add_argument("--attacks", choices=["auto", "membership"], default="auto")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     if getattr(args, "one", None):

@@ -73,7 +73,7 @@ class Client:
         outside, known = aside[: len(aside) // 2], aside[len(aside) // 2 :]
         self.optimizer = OPTIMIZERS[args.optimizer]
         self.steps = args.steps
-        self.model = model_of(args.model, args.rank)
+        self.model = model_of(args.model, args.rank).float()
         chosen: dict[str, Any] = {"public_text": PublicText(known), "tokenizer": tokenizer}
         if args.attacks == "membership":
             chosen = {"attacks": [GradientMembership(PublicText(known))]}

@@ -71,7 +71,7 @@ _EXPLAINED = 1e-4
 _ASIDE = 8
 _COPIES = 4
 _LONGEST = 512
-_ALIKE, _MOST_ALIKE = 1e-3, 64
+_ALIKE, _MOST_ALIKE = 1e-4, 64
 
 
 class SubspaceTexts(TextAttack):

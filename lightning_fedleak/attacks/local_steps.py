@@ -84,6 +84,14 @@ class LocalSteps:
         """Whether a step hangs on what earlier steps have left in the optimizer."""
         return not self.linear or bool(self.settings.get("momentum"))
 
+    def sums(self, *, fresh: bool) -> bool:
+        """Whether updates are combinations of gradients, as they are, and of nothing else.
+
+        With momentum too, where a round begins with a fresh optimizer: a round of one step is that
+        step's gradient then, one and more times it with Nesterov's.
+        """
+        return self.linear and (fresh or not self.carries) and not self.settings.get("weight_decay")
+
     def over(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
         """A fresh optimizer of these parameters."""
         return self.optimizer(parameters, **self.settings)

@@ -66,7 +66,8 @@ class GradientMatching(TextAttack):
     as for :class:`~lightning_fedleak.attacks.texts.subspace.SubspaceTexts`.
 
     Reads whole models and adapters of causal models, and of classifiers with learned labels and
-    without a prior. Single gradients, and rounds of one plain step of SGD; with momentum the first is one.
+    without a prior. Single gradients, and rounds of one plain step of SGD; with momentum a first
+    step is one.
 
     Args:
         texts: of a batch.

@@ -24,6 +24,7 @@ from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe, fit
 from tests.federation.rounds import ADAMW, SGD, batches, lora, model, train
 from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.models import tiny_llama
 
 F1 = "leakage/bag_of_words/f1"
 
@@ -102,7 +103,7 @@ def test_an_attack_is_shown_what_a_monitor_shows_it(tmp_path):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_whole_texts_are_read_off_rounds_of_sgd(tmp_path, momentum):
     make = partial(torch.optim.SGD, lr=0.05, momentum=momentum)
-    net, each = model(), [batches(seed, 1, rows=1, length=5) for seed in (4, 5)]
+    net, each = tiny_llama(d=32).train(), [batches(seed, 1, length=6) for seed in (4, 5)]
     attack = SubspaceTexts(budget_seconds=60)
     rounds = observer(tmp_path, net, [attack], steps=1, optimizer=make)
     sent = trained_state(net)
@@ -114,6 +115,13 @@ def test_whole_texts_are_read_off_rounds_of_sgd(tmp_path, momentum):
     mean = {n: torch.stack([r[n] for r in returned]).mean(0) for n in sent}
     both = rounds.look(mean, SUM, batches=[*each[0], *each[1]])
     assert both.values["leakage_aggregate/subspace_texts/token_accuracy"] > 0.5
+
+
+def test_a_monitor_of_rounds_reads_whole_texts(tmp_path):
+    net, data = tiny_llama(d=32), batches(4, 1, length=6)
+    monitor = LeakageMonitor(SubspaceTexts(budget_seconds=60), local_steps=1)
+    fit([monitor], tmp_path, module=Stepping(net), loader=loader(data))
+    assert monitor.latest["leakage/subspace_texts/token_accuracy"] == 1.0
 
 
 def test_whole_texts_are_unknown_where_adam_made_the_update(tmp_path):

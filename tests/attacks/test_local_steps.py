@@ -172,6 +172,22 @@ def test_a_first_step_of_adam_gives_its_gradient_back(
         assert bool((gradient.abs() >= 0.2 * found.abs())[beyond].all())
 
 
+def test_the_error_of_an_inverted_step_covers_noise() -> None:
+    torch.manual_seed(0)
+    before, gradient = torch.randn(40, 30), 1e-7 * torch.randn(40, 30)
+    made = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0}
+    after = trained(torch.optim.AdamW, before, [gradient], **made)
+    update = (before - after) / 1e-3
+    spoilt = update + 1e-2 * torch.randn(40, 30)
+    found, error = known("AdamW", **made).inverted(spoilt, before, 1e-3, 1e-2)
+    seen = error.isfinite()
+    assert 0.3 < float(seen.double().mean()) < 1.0
+    off = (found - gradient.double()).abs()
+    assert float((off <= 3 * error)[seen].double().mean()) > 0.95
+    ignored = known("AdamW", **made).inverted(spoilt, before, 1e-3)[1]
+    assert float((off <= 3 * ignored)[seen].double().mean()) < 0.6
+
+
 def test_which_rounds_are_invertible() -> None:
     assert known("AdamW").invertible
     assert known("Adam").invertible

@@ -318,10 +318,10 @@ read_alone`), or one side alone of an encoder-decoder.
         errors = {n: error for n, (_, error) in both.items()}
         if all(_hidden(gradients[n], errors[n]) for n in errors):
             raise UnusableObservation(
-                f"the step of {name} shows the signs of a gradient alone here: its sizes are hidden "
-                "by a defence's noise, or by the rounding of the stored weights (weights in half "
-                "precision, or a small learning rate); measure the gradients of single steps "
-                "(leave local_steps out)"
+                f"the step of {name} shows the signs of a gradient alone here: a defence's noise "
+                "hides its sizes, or the rounding of the stored weights (half precision, or a "
+                "small learning rate); measure the gradients of single steps (leave local_steps "
+                "out)"
             )
         return replace(update, tensors=gradients), errors
 

@@ -612,9 +612,10 @@ class _Search:
         """The texts, whether it came to an end by itself, and whether they are certain.
 
         Where there are few rows a search that ends in nothing certain is made anew by the other
-        measure.
+        measure. Rows that are few because noise hides them are none to whiten states for.
         """
-        plain, in_context = self._measure, self._in_context() if self._few else None
+        few = self._few and (self.precise or len(self.shared[0].whole) < len(self.bag))
+        plain, in_context = self._measure, self._in_context() if few else None
         measures = [plain] if in_context is None else [in_context, plain]
         first: list[_Text] | None = None
         for measure in measures if self.precise else measures[:1]:

@@ -332,6 +332,20 @@ def _facts(lines: Sequence[dict]) -> list[str]:
     for name in names:
         values = dict.fromkeys(line[name] for line in lines)
         out.append(f"{name}: {', '.join(map(str, values))}")
+    rates: dict[str, set[float]] = {}
+    for x in lines:
+        what = "LoRA" if x["rank"] else "whole"
+        rates.setdefault(f"{x['optimizer']}, {what}", set()).add(x["rate"])
+    for what, values in sorted(rates.items()):
+        out.append(f"learning rate, {what}: {', '.join(f'{v:g}' for v in sorted(values))}")
+    for row in ROWS[2:]:
+        of = [x["found"][row].get("membership", []) for x in lines if row in x["found"]]
+        known = [statistics.median(v) for v in of if v and None not in v]
+        if known:
+            out.append(
+                f"membership, {row}: mean of {len(known)} cells {statistics.mean(known):.2f}, "
+                f"standard deviation {statistics.pstdev(known):.2f}"
+            )
     for row in ROWS[:2]:
         blind = [v for x in lines for v in x["blind"].get(row, [])]
         if blind:

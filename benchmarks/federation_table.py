@@ -84,7 +84,6 @@ from lightning_fedleak.finetuning.texts import read_texts
 SMOKE = (
     "--log {out}/table.jsonl --optimizers sgd --steps 1 --ranks 4 --clients 2 --rounds 1 --rows 2 "
     "--length 12 --texts 24 --targets 2 --budget 1 --epsilon 8 --of 20 --planned 4",
-    "--log {out}/table.jsonl --show",
 )
 SGD, MOMENTUM = torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)
 OPTIMIZERS = {"sgd": SGD, "momentum": MOMENTUM, "adamw": torch.optim.AdamW}

@@ -1,4 +1,4 @@
-"""What DP-SGD leaves of what training gains: batches, clipping, optimizer and unit, by epsilon.
+"""What DP-SGD leaves of what training gains: batches, clipping, optimizer, unit and noise.
 
     python benchmarks/dp_utility.py features --model DIR --features FILE    # once; FEDLEAK_ASSETS
     python benchmarks/dp_utility.py run --features FILE --out RUNS
@@ -8,8 +8,8 @@ A linear head of 77 intents (banking77) on frozen states of a BERT (all-MiniLM-L
 their mean over a text's tokens. ``features`` computes these once. ``run`` trains the head under
 ``DPSGD`` in Lightning's Trainer: every method at every epsilon, with every seed, the same texts and
 epochs; it appends a line for each run to RUNS and leaves out what is there. ``plain`` has no
-defence. Validation is banking77's test set. Learning rates and clip norms were tried out on it with
-seed 0, which in a run of one's own costs privacy unless the data are public.
+defence. Validation is banking77's test set. Learning rates, clip norms and bands were tried out on
+it with seed 0, which in a run of one's own costs privacy unless the data are public.
 
 Canaries: ``CANARIES`` training texts get a wrong intent at random, and half of these are trained
 on, by a coin each. A canary's score is minus its loss after training. ``AUC`` is that of its coin.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import functools
 import gzip
 import io
 import json
@@ -49,7 +50,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
     "features run table --model {model} --text {text} --features {out}/features.safetensors "
-    "--methods large user --epsilons 8 --seeds 1 --epochs 1 --canaries 40 --out {out}/runs",
+    "--methods large user banded --epsilons 8 --seeds 1 --epochs 1 --canaries 40 --out {out}/runs",
 )
 
 DATA = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data" / "banking77"
@@ -60,6 +61,8 @@ SCALE, LARGE, ROWS = 4.0, 1000, 5
 RATES = {1.0: 2.25, 2.0: 4.0, 4.0: 7.0, 8.0: 11.0, math.inf: 19.0}
 """Learning rate of SGD by epsilon, with batches of LARGE and gradients clipped to CLIP."""
 CLIP = 2.0
+FASTER = 1.4
+"""Times the learning rate, which correlated noise allows; beside it independent noise with it."""
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"adam": 0.02},
     "small": {"batch": 64, "rate": 64 / LARGE},
@@ -68,6 +71,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "layers": {"clip": {"head.weight": 1.94, "head.bias": 0.49}},
     "adam": {"adam": {1.0: 0.02, 2.0: 0.02, 4.0: 0.025, 8.0: 0.025, math.inf: 0.025}},
     "user": {"batch": LARGE // ROWS, "user": True},
+    "fast": {"rate": FASTER},
+    "banded": {"rate": FASTER, "noise": {"mechanism": "banded", "bands": 4}},
+    "banded_inverse": {"rate": FASTER, "noise": {"mechanism": "banded_inverse", "bands": 32}},
 }
 NAMES = {
     "plain": "AdamW, no defence",
@@ -77,6 +83,9 @@ NAMES = {
     "layers": "the same, each layer clipped",
     "adam": "the same, `DPAdamBC`",
     "user": f"the same, users of {ROWS} texts",
+    "fast": f"the same, {FASTER} times the learning rate",
+    "banded": f'{FASTER} times, `"banded"`, 4 bands',
+    "banded_inverse": f'{FASTER} times, `"banded_inverse"`, 32 bands',
 }
 
 
@@ -176,6 +185,14 @@ def planted(data: dict[str, Tensor], canaries: int, seed: int) -> tuple[Tensor, 
     return labels, chosen, torch.rand(canaries, generator=generator) < 0.5
 
 
+@functools.cache
+def multiplier(epsilon: float, rate: float, steps: int, mechanism: str, bands: int = 1) -> float:
+    """Noise at which ``steps`` cost epsilon, by what the mechanism is accounted as."""
+    if mechanism == "banded_inverse":
+        return noise_multiplier_for(epsilon, DELTA, 1.0, 1)
+    return noise_multiplier_for(epsilon, DELTA, bands * rate, math.ceil(steps / bands))
+
+
 def one_run(
     data: dict[str, Tensor], method: str, epsilon: float, seed: int, options: argparse.Namespace
 ) -> dict[str, Any]:
@@ -199,13 +216,14 @@ def one_run(
         module.private = False
         L.seed_everything(seed, verbose=False)
     else:
-        steps = epochs * max(1, round(units / batch))
+        noise = own.get("noise", {"mechanism": "independent"})
         if epsilon < math.inf:
-            sigma = noise_multiplier_for(epsilon, DELTA, batch / units, steps)
-        unit: dict[str, Any] = {}
+            per_epoch = max(1, round(units / batch))
+            sigma = multiplier(epsilon, batch / units, epochs * per_epoch, **noise)
+        unit: dict[str, Any] = dict(noise)
         if users:
             mixed = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
-            unit = {"unit": "user", "group_by": (mixed % units).tolist()}
+            unit |= {"unit": "user", "group_by": (mixed % units).tolist()}
         defense = DPSGD(
             own.get("clip", CLIP), sigma, target_delta=DELTA, max_physical_batch=LARGE * 2, **unit
         )
@@ -250,7 +268,8 @@ def wanted(options: argparse.Namespace) -> Iterator[tuple[str, float, int]]:
     for seed in range(options.seeds):
         for method in dict.fromkeys(["plain", *options.methods]):
             for epsilon in [math.inf] if method == "plain" else options.epsilons:
-                yield method, epsilon, seed
+                if "noise" not in METHODS[method] or epsilon < math.inf:
+                    yield method, epsilon, seed
 
 
 def known(path: Path) -> list[dict[str, Any]]:

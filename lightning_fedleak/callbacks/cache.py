@@ -102,10 +102,11 @@ class CalibrationCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _write(path, state)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # the latter of a full disk
+            why = getattr(error, "strerror", None) or str(error)
             rank_zero_warn(
                 f"lightning-fedleak: the calibration of '{attack.name}' is not kept: {self.folder} "
-                f"cannot be written ({error.strerror}). Set FEDLEAK_CACHE to another folder, or "
+                f"cannot be written ({why}). Set FEDLEAK_CACHE to another folder, or "
                 "pass cache=False"
             )
 

@@ -341,7 +341,7 @@ class Report:
     ) -> None:
         self._watcher = watcher
         self._unit = unit
-        self._loggers = loggers
+        self._loggers: Sequence[Logger] = loggers
         self._attacks = attacks
         self._jsonl = jsonl
         self.reveal = reveal
@@ -375,16 +375,31 @@ class Report:
                 rank_zero_info(
                     f"{self._watcher}: '{series.name}' has no result {when} yet: {outcome.pending}"
                 )
-        finite = {n: v for n, v in values.items() if math.isfinite(v)}
-        for logger in self._loggers:
-            logger.log_metrics(finite, step=look.step)
-        if self.boards:
-            add_frame(self.boards, look.step)
         if self._jsonl is not None:
             try:
                 self._write_lines(self._jsonl, look, outcomes)
             except OSError as error:
                 self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
+        finite = {n: v for n, v in values.items() if math.isfinite(v)}
+        try:
+            for logger in self._loggers:
+                logger.log_metrics(finite, step=look.step)
+            if self.boards:
+                add_frame(self.boards, look.step)
+        except Exception as error:
+            if not rounds:  # the loggers are the user's own, and so is the error
+                raise
+            self.leave_loggers(error)
+
+    def leave_loggers(self, error: Exception) -> None:
+        """Goes on without loggers, and says why."""
+        self._loggers, self.boards = [], []
+        first = error.__cause__ or error  # Lightning says in its place that a number is no number
+        why = getattr(first, "strerror", None) or type(first).__name__
+        self.warn_once(
+            f"TensorBoard cannot be written any more ({why}): what is found goes to leakage.jsonl "
+            "alone"
+        )
 
     def warn_once(self, text: str, key: str | None = None) -> None:
         """Warns, but not twice of the same (by default: in the same words)."""

@@ -593,6 +593,11 @@ def _agree(ledger: Path, terms: Mapping[str, object]) -> None:
     path = ledger.with_name(f"{ledger.name}.terms")
     data = (json.dumps(dict(terms), sort_keys=True) + "\n").encode()
     try:
+        released = ledger.exists() and ledger.stat().st_size
+        if not released and not path.is_symlink() and path.exists():
+            half = path.read_bytes()
+            if len(half) < len(data) and data.startswith(half):  # a full disk, or a kill, left it
+                path.unlink()
         if path.exists():
             if path.is_symlink() or path.read_bytes() != data:
                 raise DefenseError(
@@ -602,7 +607,7 @@ def _agree(ledger: Path, terms: Mapping[str, object]) -> None:
                     "from a model that these clients did not train, with a new path"
                 )
             return
-        if ledger.exists() and ledger.stat().st_size:
+        if released:
             raise DefenseError(
                 f"ledger={str(ledger)!r} holds releases, and {path.name}, which says what they "
                 "were accounted by, is not there: give a path of its own"

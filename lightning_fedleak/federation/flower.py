@@ -24,7 +24,13 @@ from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.gate import Leaving, OutgoingUpdates, RoundGate
 from lightning_fedleak.federation.observer import SUM, RoundObserver
 from lightning_fedleak.federation.trained_on import recording
-from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
+from lightning_fedleak.federation.updates import (
+    State,
+    UpdateError,
+    difference,
+    moved,
+    trained_state,
+)
 
 try:
     from flwr.app import (
@@ -37,7 +43,21 @@ try:
         MetricRecord,
         RecordDict,
     )
+    from flwr.common import (
+        Code,
+        FitRes,
+        Parameters,
+        Status,
+        ndarrays_to_parameters,
+        parameters_to_ndarrays,
+    )
     from flwr.common.constant import ErrorCode
+    from flwr.common.secure_aggregation.secaggplus_constants import (
+        RECORD_KEY_CONFIGS,
+        RECORD_KEY_STATE,
+        Key,
+    )
+    from flwr.compat.common import recorddict_compat as compat
     from flwr.serverapp import Grid
     from flwr.serverapp.strategy import Strategy
 except ImportError as error:
@@ -55,6 +75,8 @@ _KEPT: dict[str, tuple[int, _Kept]] = {}
 """By mod: the newest run, and what looks at its updates in this process."""
 _STATE = "lightning-fedleak"
 _NEXT = "next_look"
+_LISTED, _LISTED_BACK = "fitins.parameters", "fitres.parameters"
+"""Where messages of the older interface hold a model."""
 
 
 # ---- the client ---------------------------------------------------------------------------------
@@ -73,10 +95,18 @@ class FedLeakMod:
     :class:`~lightning_fedleak.federation.TrainedOn`. One that does not leaves every result unknown,
     and unknown does not pass a gate.
 
+    A client of the older interface (``NumPyClient``) sends arrays without names. They must be the
+    values of ``trained_state(model)``, or of ``model.state_dict()``, in that order.
+
     A withheld update is answered with an error: the round goes on without this client, and says so.
     Under a ``dp`` whose noise the client adds, zero with that noise leaves instead, also where the
     train function fails, which data may provoke. Every reply has the same form then: the model, and
     a weight of 1 in place of metrics, which would tell of the data.
+
+    **Secure aggregation** (``SecAgg+``): ``mods=[secaggplus_mod, FedLeakMod(...)]``, in this order,
+    looks at the update before it is masked. A withheld update, or one that cannot be read, leaves
+    as zero, masked like every other; see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
+    The number of examples and the metrics are not masked by Flower, and leave as they are.
 
     Args:
         observer: makes the :class:`RoundObserver` of this process, once in a run, given the first
@@ -87,6 +117,8 @@ class FedLeakMod:
             none. It needs a ledger, since Flower may run each round in another process.
         weight: the metric by which the server's strategy weighs clients.
         drop: what never leaves, see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
+        secure_aggregation: what leaves is masked by other means than Flower's SecAgg+, which is
+            known by its messages.
     """
 
     def __init__(
@@ -97,12 +129,14 @@ class FedLeakMod:
         *,
         weight: str = WEIGHT,
         drop: Sequence[str] = (),
+        secure_aggregation: bool = False,
     ) -> None:
         self._make = observer
         self._gates = gates
         self._dp = dp
         self._weight = weight
         self._drop = tuple(drop)
+        self._secure = secure_aggregation
         self._id = uuid.uuid4().hex  # also of its copies
 
     def __call__(
@@ -111,12 +145,22 @@ class FedLeakMod:
         """Lets the client train, and returns what may leave.
 
         Raises:
-            DefenseError: differential privacy of the client without a ledger.
+            DefenseError: differential privacy of the client without a ledger, or a share of its
+                noise on what is not masked.
+            ValueError: this mod stands before that of a secure aggregation.
+            UpdateError: the message holds no model, or another one than the observer's.
         """
         if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
             return call_next(message, context)
-        key, sent = _arrays_of(message)
-        round_ = _round_of(message)
+        stage = message.content.config_records.get(RECORD_KEY_CONFIGS)
+        # A server can claim that a message is of SecAgg+; its mod alone leaves its state here.
+        secagg = stage is not None and RECORD_KEY_STATE in context.state.config_records
+        masked = self._secure or secagg
+        if stage is not None and Key.STAGE in stage:
+            raise ValueError(
+                "FedLeakMod stands before the mod of a secure aggregation, where all that it would "
+                "see is masked: say mods=[secaggplus_mod, FedLeakMod(...)]"
+            )
         dp = None if self._dp is None else self._dp(context)
         if dp is not None and dp.trust != "central" and dp.ledger is None:
             raise DefenseError(
@@ -124,11 +168,27 @@ class FedLeakMod:
                 "forget what earlier ones have released: give ClientDP(ledger=...), a path for "
                 "each client"
             )
+        if dp is not None and dp.trust == "secure_aggregation" and not masked:
+            raise DefenseError(
+                "FedLeakMod: ClientDP(trust='secure_aggregation') adds a share of the noise, and "
+                "nothing here masks this message's update: it would leave with that share alone. "
+                "Say mods=[secaggplus_mod, FedLeakMod(...)] and run SecAggPlusWorkflow on the "
+                "server; FedLeakMod(secure_aggregation=True) where something else masks what "
+                "leaves; or ClientDP(trust='local')"
+            )
         observer, gates = self._of_this_process(context)
         client = context.node_config.get("partition-id", context.node_id)
-        out = OutgoingUpdates(observer, gates, dp, client=client, drop=self._drop)
+        out = OutgoingUpdates(
+            observer,
+            gates,
+            dp,
+            client=client,
+            drop=self._drop,
+            secure_aggregation=masked,
+        )
+        held = _Listed(message, observer) if _LISTED in message.content else _Named(message)
         with _remembered(observer, gates, client, context):
-            return self._leaving(out, round_, key, sent, message, context, call_next)
+            return self._leaving(out, held, message, lambda: call_next(message, context))
 
     def _of_this_process(self, context: Context) -> _Kept:
         """The observer of a run, and its gates; an engine may make this mod anew in each round."""
@@ -142,41 +202,36 @@ class FedLeakMod:
         return kept
 
     def _leaving(
-        self,
-        out: OutgoingUpdates,
-        round_: int,
-        key: str,
-        sent: State,
-        message: Message,
-        context: Context,
-        call_next: Callable[[Message, Context], Message],
+        self, out: OutgoingUpdates, held: _Named, message: Message, train: Callable[[], Message]
     ) -> Message:
         """The reply to a training message."""
         if out.own is not None:
-            leaving = self._hidden(out, round_, sent, lambda: call_next(message, context))
+            leaving = self._hidden(out, held, train)
             if leaving is None or leaving.state is None:
                 return _refused(message, "a gate ended this client's round")
-            weight = MetricRecord({self._weight: 1.0})
-            content = RecordDict({key: ArrayRecord(leaving.state), "metrics": weight})
-            return Message(content, reply_to=message)
+            return Message(held.alone(leaving.state, self._weight), reply_to=message)
         began = time.perf_counter()
-        with recording() as batches:
-            reply = call_next(message, context)
+        try:
+            with recording() as batches:
+                reply = train()
+        except Exception as error:  # whose words, of private text perhaps, Flower would send on
+            why = f"training failed: {reason(error)}"
+            log.error("lightning-fedleak: %s", why, exc_info=error)
+            return _refused(message, why)
         seconds = time.perf_counter() - began
         if reply.has_error():
             return reply
-        answered, returned = _arrays_of(reply)
-        left = _gated(out, round_, sent, returned, batches, seconds)
+        left = _gated(out, held, held.returned(reply), batches, seconds)
         if left is None:
             return _refused(message, "a gate ended this client's round")
         if left.state is None:
             why = "; ".join(event.gate for event in left.events) or "the update cannot be read"
             return _refused(message, f"withheld ({why})")
-        reply.content[answered] = ArrayRecord(left.state)
+        held.put(left.state, reply)
         return reply
 
     def _hidden(
-        self, out: OutgoingUpdates, round_: int, sent: State, train: Callable[[], Message]
+        self, out: OutgoingUpdates, held: _Named, train: Callable[[], Message]
     ) -> Leaving | None:
         """What leaves under noise of the client's own, in which a failure does not show."""
         began = time.perf_counter()
@@ -186,12 +241,77 @@ class FedLeakMod:
             seconds = time.perf_counter() - began
             if reply.has_error():
                 raise RuntimeError(reply.error.reason)
-            returned = _arrays_of(reply)[1]
+            returned = held.returned(reply)
         except Exception as error:
             why = f"training failed: {reason(error)}"  # an exception's words may be private text
             log.error("lightning-fedleak: %s", why)
-            return out.nothing(round_, sent, why)
-        return _gated(out, round_, sent, returned, batches, seconds)
+            return out.nothing(held.round_, held.sent, why)
+        return _gated(out, held, returned, batches, seconds)
+
+
+class _Named:
+    """How the messages of a round hold the model: by name.
+
+    Attributes:
+        round_: its number.
+        sent: what the client got.
+    """
+
+    def __init__(self, message: Message) -> None:
+        self._key, self.sent = _arrays_of(message)
+        self.round_ = _round_of(message)
+
+    def returned(self, reply: Message) -> State:
+        """What the client has made of it."""
+        return _arrays_of(reply)[1]
+
+    def put(self, state: State, reply: Message) -> None:
+        """Lets ``state`` leave in place of the model in a reply."""
+        [key] = reply.content.array_records
+        reply.content[key] = ArrayRecord(dict(state))
+
+    def alone(self, state: State, weight: str) -> RecordDict:
+        """A reply that holds nothing but a model, and a weight of 1."""
+        metrics = MetricRecord({weight: 1.0})
+        return RecordDict({self._key: ArrayRecord(dict(state)), "metrics": metrics})
+
+
+class _Listed(_Named):
+    """How those of a NumPyClient do: arrays one after the other."""
+
+    def __init__(self, message: Message, observer: RoundObserver) -> None:
+        group = message.metadata.group_id  # the round, in Flower's own workflows
+        self.round_ = int(group) if group.isdecimal() else _round_of(message)
+        arrays = _arrays_in(message, _LISTED)
+        whole = {n: t.detach() for n, t in observer.model.state_dict().items()}
+        shapes = [a.shape for a in arrays]
+        for like in (trained_state(observer.model), whole):
+            if [tuple(t.shape) for t in like.values()] == shapes:
+                self._names = list(like)
+                # A mean over clients is float64 in Flower; a client trains in its model's dtype.
+                self.sent = {
+                    n: a.to(t.dtype) for (n, t), a in zip(like.items(), arrays, strict=True)
+                }
+                return
+        raise UpdateError(
+            f"the {len(arrays)} arrays that were sent are not those of the observer's model: they "
+            "must have the order and shapes of trained_state(model) or of model.state_dict()"
+        )
+
+    def returned(self, reply: Message) -> State:
+        arrays = _arrays_in(reply, _LISTED_BACK)
+        found = dict(zip(self._names, arrays, strict=False))
+        return found | {f"array {n}": a for n, a in enumerate(arrays) if n >= len(self._names)}
+
+    def put(self, state: State, reply: Message) -> None:
+        reply.content[_LISTED_BACK] = compat.parameters_to_arrayrecord(self._list(state), False)
+
+    def alone(self, state: State, weight: str) -> RecordDict:
+        reply = FitRes(Status(Code.OK, ""), self._list(state), 1, {})
+        return compat.fitres_to_recorddict(reply, False)
+
+    def _list(self, state: State) -> Parameters:
+        return ndarrays_to_parameters([state[n].cpu().numpy() for n in self._names])
 
 
 @contextmanager
@@ -219,15 +339,14 @@ def _remembered(
 
 def _gated(
     out: OutgoingUpdates,
-    round_: int,
-    sent: State,
+    held: _Named,
     returned: State,
     batches: Sequence[Any],
     seconds: float,
 ) -> Leaving | None:
     """None where a gate raised: an exception's words would travel to the server."""
     try:
-        return out.leaves(round_, sent, returned, batches, seconds=seconds)
+        return out.leaves(held.round_, held.sent, returned, batches, seconds=seconds)
     except LeakageLimitExceeded as exceeded:
         log.error("%s", exceeded)
         return None
@@ -335,7 +454,7 @@ class Observed(_Around):
         return super().aggregate_train(server_round, arrived)
 
     def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
-        parts: list[tuple[State, float]] = []
+        mean = _Mean(self._sent)
         known: list[Any] | None = []
         for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
             node = reply.metadata.src_node_id
@@ -348,10 +467,10 @@ class Observed(_Around):
             self.observer.look(state, client, batches=batches)
             if not _alike(state, self._sent):
                 continue
-            parts.append((state, _weight_of(reply, self.strategy)))
+            mean.add(state, _weight_of(reply, self.strategy))
             known = None if known is None or batches is None else [*known, *batches]
-        if parts:
-            self.observer.look(_mean(parts), SUM, batches=known)
+        if mean.weight > 0:
+            self.observer.look(mean.found(), SUM, batches=known)
 
 
 class PrivateMean(_Around):
@@ -443,19 +562,10 @@ class PrivateMean(_Around):
         Raises:
             BudgetSpent: the account allows no more.
         """
-        updates: dict[int, Mapping[str, Tensor] | None] = dict.fromkeys(self._drawn)
         trained = [n for n, t in self._sent.items() if t.is_floating_point()]
-        why: dict[int, str] = {}
-        for reply in replies:
-            node = reply.metadata.src_node_id
-            if reply.has_error() or node not in updates:
-                continue
-            try:
-                updates[node] = difference(self._sent, _state_of(reply), trained=trained)
-            except UpdateError as error:
-                why[node] = str(error)
+        updates = _Updates(self._drawn, replies, self._sent, trained)
         release = self.dp.mean(updates, {n: self._sent[n] for n in trained})
-        for node, zero in (dict(release.zeros) | why).items():
+        for node, zero in (dict(release.zeros) | updates.why).items():
             place = self._drawn.index(node)
             log.info("lightning-fedleak: drawn client %d counts as zero: %s", place, zero)
         return ArrayRecord(moved(self._sent, release.update)), None
@@ -475,6 +585,19 @@ def _arrays_of(message: Message) -> tuple[str, dict[str, Tensor]]:
     [(key, arrays)] = records.items()
     state: dict[str, Tensor] = arrays.to_torch_state_dict()
     return key, state
+
+
+def _arrays_in(message: Message, key: str) -> list[Tensor]:
+    """The arrays of a message of the older interface, by its record's key.
+
+    Raises:
+        UpdateError: it has no such record.
+    """
+    if key not in message.content.array_records:
+        raise UpdateError(f"a NumPyClient's reply holds its arrays in '{key}'; this one does not")
+    record = message.content.array_records[key]
+    found = parameters_to_ndarrays(compat.arrayrecord_to_parameters(record, keep_input=True))
+    return [torch.from_numpy(array) for array in found]
 
 
 def _round_of(message: Message) -> int:
@@ -498,7 +621,9 @@ def _state_of(reply: Message) -> dict[str, Tensor]:
 
 def _alike(state: State, sent: State) -> bool:
     """Whether a model can be added up with what was sent."""
-    return state.keys() == sent.keys() and all(state[n].shape == t.shape for n, t in sent.items())
+    return state.keys() == sent.keys() and all(
+        (state[n].shape, state[n].dtype) == (t.shape, t.dtype) for n, t in sent.items()
+    )
 
 
 def _weight_of(reply: Message, strategy: Strategy) -> float:
@@ -513,18 +638,65 @@ def _weight_of(reply: Message, strategy: Strategy) -> float:
     return weight if math.isfinite(weight) and weight >= 0 else 1.0
 
 
-def _mean(parts: Sequence[tuple[State, float]]) -> dict[str, Tensor]:
-    """Of models that are alike, by their weights; what is not a float as in the first."""
-    total = math.fsum(weight for _, weight in parts)
-    shares = [weight / total if total > 0 else 1 / len(parts) for _, weight in parts]
-    mean = dict(parts[0][0])
-    for name, tensor in mean.items():
-        if tensor.is_floating_point():
-            summed = torch.zeros_like(tensor, dtype=torch.float64)
-            for (state, _), share in zip(parts, shares, strict=True):
-                summed.add_(state[name].double(), alpha=share)
-            mean[name] = summed.to(tensor.dtype)
-    return mean
+class _Mean:
+    """Of models that are alike, one after the other; what is not a float is as it was sent.
+
+    Attributes:
+        weight: of all together.
+    """
+
+    def __init__(self, sent: State) -> None:
+        self._sent = sent
+        self._sum: dict[str, Tensor] = {}
+        self.weight = 0.0
+
+    def add(self, state: State, weight: float) -> None:
+        """One more, by its weight."""
+        self.weight += weight
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                if name not in self._sum:
+                    self._sum[name] = torch.zeros_like(tensor, dtype=torch.float64)
+                self._sum[name].add_(tensor, alpha=weight)
+
+    def found(self) -> dict[str, Tensor]:
+        """The mean, in the dtypes that were sent."""
+        mean = {n: t.div_(self.weight).to(self._sent[n].dtype) for n, t in self._sum.items()}
+        return {n: mean.get(n, t) for n, t in self._sent.items()}
+
+
+class _Updates(Mapping[int, Mapping[str, Tensor] | None]):
+    """Of those that were drawn, read when they are asked for, so that one is held at a time.
+
+    None of a client that sent nothing which can be read.
+
+    Attributes:
+        why: what was asked for cannot be read.
+    """
+
+    def __init__(
+        self, drawn: Sequence[int], replies: Iterable[Message], sent: State, trained: Sequence[str]
+    ) -> None:
+        self._drawn = drawn
+        self._replies = {r.metadata.src_node_id: r for r in replies if not r.has_error()}
+        self._sent = sent
+        self._trained = trained
+        self.why: dict[int, str] = {}
+
+    def __getitem__(self, node: int) -> Mapping[str, Tensor] | None:
+        if node not in self._replies:
+            return None
+        try:
+            return difference(self._sent, _state_of(self._replies[node]), trained=self._trained)
+        except UpdateError as error:
+            self.why[node] = str(error)
+            return None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._drawn)
+
+    def __len__(self) -> int:
+        return len(self._drawn)
 
 
 __all__ = ["FedLeakMod", "Observed", "PrivateMean"]

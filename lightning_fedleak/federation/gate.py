@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -11,6 +12,7 @@ from typing import Any, Literal, get_args
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_fedleak.callbacks.channels.base import reason
 from lightning_fedleak.callbacks.gate import (
     LeakageLimitExceeded,
     check_threshold,
@@ -82,12 +84,13 @@ class RoundGate:
     Args:
         metric: a name in the logs, ``"leakage/<attack>/<metric>"`` or ``"leakage/worst/<family>"``.
         at_most: the largest value that is allowed.
-        action: ``"withhold"``: the update does not leave; under a :class:`ClientDP` whose noise the
-            client adds, zero with that noise leaves in its place, else nothing does, which *tells
-            one bit*. ``"harden"``: the noise of the client's ClientDP is turned up until the update
-            passes; if it cannot be, the update is withheld. ``"raise"`` raises
-            :class:`~lightning_fedleak.LeakageLimitExceeded`: the client fails, which is seen
-            outside, so it is refused beside noise that the client adds. ``"warn"`` lets it leave.
+        action: ``"withhold"``: the update does not leave. Under a :class:`ClientDP` whose noise the
+            client adds, zero with that noise leaves in its place; under a secure aggregation zero
+            does; else nothing does, which *tells one bit*. ``"harden"``: the noise of the client's
+            ClientDP is turned up until the update passes; if it cannot be, the update is withheld.
+            ``"raise"`` raises :class:`~lightning_fedleak.LeakageLimitExceeded`: the client fails,
+            which is seen outside, so it is refused beside noise that the client adds. ``"warn"``
+            lets it leave.
         patience: unknown values in a row of a client that are let pass.
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
 
@@ -209,6 +212,10 @@ class OutgoingUpdates:
     noise that nobody sees. It does not cover why noise was turned up (``action="harden"``), nor the
     logs.
 
+    Under a secure aggregation the server sees nothing but the sum. So a withheld update, or one
+    that cannot be read, leaves as zero, masked like every other: nobody is told which client
+    withheld, and the aggregation loses none.
+
     Args:
         observer: of this client; ``side="client"``.
         gates: in the order in which they judge.
@@ -217,6 +224,8 @@ class OutgoingUpdates:
         client: its name in the logs.
         drop: names of parameters, or patterns of them (``"*.wte.*"``), whose changes never
             leave: they return as they were sent.
+        secure_aggregation: what leaves is masked, so that the server sees the sum of all clients
+            alone.
 
     Raises:
         ValueError: gates that watch what is not logged, two of one name, or one that hardens
@@ -231,9 +240,11 @@ class OutgoingUpdates:
         *,
         client: str | int = 0,
         drop: Sequence[str] = (),
+        secure_aggregation: bool = False,
     ) -> None:
         self.observer = observer
         self.drop = tuple(drop)
+        self.secure_aggregation = secure_aggregation
         self.gates = tuple(gates)
         self.client = client
         self.own: ClientDP | None = None if dp is None or dp.trust == "central" else dp
@@ -290,6 +301,7 @@ class OutgoingUpdates:
         """
         observer = self.observer
         like = self._begin(round_, sent)
+        began = time.perf_counter()
         dropped = self._dropped(like)
         try:
             update: dict[str, Tensor] | None = difference(sent, returned, trained=like)
@@ -298,10 +310,10 @@ class OutgoingUpdates:
         if dropped:
             returned = {n: sent[n] if n in dropped else t for n, t in returned.items()}
             update = difference(sent, returned, trained=like)
+        if self.own is None:  # it was to be checked; a look makes its own
+            update = None
         if not self.gates and not observer.due(self.client):
             return Leaving(self._released(sent, returned, update, like), False, (), None)
-        if self.own is None:  # it was to be checked; the look makes its own
-            update = None
         hardened: list[str] = []
         while True:
             state: State = returned
@@ -309,15 +321,22 @@ class OutgoingUpdates:
             if self.own is not None:
                 state = moved(sent, self.own.rehearsed(update, like))
                 noise = self.own.own_noise_std
-            look = observer.look(
-                state,
-                self.client,
-                batches=batches,
-                learning_rate=learning_rate,
-                noise_std=noise,
-                utility=utility,
-                logged=False,
-            )
+            try:
+                look = observer.look(
+                    state,
+                    self.client,
+                    batches=batches,
+                    learning_rate=learning_rate,
+                    noise_std=noise,
+                    utility=utility,
+                    logged=False,
+                )
+            except Exception as error:  # which the client's data may have provoked
+                why = f"the look failed: {reason(error)}"
+                if self.gates:
+                    return self._nothing(sent, like, why)
+                rank_zero_warn(f"RoundObserver: in round {round_} {why}. The update leaves")
+                return Leaving(self._released(sent, returned, update, like), False, (), None)
             events = [
                 event
                 for gate in self.gates
@@ -335,8 +354,10 @@ class OutgoingUpdates:
             did = "withhold"
         withheld = did == "withhold"
         leaves: dict[str, Tensor] | None = None
-        if did not in ("raise", "withhold") or (withheld and self.own is not None):
-            leaves = self._released(sent, returned, None if withheld else update, like)
+        if withheld:
+            leaves = self._zero(sent, like)
+        elif did != "raise":
+            leaves = self._released(sent, returned, update, like)
         acted = {f"gate/{g.name}": float(any(e.gate == g.name for e in events)) for g in self.gates}
         observer.log(look, acted, () if self.own is None else (self.own,))
         for event in events:
@@ -349,7 +370,8 @@ class OutgoingUpdates:
             else:
                 rank_zero_warn(f"RoundGate '{event.gate}' warns {event}")
         if seconds is not None:
-            observer.paid(self.client, look.seconds, seconds)
+            beside = max(0.0, time.perf_counter() - began - look.seconds)
+            observer.paid(self.client, look.seconds, seconds, beside)
         return Leaving(leaves, withheld, tuple(events), look)
 
     def _dropped(self, like: State) -> set[str]:
@@ -378,6 +400,14 @@ class OutgoingUpdates:
         if self.own is not None:
             return moved(sent, self.own.privatized(update, like))
         return {n: t.detach().clone() for n, t in returned.items()}
+
+    def _zero(self, sent: State, like: State) -> dict[str, Tensor] | None:
+        """What leaves in place of an update that is held back; None where that can be nothing."""
+        if self.own is not None:
+            return moved(sent, self.own.privatized(None, like))
+        if self.secure_aggregation:
+            return {n: t.detach().clone() for n, t in sent.items()}
+        return None
 
     def nothing(self, round_: int, sent: State, why: str) -> Leaving:
         """What leaves in a round in which this client has trained nothing: it failed, say.
@@ -435,12 +465,11 @@ class OutgoingUpdates:
             }
         )
         self._tell(f"the update of round {self.observer.round_} did not leave: {why}")
-        if self.own is None:
-            return Leaving(None, True, (), None)
-        return Leaving(moved(sent, self.own.privatized(None, like)), True, (), None)
+        return Leaving(self._zero(sent, like), True, (), None)
 
     def _tell(self, what: str) -> None:
-        rank_zero_warn(what if self.own is not None else f"{what}\n  Note: {TELLS}.")
+        hidden = self.own is not None or self.secure_aggregation
+        rank_zero_warn(what if hidden else f"{what}\n  Note: {TELLS}.")
 
     def _record(self, event: RoundEvent, did: str, hardened: Sequence[str] = ()) -> None:
         self.observer.record_decision(

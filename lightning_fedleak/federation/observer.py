@@ -600,17 +600,26 @@ class RoundObserver:
         """Whether ``max_overhead`` lets a client's update of this round be looked at."""
         return self.round_ >= self.next_look.get(client, self.round_)
 
-    def paid(self, client: str | int, look_seconds: float, round_seconds: float) -> None:
+    def paid(
+        self,
+        client: str | int,
+        look_seconds: float,
+        round_seconds: float,
+        beside_seconds: float = 0.0,
+    ) -> None:
         """Fixes a client's next look by what this one cost.
 
         Args:
             client: whose update was looked at.
             look_seconds: that it took.
-            round_seconds: what the round took without it.
+            round_seconds: what the round took to train.
+            beside_seconds: what each round costs beside that, looked at or not.
         """
         if self._share is not None:
+            # A hundredth at least, so that a next look comes where the rest takes all of the share.
+            free = max(round_seconds - beside_seconds / self._share, round_seconds / 100)
             cadence = MaxOverhead(self._share)
-            self.next_look[client] = cadence.after_look(self.round_, look_seconds, round_seconds)
+            self.next_look[client] = cadence.after_look(self.round_, look_seconds, free)
 
     def forget(self, look: RoundLook) -> None:
         """Takes back a look that was not written down, the newest of its client.
@@ -731,15 +740,18 @@ class RoundObserver:
             run, stage, channels, series, results, report, Exchange(run, series)
         )
         families = {channel.family for channel in series.values()}
-        add_pages(
-            report.boards,
-            (),
-            series,
-            privacy=["privacy/epsilon"] if self._run.defenses else [],
-            decisions=[f"gate/{gate['name']}" for gate in self._gates],
-            worst=[f"leakage/worst/{f}" for f in results.families if f in families],
-            settings={"local_steps": self.local_steps, "client": client, "side": self.side},
-        )
+        try:
+            add_pages(
+                report.boards,
+                (),
+                series,
+                privacy=["privacy/epsilon"] if self._run.defenses else [],
+                decisions=[f"gate/{gate['name']}" for gate in self._gates],
+                worst=[f"leakage/worst/{f}" for f in results.families if f in families],
+                settings={"local_steps": self.local_steps, "client": client, "side": self.side},
+            )
+        except Exception as error:  # a disk that is full must not end a round
+            report.leave_loggers(error)
         return seat
 
     def _boards(self, client: str | int) -> list[Logger]:
@@ -771,8 +783,11 @@ class RoundObserver:
         for seat in self._seats.values():
             for channel in seat.channels:
                 channel.close()
-            for board in seat.report.boards:
-                board.finalize("success")
+            try:
+                for board in seat.report.boards:
+                    board.finalize("success")
+            except Exception as error:
+                seat.report.leave_loggers(error)
 
     # ---- names ------------------------------------------------------------------------------
 

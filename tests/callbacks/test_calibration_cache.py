@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from torch import Tensor
 
 from lightning_fedleak import LeakageMonitor
@@ -101,6 +102,17 @@ def test_a_folder_that_cannot_be_written_is_said(
     monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="is not kept: .* Set FEDLEAK_CACHE"):
         fit([LeakageMonitor(counted(), every_n_steps=4)], tmp_path, n=8)
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")  # no OSError
+
+    monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("lightning_fedleak.callbacks.cache.save_file", full)
+    with pytest.warns(UserWarning, match="is not kept: .*No space left"):
+        fit([LeakageMonitor(counted(), every_n_steps=4)], tmp_path, n=8)
+    assert not list((tmp_path / "cache" / "calibrations").iterdir()), "no drafts are left"
 
 
 def test_weights_are_told_apart_by_any_change() -> None:

@@ -412,6 +412,20 @@ def test_a_ledger_that_cannot_be_written_lets_nothing_out(tmp_path):
     assert defense.accountant.steps == 1
 
 
+def test_terms_of_which_a_full_disk_took_half_are_written_anew(tmp_path):
+    path, terms = tmp_path / "ledger", tmp_path / "ledger.terms"
+    dp(clients=7, ledger=path)
+    whole = terms.read_bytes()
+    for half in (b"", whole[:20]):
+        terms.write_bytes(half)
+        dp(clients=7, ledger=path)
+        assert terms.read_bytes() == whole
+    dp(clients=7, ledger=path).mean({}, LIKE)
+    terms.write_bytes(whole[:20])
+    with pytest.raises(DefenseError, match="other terms"):  # there are releases already
+        dp(clients=7, ledger=path)
+
+
 def test_a_checkpoint_goes_on_counting():
     first = dp()
     for _ in range(3):

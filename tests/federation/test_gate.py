@@ -98,6 +98,23 @@ def test_what_is_not_allowed_does_not_leave_and_that_tells_a_bit(tmp_path):
     assert told["measured"] == event.value
 
 
+def test_in_a_masked_sum_what_is_withheld_is_zero_and_tells_no_bit(tmp_path):
+    net = model()
+    watched = observer(tmp_path, net, [Probe(k=14)])
+    out = OutgoingUpdates(watched, [RoundGate(F1, at_most=0.2)], secure_aggregation=True)
+    with pytest.warns(UserWarning, match="withheld") as told:
+        [(sent, _, found)] = rounds(out, net)
+    assert found.withheld
+    assert same(found.state, sent)
+    broken = {n: torch.full_like(t, math.nan) for n, t in sent.items()}
+    with pytest.warns(UserWarning, match="NaN") as more:
+        left = out.leaves(1, sent, broken, batches(1))
+    assert left.withheld
+    assert same(left.state, sent)
+    assert not any("one bit" in str(w.message) for w in [*told, *more])
+    assert [x["did"] for x in decisions(tmp_path)] == ["withheld"] * 2
+
+
 def test_the_decision_is_in_the_logs(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -150,6 +167,26 @@ def test_unknown_fails_closed(tmp_path):
     assert math.isnan(event.value)
     assert "RuntimeError at test_gate.py" in event.why
     assert "private" not in event.why
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("own", [None, dp()])
+def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, own):
+    """It does not say outside that it has: its error may be the data's doing."""
+
+    def crashes(*args, **kwargs):
+        raise RuntimeError("the word mangrove")
+
+    out = client(tmp_path, *[RoundGate(F1, at_most=1.0)] * gated, dp=own)
+    monkeypatch.setattr(out.observer, "_scored", crashes)
+    with pytest.warns(UserWarning, match="the look failed: RuntimeError at") as told:
+        [(_, returned, found)] = rounds(out)
+    assert not any("mangrove" in str(w.message) for w in told)
+    assert (found.withheld, found.look) == (gated, None)
+    if own is None:
+        assert found.state is None if gated else same(found.state, returned)
+    else:
+        assert float(found.state["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
 
 
 def test_patience_lets_unknown_pass_so_often(tmp_path):
@@ -213,6 +250,11 @@ def test_looks_cost_a_share_of_the_rounds_unless_a_gate_judges(tmp_path):
 
     assert rounds_seen() == [0, 6, 12]
     assert rounds_seen(RoundGate(F1, at_most=1.0)) == list(range(14))
+    paid = observer(tmp_path / "paid", model(), max_overhead=0.5)
+    for beside, expected in ((0.0, 6), (0.25, 12), (10.0, 600)):  # what rounds cost without a look
+        paid.round_ = 0
+        paid.paid(0, 3.0, 1.0, beside)
+        assert paid.next_look == {0: expected}
     with pytest.raises(ValueError, match="max_overhead must be a share"):
         observer(tmp_path, model(), max_overhead=5)
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import math
+import os
+import re
+import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -379,6 +384,37 @@ def test_tensorboard_has_a_run_for_each_client(tmp_path):
     for client in range(2):
         board = EventAccumulator(str(tmp_path / "tensorboard" / f"client_{client}")).Reload()
         assert [e.step for e in board.Scalars(F1)] == [0, 1]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_ends_no_round_and_is_said(tmp_path, monkeypatch):
+    """Of the logs, and of TensorBoard's files, which break later."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    net = model()
+    for name in ("leakage.jsonl", "run.jsonl"):
+        (tmp_path / name).symlink_to("/dev/full")
+    rounds = observer(tmp_path, net, tensorboard=True)
+    written = RecordWriter.write
+
+    def full(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for round_ in range(3):
+            monkeypatch.setattr(RecordWriter, "write", written if round_ == 0 else full)
+            rounds.begin(round_, trained_state(net))
+            for client in range(min(round_, 1) + 1):  # the second comes when all is full
+                data = batches(client + round_)
+                look = rounds.look(train(net, data), client, batches=data)
+                assert look.values[F1] > 0.9
+        rounds.end()
+    said = [str(w.message) for w in told]
+    for what in (r"leakage.jsonl cannot be written: No space", "run.jsonl cannot be written",
+                 "TensorBoard cannot be written any more \\(No space"):  # fmt: skip
+        assert any(re.search(what, one) for one in said), what
 
 
 def test_a_report_is_written_of_it(tmp_path):

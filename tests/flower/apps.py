@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
@@ -30,14 +30,44 @@ def data_of(client: int, round_: int) -> list[dict[str, torch.Tensor]]:
     return batches(100 * round_ + client, 2)
 
 
+FAULTS = ("", "last", "raises", "nan", "shapes", "other", "nothing")
+"""What a faulty client does in rounds 1, 2, and so on."""
+
+
+def faulty(fault: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a client returns in place of what it has trained."""
+    if fault == "nan":
+        return {n: torch.full_like(t, float("nan")) for n, t in state.items()}
+    if fault == "shapes":
+        return {n: torch.zeros(2, 3) for n in state}
+    if fault == "other":
+        return {f"another.{n}": t for n, t in state.items()}
+    assert fault == "", fault
+    return state
+
+
 def train(message: Message, context: Context) -> Message:
-    net = model()
-    net.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
-    stepping = SGD(net.parameters())
     round_ = int(message.content["config"]["server-round"])
     client = int(context.node_config["partition-id"])
-    if os.environ.get("FEDLEAK_FAILS") == str(client):
+    if os.environ.get("FEDLEAK_FAULTY") != str(client):
+        return trains(message.content["arrays"].to_torch_state_dict(), client, round_, message)
+    fault = FAULTS[round_ - 1] if round_ <= len(FAULTS) else ""
+    if fault == "raises":
         raise RuntimeError("this client fails")
+    if fault == "nothing":
+        return Message(content=RecordDict({"note": ConfigRecord({"a": 1})}), reply_to=message)
+    if fault == "last":  # of which the first round was sent model()
+        return trains(trained_state(model()), client, round_ - 1, message)
+    reply = trains(message.content["arrays"].to_torch_state_dict(), client, round_, message)
+    state = reply.content["arrays"].to_torch_state_dict()
+    reply.content["arrays"] = ArrayRecord(faulty(fault, state))
+    return reply
+
+
+def trains(sent: dict[str, torch.Tensor], client: int, round_: int, message: Message) -> Message:
+    net = model()
+    net.load_state_dict(sent, strict=False)
+    stepping = SGD(net.parameters())
     for batch in data_of(client, round_):
         trained_on(batch)
         stepping.zero_grad()

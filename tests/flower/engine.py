@@ -126,7 +126,7 @@ class Deployed:
         return self.superlink(), self.supernode(0), self.supernode(1)
 
     def run(self, name: str, app: Path, *more: str, **config: object) -> subprocess.Popen:
-        quoted = {k: f'"{v}"' if isinstance(v, Path) else v for k, v in config.items()}
+        quoted = {k: f'"{v}"' if isinstance(v, Path | str) else v for k, v in config.items()}
         told = " ".join(f"{key.replace('_', '-')}={value}" for key, value in quoted.items())
         return self.start(
             name, "flwr", "run", str(app), "here", "--stream", *more, "--run-config", told

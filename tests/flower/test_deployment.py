@@ -27,10 +27,10 @@ def deployed(tmp_path: Path) -> Iterator[Deployed]:
 
 @pytest.mark.timeout(2 * SECONDS)
 def test_faults_end_no_federation_and_no_release_is_forgotten(deployed: Deployed) -> None:
-    """The second client returns NaN, then is killed in mid-round; then the server begins again."""
+    """Those of deployed/deployed_app.py; between its two runs server and clients begin again."""
     folder = deployed.folder
     link, first, second = deployed.all()
-    deployed.run("first", APP, out=folder, rounds=2)
+    deployed.run("first", APP, out=folder)
     until(lambda: (folder / "kill_me").exists(), deployed.logs)
     ended(second)
     until(lambda: (folder / "done.txt").exists(), deployed.logs)
@@ -42,7 +42,9 @@ def test_faults_end_no_federation_and_no_release_is_forgotten(deployed: Deployed
 
     assert spent() == 2
     assert all(bool(t.isfinite().all()) for t in torch.load(folder / "model.pt").values())
-    assert len({x["client"] for x in lines(folder / "server")} - {"sum"}) == 1  # the first one
+    by_round = {x["round"]: x["unknown"] for x in lines(folder / "server") if x["client"] != "sum"}
+    assert "does not hold the client's texts" in by_round[1]  # the second one's never arrived
+    assert "returned in round 1" in by_round[2]
     decisions = [
         x["why"]
         for place in folder.glob("client_1_*")
@@ -56,9 +58,21 @@ def test_faults_end_no_federation_and_no_release_is_forgotten(deployed: Deployed
     ended(first)
     ended(link)
     deployed.all()
-    deployed.run("second", APP, out=folder, rounds=1)
+    looked = len(lines(folder / "server"))
+    deployed.run("second", APP, out=folder, run="second")
     until(lambda: (folder / "done.txt").exists(), deployed.logs)
-    assert spent() == 3
+    assert spent() == 4
+    assert all(bool(t.isfinite().all()) for t in torch.load(folder / "model.pt").values())
+    found = [x for x in lines(folder / "server")[looked:] if x["client"] != "sum"]
+    assert {x["client"] for x in found} == {0, 1}
+    said = {round_: [x["unknown"] for x in found if x["round"] == round_] for round_ in (1, 2)}
+    for round_, why in ((1, "shape"), (1, "lacks"), (2, "lacks"), (2, "client's texts")):
+        assert any(why in one for one in said[round_]), (round_, why)
+    told = "".join(path.read_text() for path in folder.glob("*.log"))
+    assert told.count("counts as zero: failed or withheld") >= 2  # NaN was withheld, one killed
+    assert "trains another model than the one it was sent" in told
+    assert "tensor(" not in told  # no update
+    assert "array(" not in told
 
 
 @pytest.mark.slow
@@ -84,5 +98,9 @@ def test_an_example_runs_as_it_is(deployed: Deployed, app: str, config: dict) ->
         assert "withheld (gradient_membership/advantage)" in said
     else:
         assert said.count("3 clients, 1 model to be seen") == 2
-        assert {x["client"] for x in found} == {"all", "sum"}
-        assert any(x["metrics"].get("auc", {}).get("value") for x in found)
+        server = [x for place in out.glob("server_*") for x in lines(place)]
+        assert {x["client"] for x in server} == {"all", "sum"}
+        assert any(x["metrics"].get("auc", {}).get("value") for x in server)
+        clients = [x for place in out.glob("client_*") for x in lines(place)]
+        assert {x["client"] for x in clients} == {"all", 0, 1, 2}
+        assert any(x["metrics"].get("f1", {}).get("value") for x in clients)

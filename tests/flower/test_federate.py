@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ pytest.importorskip("flwr")
 pytest.importorskip("ray")
 
 from lightning_fedleak.commands.federate.command import FederateCommand
+from tests.federation.test_observer import lines
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 
-def test_both_engines_train_the_same_model(tmp_path: Path) -> None:
+def test_both_engines_train_the_same_model(tmp_path: Path, caplog, capfd) -> None:
     """One of three clients has no text that a gate lets leave; all are watched."""
     (tmp_path / "text.txt").write_text("\n".join(f"{t} {i}" for i, t in enumerate(TEXTS * 4)))
     given = {
@@ -41,8 +43,17 @@ def test_both_engines_train_the_same_model(tmp_path: Path) -> None:
         models.append(load_file(made / "model.safetensors"))
         said = console.file.getvalue()
         tables.append(said[said.index("\n round ") : said.index("\nLogs")])
+    told = capfd.readouterr().err + caplog.text
+    assert "DEPRECATED" not in told  # Flower's words to itself, of every level up to warnings
+    assert "ServerApp" not in told
     one, other = models
     assert one.keys() == other.keys()
     assert all(torch.equal(one[n], other[n]) for n in one)
     assert tables[0] == tables[1]
     assert " updates did not leave" in tables[0]
+    # Workers are not told of the end; the server is, and the report takes its word.
+    [report] = (tmp_path / "flower").rglob("report.json")
+    [run] = json.loads(report.read_text())["runs"]
+    assert run["ended"] == "in order"
+    ends = [x for path in report.parent.rglob("run.jsonl") for x in lines(path.parent, path.name)]
+    assert [x["how"] for x in ends if x["kind"] == "end"] == ["finished"]

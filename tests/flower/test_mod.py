@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import math
+import os
 
 import numpy as np
 import pytest
@@ -36,7 +38,7 @@ from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMea
 from tests.federation.rounds import model
 from tests.federation.rounds import train as trained
 from tests.federation.test_observer import lines
-from tests.flower.apps import F1, ForClient, data_of, observer, train
+from tests.flower.apps import F1, ForClient, data_of, faulty, observer, train
 
 
 @pytest.fixture(autouse=True)
@@ -166,12 +168,35 @@ def test_under_noise_of_its_own_a_client_that_fails_does_not_show(tmp_path, how)
     left = difference(trained_state(model()), arrays(failed))
     assert float(left["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
     assert ForClient(tmp_path, "dp")(context()).accountant.steps == 2
-    with pytest.raises(ValueError, match="mangrove"):  # without noise Flower reports it
-        FedLeakMod(ForClient(tmp_path / "plain"))(message(), context(), _raises)
 
 
-def _raises(asked, where):
-    raise ValueError("mangrove")
+def test_the_words_of_a_failure_stay_with_the_client(tmp_path, caplog):
+    def fails(asked, where):
+        raise ValueError("the word mangrove cannot be read")
+
+    reply = FedLeakMod(ForClient(tmp_path))(message(), context(), fails)
+    assert reply.error.reason.startswith("lightning-fedleak: training failed: ValueError at ")
+    assert "mangrove" not in reply.error.reason
+    assert "mangrove" in caplog.text  # the client's own log says all of it
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("shapes", "trains another model"), ("other", "lacks"), ("nan", "NaN"),
+     ("same", "exactly what it was sent")],
+)  # fmt: skip
+def test_what_cannot_be_read_does_not_leave(tmp_path, fault, said):
+    def broken(asked, where):
+        reply = train(asked, where)
+        reply.content["arrays"] = ArrayRecord(
+            trained_state(model()) if fault == "same" else faulty(fault, arrays(reply))
+        )
+        return reply
+
+    mod = FedLeakMod(ForClient(tmp_path), [RoundGate(F1, at_most=1.0)])
+    with pytest.warns(UserWarning, match=said):
+        reply = mod(message(), context(), broken)
+    assert reply.error.reason.startswith("lightning-fedleak: withheld (")
 
 
 def test_an_account_without_a_ledger_is_refused(tmp_path):
@@ -256,7 +281,7 @@ def test_who_sees_what_is_logged(tmp_path, caplog):
 
 def private(folder, **more):
     given = {
-        "clip": 1e3, "noise_multiplier": 1e-9, "clients": 4, "target_delta": 1e-5,
+        "clip": 1e3, "noise_multiplier": 1e-11, "clients": 4, "target_delta": 1e-5,
         "accountant": "rdp", "ledger": folder / "ledger",
     }  # fmt: skip
     return ClientDP(**(given | more))
@@ -342,6 +367,27 @@ def test_a_spent_budget_ends_the_federation(tmp_path):
     a_round(strategy, 4)
     with pytest.raises(BudgetSpent):
         a_round(strategy, 4, round_=2)
+
+
+def test_a_full_disk_lets_no_release_out_and_forgets_none(tmp_path, monkeypatch):
+    def full(descriptor, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    a_round(PrivateMean(FedAvg(), private(tmp_path)), 4)
+    mod = FedLeakMod(ForClient(tmp_path), dp=ForClient(tmp_path, "dp"))
+    mod(message(), context(), train)
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", full)
+        for releases in (
+            lambda: a_round(PrivateMean(FedAvg(), private(tmp_path)), 4, round_=2),
+            lambda: mod(message(2), context(), train),
+        ):
+            with pytest.raises(DefenseError, match=r"No space left .* the release was not made"):
+                releases()
+    assert private(tmp_path).accountant.steps == 1
+    assert ForClient(tmp_path, "dp")(context()).accountant.steps == 1
+    assert not mod(message(3), context(), train).has_error()  # there is room again
+    assert ForClient(tmp_path, "dp")(context()).accountant.steps == 2
 
 
 def test_the_account_hangs_on_the_number_of_clients(tmp_path):

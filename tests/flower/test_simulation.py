@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,7 +16,7 @@ from flwr.simulation import run_simulation
 
 from lightning_fedleak.federation import ClientDP
 from tests.federation.test_observer import lines
-from tests.flower.apps import client_app, server_app
+from tests.flower.apps import FAULTS, client_app, server_app
 
 RESOURCES = {
     "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
@@ -20,9 +24,10 @@ RESOURCES = {
 }
 
 
-def simulated(out, *, watched=None, at_most=None, private=False, **server):
+def simulated(out, *, watched=None, watched_server=None, at_most=None, private=False, **server):
+    looks = watched or watched_server
     run_simulation(
-        server_app(out, watched=None if watched is None else watched / "server", **server),
+        server_app(out, watched=None if looks is None else looks / "server", **server),
         client_app(watched, at_most, private=private),
         num_supernodes=2,
         backend_config=RESOURCES,
@@ -48,15 +53,45 @@ def test_watching_a_federation_changes_no_bit_of_its_model(tmp_path):
     assert lines(tmp_path / "server", "run.jsonl")[-1]["how"] == "finished"
 
 
-def test_a_client_that_fails_counts_as_zero_and_each_round_is_accounted(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDLEAK_FAILS", "1")
+def test_whatever_a_client_returns_no_round_hangs_and_no_release_is_forgotten(
+    tmp_path, monkeypatch, caplog
+):
+    """One of two clients does each of FAULTS in turn; then the disk of the server is full."""
     account = {
         "clip": 0.5, "noise_multiplier": 1.0, "clients": 2, "target_delta": 1e-5,
         "ledger": tmp_path / "ledger", "accountant": "rdp",
     }  # fmt: skip
-    model = simulated(tmp_path / "model.pt", dp=account)
-    assert all(bool(t.isfinite().all()) for t in model.values())
-    assert ClientDP(**account).privacy.releases == 2
+    monkeypatch.setenv("FEDLEAK_FAULTY", "1")
+    caplog.set_level("INFO", "flwr")
+    caplog.clear()
+    write = os.write
+
+    def full(descriptor, data):
+        ledger = Path(os.readlink(f"/proc/self/fd/{descriptor}")) == tmp_path / "ledger"
+        if ledger and (tmp_path / "ledger").stat().st_size >= len(FAULTS) * len(b"1.0 1.0 1\n"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(Exception, match=r"No space left .* the release was not made"):
+        simulated(
+            tmp_path / "model.pt", watched_server=tmp_path, dp=account, rounds=len(FAULTS) + 2
+        )
+    monkeypatch.undo()
+    assert ClientDP(**account).privacy.releases == len(FAULTS)
+    said = {
+        round_: [x["unknown"] for x in lines(tmp_path / "server") if x["round"] == round_]
+        for round_ in range(1, len(FAULTS) + 2)
+    }
+    words = {"last": "in round 1", "nan": "NaN", "shapes": "shape", "other": "lacks",
+             "nothing": "lacks"}  # fmt: skip
+    for round_, fault in enumerate(FAULTS, 1):
+        assert len(said[round_]) == (2 if fault == "raises" else 3)  # two clients, and their mean
+        assert fault not in words or any(words[fault] in why for why in said[round_]), fault
+    counted = [r.getMessage() for r in caplog.records if "counts as zero" in r.getMessage()]
+    assert len(counted) == len(FAULTS) - 2  # an update of an earlier round is clipped and counted
+    assert len({place.split()[4] for place in counted}) == 1  # "drawn client 0 counts as zero"
+    assert not (tmp_path / "model.pt").exists()
 
 
 def test_clients_that_add_their_own_noise_are_gated_without_a_sign(tmp_path):

@@ -1,10 +1,14 @@
 """Clients mask their models so that the server learns the sum alone, by SecAgg+; it attacks that.
 
+A mod of each client looks at its update before it is masked, and may hold it back: then zero leaves
+in its place, masked like every other.
+
 Started with ``flwr run``, see README.md. Flower has SecAgg+ for clients of its older interface.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -22,7 +26,14 @@ from flwr.serverapp import Grid, ServerApp
 
 from lightning_fedleak import Games
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.federation import SUM, RoundObserver, trained_state
+from lightning_fedleak.federation import (
+    SUM,
+    RoundGate,
+    RoundObserver,
+    trained_on,
+    trained_state,
+)
+from lightning_fedleak.federation.flower import FedLeakMod
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
 from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
 from lightning_fedleak.finetuning.module import load_model
@@ -50,6 +61,27 @@ def batches(context: Context, client: int, clients: int, round_: int) -> list[di
     return [PadRight(0)([rows[i] for i in some]) for some in chosen]
 
 
+def make_observer(context: Context, side: str) -> RoundObserver:
+    """Attacks updates; every process has one of its own."""
+    texts = read_texts(EMBEDDED_MESSAGES)
+    return RoundObserver(
+        load_model(context.run_config["model"] or None),
+        OPTIMIZER,
+        local_steps=int(context.run_config["local-steps"]),
+        folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
+        side=side,
+        federation=f"flower-{context.run_id}",
+        public_text=PublicText(rows_of(texts[PUBLIC], context)),
+        games=Games(targets=4, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
+    )
+
+
+def gates(context: Context) -> list[RoundGate]:
+    """None where everything may leave."""
+    most = float(context.run_config["at-most"])
+    return [RoundGate("leakage/worst/words", at_most=most)] if most < 1 else []
+
+
 class Client(NumPyClient):
     """Trains the whole model; SecAgg+ masks what it returns."""
 
@@ -66,6 +98,7 @@ class Client(NumPyClient):
         number = int(self.context.node_config["partition-id"])
         clients = int(self.context.node_config["num-partitions"])
         for batch in batches(self.context, number, clients, int(config["round"])):
+            trained_on(batch)  # the mod asks what was trained on
             stepping.zero_grad()
             model(**batch).loss.backward()
             stepping.step()
@@ -74,7 +107,7 @@ class Client(NumPyClient):
 
 client = ClientApp(
     client_fn=lambda context: Client(context).to_client(),
-    mods=[secaggplus_mod],
+    mods=[secaggplus_mod, FedLeakMod(partial(make_observer, side="client"), gates)],
 )
 
 
@@ -83,25 +116,16 @@ class SumWatched(FedAvg):
 
     def __init__(self, context: Context, clients: int) -> None:
         self.context, self.clients = context, clients
-        model = load_model(context.run_config["model"] or None)
-        self.names = list(trained_state(model))
-        start = [t.numpy() for t in trained_state(model).values()]
+        self.observer = make_observer(context, side="server")
+        whole = trained_state(self.observer.model)
+        self.names = list(whole)
+        start = [t.numpy() for t in whole.values()]
         super().__init__(
             fraction_evaluate=0.0,
             min_fit_clients=clients,
             min_available_clients=clients,
             initial_parameters=ndarrays_to_parameters(start),
             on_fit_config_fn=lambda round_: {"round": round_},
-        )
-        texts = read_texts(EMBEDDED_MESSAGES)
-        self.observer = RoundObserver(
-            model,
-            OPTIMIZER,
-            local_steps=int(context.run_config["local-steps"]),
-            folder=context.run_config["out"],
-            side="server",
-            public_text=PublicText(rows_of(texts[PUBLIC], context)),
-            games=Games(targets=4, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
         )
 
     def named(self, parameters: object) -> Mapping[str, torch.Tensor]:

@@ -71,6 +71,7 @@ _EXPLAINED = 1e-4
 _ASIDE = 8
 _COPIES = 4
 _LONGEST = 512
+_ALIKE, _MOST_ALIKE = 1e-4, 64
 
 
 class SubspaceTexts(TextAttack):
@@ -105,7 +106,7 @@ class SubspaceTexts(TextAttack):
         beam: beginnings that are kept side by side where none is exact.
         budget_seconds: wall time that one observation may take; None for no bound. What is found
             by then is returned, and the guess says that it is not finished.
-        seed: of the contexts in which tokens are tried beforehand.
+        seed: of the contexts in which tokens are tried beforehand, and of encoders' descents.
         name: as in the logs.
 
     Raises:
@@ -134,9 +135,9 @@ class SubspaceTexts(TextAttack):
     ) -> None:
         super().__init__(name)
         for argument, value in (("blocks", blocks), ("beam", beam)):
-            if value is not None and (isinstance(value, bool) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{argument} must be a positive integer, got {value!r}")
-        if budget_seconds is not None and not budget_seconds > 0:
+        if budget_seconds is not None and (budget_seconds is True or not budget_seconds > 0):
             raise ValueError(f"budget_seconds must be positive or None, got {budget_seconds!r}")
         self.blocks = blocks
         self.beam = beam
@@ -272,6 +273,11 @@ class SubspaceTexts(TextAttack):
         bag = words.types.sort().values.to(bottom.device)
         if not len(bag):
             raise UnusableObservation("no word stands out of the noise")
+        told_apart = True
+        if words.certified:
+            alike = self._words.alike(bag, _ALIKE)
+            told_apart = len(alike) <= _MOST_ALIKE
+            bag = torch.cat([bag, alike]).sort().values if told_apart else bag
         first = self._blocks(bottom.anatomy).first
         search: _Search | EncoderSearch
         if first is None:
@@ -280,7 +286,7 @@ class SubspaceTexts(TextAttack):
             search = EncoderSearch(bottom, first, self._whitening, shared, bag, self.seed)
         with bottom.session():
             texts, finished, certain = search.run(deadline)
-        certain = certain and bool(words.certified) and self._shows_all(view)
+        certain = certain and bool(words.certified) and told_apart and self._shows_all(view)
         if not texts:
             raise UnusableObservation("no text explains what the second block's rows hold")
         length = max(len(t.tokens) for t in texts)
@@ -411,6 +417,13 @@ class _Left:
         new = new / norms.clamp_min(1e-300)[:, None]
         return (new @ self.directions.T).square().sum(1).clamp(0, 1), norms, new
 
+    def nearness(self, states: Tensor) -> Tensor:
+        """(n,) how near what is new in states (n, d) is to the directions; 0 where nothing is."""
+        new = 1 - (states @ self.known.T).square().sum(1)
+        held = (states @ self.directions.T).square().sum(1) / new.clamp_min(_EXPLAINED**2)
+        near = -(1 - held.clamp(0, 1)).clamp_min(_PRECISE).log()
+        return near.masked_fill(new < _EXPLAINED**2, 0.0)
+
     def without(self, new: Tensor) -> _Left:
         """What is left when a state, whose new part is (d,) of unit length, is explained too.
 
@@ -470,6 +483,12 @@ class _Fits:
     def exact(self) -> bool:
         """Whether one fits up to rounding."""
         return bool((self.evidence.isfinite() & (1 - self.worst <= _EXACT)).any())
+
+    def best(self, evidence: Tensor, least: int) -> list[int]:
+        """So many of which there is most evidence (n,), and all that fit nearly up to rounding."""
+        nearly = int((evidence.isfinite() & (1 - self.worst <= _NEARLY)).sum())
+        best = evidence.topk(min(max(least, nearly), len(evidence))).indices.tolist()
+        return [i for i in best if math.isfinite(float(evidence[i]))]
 
     def without(self, left: Sequence[_Left], i: int) -> tuple[_Left, ...]:
         """What is left when one is explained too."""
@@ -584,8 +603,12 @@ class _Search:
         drawn = (torch.randint(len(bag), (n,), generator=generator) for n in lengths)
         return tuple(tuple(bag[places].tolist()) for places in drawn)
 
-    def _in_context(self) -> _Measure | None:
-        """By what a beginning makes of its next token; None where the bag fills the states."""
+    def _in_context(self, deadline: Deadline) -> _Measure | None:
+        """By what a beginning makes of its next token.
+
+        None where the bag fills the states, where beginnings make nothing of it, and where there is
+        no time to see.
+        """
         kept, width = self.shared[0].kept.shape
         if width < 2 * len(self.bag) + kept:
             return None
@@ -593,6 +616,8 @@ class _Search:
         sums = [white.new_zeros(len(self.bag), width) for white in self.whitening]
         moments = [torch.zeros_like(white) for white in self.whitening]
         for beginning in behind:
+            if deadline.passed:
+                return None
             states = self.bottom.parts(self._begun([beginning]).attempt(self.bag[None]))
             for total, moment, (x,) in zip(sums, moments, states, strict=True):
                 total += x
@@ -602,6 +627,8 @@ class _Search:
         for total, moment in zip(sums, moments, strict=True):
             basis = torch.linalg.qr(total.mT).Q
             moment = moment - total.mT @ total / len(behind)
+            if not float(moment.trace()) > _EXPLAINED**2 * len(behind) * len(self.bag):
+                return None
             moment = moment - basis @ (basis.mT @ moment)
             white = whitening(moment - (moment @ basis) @ basis.mT).double()
             whitenings.append(white)
@@ -614,19 +641,20 @@ class _Search:
         Where there are few rows a search that ends in nothing certain is made anew by the other
         measure. Rows that are few because noise hides them are none to whiten states for.
         """
-        few = self._few and (self.precise or len(self.shared[0].whole) < len(self.bag))
-        plain, in_context = self._measure, self._in_context() if few else None
-        measures = [plain] if in_context is None else [in_context, plain]
-        first: list[_Text] | None = None
-        for measure in measures if self.precise else measures[:1]:
+        measures = [self._measure]
+        if self._few and (self.precise or len(self.shared[0].whole) < len(self.bag)):
+            in_context = self._in_context(deadline)
+            measures = measures if in_context is None else [in_context, *measures]
+        kept: list[_Text] = []
+        for number, measure in enumerate(measures if self.precise else measures[:1]):
             self._compare(measure)
             texts, finished = self.found(deadline)
             texts, certain = self._certified(texts) if finished else (texts, False)
+            if number == 0 or certain:
+                kept = texts
             if certain or not finished:
                 break
-            first = first or texts
-        texts = texts if certain or first is None else first
-        whole = [t for t in texts if not any(_begins(t, other) for other in texts)]
+        whole = [t for t in kept if not any(_begins(t, other) for other in kept)]
         return [FoundText(t.tokens, t.fits) for t in whole], finished, certain
 
     def found(self, deadline: Deadline) -> tuple[list[_Text], bool]:
@@ -643,7 +671,7 @@ class _Search:
             prior = 0.0 if self.precise or not self.speaks else _PRIOR
             text, finished = self._next(opened, left, deadline, prior)
             if text is None:
-                break
+                return found or lost[:1], finished
             if self.precise and not text.exact and finished and self.speaks:
                 again, finished = self._next(opened, left, deadline, _PRIOR)
                 text = again if again is not None and again.exact else text
@@ -705,8 +733,8 @@ class _Search:
         if self._elsewhere is None:
             rows = [self._tried(self._begun([beginning]))[0] for beginning in behind]
             self._elsewhere = [torch.cat(parts) for parts in zip(*rows, strict=True)]
-        evidence = _Fits.of(left, self._elsewhere).evidence.nan_to_num(neginf=0.0)
-        evidence = evidence.view(len(behind), -1)
+        each = [one.nearness(x) for one, x in zip(left, self._elsewhere, strict=True)]
+        evidence = torch.stack(each).sum(0).view(len(behind), -1)
         mean = evidence.mean(0)
         return mean, float((evidence - mean).max(1).values.mean())
 
@@ -728,7 +756,7 @@ class _Search:
         Returns:
             The text, and whether it came to an end by itself.
         """
-        beams = self._starts(opened, left)
+        beams = self._starts(opened, left, deadline)
         if not beams:
             return None, True
         ended: list[_Text] = []
@@ -776,17 +804,19 @@ class _Search:
         lost = self.precise and not text.exact
         return min(self.longest, 2 * len(self.bag) + _CONTEXT) if lost else self.longest
 
-    def _starts(self, opened: Sequence[_Branch], left: tuple[_Left, ...]) -> list[_Text]:
+    def _starts(
+        self, opened: Sequence[_Branch], left: tuple[_Left, ...], deadline: Deadline
+    ) -> list[_Text]:
         """The likeliest ways in which a text not found yet begins, or branches off from one."""
         if not opened:
             return []
         states = [torch.stack(parts) for parts in zip(*(b.states for b in opened), strict=True)]
         fits = _Fits.of(left, states)
         evidence, least = fits.evidence, -math.inf
-        if not fits.exact:
+        if not fits.exact and not deadline.passed:
             least = float(self._anywhere(left)[0].max())
         texts = []
-        best = evidence.topk(min(max(_ASIDE, self.beam), len(opened))).indices.tolist()
+        best = fits.best(evidence, max(_ASIDE, self.beam))
         for i in best[: self.beam]:
             branch, value = opened[i], float(evidence[i])
             if math.isfinite(value) and value >= least:
@@ -799,7 +829,7 @@ class _Search:
         if not fits.exact:
             return texts
         exact = [text for text in texts if text.exact][:1]
-        first = [text for text in exact if len(text.tokens) == 1 and self.longest > _COPIES]
+        first = [text for text in exact if len(text.tokens) == 1]
         return exact + [
             replace(text, tokens=(n + 1) * text.tokens, fits=(n + 1) * text.fits, copies=n)
             for text in first
@@ -809,6 +839,8 @@ class _Search:
     @property
     def copies(self) -> int:
         """Of a text's first token that may follow it: none where they read otherwise."""
+        if self.longest <= _COPIES:
+            return 0
         if self._copies is None:
             ids = self.bag[:1].expand(1, _COPIES + 1)
             states = self.bottom.parts(self.bottom.hidden(ids))
@@ -840,14 +872,15 @@ class _Search:
             if len(self._measure.means[0]):
                 evidence = evidence - best_elsewhere
             ranked = evidence + likely.to(evidence)
-        best = ranked.topk(min(_ASIDE, len(ranked))).indices.tolist()
-        best = [i for i in best if math.isfinite(float(evidence[i]))]
         aside = tuple(
-            _Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states)) for i in best
+            _Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states))
+            for i in fits.best(evidence, _ASIDE)
         )
         children = []
-        for i in best[: self.beam]:
+        for i in ranked.topk(min(self.beam, len(ranked))).indices.tolist():
             value = float(evidence[i])
+            if not math.isfinite(value):
+                continue
             nearly = 1 - float(fits.worst[i]) <= _NEARLY
             if not (nearly if text.exact else value > 0):
                 continue

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.anatomy.blocks import is_encoder_decoder
@@ -274,6 +274,25 @@ read_alone`), or one side alone of an encoder-decoder.
             certified=sides == found.keys() and all(p.certified for p in parts),
             capacity=self._capacity,
         )
+
+    def alike(self, types: Tensor, share: float) -> Tensor:
+        """Other tokens whose inputs differ from one of these, but by less than a share of its norm.
+
+        Tokens whose inputs are equal are not among them.
+        """
+        found = []
+        for readable in self._readable:
+            if readable.of_b:
+                continue
+            rows = readable.dictionary.rows
+            own = rows[types.to(rows.device)].double()
+            unit = nn.functional.normalize(rows.float(), dim=1)
+            near = (unit @ nn.functional.normalize(own.float(), dim=1).T) > 1 - share
+            which, of = near.nonzero(as_tuple=True)
+            apart = (rows[which].double() - own[of]).norm(dim=1) / own[of].norm(dim=1)
+            found.append(which[(apart > 0) & (apart < share)].to(types.device))
+        others = {int(token) for token in torch.cat([types[:0], *found])} - set(types.tolist())
+        return torch.tensor(sorted(others), dtype=types.dtype, device=types.device)
 
     def _as_gradients(
         self, update: UpdateSnapshot

@@ -16,6 +16,7 @@ from pathlib import Path
 import transformers
 from lightning_utilities.core import rank_zero
 from rich.console import Console
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lightning_fedleak.anatomy import AnatomyError
@@ -85,8 +86,14 @@ class FederateCommand(Setting):
                 if isinstance(error, UserError):
                     raise
                 raise SourceError(str(error)) from error
-        save_file(server.state, folder / "model.safetensors")
         console.print(f"\n{summary(rounds, self.clients)}", highlight=False)
+        try:
+            save_file(server.state, folder / "model.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise SourceError(
+                f"what was trained cannot be written to {os.path.relpath(folder)} ({error}): name "
+                "a folder with room by --out. The logs so far are there."
+            ) from error
         console.print(
             f"\nLogs, and what was trained (model.safetensors): {os.path.relpath(folder)}",
             highlight=False,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
@@ -55,17 +58,32 @@ def run(setting: Setting, folder: Path, closed: Closed) -> Server:
         except Exception as error:  # the engine's own call would return as if all were well
             ended.append(error)
 
-    run_simulation(
-        app,
-        _client_app(plain, folder.resolve()),
-        num_supernodes=setting.clients,
-        backend_config=_RAY,
-    )
+    with _quiet():
+        run_simulation(
+            app,
+            _client_app(plain, folder.resolve()),
+            num_supernodes=setting.clients,
+            backend_config=_RAY,
+        )
     if not ended:
         raise RuntimeError("Flower's simulation ended before the server did: see its log above")
     if isinstance(ended[0], Exception):
         raise ended[0]
     return ended[0]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Flower tells of its own workings, between the lines of the table; errors are still shown."""
+    told = logging.getLogger("flwr")
+    level, propagates = told.level, told.propagate
+    told.setLevel(logging.ERROR)
+    told.propagate = False  # another library may have given the root a handler
+    try:
+        yield
+    finally:
+        told.setLevel(level)
+        told.propagate = propagates
 
 
 def _serve(setting: Setting, folder: Path, closed: Closed, grid: Grid) -> Server:
@@ -120,7 +138,9 @@ def _client_app(setting: Setting, folder: Path) -> ClientApp:
     mods = []
     if setting.attack != "none":
         dp = None if setting.trust == "central" else partial(_account, setting, folder)
-        mods = [FedLeakMod(partial(_observer, setting, folder), setting.gates(), dp)]
+        summed = setting.trust == "secure_aggregation"  # which is played here
+        make = partial(_observer, setting, folder)
+        mods = [FedLeakMod(make, setting.gates(), dp, secure_aggregation=summed)]
     app = ClientApp(mods=mods)
     app.query()(_tell)
     app.train()(partial(_train, setting, folder))

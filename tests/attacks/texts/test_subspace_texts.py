@@ -46,6 +46,13 @@ def deep_llama(blocks: int, seed: int) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def wide_llama() -> nn.Module:
+    config = llama().config
+    config.hidden_size, config.head_dim = 128, 32
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
 def shared(
     model: nn.Module, attack: SubspaceTexts, noise: float = 0.0, told: bool = True
 ) -> Observation:
@@ -103,6 +110,27 @@ def test_texts_with_a_common_beginning_are_told_apart() -> None:
     guess = read(model, ids)
     assert said(guess) == visible(ids)
     assert guess.certified
+
+
+def test_more_texts_with_one_beginning_than_are_kept_side_by_side() -> None:
+    model, ids = ready(wide_llama()), texts(10, 5)
+    ids[:, 0] = 7
+    guess = read(model, ids)
+    assert said(guess) == visible(ids)
+    assert guess.certified
+
+
+def test_a_token_that_nearly_equals_another_is_tried_too() -> None:
+    """Both are in the batch; the words are certified with one of them and tokens beside."""
+    model = ready(wide_llama())
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[6] = weight[200] + 3e-7 * torch.randn(128)
+    ids = torch.stack([torch.randperm(190)[:5] + 7 for _ in range(12)])
+    ids[:, 0] = torch.randperm(190)[:12] + 7
+    ids[0, 0], ids[1, 2] = 200, 6
+    guess = read(model, ids)
+    assert not guess.certified or said(guess) == visible(ids)
 
 
 @pytest.mark.parametrize("second", [["q_proj", "k_proj"], ["k_proj"]])
@@ -191,6 +219,22 @@ def test_fewer_rows_than_words_and_several_texts() -> None:
     guess = read(model, ids)
     assert said(guess) == visible(ids)
     assert guess.certified
+
+
+def test_beginnings_of_which_a_block_makes_nothing_are_no_measure() -> None:
+    """With few rows, and a first block whose attention writes nothing."""
+    model = deep_llama(4, seed=1)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+    model = with_lora(ready(model), 1, ["q_proj", "v_proj", "gate_proj"])
+    assert not read(model, texts(1, 12), settings={"budget_seconds": 2.0}).certified
+
+
+def test_time_that_is_up_ends_the_search_for_a_measure() -> None:
+    model = with_lora(ready(deep_llama(6, seed=0)), 1, ["q_proj", "v_proj"])
+    guess = read(model, texts(2, 10), settings={"budget_seconds": 1e-9})
+    assert not guess.finished
+    assert guess.candidates <= 400
 
 
 def test_the_first_step_of_a_lora_is_not_known_yet() -> None:
@@ -485,7 +529,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("wrong", [{"blocks": 0}, {"beam": 0}, {"budget_seconds": 0}])
+@pytest.mark.parametrize("wrong", [{"blocks": 0}, {"beam": 1.5}, {"budget_seconds": True}])
 def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SubspaceTexts(**wrong)

@@ -200,6 +200,23 @@ def test_an_encoder_decoder_gives_both_sides_away() -> None:
     assert guess.certified
 
 
+def test_tokens_that_nearly_equal_those_named() -> None:
+    model = ready(llama())
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[6] = weight[200] + 1e-4 * weight[200].abs().mean() * torch.randn(weight.shape[1])
+        weight[8] = weight[200] + 1e-1 * weight[200].abs().mean() * torch.randn(weight.shape[1])
+        weight[9] = weight[200]
+    attack, _ = prepared(model)
+    norm = model.model.layers[0].input_layernorm
+    inputs = norm(model.get_input_embeddings().weight).detach().double()
+    apart = (inputs - inputs[200]).norm(dim=1) / inputs[200].norm()
+    expected = ((apart > 0) & (apart < 1e-3)).nonzero()[:, 0]
+    assert expected.tolist() == [6]
+    assert attack.alike(torch.tensor([200, 5]), 1e-3).tolist() == [6]
+    assert attack.alike(torch.tensor([6, 200]), 1e-3).tolist() == [9]
+
+
 def test_half_precision_gradients_are_ranked_and_not_certified() -> None:
     model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
     attack, anatomy = prepared(model)

@@ -1,4 +1,4 @@
-"""Two clients under a trusted server; the second returns NaN, and is killed in a later round."""
+"""Two clients under a trusted server; what they return, round by round, is in FAULTS."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from flwr.serverapp.strategy import FedAvg
 from lightning_fedleak.federation import ClientDP, trained_state
 from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMean
 from tests.federation.rounds import model
-from tests.flower.apps import observer, train
+from tests.flower.apps import faulty, observer, train
 
-NAN, KILLED = 1, 2
-"""Rounds in which the second client does so."""
+FAULTS = {
+    "first": {(1, 1): "nan", (0, 2): "last", (1, 2): "killed"},
+    "second": {(0, 1): "shapes", (1, 1): "other", (0, 2): "nothing"},
+}
+"""By run, then by client and round."""
 
 
 def out(context: Context) -> Path:
@@ -29,22 +32,40 @@ def watching(context: Context):
     return observer(out(context) / f"client_{context.node_config['partition-id']}_{os.getpid()}")
 
 
-client = ClientApp(mods=[FedLeakMod(watching)])
+def fault_of(message: Message, context: Context) -> str:
+    round_ = int(message.content["config"]["server-round"])
+    number = int(context.node_config["partition-id"])
+    return FAULTS[context.run_config["run"]].get((number, round_), "")
+
+
+def malicious(message: Message, context: Context, call_next) -> Message:
+    """What no mod of the client's own holds back."""
+    reply, fault = call_next(message, context), fault_of(message, context)
+    kept = out(context) / f"returned_{context.node_config['partition-id']}.pt"
+    if fault == "last":
+        reply.content["arrays"] = ArrayRecord(torch.load(kept))
+    elif fault == "nothing":
+        del reply.content["arrays"]
+    elif not reply.has_error():
+        state = reply.content["arrays"].to_torch_state_dict()
+        torch.save(state, kept)
+        reply.content["arrays"] = ArrayRecord(faulty(fault, state))
+    return reply
+
+
+client = ClientApp(mods=[malicious, FedLeakMod(watching)])
 
 
 @client.train()
 def trains(message: Message, context: Context) -> Message:
-    round_ = int(message.content["config"]["server-round"])
-    second = int(context.node_config["partition-id"]) == 1
-    if second and round_ == KILLED:
+    fault = fault_of(message, context)
+    if fault == "killed":
         (out(context) / "kill_me").write_text("now\n")
         time.sleep(600)
     reply = train(message, context)
-    if second and round_ == NAN:
+    if fault == "nan":
         state = reply.content["arrays"].to_torch_state_dict()
-        reply.content["arrays"] = ArrayRecord(
-            {n: torch.full_like(t, float("nan")) for n, t in state.items()}
-        )
+        reply.content["arrays"] = ArrayRecord(faulty(fault, state))
     return reply
 
 
@@ -87,8 +108,7 @@ def main(grid: Grid, context: Context) -> None:
     start = ArrayRecord(trained_state(model()))
     if (folder / "model.pt").exists():
         start = ArrayRecord(torch.load(folder / "model.pt"))
-    rounds = int(context.run_config["rounds"])
-    result = strategy.start(Patient(grid, 6.0), start, num_rounds=rounds, timeout=300)
+    result = strategy.start(Patient(grid, 6.0), start, num_rounds=2, timeout=300)
     torch.save(result.arrays.to_torch_state_dict(), folder / "model.pt")
     strategy.observer.end()
     (folder / "done.txt").write_text("finished\n")

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_fedleak.canaries import (
+    CanaryScorer,
+    CanarySet,
+    InclusionMismatch,
+    InclusionRecord,
+    new_token_canaries,
+    with_canaries,
+)
+from lightning_fedleak.finetuning.data import PadRight
+from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama
+from tests.strategies.dpsgd_runs import CausalLM
+
+PAD = PadRight(0)
+
+
+def canary_set(texts: list[Tensor]) -> CanarySet:
+    digests = [bytes([i]) * 32 for i in range(len(texts))]
+    return CanarySet(texts, InclusionRecord.flip(digests, seed=0))
+
+
+class Weights(L.Callback):
+    """Copies of the model before training and after every step."""
+
+    def __init__(self) -> None:
+        self.kept: list[nn.Module] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.kept.append(copy.deepcopy(module.model))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.kept.append(copy.deepcopy(module.model))
+
+
+def fit(
+    model: nn.Module,
+    texts: list[Tensor],
+    callbacks: list[L.Callback],
+    folder: Path,
+    steps: int = 3,
+    resume: str | None = None,
+    **settings: Any,
+) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    data = [torch.arange(3, 9) + i for i in range(10)] + texts[::2]
+    loader = DataLoader(data, batch_size=5, collate_fn=PAD)
+    trainer.fit(CausalLM(model, lr=0.3, **settings), loader, ckpt_path=resume)
+    return trainer
+
+
+def mean_loss(model: nn.Module, text: Tensor) -> Tensor:
+    logits = model.eval()(input_ids=text[None]).logits[0, :-1]
+    return F.cross_entropy(logits, text[1:])
+
+
+def texts_of(model: nn.Module) -> list[Tensor]:
+    """Of two lengths, so that some are padded."""
+    made = new_token_canaries(model, 6, length=4, row_norm=0.5)
+    return [text if i % 2 else torch.cat([text, text[1:3]]) for i, text in enumerate(made)]
+
+
+@pytest.mark.parametrize("every", [None, 1, 2])
+def test_by_loss_it_is_how_far_each_text_fell(every: int | None, tmp_path: Path) -> None:
+    model = tiny_llama()
+    texts, seen = texts_of(model), Weights()
+    scorer = CanaryScorer(canary_set(texts), every_n_steps=every)
+    fit(model, texts, [scorer, seen], tmp_path)
+    with torch.no_grad():
+        fell = [mean_loss(seen.kept[0], t) - mean_loss(seen.kept[-1], t) for t in texts]
+    torch.testing.assert_close(scorer.scores(), torch.stack(fell).double(), rtol=1e-4, atol=1e-6)
+    assert float(scorer.scores().abs().min()) > 1e-4
+
+
+def slopes_by_hand(model: nn.Module, texts: list[Tensor], names: list[str]) -> list[list[Tensor]]:
+    """By text and matrix: the own row of the gradient of all texts' loss, summed over tokens."""
+    model = copy.deepcopy(model)
+    loss = sum((len(t) - 1) * mean_loss(model, t) for t in texts)
+    found = torch.autograd.grad(loss, [model.get_parameter(name) for name in names])
+    return [[gradient[text[0]] for gradient in found] for text in texts]
+
+
+@pytest.mark.parametrize("every", [1, 2, None])
+@pytest.mark.parametrize(
+    ("tied", "frozen"), [(True, None), (False, None), (False, "embed_tokens"), (False, "lm_head")]
+)
+def test_by_row_it_is_how_far_the_own_rows_went_down_their_slopes(
+    tied: bool, frozen: str | None, every: int | None, tmp_path: Path
+) -> None:
+    model = tiny_llama(tied=tied)
+    texts, seen = texts_of(model), Weights()
+    names = ["model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])]
+    if frozen is not None:
+        model.get_submodule(f"{'model.' * (frozen != 'lm_head')}{frozen}").requires_grad_(False)
+        names = [name for name in names if frozen not in name]
+    scorer = CanaryScorer(canary_set(texts), by="row", every_n_steps=every)
+    fit(model, texts, [scorer, seen], tmp_path)
+    expected = torch.zeros(len(texts), dtype=torch.float64)
+    looks = {1: [0, 1, 2, 3], 2: [0, 2, 3], None: [0, 3]}[every]
+    for start, end in itertools.pairwise(looks):
+        before, after = seen.kept[start], seen.kept[end]
+        slopes = slopes_by_hand(before, texts, names)
+        for i, text in enumerate(texts):
+            flat = torch.cat(slopes[i])
+            rows = [
+                before.get_parameter(n)[text[0]] - after.get_parameter(n)[text[0]] for n in names
+            ]
+            expected[i] += float(torch.cat(rows).detach() @ flat / flat.norm())
+    torch.testing.assert_close(scorer.scores(), expected, rtol=1e-4, atol=1e-6)
+    inside = torch.arange(len(texts)) % 2 == 0
+    assert float(scorer.scores()[inside].min()) > float(scorer.scores()[~inside].max())
+
+
+def test_training_is_not_disturbed(tmp_path: Path) -> None:
+    runs = []
+    for callbacks in (0, 1):
+        model = tiny_gpt2(dropout=0.1).train()
+        texts = texts_of(model)
+        own = canary_set(texts)
+        scorers = [CanaryScorer(own, by, every_n_steps=1) for by in ("loss", "row")] * callbacks
+        torch.manual_seed(3)
+        trainer = fit(model, texts, [*scorers, Weights()], tmp_path)
+        runs.append([*model.state_dict().values(), torch.rand(2)])
+        assert trainer.state.finished
+        assert model.training
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("by", ["loss", "row"])
+def test_a_resumed_run_goes_on_with_its_scores(by: Any, tmp_path: Path) -> None:
+    def run(steps: int, resume: str | None = None) -> tuple[CanaryScorer, L.Trainer]:
+        model = tiny_llama()
+        texts = texts_of(model)
+        scorer = CanaryScorer(canary_set(texts), by, every_n_steps=1)
+        return scorer, fit(model, texts, [scorer], tmp_path, steps, resume)
+
+    first, trainer = run(3)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again, _ = run(6, str(tmp_path / "a.ckpt"))
+    content = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    del content["callbacks"]
+    torch.save(content, tmp_path / "b.ckpt")
+    rest, _ = run(6, str(tmp_path / "b.ckpt"))
+    assert float(rest.scores().abs().max()) > 1e-4
+    torch.testing.assert_close(again.scores(), first.scores() + rest.scores())
+    state = again.state_dict()
+    others = canary_set([torch.tensor([60 + i, 5]) for i in range(6)])
+    with pytest.raises(InclusionMismatch):
+        CanaryScorer(
+            CanarySet(others.token_ids, InclusionRecord.flip([b"x" * 32] * 6)), by
+        ).load_state_dict(state)
+    other_way = CanaryScorer(again.canaries, "loss" if by == "row" else "row")
+    with pytest.raises(ValueError, match="one way must hold"):
+        other_way.load_state_dict(state)
+
+
+def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
+    model = tiny_llama()
+    texts = texts_of(model)
+    scorer = CanaryScorer(canary_set(texts))
+    with pytest.raises(RuntimeError, match="no step was scored"):
+        scorer.scores()
+    fit(model, texts, [scorer], tmp_path)
+    seen = Weights()
+    fit(model, texts, [scorer, seen], tmp_path)
+    with torch.no_grad():
+        fell = [mean_loss(seen.kept[0], t) - mean_loss(seen.kept[-1], t) for t in texts]
+    torch.testing.assert_close(scorer.scores(), torch.stack(fell).double(), rtol=1e-4, atol=1e-6)
+
+
+def lora(model: nn.Module, **settings: Any) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **settings))
+
+
+def test_a_lora_is_told_what_to_train(tmp_path: Path) -> None:
+    base = tiny_llama()
+    texts = texts_of(base)
+    scorer = CanaryScorer(canary_set(texts), by="row", every_n_steps=1)
+    with pytest.raises(ValueError, match=r"as LORA leaves them.*modules_to_save=.*by='loss'"):
+        fit(lora(copy.deepcopy(base)), texts, [scorer], tmp_path)
+    by_loss = CanaryScorer(canary_set(texts))
+    fit(lora(copy.deepcopy(base)), texts, [by_loss], tmp_path)
+    assert float(by_loss.scores().abs().max()) > 0
+    fit(lora(copy.deepcopy(base), modules_to_save=["embed_tokens"]), texts, [scorer], tmp_path)
+    inside = torch.arange(len(texts)) % 2 == 0
+    assert float(scorer.scores()[inside].min()) > float(scorer.scores()[~inside].max())
+
+
+def test_canaries_that_cannot_be_scored_so_are_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    texts = texts_of(model)
+    own = canary_set(texts)
+    with pytest.raises(ValueError, match="by must be one of"):
+        CanaryScorer(own, by="logit")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="every_n_steps"):
+        CanaryScorer(own, every_n_steps=0)
+    with pytest.raises(ValueError, match="token 5 is in 2 canaries"):
+        CanaryScorer(canary_set([torch.tensor([5, 6]), torch.tensor([7, 5])]), by="row")
+    with pytest.raises(ValueError, match="has 97 rows: train the model that new_token_canaries"):
+        fit(tiny_llama(), [], [CanaryScorer(own)], tmp_path)
+    with pytest.raises(ValueError, match="not a masked"):
+        fit(tiny_bert_mlm(), [], [CanaryScorer(own)], tmp_path)
+
+
+def test_a_user_gets_from_texts_to_scores(tmp_path: Path) -> None:
+    model = tiny_llama()
+    texts = new_token_canaries(model, 8)
+    data = with_canaries([torch.arange(3, 9) + i for i in range(10)], texts, seed=0)
+    scorer = CanaryScorer(data.canaries, by="row", every_n_steps=1)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[scorer], logger=False, default_root_dir=tmp_path
+    )
+    trainer.fit(CausalLM(model), DataLoader(data, batch_size=4, shuffle=True, collate_fn=PAD))
+    assert scorer.scores().shape == (8,)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    kept = torch.load(tmp_path / "a.ckpt", weights_only=True)["callbacks"]
+    assert torch.equal(kept["CanaryScorer('row')"]["scores"], scorer.scores())

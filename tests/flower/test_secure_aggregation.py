@@ -1,0 +1,260 @@
+"""Flower's own SecAgg+ with a mod that looks before it masks, played out in this process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.client import NumPyClient
+from flwr.client.mod import secaggplus_mod
+from flwr.clientapp import ClientApp
+from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.compat.common import recorddict_compat as compat
+from flwr.server import LegacyContext, ServerConfig, SimpleClientManager
+from flwr.server.compat.grid_client_proxy import GridClientProxy
+from flwr.server.strategy import FedAvg
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
+from flwr.supercore.task_identity import TaskIdentity
+
+from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.federation import (
+    ClientDP,
+    RoundGate,
+    UpdateError,
+    trained_on,
+    trained_state,
+)
+from lightning_fedleak.federation.flower import FedLeakMod
+from tests.federation.rounds import model
+from tests.federation.rounds import train as trained
+from tests.federation.test_observer import lines
+from tests.flower.apps import F1, ForClient, data_of
+
+CLIENTS = 3
+ROUNDED = 2 * 16 / 2**22
+"""Twice what SecAgg+ rounds a number to."""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_task(monkeypatch):
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+def arrays(state):
+    return [t.numpy() for t in state.values()]
+
+
+class Client(NumPyClient):
+    def __init__(self, number: int, broken: bool = False) -> None:
+        self.number = number
+        self.broken = broken
+
+    def fit(self, parameters, config):
+        net = model()
+        names = list(trained_state(net))
+        sent = {n: torch.tensor(a) for n, a in zip(names, parameters, strict=True)}
+        net.load_state_dict(sent, strict=False)
+        data = data_of(self.number, 1)
+        for batch in data:
+            trained_on(batch)
+        found = arrays(trained(net, data))
+        if self.broken:
+            found[0] = np.full_like(found[0], np.nan)
+        return found, 1, {}
+
+
+def a_context(number: int = 0) -> Context:
+    return Context(1, 100 + number, {"partition-id": number}, RecordDict(), {})
+
+
+def fit_asked(state) -> Message:
+    sent = ndarrays_to_parameters(arrays(state))
+    content = compat.fitins_to_recorddict(FitIns(sent, {}), True)
+    return Message(content, dst_node_id=100, message_type="train", group_id="1")
+
+
+def answer(message: Message, context: Context) -> Message:
+    return ClientApp(client_fn=lambda where: Client(0).to_client())(message, context)
+
+
+class Here:
+    """A grid whose nodes answer at once."""
+
+    def __init__(self, mods, broken=()) -> None:
+        self.apps = {
+            number: ClientApp(
+                client_fn=lambda where: Client(
+                    where.node_config["partition-id"], where.node_config["partition-id"] in broken
+                ).to_client(),
+                mods=mods(number),
+            )
+            for number in range(CLIENTS)
+        }
+        self.contexts = {n: a_context(n) for n in range(CLIENTS)}
+        self.replies: list[Message] = []
+
+    def send_and_receive(self, messages, *, timeout=None):
+        found = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            asked = copy.deepcopy(message)
+            try:
+                reply = self.apps[node - 100](asked, self.contexts[node - 100])
+            except Exception as error:
+                reply = Message(Error(2, str(error)), reply_to=asked)
+            reply.metadata.__dict__["_src_node_id"] = node
+            found.append(reply)
+        self.replies += [copy.deepcopy(r) for r in found]
+        return found
+
+
+def aggregated(mods, round_=1, **more):
+    """The mean that a strategy gets of a round, by name, and the grid."""
+    grid = Here(mods, **more)
+    manager = SimpleClientManager()
+    for number in range(CLIENTS):
+        manager.register(GridClientProxy(100 + number, grid, 1))
+    given = []
+
+    class Seen(FedAvg):
+        def aggregate_fit(self, server_round, results, failures):
+            given.extend(parameters_to_ndarrays(r.parameters) for _, r in results)
+            return super().aggregate_fit(server_round, results, failures)
+
+    legacy = LegacyContext(Context(1, 1, {}, RecordDict(), {}), ServerConfig(1), Seen(), manager)
+    legacy.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: round_})
+    start = ndarrays_to_parameters(arrays(trained_state(model())))
+    legacy.state.array_records[MAIN_PARAMS_RECORD] = compat.parameters_to_arrayrecord(start, True)
+    SecAggPlusWorkflow(CLIENTS, CLIENTS - 1, max_weight=1.0)(grid, legacy)
+    if not given:
+        return None, grid
+    return dict(zip(trained_state(model()), map(torch.tensor, given[0]), strict=True)), grid
+
+
+def wanted(taking_part):
+    """The plain mean, in which others count as zero."""
+    sent = trained_state(model())
+    each = [trained(model(), data_of(c, 1)) if c in taking_part else sent for c in range(CLIENTS)]
+    return {n: torch.stack([s[n] for s in each]).double().mean(0) for n in sent}
+
+
+def close(found, want):
+    return all(torch.allclose(found[n].double(), want[n], rtol=0, atol=ROUNDED) for n in want)
+
+
+def form(reply: Message):
+    """All that tells one reply from another, but for the masked numbers."""
+    return [
+        (name, sorted(record), [len(v) if isinstance(v, list) else v for v in record.values()])
+        for name, record in sorted(reply.content.items())
+    ]
+
+
+def test_a_look_before_the_mask_sees_the_update_and_changes_nothing(tmp_path: Path) -> None:
+    mods = lambda number: [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"))]  # noqa: E731
+    found, _ = aggregated(mods)
+    assert close(found, wanted({0, 1, 2}))
+    for number in range(CLIENTS):
+        [line] = lines(next((tmp_path / f"{number}").glob("process_*")))
+        assert (line["client"], line["round"]) == (number, 1)
+        assert line["metrics"]["f1"]["value"] > 0.9
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_withheld_update_is_zero_in_the_sum_and_no_reply_tells_whose(
+    tmp_path: Path, broken: bool
+) -> None:
+    def mods(number: int):
+        gates = [RoundGate(F1, at_most=0.1 if number == 1 and not broken else 1.0)]
+        return [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"), gates)]
+
+    with pytest.warns(UserWarning, match="holds NaN" if broken else "withheld the update") as told:
+        found, grid = aggregated(mods, broken={1} if broken else ())
+    assert not any("tells the server one bit" in str(w.message) for w in told)
+    assert close(found, wanted({0, 2}))
+    assert not any(r.has_error() for r in grid.replies)
+    masked = [r for r in grid.replies if "fitres.parameters" in r.content]
+    assert len(masked) == CLIENTS
+    assert all(form(r) == form(masked[0]) for r in masked)
+    [decided] = [
+        x
+        for place in tmp_path.glob("*/process_*")
+        for x in lines(place, "run.jsonl")
+        if x["kind"] == "gate"
+    ]
+    assert (decided["did"], decided["client"]) == ("withheld", 1)
+
+
+def test_shares_of_noise_add_up_in_the_masked_sum(tmp_path: Path) -> None:
+    """With a clip that leaves next to nothing of the updates, the sum is the whole noise."""
+
+    def account(where: Context) -> ClientDP:
+        return ClientDP(
+            0.01, 2.0, clients=CLIENTS, target_delta=1e-5, trust="secure_aggregation",
+            accountant="rdp", ledger=tmp_path / f"ledger_{where.node_config['partition-id']}",
+        )  # fmt: skip
+
+    def mods(number: int):
+        return [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"), dp=account)]
+
+    found, grid = aggregated(mods)
+    sent = trained_state(model())
+    moved = torch.cat([(found[n] - sent[n]).flatten() for n in sent])
+    assert float(moved.std()) == pytest.approx(0.01 * 2.0 / CLIENTS, rel=0.1)
+    masked = [r for r in grid.replies if "fitres.parameters" in r.content]
+    assert [dict(r.content["fitres.num_examples"]) for r in masked] == [{"num_examples": 1}] * 3
+    for number in range(CLIENTS):
+        assert account(a_context(number)).accountant.steps == 1
+
+
+def test_a_share_of_noise_does_not_leave_unmasked(tmp_path: Path) -> None:
+    def account(where: Context) -> ClientDP:
+        return ClientDP(
+            0.01, 2.0, clients=CLIENTS, target_delta=1e-5, trust="secure_aggregation",
+            ledger=tmp_path / "ledger",
+        )  # fmt: skip
+
+    asked, where = fit_asked(trained_state(model())), a_context()
+    claims = fit_asked(trained_state(model()))
+    claims.content["secaggplus_configs"] = ConfigRecord({"srcs": [1]})
+    for unmasked in (asked, claims):
+        with pytest.raises(DefenseError, match="nothing here masks"):
+            FedLeakMod(ForClient(tmp_path), dp=account)(unmasked, where, answer)
+    masks = FedLeakMod(ForClient(tmp_path), dp=account, secure_aggregation=True)
+    assert not masks(asked, where, answer).has_error()
+
+
+def test_without_masks_the_arrays_of_a_numpy_client_leave_as_they_are(tmp_path: Path) -> None:
+    asked, where = fit_asked(trained_state(model())), a_context()
+    seen = FedLeakMod(ForClient(tmp_path))(asked, where, answer)
+    plain = answer(asked, where)
+    record = "fitres.parameters"
+    assert seen.content[record] == plain.content[record]
+    assert seen.content["fitres.num_examples"] == plain.content["fitres.num_examples"]
+    [line] = lines(next(tmp_path.glob("process_*")))
+    assert line["metrics"]["f1"]["value"] > 0.9
+    gated = FedLeakMod(ForClient(tmp_path / "g"), [RoundGate(F1, at_most=0.1)])
+    with pytest.warns(UserWarning, match="tells the server one bit"):
+        assert gated(asked, where, answer).has_error()
+
+
+def test_a_mod_that_would_see_masked_numbers_is_refused(tmp_path: Path) -> None:
+    mods = lambda number: [FedLeakMod(ForClient(tmp_path)), secaggplus_mod]  # noqa: E731
+    found, grid = aggregated(mods)
+    assert found is None
+    assert all("mods=[secaggplus_mod, FedLeakMod" in r.error.reason for r in grid.replies)
+
+
+def test_arrays_of_another_model_are_refused(tmp_path: Path) -> None:
+    asked = fit_asked(dict(list(trained_state(model()).items())[1:]))
+    with pytest.raises(UpdateError, match="arrays that were sent are not those"):
+        FedLeakMod(ForClient(tmp_path))(asked, a_context(), answer)

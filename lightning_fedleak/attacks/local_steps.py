@@ -84,6 +84,14 @@ class LocalSteps:
         """Whether a step hangs on what earlier steps have left in the optimizer."""
         return not self.linear or bool(self.settings.get("momentum"))
 
+    def sums(self, *, fresh: bool) -> bool:
+        """Whether updates are combinations of gradients, as they are, and of nothing else.
+
+        With momentum too, where a round begins with a fresh optimizer: a round of one step is that
+        step's gradient then, one and more times it with Nesterov's.
+        """
+        return self.linear and (fresh or not self.carries) and not self.settings.get("weight_decay")
+
     def over(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
         """A fresh optimizer of these parameters."""
         return self.optimizer(parameters, **self.settings)
@@ -135,7 +143,9 @@ class LocalSteps:
         """Whether the gradient can be computed back: of one step of Adam or AdamW."""
         return self.steps == 1 and self.optimizer in (torch.optim.Adam, torch.optim.AdamW)
 
-    def inverted(self, update: Tensor, before: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    def inverted(
+        self, update: Tensor, before: Tensor, rate: float, noise: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         """The gradient that a first step of Adam was made of, and its error.
 
         That step is ``rate g / (|g| + eps)``, for each entry by itself: short of 1 by
@@ -145,6 +155,7 @@ class LocalSteps:
             update: ``(before - after) / rate`` of a round that :attr:`invertible` holds of.
             before: the weights before the round, of the dtype they are stored in.
             rate: learning rate that the update is divided by.
+            noise: standard deviation of what a defence has added to each number of the update.
 
         Returns:
             The gradient in float64, and the standard deviation of each entry's error: infinite
@@ -158,7 +169,7 @@ class LocalSteps:
         unit = torch.finfo(before.dtype).eps * torch.exp2(torch.frexp(largest).exponent - 1.0)
         stored = unit / (6**0.5 * rate)  # twice rounded: by the decay, by the step
         computed = _COMPUTED * torch.finfo(torch.float32).eps
-        doubt = torch.hypot(stored, computed * moved.abs())
+        doubt = (stored.square() + (computed * moved).square() + noise**2).sqrt()
         short = torch.maximum(1 - moved.abs(), doubt)
         gradient = eps * moved / short
         error = (gradient.abs() + eps).square() / eps * doubt

@@ -93,6 +93,21 @@ def test_what_is_linear_and_what_carries() -> None:
     assert known("AdamW").carries
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_first_step_with_momentum_is_its_gradient(nesterov: bool) -> None:
+    torch.manual_seed(0)
+    before, [gradient] = torch.randn(4, 3), torch.randn(1, 4, 3)
+    made = {"lr": 0.25, "momentum": 0.9, "nesterov": nesterov}
+    moved = trained(torch.optim.SGD, before, [gradient], **made)
+    factor = 1.9 if nesterov else 1.0
+    assert torch.allclose((before - moved) / 0.25, factor * gradient, atol=1e-6)
+    assert known("SGD", **made).sums(fresh=True)
+    assert not known("SGD", **made).sums(fresh=False)
+    assert known("SGD", lr=0.1).sums(fresh=False)
+    assert not known("SGD", lr=0.1, weight_decay=0.1).sums(fresh=True)
+    assert not known("AdamW").sums(fresh=True)
+
+
 def test_settings_of_a_group_make_the_optimizer_again() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad):
@@ -155,6 +170,22 @@ def test_a_first_step_of_adam_gives_its_gradient_back(
     if decay == 0.0 or kind == "AdamW":
         assert bool((found.sign() == gradient.sign())[beyond].all())
         assert bool((gradient.abs() >= 0.2 * found.abs())[beyond].all())
+
+
+def test_the_error_of_an_inverted_step_covers_noise() -> None:
+    torch.manual_seed(0)
+    before, gradient = torch.randn(40, 30), 1e-7 * torch.randn(40, 30)
+    made = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0}
+    after = trained(torch.optim.AdamW, before, [gradient], **made)
+    update = (before - after) / 1e-3
+    spoilt = update + 1e-2 * torch.randn(40, 30)
+    found, error = known("AdamW", **made).inverted(spoilt, before, 1e-3, 1e-2)
+    seen = error.isfinite()
+    assert 0.3 < float(seen.double().mean()) < 1.0
+    off = (found - gradient.double()).abs()
+    assert float((off <= 3 * error)[seen].double().mean()) > 0.95
+    ignored = known("AdamW", **made).inverted(spoilt, before, 1e-3)[1]
+    assert float((off <= 3 * ignored)[seen].double().mean()) < 0.6
 
 
 def test_which_rounds_are_invertible() -> None:

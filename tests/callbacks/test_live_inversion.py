@@ -706,7 +706,7 @@ def test_activations_are_never_reduced():
 
 
 def test_rounds_of_local_steps_are_refused():
-    with pytest.raises(ValueError, match="of their own, without local_steps"):
+    with pytest.raises(ValueError, match="of its own, without local_steps"):
         LeakageMonitor(Recording(), local_steps=2)
 
 

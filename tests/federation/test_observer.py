@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fedleak.attacks import BagOfWords, FCMembership, GradientMembership, SubspaceWords
+from lightning_fedleak.attacks import (
+    BagOfWords,
+    FCMembership,
+    GradientMembership,
+    SubspaceTexts,
+    SubspaceWords,
+)
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.federation import SUM, RoundObserver, UpdateError, trained_state
@@ -23,6 +29,7 @@ from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe, fit
 from tests.federation.rounds import ADAMW, SGD, batches, lora, model, train
 from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.models import tiny_llama
 
 F1 = "leakage/bag_of_words/f1"
 
@@ -96,6 +103,39 @@ def test_an_attack_is_shown_what_a_monitor_shows_it(tmp_path):
     rounds.look(train(net, data, SLOW), batches=data)
     torch.testing.assert_close(probe.seen[0][2], other.seen[0][2])
     assert (probe.prepared, other.prepared) == (1, 1)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_whole_texts_are_read_off_rounds_of_sgd(tmp_path, momentum):
+    make = partial(torch.optim.SGD, lr=0.05, momentum=momentum)
+    net, each = tiny_llama(d=32).train(), [batches(seed, 1, length=6) for seed in (4, 5)]
+    attack = SubspaceTexts(budget_seconds=60)
+    rounds = observer(tmp_path, net, [attack], steps=1, optimizer=make)
+    sent = trained_state(net)
+    rounds.begin(0, sent)
+    returned = [train(net, data, make) for data in each]
+    one = rounds.look(returned[0], batches=each[0])
+    assert one.values["leakage/subspace_texts/token_accuracy"] == 1.0
+    assert one.values["leakage/subspace_texts/exact_sentences"] == 1.0
+    mean = {n: torch.stack([r[n] for r in returned]).mean(0) for n in sent}
+    both = rounds.look(mean, SUM, batches=[*each[0], *each[1]])
+    assert both.values["leakage_aggregate/subspace_texts/token_accuracy"] > 0.5
+
+
+def test_a_monitor_of_rounds_reads_whole_texts(tmp_path):
+    net, data = tiny_llama(d=32), batches(4, 1, length=6)
+    monitor = LeakageMonitor(SubspaceTexts(budget_seconds=60), local_steps=1)
+    fit([monitor], tmp_path, module=Stepping(net), loader=loader(data))
+    assert monitor.latest["leakage/subspace_texts/token_accuracy"] == 1.0
+
+
+def test_whole_texts_are_unknown_where_adam_made_the_update(tmp_path):
+    net, data = model(), batches(4, 1)
+    rounds = observer(tmp_path, net, [SubspaceTexts()], steps=1, optimizer=ADAMW)
+    rounds.begin(0, trained_state(net))
+    look = rounds.look(train(net, data, ADAMW), batches=data)
+    assert math.isnan(look.values["leakage/subspace_texts/token_accuracy"])
+    assert "steps of SGD" in look.unknown["leakage/subspace_texts"]
 
 
 # ---- rounds and clients -------------------------------------------------------------------------

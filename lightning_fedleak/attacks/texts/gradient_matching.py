@@ -66,7 +66,8 @@ class GradientMatching(TextAttack):
     as for :class:`~lightning_fedleak.attacks.texts.subspace.SubspaceTexts`.
 
     Reads whole models and adapters of causal models, and of classifiers with learned labels and
-    without a prior. Single gradients, and rounds of one plain step of SGD.
+    without a prior. Single gradients, and rounds of one plain step of SGD; with momentum a first
+    step is one.
 
     Args:
         texts: of a batch.
@@ -327,11 +328,17 @@ def _check_update(view: Observation, facts: RunFacts) -> None:
     if not isinstance(update, UpdateSnapshot):
         return
     steps = LocalSteps.of(facts)
-    if update.local_steps != 1 or steps is None or not steps.plain:
+    plain = (
+        steps is not None
+        and steps.sums(fresh=update.fresh)
+        and not steps.settings.get("nesterov")  # a multiple of the gradient
+    )
+    if update.local_steps != 1 or not plain:
         raise UnusableObservation(
             "gradients are matched with single gradients and with rounds of one plain step of "
-            "SGD: measure rounds of one step, or leave local_steps out to see what the client's "
-            "data would give away"
+            "SGD (with momentum one that begins afresh, without weight decay or Nesterov's): "
+            "measure rounds of one step, or leave local_steps out to see what the client's data "
+            "would give away"
         )
 
 

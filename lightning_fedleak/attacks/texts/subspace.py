@@ -84,8 +84,8 @@ class SubspaceTexts(TextAttack):
     The rows of whole projections name nearly every token exactly, as long as a batch has clearly
     fewer places than the hidden states have numbers. Of a LoRA more blocks are read, whose few rows
     each are evidence on the same text. A causal text's last token has no part in these gradients:
-    it is left open. Reads gradients, and rounds of plain steps of SGD; what the weights move in a
-    round blurs what is read.
+    it is left open. Reads gradients, and rounds of SGD, with momentum where a round begins with a
+    fresh optimizer; what the weights move in a round blurs what is read.
 
     Of an encoder, whose positions have to be added to its embeddings, the first block's rows name
     pairs of token and position. Those of one text are the text, also behind a LoRA of few rows. Of
@@ -309,9 +309,10 @@ class SubspaceTexts(TextAttack):
         if not isinstance(update, UpdateSnapshot):
             return
         steps = LocalSteps.of(self._facts)
-        if steps is None or not steps.plain:
+        if steps is None or not steps.sums(fresh=update.fresh):
             raise UnusableObservation(
-                "whole texts are read off gradients and off rounds of plain steps of SGD: leave "
+                "whole texts are read off gradients and off rounds of steps of SGD without weight "
+                "decay, with momentum where it begins afresh (optimizer.state.clear()): leave "
                 "local_steps out to see what the gradients of the client's data would give away"
             )
 

@@ -331,14 +331,16 @@ read_alone`), or one side alone of an encoder-decoder.
             scale = update.local_steps**0.5 / rate
             moved = {n: _moved(t, torch.tensor(self._stored[n] * scale)) for n, t in plain.items()}
             return replace(update, tensors=moved), None
-        both = {n: steps.inverted(t, self._before[n], rate) for n, t in held.items()}
+        added = update.noise_std
+        both = {n: steps.inverted(t, self._before[n], rate, added) for n, t in held.items()}
         gradients = {n: _moved(gradient, error) for n, (gradient, error) in both.items()}
         errors = {n: error for n, (_, error) in both.items()}
         if all(_hidden(gradients[n], errors[n]) for n in errors):
             raise UnusableObservation(
-                f"the step of {name} shows the signs of a gradient alone here: the rounding of the "
-                "stored weights hides its sizes (weights in half precision, or a small learning "
-                "rate); measure the gradients of single steps (leave local_steps out)"
+                f"the step of {name} shows the signs of a gradient alone here: a defence's noise "
+                "hides its sizes, or the rounding of the stored weights (half precision, or a "
+                "small learning rate); measure the gradients of single steps (leave local_steps "
+                "out)"
             )
         return replace(update, tensors=gradients), errors
 

@@ -434,8 +434,7 @@ class Channel(ABC):
         if settings.local_steps is not None and attacks and not self.reads_updates:
             raise ValueError(
                 f"local_steps attacks a weight change, and '{attacks[0].name}' reads what one step "
-                "sends: give membership and inversion attacks a LeakageMonitor of their own, "
-                "without local_steps"
+                "sends: give it a LeakageMonitor of its own, without local_steps"
             )
 
     # ---- names ------------------------------------------------------------------------------

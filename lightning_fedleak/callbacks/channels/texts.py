@@ -154,6 +154,7 @@ class TextsChannel(Channel):
     charts = ("exact_sentences", "texts_found", "rouge_1", "rouge_2", "rouge_l")
     extras = ("age", "finished", "certified")
     parted = True
+    reads_updates = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
 
     def __init__(self, attacks: Sequence[TextAttack], settings: Settings) -> None:
@@ -162,6 +163,12 @@ class TextsChannel(Channel):
         if isinstance(texts, bool) or not isinstance(texts, int) or texts < 1:
             raise ValueError(f"texts must be a positive integer, got {texts!r}")
         self.inverters = [a for a in attacks if isinstance(a, InversionAttack)]
+        if self.inverters and settings.local_steps is not None:
+            raise ValueError(
+                f"local_steps attacks a weight change, and '{self.inverters[0].name}' reads the "
+                "activations that one step sends: give it a LeakageMonitor of its own, without "
+                "local_steps"
+            )
         if self.inverters and settings.stages == (Stage.AGGREGATE,):
             raise ValueError(
                 f"'{self.inverters[0].name}' reads the activations that a client sends, which are "

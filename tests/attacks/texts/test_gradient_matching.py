@@ -343,11 +343,21 @@ def test_what_it_cannot_read_is_unknown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "steps", "known"), [("SGD", 1, True), ("SGD", 4, False), ("AdamW", 1, False)]
+    ("optimizer", "own", "steps", "known"),
+    [
+        ("SGD", {}, 1, True),
+        ("SGD", {}, 4, False),
+        ("SGD", {"momentum": 0.9}, 1, True),
+        ("SGD", {"momentum": 0.9, "nesterov": True}, 1, False),
+        ("AdamW", {}, 1, False),
+    ],
 )
-def test_rounds_of_one_plain_step_are_read(optimizer: str, steps: int, known: bool) -> None:
+def test_rounds_of_one_plain_step_are_read(
+    optimizer: str, own: dict[str, float | bool], steps: int, known: bool
+) -> None:
     model, attack = ready(llama()), GradientMatching(1, 6, steps=2, starts=1)
-    attack.meet(RunFacts(optimizer=optimizer, optimizer_settings={"lr": 0.1}, local_steps=steps))
+    settings = {"lr": 0.1, **own}
+    attack.meet(RunFacts(optimizer=optimizer, optimizer_settings=settings, local_steps=steps))
     anatomy = find_anatomy(model)
     attack.prepare(anatomy)
     backward(model, texts(1, 6))

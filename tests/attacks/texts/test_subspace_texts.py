@@ -448,37 +448,50 @@ def test_no_more_is_kept_of_an_update_than_is_read(rank: int | None, blocks: int
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "steps", "known"), [("SGD", 1, True), ("SGD", 4, True), ("AdamW", 1, False)]
+    ("optimizer", "own", "steps", "fresh", "known"),
+    [
+        ("SGD", {}, 1, True, True),
+        ("SGD", {}, 4, False, True),
+        ("SGD", {"momentum": 0.9}, 1, True, True),
+        ("SGD", {"momentum": 0.9}, 1, False, False),
+        ("SGD", {"weight_decay": 0.1}, 1, True, False),
+        ("AdamW", {}, 1, True, False),
+    ],
 )
-def test_rounds_of_plain_steps_are_read(optimizer: str, steps: int, known: bool) -> None:
+def test_rounds_of_steps_of_sgd_are_read(
+    optimizer: str, own: dict[str, float], steps: int, fresh: bool, known: bool
+) -> None:
     model, ids = ready(llama()), texts(2, 9)
     attack = SubspaceTexts()
-    attack.meet(RunFacts(optimizer=optimizer, optimizer_settings={"lr": 0.1}, local_steps=steps))
+    settings = {"lr": 0.1, **own}
+    attack.meet(RunFacts(optimizer=optimizer, optimizer_settings=settings, local_steps=steps))
     attack.prepare(find_anatomy(model))
     attack.refresh(find_anatomy(model), 0)
     backward(model, ids)
     tensors = shared(model, attack).gradients[0].tensors
-    view = Observation(
-        (UpdateSnapshot(0, Stage.SHARED, tensors, local_steps=steps, learning_rate=0.1),)
+    update = UpdateSnapshot(
+        0, Stage.SHARED, tensors, local_steps=steps, learning_rate=0.1, fresh=fresh
     )
     if known:
-        assert said(attack.run(view)) == visible(ids)
+        assert said(attack.run(Observation((update,)))) == visible(ids)
     else:
-        with pytest.raises(UnusableObservation, match="plain steps of SGD"):
-            attack.run(view)
+        with pytest.raises(UnusableObservation, match="steps of SGD without weight decay"):
+            attack.run(Observation((update,)))
 
 
-def test_a_round_of_several_steps_on_batches_of_their_own() -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_round_of_several_steps_on_batches_of_their_own(momentum: float) -> None:
     torch.manual_seed(0)
     rate, model = 1e-3, ready(llama())
     ids = [texts(1, 9) for _ in range(2)]
     attack, anatomy = SubspaceTexts(), find_anatomy(model)
-    attack.meet(RunFacts(optimizer="SGD", optimizer_settings={"lr": rate}, local_steps=2))
+    settings = {"lr": rate, "momentum": momentum}
+    attack.meet(RunFacts(optimizer="SGD", optimizer_settings=settings, local_steps=2))
     attack.prepare(anatomy)
     attack.refresh(anatomy, 0)
     roles = attack.needs(anatomy).gradients
     before = {role: anatomy.parameter(role).detach().clone() for role in roles}
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    optimizer = torch.optim.SGD(model.parameters(), **settings)
     for batch in ids:
         backward(model, batch)
         optimizer.step()

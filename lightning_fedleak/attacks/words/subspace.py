@@ -51,6 +51,7 @@ _PROBED = 32
 _LENGTH = 32
 _SAME = 5e-7
 _ROUNDED = 4.0
+_AT_ONCE = 1024
 
 
 class SubspaceWords(Attack):
@@ -286,12 +287,14 @@ read_alone`), or one side alone of an encoder-decoder.
                 continue
             rows = readable.dictionary.rows
             own = rows[types.to(rows.device)].double()
-            unit = nn.functional.normalize(rows.float(), dim=1)
-            near = (unit @ nn.functional.normalize(own.float(), dim=1).T) > 1 - share
-            which, of = near.nonzero(as_tuple=True)
-            apart = (rows[which].double() - own[of]).norm(dim=1) / own[of].norm(dim=1)
-            found.append(which[(apart > 0) & (apart < share)].to(types.device))
-        others = {int(token) for token in torch.cat([types[:0], *found])} - set(types.tolist())
+            unit = nn.functional.normalize(own.float(), dim=1)
+            for start in range(0, len(rows), _AT_ONCE):
+                part = rows[start : start + _AT_ONCE]
+                near = nn.functional.normalize(part.float(), dim=1) @ unit.T > 1 - share**2 - 1e-6
+                which, of = near.nonzero(as_tuple=True)
+                apart = (part[which].double() - own[of]).norm(dim=1) / own[of].norm(dim=1)
+                found.append(start + which[(apart > 0) & (apart < share)].to(types.device))
+        others = set(torch.cat([types[:0], *found]).tolist()) - set(types.tolist())
         return torch.tensor(sorted(others), dtype=types.dtype, device=types.device)
 
     def _as_gradients(

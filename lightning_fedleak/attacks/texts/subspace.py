@@ -872,11 +872,9 @@ class _Search:
             if len(self._measure.means[0]):
                 evidence = evidence - best_elsewhere
             ranked = evidence + likely.to(evidence)
-        other = fits.best(evidence, _ASIDE)
-        if ranked is not evidence:
-            other = list(dict.fromkeys([*fits.best(ranked, _ASIDE), *other]))
         aside = tuple(
-            _Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states)) for i in other
+            _Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states))
+            for i in fits.best(evidence, _ASIDE)
         )
         children = []
         for i in ranked.topk(min(self.beam, len(ranked))).indices.tolist():

@@ -197,7 +197,7 @@ def _added_rows(anatomy: Anatomy, count: int) -> list[int]:
             "that no text uses"
         )
     before = anatomy.vocab_size
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng([anatomy.device] if anatomy.device.type == "cuda" else []):
         model.resize_token_embeddings(before + count, mean_resizing=False)
     return [*range(before, before + count)]
 

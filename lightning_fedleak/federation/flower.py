@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -216,7 +217,8 @@ class FedLeakMod:
                 reply = train()
         except Exception as error:  # whose words, of private text perhaps, Flower would send on
             why = f"training failed: {reason(error)}"
-            log.error("lightning-fedleak: %s", why, exc_info=error)
+            where = "".join(traceback.format_tb(error.__traceback__))
+            log.error("lightning-fedleak: %s\n%s", why, where)  # lines of code, no words or values
             return _refused(message, why)
         seconds = time.perf_counter() - began
         if reply.has_error():

@@ -170,14 +170,17 @@ def test_under_noise_of_its_own_a_client_that_fails_does_not_show(tmp_path, how)
     assert ForClient(tmp_path, "dp")(context()).accountant.steps == 2
 
 
-def test_the_words_of_a_failure_stay_with_the_client(tmp_path, caplog):
+def test_the_words_of_a_failure_are_in_no_log(tmp_path, caplog):
+    word = "".join(["man", "grove"])
+
     def fails(asked, where):
-        raise ValueError("the word mangrove cannot be read")
+        raise ValueError(f"the word {word} cannot be read")
 
     reply = FedLeakMod(ForClient(tmp_path))(message(), context(), fails)
     assert reply.error.reason.startswith("lightning-fedleak: training failed: ValueError at ")
     assert "mangrove" not in reply.error.reason
-    assert "mangrove" in caplog.text  # the client's own log says all of it
+    assert "mangrove" not in caplog.text
+    assert "test_mod.py" in caplog.text  # where it was
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ class CanaryScorer(EitherCallback):
         canaries: of :func:`~lightning_fedleak.canaries.with_canaries`.
         by: see above.
         every_n_steps: optimizer steps after which weights are compared, each time with those of
-            the time before, and the results added up; None: the end of the fit with its start.
-            Of ``"loss"`` the sum is the same.
+            the time before, and the results added up; None: the end of the fit with its start,
+            and each checkpoint, which holds the scores so far. Of ``"loss"`` the sum is the same.
 
     Raises:
         ValueError: an unknown ``by``, steps below 1; with ``"row"`` canaries whose first token

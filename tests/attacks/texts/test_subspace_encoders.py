@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
@@ -57,17 +57,16 @@ def made(family: Callable[[], nn.Module], rank: int | None) -> nn.Module:
     return model if rank is None else with_lora(model, rank, ["query", "key", "value"])
 
 
-def view_of(model: nn.Module, attack: SubspaceTexts) -> Observation:
-    anatomy = find_anatomy(model)
+def view_of(anatomy: Anatomy, attack: SubspaceTexts) -> Observation:
     tensors = {n: anatomy.parameter(n).grad.clone() for n in attack.needs(anatomy).gradients}
     return Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
 
 
 def prepared(model: nn.Module, ids: Tensor, **more: Tensor) -> tuple[SubspaceTexts, Observation]:
-    attack = SubspaceTexts()
-    attack.prepare(find_anatomy(model))
+    attack, anatomy = SubspaceTexts(), find_anatomy(model)
+    attack.prepare(anatomy)
     backward(model, ids, **more)
-    return attack, view_of(model, attack)
+    return attack, view_of(anatomy, attack)
 
 
 def read(model: nn.Module, ids: Tensor, **more: Tensor) -> TextGuess:
@@ -86,9 +85,12 @@ def said(guess: TextGuess) -> list[list[int]]:
 @pytest.mark.parametrize("family", [bert, roberta])
 def test_one_text_is_given_away_whole(family: Any, rank: int | None) -> None:
     model = made(family, rank)
-    for _ in range(5):
+    attack, anatomy = SubspaceTexts(), find_anatomy(model)
+    attack.prepare(anatomy)
+    for _ in range(4):
         ids = texts(1, 12)
-        guess = read(model, ids)
+        backward(model, ids)
+        guess = attack.run(view_of(anatomy, attack))
         assert said(guess) == ids.tolist(), "the last token too: all places are attended to"
         assert guess.certified
         assert guess.finished
@@ -146,6 +148,14 @@ def noised(share: float) -> Callable[[Tensor], Tensor]:
     return lambda g: g + share * g.square().mean().sqrt() * torch.randn_like(g)
 
 
+@pytest.fixture(scope="module", params=RANKS)
+def shared(request: pytest.FixtureRequest) -> list[tuple[SubspaceTexts, GradientSnapshot]]:
+    """What a client with one text, and with two, shared, and an attack that can read it."""
+    model = made(bert, request.param)
+    both = (prepared(model, texts(rows, 6)) for rows in (1, 2))
+    return [(attack, view.gradients[0]) for attack, view in both]
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -157,12 +167,10 @@ def noised(share: float) -> Callable[[Tensor], Tensor]:
     ],
     ids=["noise", "small noise, not told", "noise, not told", "bf16", "bf16 as fp32"],
 )
-@pytest.mark.parametrize("rank", RANKS)
-def test_noise_and_rounding_take_the_certificate(change: Any, told: bool, rank: int | None) -> None:
-    model = made(bert, rank)
-    for rows in (1, 2):
-        attack, view = prepared(model, texts(rows, 6))
-        [snapshot] = view.gradients
+def test_noise_and_rounding_take_the_certificate(
+    shared: list[tuple[SubspaceTexts, GradientSnapshot]], change: Any, told: bool
+) -> None:
+    for attack, snapshot in shared:
         tensors = {n: change(g) for n, g in snapshot.tensors.items()}
         std = 1e-3 * float(torch.cat([g.flatten() for g in tensors.values()]).float().std())
         spoilt = replace(snapshot, tensors=tensors, noise_std=std if told else 0.0)
@@ -175,14 +183,14 @@ def test_noise_and_rounding_take_the_certificate(change: Any, told: bool, rank: 
 @pytest.mark.parametrize("family", [bert, classifier])
 def test_dropout_takes_the_certificate(family: Any) -> None:
     model = made(family, None)
-    attack = SubspaceTexts(budget_seconds=1)
-    attack.prepare(find_anatomy(model))
+    attack, anatomy = SubspaceTexts(budget_seconds=1), find_anatomy(model)
+    attack.prepare(anatomy)
     model.train()
     for _ in range(4):
         ids = texts(1, 8)
         backward(model, ids, **({"labels": torch.tensor([1])} if family is classifier else {}))
         try:
-            assert not attack.run(view_of(model, attack)).certified
+            assert not attack.run(view_of(anatomy, attack)).certified
         except UnusableObservation:
             continue
 
@@ -307,7 +315,7 @@ def test_the_model_is_left_as_it_was() -> None:
     before = {n: (p.clone(), p.grad.clone()) for n, p in model.named_parameters()}
     state = torch.get_rng_state()
     attack.refresh(anatomy, 1)
-    attack.run(view_of(model, attack))
+    attack.run(view_of(anatomy, attack))
     assert torch.equal(torch.get_rng_state(), state)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name][0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -154,32 +155,35 @@ def test_true_texts_have_no_loss_behind_a_lora() -> None:
 # ---- texts ----------------------------------------------------------------------------------
 
 
-def recovered(attack: GradientMatching, seed: int) -> float:
-    """Share of the tokens of one text that are in place, the last left out: 1 in 290 by chance."""
+def right(attack: GradientMatching, seed: int) -> Tensor:
+    """(1, L) which tokens of one text are in place: 1 in 290 by chance."""
     torch.manual_seed(seed)
     model, ids = ready(llama()), texts(1, attack.length)
     guess = read(attack, model, ids)
     assert guess.finished
     assert guess.certified is None
     assert guess.tokens.shape == ids.shape
-    return float((guess.tokens == ids)[:, :-1].float().mean())
+    return guess.tokens == ids
 
 
 def test_lamp_recovers_a_text() -> None:
     attack = GradientMatching.lamp(1, 6, steps=200, starts=5, swaps=4)
-    assert recovered(attack, seed=1) == 1
+    assert bool(right(attack, seed=1)[:, :-1].all())
+
+
+@cache
+def right_of_three(system: str, seed: int) -> Tensor:
+    """(1, 3) which tokens of a text are in place."""
+    return right(getattr(GradientMatching, system)(1, 3, steps=150), seed)
 
 
 @pytest.mark.parametrize("system", ["dlg", "tag"])
 def test_short_texts_are_recovered_with_labels_that_are_learned(system: str) -> None:
-    attack = getattr(GradientMatching, system)(1, 3, steps=150)
-    assert any(recovered(attack, seed) == 1 for seed in (0, 1))
+    assert any(bool(right_of_three(system, seed)[:, :-1].all()) for seed in (0, 1))
 
 
 def test_the_last_token_is_read_off_its_label() -> None:
-    torch.manual_seed(0)
-    model, ids = ready(llama()), texts(1, 3)
-    assert int(read(GradientMatching.dlg(1, 3, steps=150), model, ids).tokens[0, -1]) == ids[0, -1]
+    assert bool(right_of_three("dlg", 0)[0, -1])
 
 
 def test_rearranging_finds_the_order_of_right_words() -> None:
@@ -198,6 +202,8 @@ def test_rearranging_finds_the_order_of_right_words() -> None:
             before = float(run.distance(dummy))
             for _ in range(5):
                 dummy = run._rearranged(dummy, Deadline())
+                if torch.equal(run.tokens(dummy.words)[0], ids):
+                    break
             assert float(run.distance(dummy)) < before
             assert torch.equal(run.tokens(dummy.words)[0], ids)
 

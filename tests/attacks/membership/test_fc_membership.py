@@ -685,25 +685,33 @@ def states(request, assets):
     return model, run
 
 
+@pytest.fixture(scope="module")
+def asked_alone(states, sentences):
+    """20 sentences of a batch of 40 and 20 others, each with its hidden states alone, unpadded."""
+    _, run = states
+    return [
+        (padded([s], len(s)), run(*padded([s], len(s))))
+        for s in (*sentences[:20], *sentences[40:60])
+    ]
+
+
 @pytest.mark.assets
 @pytest.mark.parametrize("granularity", ["token", "full"])
-def test_every_member_and_no_other_is_named_at_every_layer(states, sentences, granularity):
+def test_every_member_and_no_other_is_named_at_every_layer(
+    states, sentences, asked_alone, granularity
+):
     """Targets alone and unpadded; the batch padded on the right; fp32 and bf16."""
     model, run = states
-    batch, others = sentences[:40], sentences[40:]
-    ids, mask = padded(batch, 40)
+    ids, mask = padded(sentences[:40], 40)
     hidden = run(ids, mask)
-    asked = [*batch[:20], *others[:20]]
-    alone = [run(*padded([s], len(s))) for s in asked]
-    truth = torch.arange(len(asked)) < 20
+    truth = torch.arange(len(asked_alone)) < 20
     upstream = torch.randn(40, 40 if granularity == "token" else 1, generator=generator(8))
     for layer in range(1, 7):
         attack = FCMembership(layer, granularity)
         attack.prepare(find_anatomy(model))
         rows = []
-        for s, states_of_one in zip(asked, alone, strict=True):
-            query = Query(*padded([s], len(s)))
-            rows.append(attack.embed(states_of_one[layer], query)[0])
+        for alone, states_of_one in asked_alone:
+            rows.append(attack.embed(states_of_one[layer], Query(*alone))[0])
         gradient = attack.gradient(torch.stack(rows), hidden[layer], mask, upstream)
         guess = attack.guess(gradient.sum(0))
         assert torch.equal(guess.members, truth), layer

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.gradients import (
     GradientMembership,
@@ -51,7 +51,7 @@ def biases() -> nn.Module:
     return model
 
 
-def prepared(model: nn.Module, facts: RunFacts | None = None) -> tuple[Any, GradientMembership]:
+def prepared(model: nn.Module, facts: RunFacts | None = None) -> tuple[Anatomy, GradientMembership]:
     anatomy = find_anatomy(model)
     attack = GradientMembership(texts(24, LENGTH))
     if facts is not None:
@@ -64,8 +64,18 @@ def prepared(model: nn.Module, facts: RunFacts | None = None) -> tuple[Any, Grad
 def asked(
     model: nn.Module, inside: Tensor, query: Tensor, noise: float = 0.0, **more: Tensor
 ) -> Any:
-    anatomy, attack = prepared(model)
-    backward(model, inside, **more)
+    return asked_of(*prepared(model), inside, query, noise, **more)
+
+
+def asked_of(
+    anatomy: Anatomy,
+    attack: GradientMembership,
+    inside: Tensor,
+    query: Tensor,
+    noise: float = 0.0,
+    **more: Tensor,
+) -> Any:
+    backward(anatomy.model, inside, **more)
     tensors = {r: anatomy.parameter(r).grad.clone() for r in attack.needs(anatomy).gradients}
     for g in tensors.values():
         g += noise * torch.randn_like(g)
@@ -140,10 +150,10 @@ def test_members_are_told_from_everything_else(family: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("family", [prompted, norms, biases])
 def test_what_is_no_linear_map_is_compared_as_a_whole(family: Any) -> None:
-    model, right = family(), 0
+    both, right = prepared(family()), 0
     for _ in range(8):
         inside = texts(ROWS, LENGTH)
-        said = asked(model, inside, torch.cat([inside, texts(ROWS, LENGTH)]))
+        said = asked_of(*both, inside, torch.cat([inside, texts(ROWS, LENGTH)]))
         right += int((said.scores[:ROWS, None] > said.scores[None, ROWS:]).sum())
     assert right / (8 * ROWS * ROWS) > 0.8
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.texts.base import TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts, _Left, _Search, _Text
@@ -54,9 +54,8 @@ def wide_llama() -> nn.Module:
 
 
 def shared(
-    model: nn.Module, attack: SubspaceTexts, noise: float = 0.0, told: bool = True
+    anatomy: Anatomy, attack: SubspaceTexts, noise: float = 0.0, told: bool = True
 ) -> Observation:
-    anatomy = find_anatomy(model)
     tensors = {n: anatomy.parameter(n).grad.clone() for n in attack.needs(anatomy).gradients}
     for g in tensors.values():
         g += noise * torch.randn_like(g)
@@ -65,10 +64,11 @@ def shared(
 
 
 def read(model: nn.Module, ids: Tensor, noise: float = 0.0, **more: Any) -> TextGuess:
-    told, attack = more.pop("told", True), SubspaceTexts(**more.pop("settings", {}))
-    attack.prepare(find_anatomy(model))
+    told, settings = more.pop("told", True), {"budget_seconds": None} | more.pop("settings", {})
+    attack, anatomy = SubspaceTexts(**settings), find_anatomy(model)
+    attack.prepare(anatomy)
     backward(model, ids, **more)
-    return attack.run(shared(model, attack, noise, told))
+    return attack.run(shared(anatomy, attack, noise, told))
 
 
 def said(guess: TextGuess) -> list[list[int]]:
@@ -265,10 +265,10 @@ def test_noise_takes_the_certificate(noise: float, told: bool) -> None:
 @pytest.mark.parametrize("told", [True, False])
 def test_half_precision_takes_the_certificate(told: bool) -> None:
     model, ids = ready(llama()), texts(2, 9)
-    attack = SubspaceTexts(budget_seconds=2)
-    attack.prepare(find_anatomy(model))
+    attack, anatomy = SubspaceTexts(budget_seconds=2), find_anatomy(model)
+    attack.prepare(anatomy)
     backward(model, ids)
-    view = shared(model, attack)
+    view = shared(anatomy, attack)
     [snapshot] = view.gradients
     rounded = {n: g.bfloat16() for n, g in snapshot.tensors.items()}
     if not told:
@@ -283,25 +283,25 @@ def test_dropout_takes_the_certificate(of: str) -> None:
         model = with_lora(ready(llama()), 8, QKV, lora_dropout=0.2)
     else:
         model = ready(gpt2() if of.startswith("emb") else llama(attention_dropout=0.1))
-    attack = SubspaceTexts(budget_seconds=1)
-    attack.prepare(find_anatomy(model))
+    attack, anatomy = SubspaceTexts(budget_seconds=1), find_anatomy(model)
+    attack.prepare(anatomy)
     model.train()
     for _ in range(4):
         backward(model, texts(2, 7))
-        assert not certified(lambda: attack.run(shared(model, attack)))
+        assert not certified(lambda: attack.run(shared(anatomy, attack)))
 
 
 def test_other_weights_than_the_clients_are_no_certificate() -> None:
     """Dropout, or a stale copy: the states are not those that the client had."""
     model, ids = ready(llama()), texts(2, 9)
-    attack = SubspaceTexts()
-    attack.prepare(find_anatomy(model))
+    attack, anatomy = SubspaceTexts(), find_anatomy(model)
+    attack.prepare(anatomy)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1e-3 * torch.randn_like(parameter)
     backward(model, ids)
-    attack._words.refresh(find_anatomy(model), 1)
-    assert not certified(lambda: attack.run(shared(model, attack)))
+    attack._words.refresh(anatomy, 1)
+    assert not certified(lambda: attack.run(shared(anatomy, attack)))
 
 
 def prepared() -> tuple[_Search, Tensor, list[tuple[int, ...]]]:
@@ -313,7 +313,8 @@ def prepared() -> tuple[_Search, Tensor, list[tuple[int, ...]]]:
     backward(model, ids)
     bottom = attack._bottom
     assert bottom is not None
-    rows = [attack._rows(known, anatomy, shared(model, attack)) for known in bottom.inputs]
+    view = shared(anatomy, attack)
+    rows = [attack._rows(known, anatomy, view) for known in bottom.inputs]
     bag = ids[:, :-1].unique()
     search = _Search(bottom, attack._whitening, rows, bag, 3, 0)
     return search, bag, [tuple(row[:-1].tolist()) for row in ids]
@@ -423,7 +424,7 @@ def test_what_it_cannot_read_is_unknown() -> None:
         attack.run(Observation(()))
     attack.prepare(anatomy)
     backward(model, texts(1, 8))
-    [snapshot] = shared(model, attack).gradients
+    [snapshot] = shared(anatomy, attack).gradients
     for change, word in ((torch.zeros_like, "zero"), (lambda g: g * torch.nan, "NaN")):
         spoilt = {n: change(g) for n, g in snapshot.tensors.items()}
         with pytest.raises(UnusableObservation, match=word):
@@ -465,10 +466,11 @@ def test_rounds_of_steps_of_sgd_are_read(
     attack = SubspaceTexts()
     settings = {"lr": 0.1, **own}
     attack.meet(RunFacts(optimizer=optimizer, optimizer_settings=settings, local_steps=steps))
-    attack.prepare(find_anatomy(model))
-    attack.refresh(find_anatomy(model), 0)
+    anatomy = find_anatomy(model)
+    attack.prepare(anatomy)
+    attack.refresh(anatomy, 0)
     backward(model, ids)
-    tensors = shared(model, attack).gradients[0].tensors
+    tensors = shared(anatomy, attack).gradients[0].tensors
     update = UpdateSnapshot(
         0, Stage.SHARED, tensors, local_steps=steps, learning_rate=0.1, fresh=fresh
     )
@@ -517,7 +519,7 @@ def test_the_model_is_left_as_it_was() -> None:
     attack.prepare(anatomy)
     backward(model, texts(2, 9))
     before = {n: (p.clone(), p.grad.clone()) for n, p in model.named_parameters()}
-    view = shared(model, attack)
+    view = shared(anatomy, attack)
     state = torch.get_rng_state()
     attack.refresh(anatomy, 1)
     attack.run(view)

@@ -6,7 +6,8 @@
 Every run is a small model of random weights (Llama, GPT-2, BERT as masked model or classifier;
 V 300, d 64, 2 or 4 blocks), whole or with a LoRA of rank 2 to 16, and a batch of 1 to 6 texts of 3
 to 14 tokens: of few types or many, with common beginnings, copies or shifts, padded left or right,
-with labels masked at prompts, at ends or anywhere.
+with labels masked at prompts, at ends or anywhere. In three of ten, two tokens of the batch differ
+by 1e-6 to 1e-4 of their embedding's norm.
 
 ``attack`` runs the whole attack on the gradients of the batch. In most runs they are disturbed: by
 noise that the adversary is told of or not (1e-7 to 1e-1 of the entries' root mean square), by
@@ -246,7 +247,20 @@ def client_of(rng: random.Random) -> Client:
         texts = [text for row in range(len(ids)) if (text := seen(inputs, row, causal=causal))]
         if texts:
             words = f"{family} r {rank} {drawn} padded {side} labels {form}"
+            types = ids[mask == 1].unique().tolist()
+            if rng.random() < 0.3 and len(types) > 1:
+                apart = 10 ** rng.uniform(-6, -4)
+                make_alike(model, *rng.sample(types, 2), apart)
+                words += f" alike {apart:.0e}"
             return Client(model, inputs, texts, causal, family == "llama", words)
+
+
+def make_alike(model: nn.Module, token: int, other: int, apart: float) -> None:
+    """Gives a token the embedding of another, but for a step of a share of its norm."""
+    rows = model.get_input_embeddings().weight  # type: ignore[operator]
+    with torch.no_grad():
+        step = torch.randn_like(rows[token])
+        rows[other] = rows[token] + apart * rows[token].norm() * step / step.norm()
 
 
 def seen(inputs: dict[str, Tensor], row: int, *, causal: bool) -> tuple[int, ...]:

@@ -85,7 +85,8 @@ def model_of(name: str | None, rank: int) -> nn.Module:
 
 def rate_of(optimizer: str, rank: int) -> float:
     """The learning rate, at which stories15M does not diverge."""
-    return (LORA_RATES if rank else WHOLE_RATES)[optimizer]
+    rate = (LORA_RATES if rank else WHOLE_RATES)[optimizer]
+    return rate / 3 if optimizer == "sgd" and rank > 8 else rate
 
 
 def optimizer_of(name: str, rank: int) -> Any:

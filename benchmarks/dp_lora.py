@@ -51,25 +51,25 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
     "run table --model {model} --text {text} --texts 40 --held 8 --canaries 6 --epochs 1 "
-    "--methods small best --epsilons 8 --seeds 1 --out {out}/runs",
+    "--methods small medium --epsilons 8 --seeds 1 --out {out}/runs",
 )
 
 DATA = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data" / "yelp_sentences"
 EPSILONS = (2.0, 8.0, math.inf)
-DELTA, EPOCHS, TEXTS, HELD, CANARIES, TOKENS = 1e-5, 1, 20_000, 1_000, 300, 24
+DELTA, EPOCHS, TEXTS, HELD, CANARIES, TOKENS = 1e-5, 1, 20_000, 500, 300, 24
 RANK, PIECE = 8, 32
 IGNORED = -100
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"batch": 32, "rate": 3e-3},
-    "small": {"batch": 8, "rate": 1e-3},
-    "large": {"batch": 500, "rate": 1e-2},
-    "best": {"batch": 500, "rate": 1e-2, "clip": "auto"},
+    "small": {"batch": 8, "rate": 5e-4},
+    "large": {"batch": 500, "rate": 3e-3},
+    "medium": {"batch": 250, "rate": 3e-3},
 }
 NAMES = {
     "plain": "AdamW, no defence",
-    "small": "batches of 8, `DPAdamBC`",
+    "small": "batches of 8",
     "large": "batches of 500",
-    "best": 'the same, `"auto"`',
+    "medium": "batches of 250",
 }
 
 

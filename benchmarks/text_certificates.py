@@ -58,7 +58,7 @@ from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import SubspaceTexts, UnusableObservation
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.texts.base import Deadline
-from lightning_fedleak.attacks.texts.subspace import _Left, _Search, _Text
+from lightning_fedleak.attacks.texts.subspace import _Branch, _Left, _Search, _Text
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_rows import FoundText
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
@@ -404,7 +404,10 @@ class Certificate:
         return [text.tokens for text in kept], certain
 
     def _found(self, texts: Texts) -> Iterator[_Text]:
-        """As the search would have found them: each is what it goes on with behind the others."""
+        """As the search would have found them: each is what it goes on with behind the others.
+
+        What else could stand at a place are all tokens of the bag.
+        """
         assert self.causal is not None
         known: set[tuple[int, ...]] = set()
         nothing = tuple(
@@ -416,7 +419,17 @@ class Certificate:
             own = [n for n in range(len(text)) if text[: n + 1] not in known]
             known |= {text[: n + 1] for n in own}
             states = tuple(tuple(x[0, n] for x in parts) for n in own)
-            yield _Text(text, (1.0,) * len(text), 0.0, nothing, (), (), states)
+            aside = []
+            for n in own:
+                begun = torch.tensor(text[:n], dtype=torch.int64).expand(len(self.bag), n)
+                ids = torch.cat([begun, self.bag[:, None]], 1)
+                ends = [x[:, -1] for x in self.causal._whitened(self.bottom.hidden(ids))]
+                aside += [
+                    _Branch(text[:n], token, tuple(x[i] for x in ends))
+                    for i, token in enumerate(self.bag.tolist())
+                    if token != text[n]
+                ]
+            yield _Text(text, (1.0,) * len(text), 0.0, nothing, (), tuple(aside), states)
 
 
 def tampered(texts: Texts, bag: Sequence[int], form: str, rng: random.Random) -> Texts | None:

@@ -45,11 +45,10 @@ from lightning_fedleak.finetuning.texts import read_texts
 
 SMOKE = ("--rounds 1 --steps 1 --rank 4 --rows 2 --length 12 --texts 24 --targets 2 --epsilon 8",)
 
-OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.1),
-    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "adamw": partial(torch.optim.AdamW, lr=3e-4),
-}
+SGD, MOMENTUM = torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)
+OPTIMIZERS = {"sgd": SGD, "momentum": MOMENTUM, "adamw": torch.optim.AdamW}
+LORA_RATES = {"sgd": 0.03, "momentum": 0.003, "adamw": 3e-4}
+WHOLE_RATES = {"sgd": 1e-3, "momentum": 1e-4, "adamw": 3e-5}
 SHOWN = ("f1", "auc")
 
 
@@ -73,7 +72,7 @@ def model_of(name: str | None, rank: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     source, options = model_source(name)
-    model = AutoModelForCausalLM.from_pretrained(source, **options)
+    model = AutoModelForCausalLM.from_pretrained(source, **options).float()
     if rank:
         from peft import LoraConfig, get_peft_model
 
@@ -82,6 +81,17 @@ def model_of(name: str | None, rank: int) -> nn.Module:
         model = get_peft_model(model, linear)
     trained: nn.Module = model.train()
     return trained
+
+
+def rate_of(optimizer: str, rank: int) -> float:
+    """The learning rate, at which stories15M does not diverge."""
+    rate = (LORA_RATES if rank else WHOLE_RATES)[optimizer]
+    return rate / 3 if optimizer == "sgd" and rank > 8 else rate
+
+
+def optimizer_of(name: str, rank: int) -> Any:
+    """The optimizer of a LoRA of that rank; of rank 0 of the whole model."""
+    return partial(OPTIMIZERS[name], lr=rate_of(name, rank))
 
 
 def train(model: nn.Module, data: list[dict[str, Tensor]], optimizer: Any) -> float:
@@ -106,7 +116,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     pad = tokenizer.pad_token_id or 0
     public = [torch.tensor(r[: args.length]) for r in rows[half:]]
     outside, known = public[: len(public) // 2], public[len(public) // 2 :]
-    optimizer = OPTIMIZERS[args.optimizer]
+    optimizer = optimizer_of(args.optimizer, args.rank)
     model = model_of(args.model, args.rank)
     dp = None
     if args.epsilon:

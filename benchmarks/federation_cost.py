@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from federation import OPTIMIZERS, batches, model_of, train
+from federation import OPTIMIZERS, batches, model_of, optimizer_of, train
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -71,7 +71,7 @@ class Client:
         half = len(rows) // 2
         aside = [torch.tensor(r[: args.length]) for r in rows[half:]]
         outside, known = aside[: len(aside) // 2], aside[len(aside) // 2 :]
-        self.optimizer = OPTIMIZERS[args.optimizer]
+        self.optimizer = optimizer_of(args.optimizer, args.rank)
         self.steps = args.steps
         self.model = model_of(args.model, args.rank).float()
         chosen: dict[str, Any] = {"public_text": PublicText(known), "tokenizer": tokenizer}

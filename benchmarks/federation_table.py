@@ -50,12 +50,11 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from federation import batches, model_of, train
+from federation import OPTIMIZERS, batches, model_of, optimizer_of, rate_of, train
 from torch import Tensor
 
 from lightning_fedleak.attacks import (
@@ -85,21 +84,12 @@ SMOKE = (
     "--log {out}/table.jsonl --optimizers sgd --steps 1 --ranks 4 --clients 2 --rounds 1 --rows 2 "
     "--length 12 --texts 24 --targets 2 --budget 1 --epsilon 8 --of 20 --planned 4",
 )
-SGD, MOMENTUM = torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)
-OPTIMIZERS = {"sgd": SGD, "momentum": MOMENTUM, "adamw": torch.optim.AdamW}
-LORA_RATES = {"sgd": 0.03, "momentum": 0.003, "adamw": 3e-4}
-WHOLE_RATES = {"sgd": 1e-3, "momentum": 1e-4, "adamw": 3e-5}
 ONE, MEAN = "one client", "sum"
 OWN, SERVER = "one client, local DP", "sum, central DP"
 ROWS = (ONE, MEAN, OWN, SERVER)
 FAMILIES = {"f1": "words", "token_accuracy": "texts", "exact_sentences": "exact texts"}
 
 Update = Mapping[str, Tensor]
-
-
-def rate_of(optimizer: str, rank: int) -> float:
-    """The learning rate, at which stories15M does not diverge."""
-    return (LORA_RATES if rank else WHOLE_RATES)[optimizer]
 
 
 class Private:
@@ -148,7 +138,7 @@ def cell(args: argparse.Namespace, optimizer: str, steps: int, rank: int) -> dic
     half = len(rows) // 2
     aside = [torch.tensor(r[: args.length]) for r in rows[half:]]
     outside, known = aside[: len(aside) // 2], aside[len(aside) // 2 :]
-    make = partial(OPTIMIZERS[optimizer], lr=rate_of(optimizer, rank))
+    make = optimizer_of(optimizer, rank)
     model = model_of(args.model, rank)
     pad = tokenizer.pad_token_id or 0
     sources = [

@@ -6,7 +6,8 @@
 Every run is a small model of random weights (Llama, GPT-2, BERT as masked model or classifier;
 V 300, d 64, 2 or 4 blocks), whole or with a LoRA of rank 2 to 16, and a batch of 1 to 6 texts of 3
 to 14 tokens: of few types or many, with common beginnings, copies or shifts, padded left or right,
-with labels masked at prompts, at ends or anywhere.
+with labels masked at prompts, at ends or anywhere. In three of ten, two tokens of the batch differ
+by 1e-6 to 1e-4 of their embedding's norm.
 
 ``attack`` runs the whole attack on the gradients of the batch. In most runs they are disturbed: by
 noise that the adversary is told of or not (1e-7 to 1e-1 of the entries' root mean square), by
@@ -57,7 +58,7 @@ from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import SubspaceTexts, UnusableObservation
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.texts.base import Deadline
-from lightning_fedleak.attacks.texts.subspace import _Left, _Search, _Text
+from lightning_fedleak.attacks.texts.subspace import _Branch, _Left, _Search, _Text
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_rows import FoundText
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
@@ -246,7 +247,20 @@ def client_of(rng: random.Random) -> Client:
         texts = [text for row in range(len(ids)) if (text := seen(inputs, row, causal=causal))]
         if texts:
             words = f"{family} r {rank} {drawn} padded {side} labels {form}"
+            types = ids[mask == 1].unique().tolist()
+            if rng.random() < 0.3 and len(types) > 1:
+                apart = 10 ** rng.uniform(-6, -4)
+                make_alike(model, *rng.sample(types, 2), apart)
+                words += f" alike {apart:.0e}"
             return Client(model, inputs, texts, causal, family == "llama", words)
+
+
+def make_alike(model: nn.Module, token: int, other: int, apart: float) -> None:
+    """Gives a token the embedding of another, but for a step of a share of its norm."""
+    rows = model.get_input_embeddings().weight  # type: ignore[operator]
+    with torch.no_grad():
+        step = torch.randn_like(rows[token])
+        rows[other] = rows[token] + apart * rows[token].norm() * step / step.norm()
 
 
 def seen(inputs: dict[str, Tensor], row: int, *, causal: bool) -> tuple[int, ...]:
@@ -390,7 +404,10 @@ class Certificate:
         return [text.tokens for text in kept], certain
 
     def _found(self, texts: Texts) -> Iterator[_Text]:
-        """As the search would have found them: each is what it goes on with behind the others."""
+        """As the search would have found them: each is what it goes on with behind the others.
+
+        What else could stand at a place are all tokens of the bag.
+        """
         assert self.causal is not None
         known: set[tuple[int, ...]] = set()
         nothing = tuple(
@@ -402,7 +419,17 @@ class Certificate:
             own = [n for n in range(len(text)) if text[: n + 1] not in known]
             known |= {text[: n + 1] for n in own}
             states = tuple(tuple(x[0, n] for x in parts) for n in own)
-            yield _Text(text, (1.0,) * len(text), 0.0, nothing, (), (), states)
+            aside = []
+            for n in own:
+                begun = torch.tensor(text[:n], dtype=torch.int64).expand(len(self.bag), n)
+                ids = torch.cat([begun, self.bag[:, None]], 1)
+                ends = [x[:, -1] for x in self.causal._whitened(self.bottom.hidden(ids))]
+                aside += [
+                    _Branch(text[:n], token, tuple(x[i] for x in ends))
+                    for i, token in enumerate(self.bag.tolist())
+                    if token != text[n]
+                ]
+            yield _Text(text, (1.0,) * len(text), 0.0, nothing, (), tuple(aside), states)
 
 
 def tampered(texts: Texts, bag: Sequence[int], form: str, rng: random.Random) -> Texts | None:

@@ -59,6 +59,9 @@ def test_faults_end_no_federation_and_no_release_is_forgotten(deployed: Deployed
     ended(link)
     deployed.all()
     looked = len(lines(folder / "server"))
+    log = folder / "server" / "run.jsonl"
+    log.unlink()
+    log.symlink_to("/dev/full")
     deployed.run("second", APP, out=folder, run="second")
     until(lambda: (folder / "done.txt").exists(), deployed.logs)
     assert spent() == 4
@@ -71,6 +74,11 @@ def test_faults_end_no_federation_and_no_release_is_forgotten(deployed: Deployed
     told = "".join(path.read_text() for path in folder.glob("*.log"))
     assert told.count("counts as zero: failed or withheld") >= 2  # NaN was withheld, one killed
     assert "trains another model than the one it was sent" in told
+    full = [p.parent.name for p in folder.glob("*/leakage.jsonl") if p.is_symlink()]
+    assert full
+    assert all(name.startswith("client_0_") for name in full)
+    assert "leakage.jsonl cannot be written: No space left on device" in told
+    assert "run.jsonl cannot be written: No space left on device" in told
     assert "tensor(" not in told  # no update
     assert "array(" not in told
 

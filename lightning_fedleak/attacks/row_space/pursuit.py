@@ -31,6 +31,8 @@ _EXCHANGES = 4
 _EQUAL = 1e-6
 _CERTAIN = 1e-4
 _ALIKE = 1e-2
+_NEARLY_EQUAL = 1e-4
+_GAIN = 3.0
 _LARGEST_SHARE = 0.9
 _REFRESH = 8
 _SCREENED = 4096
@@ -160,7 +162,8 @@ class Found:
         expected: how many types there are, as far as can be said.
         residual: what the types leave of the rows, in units of the noise.
         certified: the types explain all that was shared, so that none is missing whose part of the
-            rows lies above rounding, but for types with equal atoms.
+            rows lies above rounding, but for types with equal atoms, and none stands in for one
+            that nearly equals another.
     """
 
     types: Tensor
@@ -204,6 +207,7 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> Found:
         and residual <= _CERTIFIED
         and (len(kept) <= len(shared.kept) or share <= _LARGEST_SHARE)
         and share < 1
+        and _told_from_alike(atoms, shared, kept, torch.cat([chosen, path.nearly_explained()]))
     )
     # What was taken up and dropped again is the least likely of all.
     scores[chosen] = -torch.arange(len(chosen), device=scores.device, dtype=scores.dtype) - 1e6
@@ -223,15 +227,10 @@ def _residual(atoms: Atoms, shared: SharedRows, types: Tensor) -> float:
 def pruned(atoms: Atoms, shared: SharedRows, types: Tensor) -> Tensor:
     """Types without those that could be left out: what they alone explain is below rounding.
 
-    Backward elimination: leaving atom j out adds ``|m_j| / sqrt((X X^T)^-1_jj)`` to the residual.
+    Backward elimination.
     """
-    rows = shared.kept
     while len(types):
-        q, r = torch.linalg.qr(atoms.rows(types).T)
-        inverse = torch.linalg.solve_triangular(
-            r, torch.eye(len(types), dtype=r.dtype, device=r.device), upper=True
-        )
-        own = (inverse @ (rows @ q).T).norm(dim=1) / inverse.norm(dim=1)
+        own = _left_without(shared.kept, atoms.rows(types))
         idle = own < shared.floor
         count = int(idle.sum())
         if not count:
@@ -241,6 +240,18 @@ def pruned(atoms: Atoms, shared: SharedRows, types: Tensor) -> Tensor:
         stays[out] = False
         types = types[stays]
     return types
+
+
+def _left_without(rows: Tensor, atoms: Tensor) -> Tensor:
+    """(n,) what leaving out each of n atoms alone adds to what they leave of rows.
+
+    That is ``|m_j| / sqrt((X X^T)^-1_jj)``, with coefficients m.
+    """
+    q, r = torch.linalg.qr(atoms.T)
+    unit = torch.eye(len(atoms), dtype=r.dtype, device=r.device)
+    inverse = torch.linalg.solve_triangular(r, unit, upper=True)
+    own: Tensor = (inverse @ (rows @ q).T).norm(dim=1) / inverse.norm(dim=1)
+    return own
 
 
 def _exchanged(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> Tensor:
@@ -253,7 +264,7 @@ def _exchanged(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) 
         return types
     candidates = atoms.rows(others)
     for _ in range(_EXCHANGES):
-        before = types.clone()
+        before, types = types, types.clone()
         alike = atoms.rows(types) @ candidates.T > 1 - _EQUAL
         for j in alike.any(1).nonzero()[:, 0].tolist():
             rest = torch.cat([types[:j], types[j + 1 :]])
@@ -268,6 +279,36 @@ def _exchanged(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) 
         if len(types) == len(before) and bool((types.sort()[0] == before.sort()[0]).all()):
             break
     return types
+
+
+def _told_from_alike(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> bool:
+    """Whether types are right as far as those tell that nearly equal one of them.
+
+    What a type explains beside another that nearly equals it is little, and unlike types that are
+    not there may explain that. So none of these explains more of what is left than noise would, and
+    no type could be left out, were they all there too. False where they are too many to see.
+    """
+    others = others[~torch.isin(others, types)]
+    own, candidates = atoms.rows(types), atoms.rows(others)
+    alike = torch.cdist(own, candidates, compute_mode="donot_use_mm_for_euclid_dist")
+    alike = alike < _NEARLY_EQUAL
+    near = alike.any(0)
+    if not bool(near.any()):
+        return True
+    if len(types) + int(near.sum()) + len(atoms.beside) > _LARGEST_SHARE * atoms.width:
+        return False
+    alike, candidates = alike[:, near], candidates[near]
+    basis = torch.linalg.qr(own.T).Q
+    left = shared.whole - (shared.whole @ basis) @ basis.T
+    further = _unit(candidates - (candidates @ basis) @ basis.T)
+    noise = max(len(left) ** 0.5, float(left.norm()) / atoms.width**0.5)
+    if float((left @ further.T).norm(dim=0).max()) > _GAIN * noise:
+        return False
+    without = _left_without(shared.whole, torch.cat([own, candidates]))[: len(own)]
+    for j in alike.any(1).nonzero()[:, 0].tolist():
+        rest = torch.cat([own, candidates[~alike[j]]])
+        without[j] = _left_without(shared.whole, rest)[j]
+    return float(without.min()) > _CERTIFIED * shared.floor
 
 
 class _Pursuit:

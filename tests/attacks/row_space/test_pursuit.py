@@ -127,6 +127,31 @@ def test_nearly_equal_atoms_are_told_apart_as_far_as_rounding_lets_them() -> Non
     assert set(found.types.tolist()) == set(truth.tolist())
 
 
+def nearly_twins(apart: float, rank: int, seed: int, *, both: bool) -> tuple[Found, set[int]]:
+    """What is found where two types differ by a share of their norm; both are there, or one."""
+    rows = dictionary(seed % 5)
+    truth = planted(rows, 10, rank, seed)[1].tolist()
+    one = truth[0]
+    other = truth[1] if both else next(i for i in range(V) if i not in truth)
+    step = torch.randn(D, generator=torch.Generator().manual_seed(seed)) / D**0.5
+    rows[other] = rows[one] + apart * rows[one].norm() * step
+    return solve(rows, planted(rows, 10, rank, seed)[0]), set(truth)
+
+
+@pytest.mark.parametrize("rank", [4, 30])
+@pytest.mark.parametrize("apart", [3e-6, 1e-5, 3e-5])
+def test_no_certificate_stands_in_types_for_one_that_nearly_equals_another(
+    apart: float, rank: int
+) -> None:
+    """Unlike types may explain what one of two nearly equal ones explains beside the other."""
+    for seed in range(12):
+        found, truth = nearly_twins(apart, rank, seed, both=True)
+        assert not found.certified or set(found.types.tolist()) <= truth
+        found, truth = nearly_twins(apart, rank, seed, both=False)
+        assert found.certified
+        assert set(found.types.tolist()) == truth
+
+
 @pytest.mark.parametrize("level", [1e-3, 1e-2, 1e-1])
 def test_noise_leaves_the_loudest_types_and_no_certificate(level: float) -> None:
     right = named = 0

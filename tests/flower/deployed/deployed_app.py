@@ -22,6 +22,8 @@ FAULTS = {
     "second": {(0, 1): "shapes", (1, 1): "other", (0, 2): "nothing"},
 }
 """By run, then by client and round."""
+FULL = [("second", 0)]
+"""Run and client whose disk is full."""
 
 
 def out(context: Context) -> Path:
@@ -29,7 +31,13 @@ def out(context: Context) -> Path:
 
 
 def watching(context: Context):
-    return observer(out(context) / f"client_{context.node_config['partition-id']}_{os.getpid()}")
+    number = context.node_config["partition-id"]
+    folder = out(context) / f"client_{number}_{os.getpid()}"
+    if (context.run_config["run"], number) in FULL and not folder.exists():
+        folder.mkdir()
+        for name in ("leakage.jsonl", "run.jsonl"):
+            (folder / name).symlink_to("/dev/full")
+    return observer(folder)
 
 
 def fault_of(message: Message, context: Context) -> str:

@@ -158,6 +158,7 @@ def _rdp_of_poisson(noise_multiplier: float, sample_rate: float) -> Floats:
     """As ``opacus.accountants.analysis.rdp.compute_rdp``, of all orders at once."""
     check_opacus()
     orders = np.asarray(ORDERS)
+    rdp: Floats
     if noise_multiplier == 0:
         rdp = np.full(len(ORDERS), np.inf)
     elif sample_rate in (0, 1):
@@ -201,9 +202,10 @@ def _log_moments_between(sigma: float, rate: float) -> Floats:
     """
     middle = sigma**2 * math.log(1 / rate - 1) + 0.5
     in_log, out_log = math.log(rate), math.log1p(-rate)
-    signs, parts = [], []
-    over = False
-    while not np.all(over):
+    signs: list[Floats] = []
+    parts: list[Floats] = []
+    over = np.zeros((1, 1), dtype=np.bool_)
+    while not over.all():
         i, j, choices, sign = _fractional_orders(len(parts))
         low = i * in_log + j * out_log + (i * i - i) / (2 * sigma**2)
         high = j * in_log + i * out_log + (j * j - j) / (2 * sigma**2)

@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
-from lightning_fedleak.defenses.dpsgd.batch import sizes_of, unsharded
+from lightning_fedleak.defenses.dpsgd.batch import sizes_of, tensors_of, unsharded
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.places import Places, places_of, plain
 from lightning_fedleak.defenses.dpsgd.poisson import (
@@ -25,9 +28,14 @@ from lightning_fedleak.defenses.dpsgd.poisson import (
     poisson_loader,
 )
 from lightning_fedleak.defenses.processes import Team
+from lightning_fedleak.lightning_packages import both
 
 COMPARED = 5
 """Examples by which it is seen whether the processes of a client hold the same dataset."""
+ORDERED = 8
+"""Examples by which it is seen whether the collate function keeps their order."""
+AMONG = 64
+"""Examples that those are chosen from, so that they differ in length where any do."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,8 @@ def sampling_of(
 
     Raises:
         DefenseError: a loader that cannot be sampled, or one that gives an example to several
-            processes of one client, or to several clients in one step.
+            processes of one client, or to several clients in one step; where users are drawn, one
+            that does not keep the order of their rows.
     """
     check_torch_loader(dataloader)
     examples, batch_size = sizes_of(dataloader)
@@ -187,6 +196,8 @@ def sampling_of(
         turn=turn,
     )
     assert isinstance(loader.batch_sampler, PoissonBatchSampler)
+    if rows is not None:
+        _check_order(loader)
     own = loader.batch_sampler.shard
     places = None
     if mechanism != "independent":
@@ -230,6 +241,105 @@ def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
             f"{sampler.num_replicas} processes. Use poisson=True, or leave examples out "
             "(DistributedSampler(drop_last=True), torch.utils.data.Subset)."
         )
+
+
+def _check_order(loader: DataLoader[Any]) -> None:
+    """Refuses a dataset or collate function whose rows are not in the order of the examples.
+
+    Whose a row is, is known by its place. Some examples are collated, twice as they are and once
+    in another order. What is alike in the first two must follow in the third: that hangs on the
+    collate function, and not on what the examples hold. Random numbers are left as they were.
+
+    Raises:
+        DefenseError: it sorts or shuffles, or makes a row of several examples.
+    """
+    [isolate_rng, *_] = both("utilities.seed.isolate_rng")
+    with isolate_rng(include_cuda=False):
+        places = _unlike(loader)
+        count = len(places)
+        # Of usual orders (sorted, backwards, turned) none but the examples' own goes along.
+        order = [*range(1, count - 1), 0, count - 1] if count > 2 else [*range(count)][::-1]
+        first, again, moved = (
+            _collated(loader, some) for some in (places, places, [places[i] for i in order])
+        )
+        told = False
+        for one, two, three in zip(first, again, moved, strict=False):
+            if len(one) != count:
+                continue
+            if _alike(one, two):
+                # Or it is the same whatever the examples are: their numbers in the batch, say.
+                kept = _alike(one[order], three) or any(
+                    _alike(one, other) for other in _collated(loader, places[:1] * count)
+                )
+                told = told or not _alike(one, one[:1].expand_as(one))
+            else:
+                kept = not _is_shuffled(one, two)
+            if not kept:
+                raise DefenseError(
+                    "DPSGD: with unit='user' whose a row is, is known by its place in the batch, "
+                    f"and the collate function ({_called(loader)}) or the dataset's "
+                    "`__getitems__` sorts or shuffles rows, or makes a row of several examples: "
+                    "one user's rows would be clipped as another's. Let row i of every tensor be "
+                    "of example i (pack_padded_sequence takes enforce_sorted=False)."
+                )
+    if count > 1 and not told:
+        warnings.warn(
+            "DPSGD: with unit='user' whose a row is, is known by its place in the batch. Whether "
+            f"the collate function ({_called(loader)}) keeps the order of the examples could not "
+            "be seen: what it makes is random, or alike for all. It is trusted to.",
+            stacklevel=4,
+        )
+
+
+def _unlike(loader: DataLoader[Any]) -> list[int]:
+    """Places of a few examples from the shortest to the longest, of some all over the dataset."""
+    dataset: Any = loader.dataset
+    last = len(dataset) - 1
+    some = sorted({last * i // (AMONG - 1) for i in range(AMONG)})
+    some.sort(key=lambda place: _length(dataset[place]))
+    chosen = sorted({(len(some) - 1) * i // (ORDERED - 1) for i in range(ORDERED)})
+    return [some[i] for i in chosen]
+
+
+def _length(value: Any) -> int:
+    """Letters, and numbers that are not zero (as padding often is), in an example."""
+    if isinstance(value, Mapping):
+        return sum(map(_length, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_length, value))
+    if isinstance(value, Tensor | np.ndarray):
+        return int((value != 0).sum())
+    return len(value) if isinstance(value, str | bytes) else bool(value)
+
+
+def _collated(loader: DataLoader[Any], places: list[int]) -> list[Tensor]:
+    """Tensors of a batch of these examples, fetched as a DataLoader does."""
+    dataset: Any = loader.dataset
+    several = getattr(dataset, "__getitems__", None)
+    examples = several(places) if several else [dataset[place] for place in places]
+    return [tensor for tensor in tensors_of(loader.collate_fn(examples)) if tensor.dim()]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.is_floating_point() or one.is_complex():
+        return torch.allclose(one, other, equal_nan=True)
+    return torch.equal(one, other)
+
+
+def _is_shuffled(one: Tensor, other: Tensor) -> bool:
+    """Whether they hold the same rows, each once, in another order."""
+    if one.shape != other.shape:
+        return False
+    rows = [sorted(repr(row) for row in tensor.tolist()) for tensor in (one, other)]
+    return rows[0] == rows[1] and len(set(rows[0])) == len(one)
+
+
+def _called(loader: DataLoader[Any]) -> str:
+    collate = loader.collate_fn
+    own = collate.collate if isinstance(collate, EmptyCollate) else collate
+    return str(getattr(own, "__name__", type(own).__name__))
 
 
 def check_same_data(loader: DataLoader[Any], team: Team, *, poisson: bool) -> None:

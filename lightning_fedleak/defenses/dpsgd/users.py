@@ -35,20 +35,16 @@ def rows_by_user(dataset: Any, group_by: GroupBy) -> dict[Any, list[int]]:
         )
     users: dict[Any, list[int]] = {}
     for row, key in enumerate(keys):
-        key = key.item() if getattr(key, "shape", None) in ((), (1,)) else key
         try:
-            by_identity: Any = object.__hash__
-            if key is not None and type(key).__hash__ is by_identity:
-                raise TypeError("equal to itself alone")
-            missing = key is None or bool(key != key) or bool(key == "")
-            if not missing:
-                users.setdefault(key, []).append(row)
+            told = _told(key)
+            if told is not None:
+                users.setdefault(told, []).append(row)
         except (TypeError, ValueError, RuntimeError) as error:  # also arrays, and pandas' NA
             raise DefenseError(
                 f"DPSGD: row {row}'s {_name(group_by)} is a {type(key).__name__}, which tells no "
                 "user from another; give a number or a string"
             ) from error
-        if missing:
+        if told is None:
             raise DefenseError(
                 f"DPSGD: row {row} has no {_name(group_by)} (it is {key!r}), so whose it is cannot "
                 "be told. Leave such rows out of the dataset, or give them a key."
@@ -60,6 +56,24 @@ def digest_of(users: Sequence[Sequence[int]]) -> int:
     """48 bits of which rows are together."""
     text = ";".join(",".join(map(str, rows)) for rows in users)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+
+def _told(key: Any) -> Any:
+    """What users are told apart by; None for None, NaN, "" and what holds one of them.
+
+    Raises:
+        TypeError: it is equal to itself alone, or has no hash.
+    """
+    if isinstance(key, tuple | frozenset):
+        parts = [_told(part) for part in key]
+        kind = tuple if isinstance(key, tuple) else frozenset
+        return None if any(part is None for part in parts) else kind(parts)
+    key = key.item() if getattr(key, "shape", None) in ((), (1,)) else key
+    by_identity: Any = object.__hash__
+    if key is not None and type(key).__hash__ is by_identity:
+        raise TypeError("equal to itself alone")
+    missing = key is None or bool(key != key) or bool(key == "")
+    return None if missing else key
 
 
 def _name(group_by: GroupBy) -> str:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.sampling import Sampling, sampling_of
@@ -61,3 +67,138 @@ def test_poisson_samples_repeat_nobody() -> None:
     assert mine.rate == others.rate == 1.0
     (one,), (other,) = next(iter(mine.loader)), next(iter(others.loader))
     assert sorted([*one.tolist(), *other.tolist()]) == list(range(7))
+
+
+Row = tuple[list[int], int]
+
+
+class Texts(Dataset[Row]):
+    """Token ids, and labels."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Row:
+        return [1 + (7 * index + t) % 96 for t in range(self.lengths[index])], index % 3
+
+
+VARIOUS = [1] * 60 + [*range(1, 41)]
+
+
+def padded(rows: Sequence[Row]) -> dict[str, Tensor]:
+    ids = pad_sequence([torch.tensor(row) for row, _ in rows], batch_first=True)
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
+        "labels": torch.tensor([y for _, y in rows]),
+    }
+
+
+def longest_first(rows: Sequence[Row]) -> dict[str, Tensor]:
+    return padded(sorted(rows, key=lambda row: -len(row[0])))
+
+
+def backwards(rows: Sequence[Row]) -> dict[str, Tensor]:
+    return padded(rows[::-1])
+
+
+def shuffled(rows: Sequence[Row]) -> dict[str, Tensor]:
+    return padded(random.sample(rows, len(rows)))
+
+
+def with_others(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """The next row of the batch as a negative."""
+    found = padded(rows)
+    return found | {"negative": found["input_ids"].roll(1, 0)}
+
+
+def masked(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """As for masked language models: the labels are drawn too."""
+    found = padded(rows)
+    ids = found["input_ids"]
+    hidden = torch.rand(ids.shape) < 0.3
+    return found | {
+        "input_ids": ids.masked_fill(hidden, 99),
+        "labels": ids.masked_fill(~hidden, -100),
+    }
+
+
+def masked_longest_first(rows: Sequence[Row]) -> dict[str, Tensor]:
+    return masked(sorted(rows, key=lambda row: -len(row[0])))
+
+
+def numbered(rows: Sequence[Row]) -> dict[str, Tensor]:
+    return padded(rows) | {"number": torch.arange(len(rows))}
+
+
+def noise(rows: Sequence[Row]) -> Tensor:
+    return torch.rand(len(rows), 3)
+
+
+class Unordered(Texts):
+    """As a query whose answer comes by key."""
+
+    def __getitems__(self, indices: list[int]) -> list[Row]:
+        return [self[i] for i in sorted(indices)]
+
+
+def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
+    context = DefenseContext(
+        root=nn.Identity(),
+        client=0,
+        clients=1,
+        device=torch.device("cpu"),
+        precision="32-true",
+        step=0,
+        entropy=bytes(32),
+    )
+    return sampling_of(
+        DataLoader(dataset, batch_size=4, collate_fn=collate),
+        context,
+        poisson=True,
+        trust="local",
+        entropy=bytes(32),
+        first_step=0,
+        users=lambda rows: {i: [*range(len(rows))[i : i + 2]] for i in range(0, len(rows), 2)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("collate", "dataset"),
+    [
+        (longest_first, Texts(VARIOUS)),
+        (backwards, Texts(VARIOUS)),
+        (shuffled, Texts(VARIOUS)),
+        (with_others, Texts(VARIOUS)),
+        (masked_longest_first, Texts(VARIOUS)),
+        (padded, Unordered(VARIOUS)),
+    ],
+)
+def test_rows_in_another_order_than_the_examples_are_refused_where_users_are_drawn(
+    collate: Any, dataset: Dataset[Any]
+) -> None:
+    """A user's rows are those at their places, so that others' would be clipped as theirs."""
+    with pytest.raises(DefenseError, match=f"collate function .{collate.__name__}.*sorts"):
+        by_user(collate, dataset)
+
+
+@pytest.mark.parametrize("collate", [padded, masked, numbered])
+@pytest.mark.parametrize("lengths", [VARIOUS, [2, 5], [3, 1, 2]])
+def test_rows_in_order_are_taken_and_random_numbers_left_as_they_were(
+    collate: Any, lengths: Sequence[int]
+) -> None:
+    before = random.getstate(), torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        by_user(collate, Texts(lengths))
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.mark.parametrize(("collate", "lengths"), [(noise, VARIOUS), (masked, [30] * 20)])
+def test_an_order_that_cannot_be_seen_is_said(collate: Any, lengths: Sequence[int]) -> None:
+    with pytest.warns(UserWarning, match="could not be seen.*trusted"):
+        by_user(collate, Texts(lengths))

@@ -110,6 +110,11 @@ def test_whose_a_row_is_is_told_by_a_column_a_function_or_keys(kind: Any, group_
         (Keyed([*"ab", None, "c"]), "customer", "row 2 has no 'customer'"),
         (Keyed([*"ab", ""]), "customer", "row 2 has no 'customer'"),
         (Keyed([1.0, math.nan]), lambda e: e["customer"], r"row 1 has no key \(group_by\)"),
+        (Keyed([("de", 1), ("de", math.nan)]), "customer", "row 1 has no 'customer'"),
+        (Keyed([("de", ("x", None))]), "customer", "row 0 has no 'customer'"),
+        (Keyed([("de", "")]), "customer", "row 0 has no 'customer'"),
+        (Keyed([frozenset([math.nan])]), "customer", "row 0 has no 'customer'"),
+        (Keyed([("de", object())]), "customer", "row 0's 'customer' is a tuple"),
         (Keyed([["a"], "b"]), "customer", "row 0's 'customer' is a list"),
         (Keyed(), KEYS[:3], "3 keys for 40 rows"),
         (Keyed(), lambda e: np.arange(2), r"row 0's key \(group_by\) is a ndarray"),
@@ -125,6 +130,11 @@ def test_a_row_that_is_nobodys_is_refused_with_the_columns_name(
 ) -> None:
     with pytest.raises(DefenseError, match=word):
         users_of(dataset, group_by)
+
+
+def test_keys_of_several_parts_are_compared_by_their_values() -> None:
+    keys = [("de", torch.tensor(3)), ("de", torch.tensor(3)), ("fr", np.int64(3)), ("de", 3)]
+    assert users_of([*range(4)], keys) == [[0, 1, 3], [2]]
 
 
 @pytest.mark.parametrize("most", [None, 12, 4, 1])

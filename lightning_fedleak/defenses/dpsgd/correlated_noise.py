@@ -390,6 +390,7 @@ class StepNoise:
             return
         if self._file == path or (self._file is not None and not self._delete()):
             return  # where another run has it, the next release says so
+        self._file = None
         tensors = {
             f"{back} {number}": tensor
             for back, kept in enumerate(self._kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from lightning_fedleak.defenses import DPSGD
+from lightning_fedleak.defenses import DPSGD, DefenseError
+from lightning_fedleak.defenses.dpsgd.places import Places, places_of
+from lightning_fedleak.defenses.dpsgd.users import rows_by_user
 from lightning_fedleak.strategies import DefendedStrategy
 
 N, BATCH = 24, 4
@@ -90,3 +93,73 @@ def test_of_all_checkpoints_one_goes_on_with_past_noise(mechanism: Any, tmp_path
         assert began_anew(own, Module(), Stop(9), ckpt_path=again)
         paid += 2 if again.name.endswith("=4.ckpt") and mechanism == "banded" else 1
         assert own.accountant.steps == paid
+
+
+class Keyed(Dataset[Any]):
+    """In an order; with ``noise`` the inputs are others in every reading."""
+
+    def __init__(self, order: list[int], noise: bool = False) -> None:
+        self.order, self.noise = order, noise
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, place: int) -> Any:
+        x, y = DATA[self.order[place]]
+        return x + torch.randn(6) * self.noise, y
+
+
+IN_ORDER, MOVED = list(range(N)), [*range(N // 2, N), *range(N // 2)]
+SAME = TensorDataset(torch.ones(N, 6), torch.zeros(N, dtype=torch.long))  # contents tell nothing
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "moved"),
+    [
+        (lambda: Subset(DATA, IN_ORDER), lambda: Subset(DATA, IN_ORDER), False),
+        (lambda: Subset(SAME, IN_ORDER), lambda: Subset(SAME, MOVED), True),
+        (lambda: Keyed(IN_ORDER), lambda: Keyed(IN_ORDER), False),
+        (lambda: Keyed(IN_ORDER), lambda: Keyed(MOVED), True),
+        (lambda: Keyed(IN_ORDER, True), lambda: Keyed(IN_ORDER, True), False),
+        (lambda: Keyed(IN_ORDER, True), lambda: Keyed(IN_ORDER[::-1], True), True),
+    ],
+)
+def test_examples_that_move_in_mid_mechanism_stop_the_fit_or_begin_a_new_one(
+    before: Any, after: Any, moved: bool, tmp_path: Path
+) -> None:
+    made = iter([before, *[after] * 3])
+    module = Module(lambda: next(made)())
+    own = defense("banded_inverse")
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4)
+    with pytest.raises(DefenseError, match="stand at other places") if moved else nullcontext():
+        fit(own, module, saver, reload_dataloaders_every_n_epochs=1)
+    assert own.releases == (6 if moved else 24)
+
+    own, saver = defense("banded_inverse"), ModelCheckpoint(tmp_path / "b", every_n_train_steps=4)
+    fit(own, Module(before), saver, Stop(8))
+    (held,) = (tmp_path / "b").glob("secret-*")
+    assert b"places" in held.read_bytes()
+    state = torch.load(saver.best_model_path, weights_only=True)["lightning_fedleak_defenses"]
+    assert "places" not in str(state)
+    own = defense("banded_inverse")
+    assert began_anew(own, Module(after), Stop(9), ckpt_path=saver.best_model_path) == moved
+    assert own.accountant.steps == 1 + moved
+
+
+def test_places_of_users_and_of_parts() -> None:
+    def seen(dataset: Any, keys: Any = None, shard: range = range(N)) -> Places:
+        users = None if keys is None else rows_by_user(dataset, keys)
+        return places_of(dataset, shard, users)
+
+    keys = [str(place // 2) for place in range(N)]
+    assert not seen(DATA, keys).differ(seen(DATA, keys))
+    assert seen(DATA, keys).differ(seen(DATA, [f"other {key}" for key in keys]))
+    assert seen(DATA, shard=range(0, N, 2)).differ(seen(DATA, shard=range(1, N, 2)))
+    one, two = Subset(SAME, range(4)), Subset(SAME, range(4, N))
+    assert seen(ConcatDataset([one, two])).differ(seen(ConcatDataset([two, one])))
+    again = TensorDataset(*SAME.tensors)
+    parts = [Subset(again, range(4)), Subset(again, range(4, N))]
+    assert not seen(ConcatDataset([one, two])).differ(seen(ConcatDataset(parts)))
+    state = torch.get_rng_state()
+    assert seen(Keyed(IN_ORDER, True)).contents.keys() == {"/1"}
+    assert torch.equal(torch.get_rng_state(), state)

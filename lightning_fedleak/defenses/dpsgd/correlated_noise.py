@@ -13,7 +13,8 @@ A release gets ``sigma C (C^-1 Z)_t`` instead of ``sigma C Z_t`` (:mod:`~.factor
   steps are one Gaussian mechanism of the sensitivity of C, and sampling amplifies nothing.
 
 Which group an example is in follows from its place in the dataset. So neighbours differ by an
-example that is there or whose place is empty, as everywhere in this package.
+example that is there or whose place is empty, as everywhere in this package. Places that change
+within a fit are refused. A run that resumes with others begins a new mechanism.
 
 **The noise of past steps is a secret.** Whoever has it can take it off. It is in no checkpoint, but
 in a file of its own beside it, which this user alone may read. Two runs that go on from one noise
@@ -25,6 +26,7 @@ new mechanism, whose cost is added to that of the first.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import deque
@@ -44,6 +46,7 @@ from lightning_fedleak.defenses.dpsgd.factorization import (
     banded,
     banded_inverse,
 )
+from lightning_fedleak.defenses.dpsgd.places import Places
 from lightning_fedleak.defenses.noise import add_standard_normal, noise_key, standard_normal
 
 Mechanism = Literal["independent", "banded", "banded_inverse"]
@@ -138,37 +141,56 @@ class StepNoise:
         self._saved_row = 0
         self._device = ""
         self._file: Path | None = None
+        self._places: Places | None = None
+        self._saved_places: Places | None = None
 
     # ---- a fit ------------------------------------------------------------------------------
 
     def begin_fit(self) -> None:
         """A fit begins: with what was loaded for it, or anew."""
-        self.plan = None
+        self.plan = self._places = None
         if not self._loaded:
             self.forget()
 
     def end_fit(self) -> None:
         """A fit has ended. Its last noise stays in the file beside its last checkpoint alone."""
         self.forget()
-        self.plan = self._saved = None
+        self.plan = self._saved = self._places = None
 
     def forget(self) -> None:
         """What follows is a new mechanism."""
         self.row, self._whole, self._loaded = 0, True, False
-        self.name, self._file = "", None
+        self.name, self._file, self._saved_places = "", None, None
         self._kept.clear()
         self._draws.clear()
 
-    def settle(self, plan: Plan) -> None:
+    def settle(self, plan: Plan, places: Places | None) -> None:
         """The training data are known.
 
         Raises:
-            DefenseError: the mechanism that goes on was planned otherwise.
+            DefenseError: the mechanism that goes on was planned otherwise, or examples stand at
+                other places than before in this fit.
         """
         for before in (self._saved, self.plan):
             if before is not None:
                 before.check_same(plan)
+        if not self.row or self._places is None or places is None:
+            self._places = places
+        elif self._places.differ(places):
+            raise DefenseError(
+                "DPSGD: the training data were made anew within the fit, and examples stand at "
+                "other places. With correlated noise the steps that an example may be in follow "
+                "from its place, so it would take part more often than is accounted. Nothing more "
+                "was released. Split and shuffle the dataset once, before the fit or by a fixed "
+                "seed, or leave reload_dataloaders_every_n_epochs out."
+            )
         self.plan = plan
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether examples stand elsewhere than when the noise was written that was loaded."""
+        before, now = self._saved_places, self._places
+        return before is not None and now is not None and now.differ(before)
 
     # ---- a release --------------------------------------------------------------------------
 
@@ -377,6 +399,8 @@ class StepNoise:
             tensors["bases"] = torch.tensor([[*base] for base, _ in self._draws], dtype=torch.uint8)
             tensors["releases"] = torch.tensor([release for _, release in self._draws])
         told = _told(self.plan, self.row, self.name, releases, self._device)
+        if self._places is not None:
+            told["places"] = json.dumps(vars(self._places))
         draft = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -406,15 +430,17 @@ class StepNoise:
         """
         try:
             with safetensors.safe_open(path, "pt") as file:
-                told = file.metadata()
+                told = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, safetensors.SafetensorError):
             return False
+        places = told.pop("places", None)
         if self._saved is None or told != _told(
             self._saved, self._saved_row, self.name, releases, device
         ):
             return False
         self.row, self._loaded, self._file = self._saved_row, True, path
+        self._saved_places = None if places is None else Places(**json.loads(places))
         if "bases" in tensors:
             bases, numbers = tensors["bases"].tolist(), tensors["releases"].tolist()
             self._draws.extend(zip(map(bytes, bases), numbers, strict=True))

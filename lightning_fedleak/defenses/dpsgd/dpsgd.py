@@ -62,7 +62,7 @@ from lightning_fedleak.defenses.dpsgd.setup_checks import (
     planned_steps,
 )
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
-from lightning_fedleak.defenses.dpsgd.users import GroupBy, digest_of, users_of
+from lightning_fedleak.defenses.dpsgd.users import GroupBy, digest_of, rows_by_user
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import Team, reshard
 
@@ -444,6 +444,7 @@ class DPSGD(Defense):
             users=0 if sampling.users is None else digest_of(sampling.users),
         )
         check_same_data(sampling.loader, team, poisson=self.poisson)
+        self._forget_if_moved()
         # Found on another machine, it may differ in its last bits.
         self.noise_multiplier = team.told_by_first(self.noise_multiplier)
         return sampling.loader
@@ -456,11 +457,12 @@ class DPSGD(Defense):
             DefenseError: a :class:`~.DPAdamBC` would get noise that this defence does not know.
         """
         self._check_noise_known(context)
+        self._forget_if_moved()
         if self.releases and self._noise.is_lost:
             warnings.warn(
-                f"DPSGD: the noise of the {self.releases} releases before is not known (the run "
-                "was killed, or the file beside its checkpoint is gone). A new mechanism begins, "
-                "and its cost is added to theirs.",
+                f"DPSGD: the noise of the {self.releases} releases before cannot be gone on "
+                "with (the run was killed, the file beside its checkpoint is gone, or examples "
+                "stand at other places). A new mechanism begins, and its cost is added to theirs.",
                 stacklevel=2,
             )
         if self._step is not None:
@@ -723,12 +725,18 @@ class DPSGD(Defense):
         if self.mechanism == "independent":
             return steps
         plan = Plan(self.mechanism, self.bands or 1, steps(), sampling.groups, sampling.examples)
-        self._noise.settle(plan)
+        self._noise.settle(plan, sampling.places)
         return lambda: plan.rounds
 
-    def _users(self, dataset: Any) -> list[list[int]]:
+    def _users(self, dataset: Any) -> dict[Any, list[int]]:
         assert self.group_by is not None
-        return users_of(dataset, self.group_by)
+        return rows_by_user(dataset, self.group_by)
+
+    def _forget_if_moved(self) -> None:
+        """Begins a new mechanism where examples stand elsewhere than in the one that was loaded."""
+        (moved,) = self._team.largest([self._noise.is_moved])
+        if moved:
+            self._noise.forget()
 
     def _in_fit(self) -> tuple[WatchedStep, Sampling]:
         if self._step is None or self._sampling is None:

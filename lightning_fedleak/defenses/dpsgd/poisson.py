@@ -487,7 +487,7 @@ def _shard(loader: DataLoader[Any]) -> range:
 
 def _check_once(dataset: Dataset[Any]) -> None:
     """Refuses a dataset that torch's own classes make of others with an example in two places."""
-    sources, places = _origins(dataset)
+    sources, places = origins(dataset)
     order = np.lexsort((places, sources))
     again = (np.diff(sources[order]) == 0) & (np.diff(places[order]) == 0)
     if again.any():
@@ -499,20 +499,20 @@ def _check_once(dataset: Dataset[Any]) -> None:
         )
 
 
-def _origins(dataset: Any) -> tuple[Any, Any]:
+def origins(dataset: Any) -> tuple[Any, Any]:
     """For each place the dataset that its example comes from, by identity, and where it is there.
 
     Subset and ConcatDataset are looked through.
     """
     if isinstance(dataset, ConcatDataset):
-        parts = [_origins(part) for part in dataset.datasets]
+        parts = [origins(part) for part in dataset.datasets]
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
     if isinstance(dataset, Subset):
         indices = np.asarray(dataset.indices)
         if indices.dtype.kind not in "iu":  # keys, or none at all
             _, places = np.unique(indices, return_inverse=True)
             return np.full(len(indices), id(dataset.dataset), dtype=np.int64), places
-        sources, places = _origins(dataset.dataset)
+        sources, places = origins(dataset.dataset)
         return sources[indices], places[indices]
     size = len(_sized(dataset))
     return np.full(size, id(dataset), dtype=np.int64), np.arange(size)
@@ -578,6 +578,7 @@ __all__ = [
     "check_torch_loader",
     "checked_loader",
     "is_sharded",
+    "origins",
     "poisson_loader",
     "rebuilt",
 ]

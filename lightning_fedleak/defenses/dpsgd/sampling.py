@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.batch import sizes_of, tensors_of, unsharded
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
+from lightning_fedleak.defenses.dpsgd.places import Places, places_of, plain
 from lightning_fedleak.defenses.dpsgd.poisson import (
     EmptyCollate,
     PoissonBatchSampler,
@@ -48,6 +49,7 @@ class Sampling:
         examples: of all clients; users where they are drawn.
         users: the rows of each; None where examples are drawn.
         groups: of examples or users, that batches are drawn from in turn.
+        places: of examples, where noise is correlated over steps; else None.
     """
 
     loader: DataLoader[Any]
@@ -56,6 +58,7 @@ class Sampling:
     examples: int
     users: Sequence[Sequence[int]] | None = None
     groups: int = 1
+    places: Places | None = None
 
     @property
     def drawn(self) -> int:
@@ -127,7 +130,7 @@ def sampling_of(
     trust: Trust,
     entropy: bytes,
     first_step: int,
-    users: Callable[[Any], Sequence[Sequence[int]]] | None = None,
+    users: Callable[[Any], Mapping[Any, Sequence[int]]] | None = None,
     rows_per_user: int | None = None,
     mechanism: Mechanism = "independent",
     bands: int = 1,
@@ -143,7 +146,7 @@ def sampling_of(
         trust: see :class:`~lightning_fedleak.defenses.dpsgd.dpsgd.DPSGD`.
         entropy: secret bytes that the samples follow from.
         first_step: number of the first batch.
-        users: gives the rows of every user of a dataset, where users are drawn.
+        users: gives the rows of every user of a dataset by key, where users are drawn.
         rows_per_user: of one user in a batch, at most.
         mechanism: ``"banded"`` draws from ``bands`` groups in turn, ``"banded_inverse"`` gives the
             same batches in every epoch.
@@ -166,7 +169,8 @@ def sampling_of(
         _check_repeats(dataloader, context)
         expected = float(batch_size * context.processes)
         return Sampling(checked_loader(dataloader), 1.0, expected, examples)
-    rows = None if users is None else users(dataloader.dataset)
+    by_key = None if users is None else users(dataloader.dataset)
+    rows = None if by_key is None else [*by_key.values()]
     examples = examples if rows is None else len(rows)
     share = max(1, examples // replicas)
     steps = max(1, round(share / batch_size))
@@ -194,12 +198,15 @@ def sampling_of(
     assert isinstance(loader.batch_sampler, PoissonBatchSampler)
     if rows is not None:
         _check_order(loader)
-    shard = len(loader.batch_sampler.shard) if context.processes == 1 else examples
-    expected = rate * shard / groups
+    own = loader.batch_sampler.shard
+    places = None
+    if mechanism != "independent":
+        places = places_of(loader.dataset, own, by_key)
+    expected = rate * (len(own) if context.processes == 1 else examples) / groups
     if trust == "central" and context.clients > 1:
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
-    return Sampling(loader, rate, expected, examples, rows, groups)
+    return Sampling(loader, rate, expected, examples, rows, groups, places)
 
 
 def _check_shares(dataloader: Any, context: DefenseContext) -> None:
@@ -372,23 +379,8 @@ def _digest(dataset: Any) -> int:
     """48 bits of a few examples."""
     last = len(dataset) - 1
     examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
-    found = hashlib.sha256("\0".join(_plain(examples)).encode())
+    found = hashlib.sha256("\0".join(plain(examples)).encode())
     return int.from_bytes(found.digest()[:6], "big")
-
-
-def _plain(value: Any) -> Iterator[str]:
-    """The numbers and words in an example."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield repr(key)
-            yield from _plain(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _plain(item)
-    elif hasattr(value, "tolist"):
-        yield repr(value.tolist())
-    elif isinstance(value, str | bytes | int | float):
-        yield repr(value)
 
 
 __all__ = ["Sampling", "check_same_data", "sampling_of"]

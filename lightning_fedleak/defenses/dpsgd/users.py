@@ -14,7 +14,12 @@ GroupBy = str | Callable[[Any], Any] | Sequence[Any]
 
 
 def users_of(dataset: Any, group_by: GroupBy) -> list[list[int]]:
-    """The rows of every user, in the order in which users are met.
+    """As :func:`rows_by_user`, without the keys."""
+    return [*rows_by_user(dataset, group_by).values()]
+
+
+def rows_by_user(dataset: Any, group_by: GroupBy) -> dict[Any, list[int]]:
+    """The rows of every user by key, in the order in which users are met.
 
     Args:
         dataset: map-style.
@@ -44,7 +49,7 @@ def users_of(dataset: Any, group_by: GroupBy) -> list[list[int]]:
                 f"DPSGD: row {row} has no {_name(group_by)} (it is {key!r}), so whose it is cannot "
                 "be told. Leave such rows out of the dataset, or give them a key."
             )
-    return [*users.values()]
+    return users
 
 
 def digest_of(users: Sequence[Sequence[int]]) -> int:
@@ -115,4 +120,4 @@ def _no_column(name: str, known: Sequence[Any], row: int | None = None) -> Defen
     )
 
 
-__all__ = ["GroupBy", "digest_of", "users_of"]
+__all__ = ["GroupBy", "digest_of", "rows_by_user", "users_of"]

@@ -27,10 +27,14 @@ from lightning_fedleak.defenses.processes import plain_type
 Clipping = Literal["auto", "per_sample", "ghost"]
 
 CANCELLATION = 1e-5
-"""A squared norm is never taken for less than this share of the absolute terms it is the sum of.
+"""A squared norm is never taken for less than this share of the absolute terms it is the sum of."""
+ROUNDING = 8
+"""Machine epsilons of the absolute terms that rounding may take off a squared norm.
 
-Below, rounding could make it too small, and a norm that is too small breaks the clip.
+A norm that is too small breaks the clip, so what cancels is added in again. Measured: up to 4.6, in
+products of up to :data:`SUMMED` numbers; of more it grows with the root of their number.
 """
+SUMMED = 4096
 
 CHUNK = 1 << 24
 """Numbers of factors that norms are computed from at once."""
@@ -333,6 +337,9 @@ def _squared(parts: Sequence[Part], rows: slice) -> Tensor:
             total, absolute = _add(total, absolute, crossed.mul_(2))
     assert total is not None
     assert absolute is not None
+    widest = max(v.shape[2] for part in parts for v in vars(part).values() if v.dim() == 3)
+    share = ROUNDING * torch.finfo(total.dtype).eps * max(1.0, (widest / SUMMED) ** 0.5)
+    total = total + share * (absolute - total)
     return torch.maximum(total, CANCELLATION * absolute)
 
 

@@ -281,6 +281,41 @@ def test_a_norm_that_rounding_could_hide_is_not_underestimated() -> None:
     assert square**0.5 >= true
 
 
+@pytest.mark.parametrize("kind", ["outer", "rows", "tied"])
+@pytest.mark.parametrize(("size", "positions"), [(4, 2), (64, 2), (64, 8), (200, 4)])
+def test_a_norm_of_positions_that_nearly_cancel_is_not_underestimated(
+    kind: str, size: int, positions: int
+) -> None:
+    """Over how nearly: a norm too small by a part in a million lets a gradient exceed the clip."""
+    generator = torch.Generator().manual_seed(1)
+
+    def near(values: Tensor, by: float) -> Tensor:
+        return values * (1 + by * torch.randn(values.shape, generator=generator))
+
+    excess = []
+    for by in (3e-3, 4e-3, 5e-3, 7e-3, 2e-2, 0.1):
+        one, other = torch.randn(2, 50, positions // 2, size, generator=generator)
+        ids = torch.randint(0, size, one.shape[:2], generator=generator)
+        parts: list[Part]
+        if kind == "outer":
+            left, right = [one, -near(one, by)], [other, near(other, by)]
+            parts = [Outer(torch.cat(left, 1), torch.cat(right, 1))]
+        elif kind == "rows":
+            parts = [Rows(torch.cat([ids, ids], 1), torch.cat([one, -near(one, by)], 1))]
+        else:
+            one_hot = nn.functional.one_hot(ids, size).float()
+            parts = [Outer(one_hot, one), Rows(ids, -near(one, by))]
+        exact: list[Part] = [
+            type(part)(
+                **{k: v.double() if v.is_floating_point() else v for k, v in vars(part).items()}
+            )
+            for part in parts
+        ]
+        true = in_full(exact, torch.Size([size, size])).flatten(1).norm(dim=1)
+        excess.append(float((true / squared_norms(parts).sqrt() - 1).max()))
+    assert max(excess) < 1e-6
+
+
 def test_hooks_leave_model_and_training_as_they_are() -> None:
     model = tiny_gpt2().train()
     before = {key: value.clone() for key, value in model.state_dict().items()}

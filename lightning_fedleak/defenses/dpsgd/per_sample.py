@@ -13,6 +13,7 @@ All shapes have the samples first, B of them. T counts positions of a sample, of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -82,6 +83,29 @@ class Dense:
 Part = Outer | Rows | Dense
 
 
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Inside, products of float32 matrices are of float32, whatever the user has set for training.
+
+    In TF32 (``set_float32_matmul_precision("high")``) norm and sum would each be rounded to 11 bits
+    in its own way, and a sample whose positions cancel could exceed the clip by a good part of it.
+    """
+    # Since torch 2.9 each backend also has a setting of its own, which the common one overwrites.
+    backends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", 0)]
+    own = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch cannot tell where a backend's own contradicts it
+        before = "highest"
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        for backend, precision in own:
+            backend.fp32_precision = precision
+
+
 def merged(parts: Sequence[Part]) -> list[Part]:
     """The same gradients in at most one part of each kind; uses become further positions."""
     result: list[Part] = []
@@ -124,6 +148,7 @@ def chosen(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> list
     return [Dense(in_full(parts, shape))] if full else parts
 
 
+@_full_precision()
 def in_full(parts: Sequence[Part], shape: torch.Size) -> Tensor:
     """Per-sample gradients, (B, *shape), multiplied out; float32, or float64 if they are."""
     total: Tensor | None = None
@@ -200,6 +225,7 @@ def count_positions(part: Part) -> int:
     return (part.left if isinstance(part, Outer) else part.ids).shape[:2].numel()
 
 
+@_full_precision()
 def squared_norms(parts: Sequence[Part]) -> Tensor:
     """Squared 2-norm of every sample's gradient, (B,).
 
@@ -246,6 +272,7 @@ def squared_norms_of_users(
     return torch.cat(found)
 
 
+@_full_precision()
 def weighted_sum(
     parts: Sequence[Part], weights: Tensor, shape: torch.Size, onto: Tensor | None = None
 ) -> Tensor:

@@ -378,13 +378,24 @@ class Defense(ABC):
         defence.
         """
 
+    @property
+    def secret_name(self) -> str:
+        """What the file of :meth:`save_secrets` is named by; empty where there is none to keep.
+
+        Alike on all processes of the client, and in the run that resumes once it has called
+        :meth:`load_state_dict`. Checkpoints in one folder that have it alike share the file.
+        """
+        return ""
+
     def save_secrets(self, path: Path) -> None:  # noqa: B027
         """Writes what a run that resumes needs and a checkpoint must not hold, on every process.
 
-        Called after each checkpoint, where all processes are one client.
+        Called after each checkpoint, where all processes are one client and :attr:`secret_name` is
+        not empty.
 
         Args:
-            path: of a file of this process's own beside the checkpoint. It is to be of mode 0600.
+            path: of a file of this process's own, in the checkpoint's folder. It is to be of mode
+                0600.
         """
 
     def load_secrets(self, path: Path, device: str) -> bool:

@@ -214,14 +214,8 @@ class Seam(Strategy):
                     defense.forget_secrets()
         return checkpoint
 
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """With what the defences keep beside it."""
-        super().remove_checkpoint(filepath)
-        for _, path in self._secrets_beside(filepath):
-            path.unlink(missing_ok=True)
-
     def _secrets_beside(self, checkpoint: Any) -> Iterator[tuple[Defense, Path]]:
-        """Each defence, and where this process keeps what no checkpoint may hold.
+        """Each defence with a secret, and where this process keeps what no checkpoint may hold.
 
         Nothing where processes are clients of their own, of which a checkpoint knows the first, and
         of checkpoints that are not on a disk.
@@ -234,8 +228,9 @@ class Seam(Strategy):
             return
         own = Path(os.path.realpath(checkpoint))
         for defense in self._fedleak.defenses:
-            name = f"secret-{defense.name}-{own.name}-{rank}-of-{world}.safetensors"
-            yield defense, own.with_name(name)
+            if secret := defense.secret_name:
+                name = f"secret-{defense.name}-{secret}-{rank}-of-{world}.safetensors"
+                yield defense, own.with_name(name)
 
     def teardown(self) -> None:
         """Takes back what the defences changed."""

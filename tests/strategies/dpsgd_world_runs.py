@@ -601,6 +601,8 @@ class Runs:
 
         rows = made(defense(), callbacks=[Save()])
         files = sorted(file.name for file in folder.glob("secret-*"))
+        held = torch.load(path, weights_only=True, map_location="cpu")
+        name = held["lightning_fedleak_defenses"]["dpsgd"]["noise"]
         modes = {stat.S_IMODE(file.stat().st_mode) for file in folder.glob("secret-*")}
         second = defense()
         rows += made(second, ckpt_path=str(path))
@@ -615,6 +617,7 @@ class Runs:
         alike = white @ white.T / white.shape[1] / matrices.sensitivity**2
         return {
             "files": files,
+            "name": name,
             "modes": [*modes],
             "left": len([*folder.glob("secret-*")]),
             "white": float(np.abs(alike - np.eye(6)).max()),

@@ -240,7 +240,7 @@ def test_correlated_noise_goes_on_from_the_file_of_each_rank(
     both, strategy: str, name: str
 ) -> None:
     for found in of(under(strategy, both), name):
-        each = [f"secret-dpsgd-first.ckpt-{rank}-of-2.safetensors" for rank in range(2)]
+        each = [f"secret-dpsgd-{found['name']}-{rank}-of-2.safetensors" for rank in range(2)]
         assert (found["files"], found["modes"], found["left"]) == (each, [0o600], 0)
         assert found["white"] < 0.15
         assert found["counted"] == (2 if name == "banded" else 1)

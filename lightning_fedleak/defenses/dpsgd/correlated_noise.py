@@ -17,15 +17,16 @@ example that is there or whose place is empty, as everywhere in this package.
 
 **The noise of past steps is a secret.** Whoever has it can take it off. It is in no checkpoint, but
 in a file of its own beside it, which this user alone may read. Two runs that go on from one noise
-would both reveal what each of them hides. So the file is deleted before the next release is made:
-one that is there is that of the last release. Where a run is killed it is gone, and the run that
-resumes begins a new mechanism, whose cost is added to that of the first.
+would both reveal what each of them hides. So there is one file at most. It is named by a digest of
+the last release, which all checkpoints since then hold, and who makes the next release deletes it
+first. Only one can: a run that finds it gone is refused, and one that resumes without it begins a
+new mechanism, whose cost is added to that of the first.
 """
 
 from __future__ import annotations
 
-import glob
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from lightning_fedleak.defenses.dpsgd.factorization import (
     banded,
     banded_inverse,
 )
-from lightning_fedleak.defenses.noise import add_standard_normal, standard_normal
+from lightning_fedleak.defenses.noise import add_standard_normal, noise_key, standard_normal
 
 Mechanism = Literal["independent", "banded", "banded_inverse"]
 Key = Callable[[bytes, int, int], bytes]
@@ -118,6 +119,8 @@ class StepNoise:
     Attributes:
         plan: of the fit; None where noise is independent, or before the training data are known.
         row: number of the next release in its mechanism.
+        name: digest of the last release, alike on all processes of a client and in checkpoints;
+            empty before the first.
     """
 
     def __init__(self, mechanism: Mechanism, bands: int | None) -> None:
@@ -125,6 +128,7 @@ class StepNoise:
         self.bands = bands or 1
         self.plan: Plan | None = None
         self.row = 0
+        self.name = ""
         self._kept: deque[dict[int, Tensor]] = deque(maxlen=max(1, self.bands - 1))
         self._current: dict[int, Tensor] = {}
         self._draws: deque[tuple[bytes, int]] = deque(maxlen=self.bands)
@@ -133,7 +137,7 @@ class StepNoise:
         self._saved: Plan | None = None
         self._saved_row = 0
         self._device = ""
-        self._files: set[Path] = set()
+        self._file: Path | None = None
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -147,11 +151,11 @@ class StepNoise:
         """A fit has ended. Its last noise stays in the file beside its last checkpoint alone."""
         self.forget()
         self.plan = self._saved = None
-        self._files.clear()
 
     def forget(self) -> None:
         """What follows is a new mechanism."""
         self.row, self._whole, self._loaded = 0, True, False
+        self.name, self._file = "", None
         self._kept.clear()
         self._draws.clear()
 
@@ -209,18 +213,19 @@ class StepNoise:
             release: its number in the run.
 
         Raises:
-            DefenseError: a file cannot be deleted.
+            DefenseError: the file cannot be deleted, or is gone.
         """
-        for path in sorted(self._files):
-            try:
-                path.unlink(missing_ok=True)
-                _sync(path.parent)
-            except OSError as error:
-                raise DefenseError(
-                    f"DPSGD: '{path}' cannot be deleted ({error}). It holds the noise of the last "
-                    "release, which must not be used twice: nothing more was released."
-                ) from error
-            self._files.discard(path)
+        if self._file is not None and not self._delete():
+            raise DefenseError(
+                f"DPSGD: '{self._file}' is gone. Another run has gone on with the noise of the "
+                "last release, which must not be used twice, or the file was moved or deleted. "
+                "Nothing more was released. Resume from the last checkpoint: a new mechanism "
+                "begins then, whose cost is added. Let one run go on from a checkpoint, after the "
+                "one that wrote it has ended."
+            )
+        self._file = None
+        if self.mechanism != "independent":
+            self.name = noise_key(base, 0, release, 0, "correlated", "name")[:16].hex()
         self._draws.appendleft((base, release))
         self._current, self._whole = {}, False
 
@@ -287,6 +292,21 @@ class StepNoise:
             self._kept.appendleft(self._current)
         self.row, self._current, self._whole = self.row + 1, {}, True
 
+    def _delete(self) -> bool:
+        """Deletes the file; False where it is not there. Of several runs it is True in one."""
+        assert self._file is not None
+        try:
+            self._file.unlink()
+            _sync(self._file.parent)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise DefenseError(
+                f"DPSGD: '{self._file}' cannot be deleted ({error}). It holds the noise of the "
+                "last release, which must not be used twice: nothing more was released."
+            ) from error
+        return True
+
     @property
     def _planned(self) -> Plan:
         if self.plan is None:
@@ -303,6 +323,7 @@ class StepNoise:
             "mechanism": self.mechanism,
             "bands": self.bands,
             "row": self.row,
+            "noise": self.name,
         }
         if self.plan is not None:
             state.update({f"planned_{name}": getattr(self.plan, name) for name in _PLANNED})
@@ -323,6 +344,7 @@ class StepNoise:
                 f"bands={self.bands}. Go on with those, or begin a new run."
             )
         self._saved, self._saved_row = None, int(state.get("row", 0))
+        self.name = str(state.get("noise", ""))
         if "planned_steps" in state:
             numbers = {name: int(state[f"planned_{name}"]) for name in _PLANNED}
             self._saved = Plan(self.mechanism, self.bands, **numbers)
@@ -332,17 +354,20 @@ class StepNoise:
     def save(self, path: Path, releases: int) -> None:
         """Writes what the next draws need, for this user's eyes only; nothing where none will come.
 
+        Where it is written already it stays, or in another folder is deleted first.
+
         Args:
-            path: of the file; one that is there is replaced.
+            path: of the file.
             releases: of the run.
 
         Raises:
             DefenseError: it cannot be written.
         """
-        for old in (path, *path.parent.glob(f"{glob.escape(path.name)}.*.unfinished")):
-            old.unlink(missing_ok=True)  # a kill may have left the last
+        _delete_unfinished(path.parent)
         if self.plan is None or not 0 < self.row < self.plan.steps or not self._whole:
             return
+        if self._file == path or (self._file is not None and not self._delete()):
+            return  # where another run has it, the next release says so
         tensors = {
             f"{back} {number}": tensor
             for back, kept in enumerate(self._kept)
@@ -351,7 +376,7 @@ class StepNoise:
         if self.mechanism == "banded_inverse":
             tensors["bases"] = torch.tensor([[*base] for base, _ in self._draws], dtype=torch.uint8)
             tensors["releases"] = torch.tensor([release for _, release in self._draws])
-        told = _told(self.plan, self.row, releases, self._device)
+        told = _told(self.plan, self.row, self.name, releases, self._device)
         draft = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -366,7 +391,7 @@ class StepNoise:
                 f"DPSGD: the noise that the next steps need cannot be written to '{path}' "
                 f"({error}). Save checkpoints in a folder that may be written and has room."
             ) from error
-        self._files.add(path)
+        self._file = path
 
     def load(self, path: Path, releases: int, device: str) -> bool:
         """Goes on with the noise of the last release, if the file holds it.
@@ -385,10 +410,11 @@ class StepNoise:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, safetensors.SafetensorError):
             return False
-        if self._saved is None or told != _told(self._saved, self._saved_row, releases, device):
+        if self._saved is None or told != _told(
+            self._saved, self._saved_row, self.name, releases, device
+        ):
             return False
-        self.row, self._loaded = self._saved_row, True
-        self._files.add(path)
+        self.row, self._loaded, self._file = self._saved_row, True, path
         if "bases" in tensors:
             bases, numbers = tensors["bases"].tolist(), tensors["releases"].tolist()
             self._draws.extend(zip(map(bytes, bases), numbers, strict=True))
@@ -401,13 +427,25 @@ class StepNoise:
         return True
 
 
+HOUR = 3600.0
 _PLANNED = ("steps", "groups", "examples")
 
 
-def _told(plan: Plan, row: int, releases: int, device: str) -> dict[str, str]:
+def _told(plan: Plan, row: int, name: str, releases: int, device: str) -> dict[str, str]:
     """What must be the same where noise goes on."""
-    others = {"row": row, "releases": releases, "device": device, "torch": torch.__version__}
+    others = {"row": row, "noise": name, "releases": releases, "device": device}
+    others["torch"] = torch.__version__
     return {name: str(value) for name, value in {**vars(plan), **others}.items()}
+
+
+def _delete_unfinished(folder: Path) -> None:
+    """What a kill has left of writing; a run beside this one may still write the newest."""
+    for draft in folder.glob("secret*.unfinished"):
+        try:
+            if time.time() - draft.stat().st_mtime > HOUR:
+                draft.unlink()
+        except OSError:  # another run was faster, or the file is another user's
+            continue
 
 
 def _sync(folder: Path) -> None:

@@ -688,6 +688,11 @@ class DPSGD(Defense):
         self._checkpointed = self._budget.load_state_dict(state, releases)
         self.releases = max(self.releases, releases)
 
+    @property
+    def secret_name(self) -> str:
+        """Another after every release; empty where noise is independent."""
+        return self._noise.name
+
     def save_secrets(self, path: Path) -> None:
         """Writes what the next correlated noise needs; nothing where noise is independent."""
         self._noise.save(path, self.releases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import stat
 import warnings
 from collections.abc import Callable
@@ -310,16 +311,44 @@ def test_a_killed_run_begins_a_new_mechanism_and_pays_for_both(
     assert after.defense.accountant.steps == (2 + 1 if mechanism == "banded" else 2)
 
 
+@pytest.mark.parametrize("mechanism", ["banded", "banded_inverse"])
+def test_of_two_runs_that_hold_one_noise_the_second_is_refused(
+    mechanism: Any, tmp_path: Path
+) -> None:
+    path, beside = tmp_path / "secret", tmp_path / "elsewhere" / "secret"
+    run = Steps(correlated(mechanism, 4), n=300 if mechanism == "banded" else N)
+    run.noise()
+    run.noise()
+    run.defense.save_secrets(beside)
+    run.defense.save_secrets(path)  # of the same release, so the other goes
+    assert not beside.exists()
+    state = run.defense.state_dict()
+    second, third = (resumed(state, path, mechanism, 4) for _ in range(2))
+    assert second.defense._noise.row == third.defense._noise.row == 2
+    second.noise()
+    second.defense.save_secrets(tmp_path / "later")
+    third.defense.save_secrets(beside)
+    assert not beside.exists()
+    for late in (third, run):  # also the one that wrote it
+        releases = late.defense.releases, late.defense.accountant.steps
+        with pytest.raises(DefenseError, match="Another run has gone on"):
+            late.step(first(5))
+        assert (late.defense.releases, late.defense.accountant.steps) == releases
+    assert (tmp_path / "later").exists()
+
+
 def test_at_its_end_a_run_leaves_no_noise_behind(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     run = Steps(correlated(), steps=2)
     run.noise()
     run.defense.save_secrets(path)
-    left = path.with_name("secret.1.unfinished")
+    left, newest = path.with_name("secret-a.1.unfinished"), path.with_name("secret-b.2.unfinished")
     left.write_bytes(b"of a kill")
+    newest.write_bytes(b"of a run beside this one")
+    os.utime(left, (0, 0))
     run.noise()
     run.defense.save_secrets(path)
-    assert [*tmp_path.iterdir()] == []
+    assert [*tmp_path.iterdir()] == [newest]
     defense = correlated()
     defense.load_state_dict(run.defense.state_dict())
     with warnings.catch_warnings():

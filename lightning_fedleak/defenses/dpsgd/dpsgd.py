@@ -185,6 +185,8 @@ class DPSGD(Defense):
     Attributes:
         releases: how many were made.
         measured_noise_multiplier: standard deviation of the noise over C, as it was last measured.
+            It is computed from the noise of one release, and no epsilon covers it: do not publish
+            or log it beside what was released.
 
     Raises:
         DefenseError: a setting out of range, or contradicting another.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fedleak.defenses import mean_of_sample_means
+from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.per_sample import (
     Dense,
     Outer,
@@ -24,6 +25,8 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     weighted_sum,
 )
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
+from tests.defenses.dpsgd.test_dpsgd import data
+from tests.defenses.dpsgd.test_logical import Pieces
 from tests.helpers.models import (
     own_rng,
     tiny_bert_classifier,
@@ -279,6 +282,113 @@ def test_a_norm_that_rounding_could_hide_is_not_underestimated() -> None:
     square = float(squared_norms([Outer(left, right)]))
     true = float(in_full([Outer(left.double(), right.double())], torch.Size([4, 3])).norm())
     assert square**0.5 >= true
+
+
+@pytest.mark.parametrize("kind", ["outer", "rows", "tied"])
+@pytest.mark.parametrize(("size", "positions"), [(4, 2), (64, 2), (64, 8), (200, 4)])
+def test_a_norm_of_positions_that_nearly_cancel_is_not_underestimated(
+    kind: str, size: int, positions: int
+) -> None:
+    """Over how nearly: a norm too small by a part in a million lets a gradient exceed the clip."""
+    generator = torch.Generator().manual_seed(1)
+
+    def near(values: Tensor, by: float) -> Tensor:
+        return values * (1 + by * torch.randn(values.shape, generator=generator))
+
+    excess = []
+    for by in (3e-3, 4e-3, 5e-3, 7e-3, 2e-2, 0.1):
+        one, other = torch.randn(2, 50, positions // 2, size, generator=generator)
+        ids = torch.randint(0, size, one.shape[:2], generator=generator)
+        parts: list[Part]
+        if kind == "outer":
+            left, right = [one, -near(one, by)], [other, near(other, by)]
+            parts = [Outer(torch.cat(left, 1), torch.cat(right, 1))]
+        elif kind == "rows":
+            parts = [Rows(torch.cat([ids, ids], 1), torch.cat([one, -near(one, by)], 1))]
+        else:
+            one_hot = nn.functional.one_hot(ids, size).float()
+            parts = [Outer(one_hot, one), Rows(ids, -near(one, by))]
+        exact: list[Part] = [
+            type(part)(
+                **{k: v.double() if v.is_floating_point() else v for k, v in vars(part).items()}
+            )
+            for part in parts
+        ]
+        true = in_full(exact, torch.Size([size, size])).flatten(1).norm(dim=1)
+        excess.append(float((true / squared_norms(parts).sqrt() - 1).max()))
+    assert max(excess) < 1e-6
+
+
+class Products(TorchDispatchMode):
+    """In which precision matrices are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            self.seen.append(torch.get_float32_matmul_precision())
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def reduced() -> Iterator[Callable[[], None]]:
+    """TF32, as Lightning recommends on GPUs; gives a check that it is still set."""
+    products = torch.backends.cuda.matmul
+    own = getattr(products, "fp32_precision", None)
+    torch.set_float32_matmul_precision("high")
+
+    def check() -> None:
+        assert torch.get_float32_matmul_precision() == "high"
+        assert products.allow_tf32
+        if own is not None:
+            assert products.fp32_precision == "tf32"
+
+    yield check
+    torch.set_float32_matmul_precision("highest")
+    if own is not None:
+        products.fp32_precision = own
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+@pytest.mark.parametrize("unit", ["example", "user"])
+def test_norms_and_sums_are_not_computed_in_tf32(
+    clipping: Any, unit: Any, reduced: Callable[[], None]
+) -> None:
+    group_by = {} if unit == "example" else {"unit": unit, "group_by": [i // 2 for i in range(40)]}
+    run = Pieces(DPSGD(1.0, noise_multiplier=1.0, clipping=clipping, **group_by))
+    sampler: Any = run.loader.batch_sampler
+    rows = next(iter(sampler))
+    batch = [value[rows] for value in data().tensors]
+    with Products() as training:
+        run.backward(batch)
+    reduced()
+    with Products() as release:
+        run.release()
+    reduced()
+    assert set(training.seen) == {"high"}
+    assert set(release.seen) == {"highest"}
+    part = Outer(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
+    with pytest.raises(RuntimeError):
+        weighted_sum([part], torch.ones(2), torch.Size([3, 3]))
+    reduced()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9"
+)
+def test_precision_that_a_backend_alone_is_set_to_comes_back() -> None:
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    part = Outer(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
+    try:
+        for own in ("tf32", "ieee", before):
+            products.fp32_precision = own
+            squared_norms([part])
+            assert products.fp32_precision == own
+    finally:
+        products.fp32_precision = before
 
 
 def test_hooks_leave_model_and_training_as_they_are() -> None:

@@ -110,7 +110,7 @@ def test_whose_a_row_is_is_told_by_a_column_a_function_or_keys(kind: Any, group_
         (Keyed([*"ab", None, "c"]), "customer", "row 2 has no 'customer'"),
         (Keyed([*"ab", ""]), "customer", "row 2 has no 'customer'"),
         (Keyed([1.0, math.nan]), lambda e: e["customer"], r"row 1 has no key \(group_by\)"),
-        (Keyed([("de", 1), ("de", math.nan)]), "customer", "row 1 has no 'customer'"),
+        (Keyed([("de", 1), ("de", math.nan)]), "customer", r"row 1 has no 'customer' .*'de'"),
         (Keyed([("de", ("x", None))]), "customer", "row 0 has no 'customer'"),
         (Keyed([("de", "")]), "customer", "row 0 has no 'customer'"),
         (Keyed([frozenset([math.nan])]), "customer", "row 0 has no 'customer'"),

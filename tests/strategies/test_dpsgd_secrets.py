@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fedleak.defenses import DPSGD, DefenseError
-from lightning_fedleak.defenses.dpsgd.places import Places, places_of
+from lightning_fedleak.defenses.dpsgd.correlated_noise import Places, places_of
 from lightning_fedleak.defenses.dpsgd.users import rows_by_user
 from lightning_fedleak.strategies import DefendedStrategy
 

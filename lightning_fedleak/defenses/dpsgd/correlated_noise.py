@@ -16,6 +16,9 @@ Which group an example is in follows from its place in the dataset. So neighbour
 example that is there or whose place is empty, as everywhere in this package. Places that change
 within a fit are refused. A run that resumes with others begins a new mechanism.
 
+**Which steps an example may be in follows from its place.** One that moves in the middle of a
+mechanism takes part more often than is accounted, so where examples stand is watched.
+
 **The noise of past steps is a secret.** Whoever has it can take it off. It is in no checkpoint, but
 in a file of its own beside it, which this user alone may read. Two runs that go on from one noise
 would both reveal what each of them hides. So there is one file at most. It is named by a digest of
@@ -26,19 +29,24 @@ new mechanism, whose cost is added to that of the first.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
 
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.defenses.dpsgd.factorization import (
@@ -46,12 +54,117 @@ from lightning_fedleak.defenses.dpsgd.factorization import (
     banded,
     banded_inverse,
 )
-from lightning_fedleak.defenses.dpsgd.places import Places
+from lightning_fedleak.defenses.dpsgd.poisson import origins
 from lightning_fedleak.defenses.noise import add_standard_normal, noise_key, standard_normal
 
 Mechanism = Literal["independent", "banded", "banded_inverse"]
 Key = Callable[[bytes, int, int], bytes]
 """The key of a draw, by secret base, release, and number of the parameter."""
+READ = 16
+"""Examples by whose contents it is seen whether a dataset is in the same order."""
+
+
+# ---- where examples stand -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Places:
+    """Digests of what stands where. Of the data, so they are for this user's eyes only.
+
+    Attributes:
+        order: of this process's places, the users' keys and rows, and the indices of Subset and
+            ConcatDataset.
+        contents: of each field of a few examples that is alike in two readings. What is drawn anew
+            (augmentation) tells no order.
+    """
+
+    order: str
+    contents: dict[str, str]
+
+    def differ(self, other: Places) -> bool:
+        """Whether examples are seen to stand elsewhere."""
+        both_tell = self.contents.keys() & other.contents.keys()
+        return self.order != other.order or any(
+            self.contents[field] != other.contents[field] for field in both_tell
+        )
+
+
+def places_of(
+    dataset: Any, shard: range, users: Mapping[Any, Sequence[int]] | None = None
+) -> Places:
+    """What is seen of them. The global generators are left as they were.
+
+    Args:
+        dataset: map-style.
+        shard: places of this process, or numbers of its users.
+        users: the rows of each, by key.
+    """
+    order = hashlib.sha256(f"{shard!r} {len(dataset)}".encode())
+    for key, rows in (users or {}).items():
+        order.update(f"\0{[*plain(key)]!r} {[*rows]!r}".encode())
+    if isinstance(dataset, Subset | ConcatDataset):
+        sources, places = origins(dataset)
+        _, first, number = np.unique(sources, return_index=True, return_inverse=True)
+        # Identities are others in the next process: a source is numbered by where it is met first.
+        order.update(np.stack((first[number], places)).astype("<i8").tobytes())
+    last = len(dataset) - 1
+    chosen = sorted({last * i // (READ - 1) for i in range(READ)})
+    with generators_kept():
+        once, again = (_contents(dataset, chosen) for _ in range(2))
+    return Places(order.hexdigest(), {f: d for f, d in once.items() if again.get(f) == d})
+
+
+def plain(value: Any) -> Iterator[str]:
+    """The numbers and words in an example."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield repr(key)
+            yield from plain(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from plain(item)
+    elif hasattr(value, "tolist"):
+        yield repr(value.tolist())
+    elif hasattr(value, "tobytes"):  # an image
+        yield repr(value.tobytes())
+    elif isinstance(value, str | bytes | int | float):
+        yield repr(value)
+
+
+def _contents(dataset: Any, chosen: Sequence[int]) -> dict[str, str]:
+    found: dict[str, Any] = {}
+    for place in chosen:
+        for field, text in _fields(dataset[place]):
+            digest = found.setdefault(field, hashlib.sha256())
+            digest.update(f"\0{place} {text}".encode())
+    return {field: digest.hexdigest() for field, digest in found.items()}
+
+
+def _fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple) and not all(isinstance(v, int | float) for v in value):
+        items = enumerate(value)
+    else:
+        yield name, "\0".join(plain(value))
+    for key, item in items:
+        yield from _fields(item, f"{name}/{key}")
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leaves the global generators of random numbers (on the CPU) as they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+# ---- the noise ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -485,4 +598,4 @@ def _sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-__all__ = ["Mechanism", "Plan", "StepNoise"]
+__all__ = ["Mechanism", "Places", "Plan", "StepNoise", "generators_kept", "places_of", "plain"]

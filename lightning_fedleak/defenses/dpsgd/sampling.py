@@ -16,8 +16,13 @@ from torch.utils.data import DataLoader
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.batch import sizes_of, tensors_of, unsharded
-from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
-from lightning_fedleak.defenses.dpsgd.places import Places, places_of, plain
+from lightning_fedleak.defenses.dpsgd.correlated_noise import (
+    Mechanism,
+    Places,
+    generators_kept,
+    places_of,
+    plain,
+)
 from lightning_fedleak.defenses.dpsgd.poisson import (
     EmptyCollate,
     PoissonBatchSampler,
@@ -28,7 +33,6 @@ from lightning_fedleak.defenses.dpsgd.poisson import (
     poisson_loader,
 )
 from lightning_fedleak.defenses.processes import Team
-from lightning_fedleak.lightning_packages import both
 
 COMPARED = 5
 """Examples by which it is seen whether the processes of a client hold the same dataset."""
@@ -253,8 +257,7 @@ def _check_order(loader: DataLoader[Any]) -> None:
     Raises:
         DefenseError: it sorts or shuffles, or makes a row of several examples.
     """
-    [isolate_rng, *_] = both("utilities.seed.isolate_rng")
-    with isolate_rng(include_cuda=False):
+    with generators_kept():
         places = _unlike(loader)
         count = len(places)
         # Of usual orders (sorted, backwards, turned) none but the examples' own goes along.

@@ -22,7 +22,7 @@ import time
 import torch
 
 from lightning_fedleak.defenses.accounting.accounting import noise_multiplier_for
-from lightning_fedleak.defenses.dpsgd.correlated_noise import Plan, StepNoise
+from lightning_fedleak.defenses.dpsgd.correlated_noise import Places, Plan, StepNoise
 from lightning_fedleak.defenses.noise import noise_key
 
 SMOKE = ("--runs 0 --bands 1 2 --epsilons 8 --rdp", "--cost --numbers 1000 --bands 1 2")
@@ -74,7 +74,7 @@ def cost(args: argparse.Namespace) -> None:
         for bands in [1] if mechanism == "independent" else [b for b in args.bands if b > 1]:
             steps = StepNoise(mechanism, bands)
             if mechanism != "independent":
-                steps.settle(Plan(mechanism, bands, 200, bands, 1000))
+                steps.settle(Plan(mechanism, bands, 200, bands, 1000), Places("", {}))
             spent = []
             for release in range(bands + args.rounds):
                 steps.begin(base, release)

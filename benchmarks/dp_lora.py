@@ -50,8 +50,8 @@ from lightning_fedleak.metrics import membership_rates
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
-    "run table --model {model} --text {text} --texts 40 --held 8 --canaries 6 --epochs 1 "
-    "--methods small medium --epsilons 8 --seeds 1 --out {out}/runs",
+    "run table --model {model} --text {text} --tokens 128 --texts 40 --held 8 --canaries 6 "
+    "--epochs 1 --methods small medium --epsilons 8 --seeds 1 --out {out}/runs",
 )
 
 DATA = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data" / "yelp_sentences"
@@ -151,10 +151,10 @@ def data_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     def row(text: str) -> list[int]:
         return begin + tokenizer(text, add_special_tokens=False).input_ids
 
-    rows = [own for text in texts if 4 <= len(own := row(text)) <= TOKENS]
+    rows = [own for text in texts if 4 <= len(own := row(text)) <= options.tokens]
     sizes = [options.texts, options.held, options.canaries]
     if len(rows) < sum(sizes):
-        raise SystemExit(f"{len(rows)} texts of 4 to {TOKENS} tokens, but {sum(sizes)} are asked")
+        raise SystemExit(f"{len(rows)} texts of 4 to {options.tokens} tokens, not {sum(sizes)}")
     cut = [torch.tensor(own) for own in rows[: sum(sizes)]]
     train, held, canaries = torch.utils.data.random_split(
         cut, sizes, torch.Generator().manual_seed(0)
@@ -296,6 +296,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--texts", type=int, default=TEXTS)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a text at most")
     parser.add_argument("--held", type=int, default=HELD)
     parser.add_argument("--canaries", type=int, default=CANARIES)
     parser.add_argument("--rate", type=float, default=1.0, help="times each learning rate")

@@ -32,7 +32,7 @@ import statistics
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +298,23 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{middle} ± {100 * half:.1f}" if form.endswith("%") else f"{middle} ± {half:{form}}"
 
 
+def print_tables(
+    found: Mapping[tuple[str, float], list[dict[str, Any]]],
+    columns: Mapping[str, Callable[[list[dict[str, Any]]], str]],
+    names: Mapping[str, str],
+) -> None:
+    """A table for each of ``columns``: the methods of ``names`` by epsilon, but for ``plain``."""
+    epsilons = sorted({epsilon for method, epsilon in found if method != "plain"})
+    heads = ["none" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
+    for title, shown in columns.items():
+        print(f"\n| {title} | " + " | ".join(heads) + " |\n" + "|---" * (len(heads) + 1) + "|")
+        for method, name in names.items():
+            own = [found.get((method, epsilon), []) for epsilon in epsilons]
+            if method != "plain" and any(own):
+                cells = [shown(runs) if runs else "" for runs in own]
+                print(f"| {name} | " + " | ".join(cells) + " |")
+
+
 def table(options: argparse.Namespace) -> None:
     """Methods by epsilon: means over seeds, and half of what lies between the least and the most.
 
@@ -317,8 +334,6 @@ def table(options: argparse.Namespace) -> None:
     def hits(row: dict[str, Any]) -> float:
         return float((row["accuracy"] - row["chance"]) / (best["accuracy"] - row["chance"]))
 
-    epsilons = sorted({epsilon for method, epsilon in found if method != "plain"})
-    heads = ["none" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
     columns: dict[str, Callable[[list[dict[str, Any]]], str]] = {
         "gain in validation loss": lambda own: spread([*map(gain, own)], ".1%"),
         "gain in accuracy": lambda own: spread([*map(hits, own)], ".1%"),
@@ -331,13 +346,7 @@ def table(options: argparse.Namespace) -> None:
     }
     print(f"{platform.machine()}, one thread, {datetime.date.today()}; {len(rows)} runs")
     print("without a defence: " + ", ".join(f"{k} {shown(plain)}" for k, shown in columns.items()))
-    for title, shown in columns.items():
-        print(f"\n| {title} | " + " | ".join(heads) + " |\n" + "|---" * (len(heads) + 1) + "|")
-        for method in METHODS:
-            own = [found.get((method, epsilon), []) for epsilon in epsilons]
-            if method != "plain" and any(own):
-                cells = [shown(runs) if runs else "" for runs in own]
-                print(f"| {NAMES[method]} | " + " | ".join(cells) + " |")
+    print_tables(found, columns, NAMES)
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.fft import next_fast_len
 from scipy.optimize import brentq
-from scipy.special import binom, gammaln, log_ndtr, logsumexp
+from scipy.special import gammaln, logsumexp
 from torch import Tensor
 
 from lightning_fedleak.defenses.accounting.ledger import (
@@ -53,7 +53,6 @@ from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.extras import install
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 ORDERS: tuple[float, ...] = (
     *(1 + x / 10 for x in range(1, 100)),
@@ -80,7 +79,6 @@ MOST_NOISE = 1e6
 KEPT = 64
 _MOST_WHOLE = 128
 _HUGE = 700.0
-_TERMS, _SMALLEST_TERM = 16, -30.0
 
 
 def rdp_of(noise_multiplier: float, sample_rate: float, sampling: Sampling = "poisson") -> Floats:
@@ -155,84 +153,22 @@ def _log_differences(noise_multiplier: float, most: int) -> dict[int, float]:
 
 @functools.lru_cache(maxsize=1024)
 def _rdp_of_poisson(noise_multiplier: float, sample_rate: float) -> Floats:
-    """As ``opacus.accountants.analysis.rdp.compute_rdp``, of all orders at once."""
     check_opacus()
-    orders = np.asarray(ORDERS)
+    from opacus.accountants.analysis.rdp import compute_rdp
+
     rdp: Floats
     if noise_multiplier == 0:
         rdp = np.full(len(ORDERS), np.inf)
-    elif sample_rate in (0, 1):
-        rdp = sample_rate * orders / (2 * noise_multiplier**2)
     else:
-        whole = orders % 1 == 0
-        rdp = np.empty(len(ORDERS))
-        rdp[whole] = _log_moments_of_whole(noise_multiplier, sample_rate)
-        rdp[~whole] = _log_moments_between(noise_multiplier, sample_rate)
-        rdp /= orders - 1
+        rdp = np.asarray(
+            compute_rdp(
+                q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(ORDERS)
+            ),
+            dtype=np.float64,
+        )
         rdp = np.where(rdp >= 0, rdp, np.inf)
     rdp.flags.writeable = False
     return rdp
-
-
-def _log_moments_of_whole(sigma: float, rate: float) -> Floats:
-    """Mironov et al. 2019, section 3.3, at whole orders: sums of positive terms."""
-    i, j, choices, starts = _whole_orders()
-    terms = choices + i * math.log(rate) + j * math.log1p(-rate) + (i * i - i) / (2 * sigma**2)
-    most = np.maximum.reduceat(terms, starts)
-    sizes = np.diff(np.append(starts, len(terms)))
-    found: Floats = most + np.log(np.add.reduceat(np.exp(terms - np.repeat(most, sizes)), starts))
-    return found
-
-
-@functools.cache
-def _whole_orders() -> tuple[Floats, Floats, Floats, Ints]:
-    """Of each whole order a, one behind the other: i up to a, a - i, log of a over i; starts."""
-    orders = np.asarray([order for order in ORDERS if order % 1 == 0])
-    sizes = orders.astype(np.int64) + 1
-    starts = np.cumsum(sizes) - sizes
-    i = np.arange(sizes.sum()) - np.repeat(starts, sizes)
-    each = np.repeat(orders, sizes)
-    return i.astype(np.float64), each - i, np.log(binom(each, i)), starts
-
-
-def _log_moments_between(sigma: float, rate: float) -> Floats:
-    """Mironov et al. 2019, section 3.3, at fractional orders: two alternating series.
-
-    They end with the first terms of which both are below ``exp(_SMALLEST_TERM)``.
-    """
-    middle = sigma**2 * math.log(1 / rate - 1) + 0.5
-    in_log, out_log = math.log(rate), math.log1p(-rate)
-    signs: list[Floats] = []
-    parts: list[Floats] = []
-    over = np.zeros((1, 1), dtype=np.bool_)
-    while not over.all():
-        i, j, choices, sign = _fractional_orders(len(parts))
-        low = i * in_log + j * out_log + (i * i - i) / (2 * sigma**2)
-        high = j * in_log + i * out_log + (j * j - j) / (2 * sigma**2)
-        low = low + log_ndtr((middle - i) / sigma)
-        high = high + log_ndtr((j - middle) / sigma)
-        both = choices + np.stack([low, high])
-        small = np.logical_or.accumulate(both.max(0) < _SMALLEST_TERM, 1)
-        before = np.concatenate([np.zeros_like(small[:, :1]), small[:, :-1]], 1)
-        both[:, over | before] = -np.inf
-        over = over | small[:, -1:]
-        parts.append(both)
-        signs.append(sign)
-    terms, sign = np.concatenate(parts, 2), np.concatenate(signs, 1)
-    most = terms.max(2)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        sums = most + np.log((sign * np.exp(terms - most[..., None])).sum(2))
-    found: Floats = np.logaddexp(*sums)
-    return found
-
-
-@functools.lru_cache(maxsize=128)
-def _fractional_orders(block: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Of fractional orders a (n, 1): some i (1, _TERMS), a - i, log of a over i, and its sign."""
-    orders = np.asarray([[order] for order in ORDERS if order % 1])
-    i = np.arange(block * _TERMS, (block + 1) * _TERMS, dtype=np.float64)[None]
-    chosen = binom(orders, i)
-    return i, orders - i, np.log(np.abs(chosen)), np.sign(chosen)
 
 
 def epsilons_of_rdp(rdp: Floats, delta: float) -> Floats:

@@ -32,11 +32,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +54,7 @@ from lightning_fedleak.defenses.dpsgd.factorization import (
 )
 from lightning_fedleak.defenses.dpsgd.poisson import origins
 from lightning_fedleak.defenses.noise import add_standard_normal, noise_key, standard_normal
+from lightning_fedleak.model_state import process_kept
 
 Mechanism = Literal["independent", "banded", "banded_inverse"]
 Key = Callable[[bytes, int, int], bytes]
@@ -109,7 +108,7 @@ def places_of(
         order.update(np.stack((first[number], places)).astype("<i8").tobytes())
     last = len(dataset) - 1
     chosen = sorted({last * i // (READ - 1) for i in range(READ)})
-    with generators_kept():
+    with process_kept():
         once, again = (_contents(dataset, chosen) for _ in range(2))
     return Places(order.hexdigest(), {f: d for f, d in once.items() if again.get(f) == d})
 
@@ -150,18 +149,6 @@ def _fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, "\0".join(plain(value))
     for key, item in items:
         yield from _fields(item, f"{name}/{key}")
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leaves the global generators of random numbers (on the CPU) as they were."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 # ---- the noise ------------------------------------------------------------------------------
@@ -598,4 +585,4 @@ def _sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-__all__ = ["Mechanism", "Places", "Plan", "StepNoise", "generators_kept", "places_of", "plain"]
+__all__ = ["Mechanism", "Places", "Plan", "StepNoise", "places_of", "plain"]

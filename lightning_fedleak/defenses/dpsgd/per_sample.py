@@ -32,8 +32,8 @@ CANCELLATION = 1e-5
 ROUNDING = 8
 """Machine epsilons of the absolute terms that rounding may take off a squared norm.
 
-A norm that is too small breaks the clip, so what cancels is added in again. Measured: up to 4.6, in
-products of up to :data:`SUMMED` numbers; of more it grows with the root of their number.
+A norm that is too small breaks the clip, so what cancels is added in again. It holds for products
+of up to :data:`SUMMED` numbers; of more it grows with the root of their number.
 """
 SUMMED = 4096
 

@@ -19,7 +19,6 @@ from lightning_fedleak.defenses.dpsgd.batch import sizes_of, tensors_of, unshard
 from lightning_fedleak.defenses.dpsgd.correlated_noise import (
     Mechanism,
     Places,
-    generators_kept,
     places_of,
     plain,
 )
@@ -33,6 +32,7 @@ from lightning_fedleak.defenses.dpsgd.poisson import (
     poisson_loader,
 )
 from lightning_fedleak.defenses.processes import Team
+from lightning_fedleak.model_state import process_kept
 
 COMPARED = 5
 """Examples by which it is seen whether the processes of a client hold the same dataset."""
@@ -257,7 +257,7 @@ def _check_order(loader: DataLoader[Any]) -> None:
     Raises:
         DefenseError: it sorts or shuffles, or makes a row of several examples.
     """
-    with generators_kept():
+    with process_kept():
         places = _unlike(loader)
         count = len(places)
         # Of usual orders (sorted, backwards, turned) none but the examples' own goes along.

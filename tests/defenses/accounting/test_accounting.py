@@ -185,19 +185,6 @@ def test_renyi_divergences_are_the_integrals(sigma: float, rate: float) -> None:
         assert rdp_of(sigma, rate)[ORDERS.index(order)] == pytest.approx(exact, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("sigma", "rate"),
-    [(0.05, 1e-6), (0.3, 0.9), (0.7, 1 / 32), (1.0, 1e-3), (5.0, 0.3), (40.0, 0.02), (1e6, 0.9)],
-)
-def test_renyi_divergences_are_those_of_opacus(sigma: float, rate: float) -> None:
-    """Up to the rounding of moments, which are near 1 where there is much noise."""
-    from opacus.accountants.analysis.rdp import compute_rdp
-
-    theirs = compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(ORDERS))
-    moments = np.asarray(ORDERS) - 1
-    np.testing.assert_allclose(rdp_of(sigma, rate) * moments, theirs * moments, 1e-9, 1e-12)
-
-
 def test_the_examples_of_the_literature() -> None:
     assert noise_multiplier_for(4, 1e-4, 1 / 32, 96, "rdp") == pytest.approx(0.7742, abs=2e-3)
     sigma = noise_multiplier_for(4, 1e-4, 1 / 32, 96, "prv")

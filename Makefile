@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# A file is compiled when it is first imported: most of what is installed never is.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 LOWEST := .venv-lowest
 IN_PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 FLOWER := .venv-flower
@@ -67,7 +69,7 @@ docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 $(VENV)/.docs: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs,notebooks]"
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e ".[docs,notebooks]"
 	@touch $@
 
 smoke: $(READY)
@@ -100,7 +102,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 		rm -rf $(VENV); echo "Python could not make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@echo "Installing into $(VENV) (once; some minutes) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,demo]"
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e ".[dev,demo]"
 	@touch $@
 
 $(LOWEST)/.ready: pyproject.toml constraints.txt tests/tools/lowest_versions.py
@@ -108,13 +110,13 @@ $(LOWEST)/.ready: pyproject.toml constraints.txt tests/tools/lowest_versions.py
 	@$(PYTHON) -m venv $(LOWEST)
 	@$(PYTHON) tests/tools/lowest_versions.py test datasets > $(LOWEST)/constraints.txt
 	@echo "Installing the oldest versions into $(LOWEST) (once; some minutes) ..."
-	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e ".[test,datasets]"
+	@$(LOWEST)/bin/python $(INSTALL) -c $(LOWEST)/constraints.txt -e ".[test,datasets]"
 	@touch $@
 
 $(FLOWER)/.ready: pyproject.toml constraints-flower.txt
 	@$(PYTHON) -m venv $(FLOWER)
 	@echo "Installing Flower into $(FLOWER) (once; some minutes) ..."
-	@$(FLOWER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-flower.txt -e ".[flower,test]"
+	@$(FLOWER)/bin/python $(INSTALL) -c constraints-flower.txt -e ".[flower,test]"
 	@touch $@
 
 clean:

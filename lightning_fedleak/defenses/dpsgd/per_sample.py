@@ -158,7 +158,7 @@ def in_full(parts: Sequence[Part], shape: torch.Size) -> Tensor:
         elif isinstance(part, Outer):
             left, right = _wide(part.left), _wide(part.right)
             if left.shape[2] > right.shape[2]:  # a tall product is several times slower on a CPU
-                values = (right.transpose(1, 2) @ left).transpose(1, 2)
+                values = (right.transpose(1, 2) @ left).transpose(1, 2).contiguous()
             else:
                 values = left.transpose(1, 2) @ right
         else:

@@ -31,7 +31,7 @@ endif
 help:
 	@echo "make demo    fine-tune a small model on private messages and watch them leak (no network needed once installed)"
 	@echo "make test    run the tests"
-	@echo "make test-slow  run the slow ones: proofs of DP-SGD, also on several processes, the examples, and the snippets of the docs"
+	@echo "make test-slow  run the slow ones: proofs of DP-SGD, also on several processes, torch.compile, real models, the examples, and the snippets of the docs"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
@@ -93,7 +93,7 @@ lint: $(READY)
 
 install: $(READY)
 
-install-all: $(READY) $(VENV)/.docs $(FLOWER)/.ready  # one after the other: each writes the egg-info
+install-all: $(READY) $(VENV)/.docs  # one after the other: both write to one environment
 
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "No '$(PYTHON)' here. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.12"; exit 1; }

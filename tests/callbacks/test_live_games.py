@@ -267,6 +267,7 @@ def test_canaries_pass_through_the_defences_in_one_norm_with_the_update(tmp_path
         torch.testing.assert_close(shared, local * (clip / joint)[:, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", [0.5, 2.0])
 def test_under_clip_and_noise_a_canary_leaks_as_the_gaussian_mechanism_does(tmp_path, sigma):
     """In the worst case it takes the whole norm: AUC = Phi(1 / (sigma sqrt 2)) for a known sign.
@@ -300,6 +301,7 @@ def test_under_clip_and_noise_a_canary_leaks_as_the_gaussian_mechanism_does(tmp_
     assert {s.noise_std for _, st, s, _ in attack.seen if st == "shared"} == {sigma * clip}
 
 
+@pytest.mark.slow
 def test_under_clip_and_noise_the_default_ladder_leaks_no_less_than_one_rung(tmp_path):
     noise = GradientNoise(clip=3.0, sigma=0.5, seed=0)
     attacks = [FCMembership(1, name="default"), FCMembership(1, ladder=(1.0,), name="one")]
@@ -316,6 +318,7 @@ def test_under_clip_and_noise_the_default_ladder_leaks_no_less_than_one_rung(tmp
     assert attacks[0].rungs == 14
 
 
+@pytest.mark.slow
 def test_under_clip_and_noise_attention_has_one_width_and_leaks_no_less(tmp_path):
     generator = torch.Generator().manual_seed(5)
     public = PublicText(list(torch.randint(3, 97, (200, 12), generator=generator)))

@@ -301,6 +301,7 @@ def compiled():
     return module
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_watched_and_not_disturbed(plain_run, tmp_path):
     """By all families at once: each fit compiles its model anew."""
     plain = plain_run(compiled, n=12)

@@ -180,6 +180,7 @@ def test_weights_that_change_after_a_release_are_a_schedules_own_business() -> N
     assert defense.releases == 6
 
 
+@pytest.mark.slow
 def test_what_was_released_in_processes_that_ended_is_remembered(monkeypatch) -> None:
     defense = DPSGD(1.0, noise_multiplier=1.0, accountant="rdp")
     for releases in (2, 4):

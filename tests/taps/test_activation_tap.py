@@ -318,6 +318,7 @@ class WithLoss(nn.Module):
         return SimpleNamespace(loss=self.model(input_ids=input_ids).square().mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_under_torch_compile(whole: bool) -> None:
     with own_rng(0):

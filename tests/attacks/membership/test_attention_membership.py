@@ -773,6 +773,7 @@ def played(attack, ids, mask, hidden, n):
     return scores, bits, members
 
 
+@pytest.mark.slow
 @pytest.mark.assets
 def test_on_a_real_model_the_lemmas_gamma_never_fires_and_the_calibrated_tells(stories):
     anatomy, public, *data = stories

@@ -99,6 +99,7 @@ def bound(sigma: float, game: str) -> float:
     return float(norm.cdf((1 if game == ADD else 2) / (sigma * 2**0.5)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("game", [ADD, REPLACE])
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("kind", ATTACKS)
@@ -108,6 +109,7 @@ def test_no_more_than_the_noise_lets_through(
     assert auc_of(victims[kind], sigma, game).low <= bound(sigma, game)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ATTACKS)
 def test_the_same_games_without_noise_break_the_bound(
     victims: dict[str, Victim], kind: str

@@ -292,6 +292,7 @@ def test_targets_must_fit_and_prepare_must_come_first(attack, public):
         attack.gradient(torch.ones(1, 4), torch.ones(2, 3, 16), None, upstream)
 
 
+@pytest.mark.slow
 @pytest.mark.assets
 def test_on_a_real_model_members_score_higher(assets):
     """stories15M, batches of 20 sentences, other sentences of the same kind as public text."""

@@ -500,6 +500,7 @@ def test_running_unprepared_says_so():
         AlignedFlatChat([[1, 2, 3]]).run(seen(torch.ones(4, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.assets
 def test_a_real_model_on_text_unlike_the_public_text(assets):
     """stories15M, calibrated on WikiText-2, reading film reviews."""

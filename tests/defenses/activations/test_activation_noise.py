@@ -254,6 +254,7 @@ def compiled_blocks(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_compiled_and_run_before_the_fit_and_clean_after_it() -> None:
     """A graph that was compiled without the hook would go on without it, and one with it, with."""
     root = CausalLMModule(tiny_gpt2(layers=1, dropout=0.0))

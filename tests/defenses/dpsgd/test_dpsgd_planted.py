@@ -92,6 +92,7 @@ def standard_error(auc: float, n: int, m: int) -> float:
     return math.sqrt((auc * (1 - auc) + spread) / (n * m))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sigma", "most"), [(0.5, None), (1.0, None), (2.0, None), (4.0, None), (0.5, 1), (1.0, 3)]
 )
@@ -118,6 +119,7 @@ def test_without_noise_the_neuron_tells_all(most: int | None) -> None:
     assert server.score(torch.cat([TARGET[None], batch[1:]])) == pytest.approx(1.0, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_poisson_sampling_leaves_the_subsampled_law() -> None:
     sigma, rate, n = 0.5, BATCH / N, 400
     server = Server(sigma)

@@ -37,7 +37,7 @@ _DISHONEST = "chooses"
 _ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 CLIENT, TOKENS = "ClientDP", "TokenLDP"
 """Classes of defences whose account is not one of examples."""
-_UNITS = {CLIENT: "client", TOKENS: "row"}
+_UNITS = {"DPSGD": "example", CLIENT: "client", TOKENS: "row"}
 _TRUSTED = {
     "central": "It holds against whoever sees the models of all rounds; the server, which sees "
     "each client's update as it is, is trusted. ",
@@ -345,10 +345,10 @@ def _attack(
     headline = HEADLINES.get(family, "")
     needs = known_as.get("needs")
     lines = [line for line in every if not _was_kept_back(line, kept_back)]
-    shared = [line for line in lines if line.get("exposed")]
+    shared = [line for line in lines if _left(line)]
     values = [v for line in shared if not math.isnan(v := _now(line, headline))]
     worst = [v for line in shared if not math.isnan(v := _value(line, f"{headline}_worst_client"))]
-    reasons = [str(line["unknown"]) for line in lines if line.get("unknown")]
+    reasons = [_why_unknown(line, headline) for line in lines if _is_unknown(line, headline)]
     each: dict[str, list[Line]] = {}
     for line in every if by_client else ():
         each.setdefault(str(line.get("client")), []).append(line)
@@ -369,17 +369,18 @@ def _attack(
         "dishonest": None if needs is None else any(n.startswith(_DISHONEST) for n in needs),
         "reads": list(known_as.get("reads", [])),
         "config": dict(known_as.get("config") or (every[-1].get("config") or {})),
-        "exposed": any(line.get("exposed") for line in every),
+        "exposed": any(_left(line) for line in every),
         "looks": len(values),
         "withheld": len(every) - len(lines),
         "unknown": len(reasons),
         "why_unknown": reasons[-1] if reasons else None,
-        "n": sum(int(line.get("n") or 0) for line in lines),
+        "n": _counted(lines, headline),
         "mean": _mean(values),
         "highest": max(values, default=None),
         "worst_client": max(worst, default=None),
         "clients": clients,
         "last": _rate(last, headline),
+        "last_n": None if last is None else last.get("n"),
         "last_client": None if last is None or len(clients) < 2 else str(last.get("client")),
         "rates": {m: _rate(last, m) for m in SHOWN.get(family, ())},
         "means": {
@@ -388,6 +389,33 @@ def _attack(
         },
         "certified": _mean([v for line in lines if not math.isnan(v := _value(line, "certified"))]),
     }
+
+
+def _left(line: Line) -> bool:
+    """Whether what an attack reads left the client; it did, unless the line says that it did not."""
+    return line.get("exposed") is not False
+
+
+def _is_unknown(line: Line, headline: str) -> bool:
+    return bool(line.get("unknown")) or (_left(line) and math.isnan(_value(line, headline)))
+
+
+def _why_unknown(line: Line, headline: str) -> str:
+    return str(line.get("unknown") or f"its {headline or 'value'} is no number")
+
+
+def _counted(lines: Sequence[Line], headline: str) -> int:
+    """Words, texts or games in all; of what is pooled over looks each client's highest count."""
+    pooled: dict[str, int] = {}
+    single = 0
+    for line in lines:
+        n = int(line.get("n") or 0)
+        if f"{headline}_of_this_look" in line["metrics"]:
+            whose = str(line.get("client"))
+            pooled[whose] = max(pooled.get(whose, 0), n)
+        else:
+            single += n
+    return single + sum(pooled.values())
 
 
 def _was_kept_back(line: Line, kept_back: Collection[tuple[str, int]]) -> bool:
@@ -400,12 +428,12 @@ def _of_client(
     """What an attack read of one client."""
     lines = [line for line in every if not _was_kept_back(line, kept_back)]
     known = [line for line in lines if not math.isnan(_value(line, headline))]
-    values = [v for line in lines if line.get("exposed") and not math.isnan(
+    values = [v for line in lines if _left(line) and not math.isnan(
         v := _now(line, headline))]  # fmt: skip
     return {
         "looks": len(values),
         "withheld": len(every) - len(lines),
-        "unknown": sum(bool(line.get("unknown")) for line in lines),
+        "unknown": sum(_is_unknown(line, headline) for line in lines),
         "mean": _mean(values),
         "highest": max(values, default=None),
         "last": _rate(known[-1] if known else None, headline),
@@ -519,7 +547,8 @@ def _decision(line: Line) -> dict[str, Any]:
 def _privacy(lines: FitLines) -> list[dict[str, Any]]:
     """What each defence that accounts has spent at the end, and on the way.
 
-    Where clients of a federation keep accounts of their own, that which has spent most.
+    Where clients of a federation keep accounts of their own, that which has spent most, at the
+    largest delta of any.
     """
     told = [*lines.looks, *([lines.end] if lines.end else [])]
     found: dict[str, dict[str, Any]] = {}
@@ -530,11 +559,13 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
             most = of["series"].get(int(line["step"]))
             if most is None or _order(most) <= _order(epsilon):
                 of["series"][int(line["step"])] = _plain(epsilon)
+            delta = number(spent.get("delta"))
+            known = [number(of["delta"]), delta] if "delta" in of else [delta]
+            of["delta"] = None if any(map(math.isnan, known)) else max(known)
             if _order(of.get("epsilon", 0.0)) > _order(_written(epsilon)):
                 continue
             of |= {
                 "epsilon": _written(epsilon),
-                "delta": _plain(number(spent.get("delta"))),
                 "noise_multiplier": _plain(number(spent.get("noise_multiplier"))),
                 "sample_rate": _plain(number(spent.get("sample_rate"))),
                 "releases": spent.get("releases"),
@@ -558,7 +589,11 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
         of["trust"] = settings.get("trust", "local" if kind == TOKENS else NOT_RECORDED)
         of["sampling"] = _sampling(settings)
         of["poisson"] = settings.get("poisson")
-        of["unit"] = settings.get("unit", _UNITS.get(kind, "example"))
+        of["correlated"] = None
+        if kind == "DPSGD" and settings.get("mechanism", "independent") != "independent":
+            of["correlated"] = settings["mechanism"]
+            of["poisson"] = of["poisson"] and of["correlated"] == "banded"
+        of["unit"] = settings.get("unit", _UNITS.get(kind, NOT_RECORDED))
         of["clients"] = clients
         if kind == CLIENT:
             amplified = settings.get("sampling") != "all" and of["trust"] == "central"
@@ -568,9 +603,25 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
         of["class"] = kind
         of["holds"] = _holds(of)
         of |= _ledgers([(one.get("settings") or {}).get("ledger") for one in about.get(name, ())])
+        of["until"] = max(step for step, _ in of["series"])
+        of["whole"] = _is_whole(of, lines.end)
         of["without_sampling"] = _without_sampling(of)
         of["statement"] = _statement(of)
     return list(found.values())
+
+
+def _is_whole(spent: Mapping[str, Any], end: Line | None) -> bool:
+    """Whether no release came after the last that was recorded.
+
+    A fit that was killed went on after its last look; its ledger knows what it released until then.
+    """
+    counts = spent["ledger_releases"].values()
+    if counts and max(counts) <= (spent["releases"] or 0):
+        return True
+    if end is None:
+        return False
+    told = any(one["defense"] == spent["defense"] for one in end.get("privacy") or ())
+    return told or spent["until"] + 1 >= int(end["step"])
 
 
 def _written(epsilon: float) -> float | str | None:
@@ -669,8 +720,12 @@ def _statement(spent: Mapping[str, Any]) -> str:
     unit = {
         "client": "one client, with all of its data,",
         "row": "one text of one client",
+        NOT_RECORDED: f"one unit ({NOT_RECORDED} which)",
     }.get(spent["unit"], f"one {spent['unit']}")
-    after = ("round" if spent["class"] == CLIENT else "release") + "s" * (spent["releases"] != 1)
+    what = "round" if spent["class"] == CLIENT else "release"
+    if spent["correlated"]:
+        what = "accounted mechanism"
+    after = what + "s" * (spent["releases"] != 1)
     if spent["class"] == TOKENS:
         after += " of the text that was released most often"
     text = (
@@ -680,12 +735,27 @@ def _statement(spent: Mapping[str, Any]) -> str:
            else f"the accountant {spent['accountant']}. ")
         + guarantee
     )  # fmt: skip
+    if spent["correlated"]:
+        text += (
+            f"Noise is correlated over steps ({spent['correlated']}), of which one accounted "
+            "mechanism covers several: there were more updates than mechanisms. "
+        )
+    if not spent["whole"]:
+        text += (
+            "How the run ended is not recorded. What was released after the last look is not in "
+            "this epsilon, which is therefore no bound for the whole run. "
+        )
+    if any(count > (spent["releases"] or 0) for count in spent["ledger_releases"].values()):
+        text += (
+            "The ledger counts more releases than the run recorded. What the others cost is not in "
+            "this epsilon. "
+        )
     if spent["noise_multiplier"] is not None and spent["poisson"] is not None:
         rate = f"Poisson samples at rate {_said(spent['sample_rate'])}"
         drawn = rate if spent["poisson"] else "not sampled by chance"
         of = "rounds" if spent["class"] == CLIENT else "batches"
         over = " over the sensitivity" if spent["class"] == CLIENT else ""
-        text += f"Noise multiplier{over} {_said(spent['noise_multiplier'])}; {of} are {drawn}. "
+        text += f"Noise multiplier{over} {_noise(spent)}; {of} are {drawn}. "
     if spent["without_sampling"] is not None:
         text += (
             "Without counting on the sampling, epsilon of the same releases would be "
@@ -708,6 +778,13 @@ def _statement(spent: Mapping[str, Any]) -> str:
         "It does not cover the leakage logs, validation metrics, the choice of settings, or "
         "decisions that people or gates took in sight of private data."
     )
+
+
+def _noise(spent: Mapping[str, Any]) -> str:
+    """The noise multiplier, or the least and the last where it was turned up on the way."""
+    least = min((sigma for sigma, *_ in spent["history"]), default=spent["noise_multiplier"])
+    last = _said(spent["noise_multiplier"])
+    return last if _said(least) == last else f"{_said(least)} at first, {last} at the end"
 
 
 def _implied(
@@ -800,9 +877,18 @@ def _together(fits: Sequence[tuple[FitLines, Mapping[str, Any]]]) -> list[dict[s
                 "epsilon": epsilon,
                 "sum_of_epsilons": added,
                 "sum_of_deltas": deltas,
+                "unit": _common([spent["unit"] for spent in all_spent]),
+                "whole": all(spent["whole"] for spent in all_spent),
             }
         )
     return found
+
+
+def _common(units: Sequence[str]) -> str:
+    """What all of them protect: whoever hides all rows of a user or client hides each example."""
+    if len(set(units)) == 1:
+        return units[0]
+    return NOT_RECORDED if NOT_RECORDED in units else "example"
 
 
 def _fit_name(lines: FitLines) -> str:
@@ -862,7 +948,7 @@ def _verdict(
         off = "sum over clients" if attack["stage"] == "aggregate" else "shared update"
         who = f"Off one {off}, {_who(attack['dishonest'])}"
         begins = "It could also" if who == before else f"{who} could"
-        named = f", run {fit['name']}" if several else ""
+        named = f", run {_named(fit, fits)}" if several else ""
         sentences.append(f"{begins} {_could(family, attack)}{named}).")
         before = who
     withheld = sum(fit["withheld"] for fit in fits)
@@ -878,10 +964,11 @@ def _verdict(
         for _, a in seen
         if a["mean"] is None and a["certified"]
     ]
+    silent = _silent(fits, seen, best.keys())
     if not sentences and not withheld and not checked:
         sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
-        unknown, untested = [], []
-    sentences += checked
+        unknown, untested, silent = [], [], []
+    sentences += checked + silent
     if withheld:
         sentences.append(
             f"Gates kept back {withheld} of {updates} updates: what those would have given away "
@@ -901,6 +988,47 @@ def _verdict(
     }
 
 
+def _silent(
+    fits: Sequence[Mapping[str, Any]],
+    seen: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    known: Collection[str],
+) -> list[str]:
+    """What is unknown though another attack, or another run, has a result of the same kind.
+
+    Args:
+        fits: the runs.
+        seen: every attack of the verdict's stage, with its run.
+        known: families of which the verdict tells the highest result.
+    """
+    said = []
+    for fit in fits:
+        of = [a for one, a in seen if one is fit and a["exposed"]]
+        has = {a["family"] for a in of if a["mean"] is not None}
+        without = [
+            a["name"] for a in of if a["mean"] is None and a["unknown"] and a["family"] in has
+        ]
+        within = f", run {_named(fit, fits)}" if len(fits) > 1 else ""
+        if without:
+            said.append(
+                f"No result, so that what they would have read is unknown{within}: "
+                f"{', '.join(dict.fromkeys(without))}."
+            )
+        kept = {a["family"] for a in of if a["withheld"]}
+        lacking = [what for f, what in _FAMILIES.items() if f in known and f not in has | kept]
+        if lacking:
+            said.append(
+                f"Run {_named(fit, fits)} has no result, so that it is unknown there: "
+                f"{'; '.join(lacking)}."
+            )
+    return said
+
+
+def _named(fit: Mapping[str, Any], fits: Sequence[Mapping[str, Any]]) -> str:
+    """The folder of a run; where it holds several runs, with the run's id."""
+    alike = [one for one in fits if one["name"] == fit["name"]]
+    return f"{fit['name']} ({fit['run']})" if len(alike) > 1 else str(fit["name"])
+
+
 def _judged(fit: Mapping[str, Any]) -> str:
     """The stage of which the verdict speaks: what leaves a client, where anybody looked at it."""
     return "shared" if any(a["stage"] == "shared" for a in fit["attacks"]) else "aggregate"
@@ -913,23 +1041,61 @@ def _accounted(
     private = [fit for fit in fits if any(p["holds"] for p in fit["privacy"])]
     broken = [p for fit in fits for p in fit["privacy"] if not p["holds"]]
     said = []
-    if private:
-        spent = [p for fit in private for p in fit["privacy"] if p["holds"]]
-        worst = max(spent, key=lambda p: _order(p["epsilon"]))
-        some = "" if len(private) == len(fits) else f" in {len(private)} of {len(fits)} runs"
-        of = {"client": ", for a whole client", "row": ", for a text"}.get(worst["unit"], "")
+    some = "" if len(private) == len(fits) else f" in {len(private)} of {len(fits)} runs"
+    highest: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for spent in (p for fit in private for p in fit["privacy"] if p["holds"]):
+        kind = spent["defense"], spent["unit"]
+        if kind not in highest or _over_clients(highest[kind]) < _over_clients(spent):
+            highest[kind] = spent
+    for worst in highest.values():
         said.append(
-            f"Differential privacy was accounted{some}: epsilon {_bound(worst['epsilon'])} at "
-            f"delta {_said(worst['delta'])} by {worst['defense']}{of}."
+            f"Differential privacy was accounted{some}: epsilon {_bound(_over_clients(worst))} at "
+            f"delta {_said(worst['delta'])} by {worst['defense']}{_FOR.get(worst['unit'], '')}."
+            f"{_AGAINST.get(_seen_by_nobody(worst), '')}"
+        )
+    if any(not p["whole"] for fit in private for p in fit["privacy"] if p["holds"]):
+        said.append(
+            "How a run with an epsilon ended is not recorded: what it released after its last look "
+            "is not counted, so that its epsilon is no bound for the whole run."
         )
     for one in together:
+        so_far = "" if one["whole"] else ", as far as was recorded"
         said.append(
             f"{one['fits']} fits by {one['defense']}, if on the same examples, cost epsilon "
-            f"{_bound(one['epsilon'])} at delta {_said(one['delta'])} together."
+            f"{_bound(one['epsilon'])} at delta {_said(one['delta'])} together"
+            f"{_FOR.get(one['unit'], '')}{so_far}."
         )
+    if len(private) > 1 and len({defense for defense, _ in highest}) > 1:
+        said.append("What fits by different defences cost together is not added up.")
     if broken:
         said.append(f"No guarantee holds for {', '.join(sorted({p['defense'] for p in broken}))}.")
     return said or ["No differential privacy was accounted."]
+
+
+_FOR = {
+    "client": ", for a whole client",
+    "row": ", for a text",
+    "user": ", for a user with all of their rows",
+    NOT_RECORDED: ", for a unit that is not recorded",
+}
+_AGAINST = {
+    "server": " The server, which sees each client's update as it is, is trusted with it.",
+    "sum": " It holds only if nobody sees more than the sum over clients.",
+}
+
+
+def _seen_by_nobody(spent: Mapping[str, Any]) -> str:
+    """What must not be seen for an epsilon to hold; empty where it holds for what is shared."""
+    if spent["class"] == CLIENT and spent["trust"] == "central":
+        return "server"
+    summed = spent["trust"] in ("central", "secure_aggregation")
+    return "sum" if summed and spent["clients"] > 1 else ""
+
+
+def _over_clients(spent: Mapping[str, Any]) -> float:
+    """Epsilon against whoever sees all clients: of a text each that a sampler moves it to pays."""
+    times = spent["clients"] if spent["class"] == TOKENS else 1
+    return float(spent["epsilon"]) * times
 
 
 def _only_results(n: int) -> dict[str, Any]:

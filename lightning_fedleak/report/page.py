@@ -122,7 +122,8 @@ def pictures(fit: Mapping[str, Any]) -> dict[str, Markup]:
     )
     for spent in fit["privacy"]:
         target = spent["target_epsilon"]
-        of_what = {"client": ", for a whole client", "row": ", for a text"}.get(spent["unit"], "")
+        of_what = {"client": ", for a whole client", "row": ", for a text",
+                   "user": ", for a user"}.get(spent["unit"], "")  # fmt: skip
         shown[f"Epsilon spent ({spent['defense']}{of_what})"] = charts.lines(
             {"epsilon": spent["series"]},
             label=f"epsilon over {unit}s",
@@ -135,8 +136,8 @@ def pictures(fit: Mapping[str, Any]) -> dict[str, Markup]:
 def account(spent: Mapping[str, Any]) -> list[tuple[str, object]]:
     """What stands beside the statement of a defence that accounts."""
     facts: list[tuple[str, object]] = [
-        ("Epsilon, delta", f"{known(spent['epsilon'])} at {known(spent['delta'])}"),
-        ("Unit of privacy", _UNITS.get(spent["unit"], f"one {spent['unit']}")),
+        ("Epsilon, delta", _claimed(spent)),
+        ("Unit of privacy", _UNITS.get(spent["unit"], spent["unit"])),
     ]
     settings = spent["settings"]
     if spent["class"] == TOKENS:
@@ -160,6 +161,8 @@ def account(spent: Mapping[str, Any]) -> list[tuple[str, object]]:
             ("Drawn", settings.get("sampling")),
             ("Clip norm of an update", settings.get("clip")),
         ]  # fmt: skip
+    if spent["correlated"]:
+        facts.append(("Noise correlated over steps", spent["correlated"]))
     noise, rate = known(spent["noise_multiplier"]), known(spent["sample_rate"])
     facts += [
         ("Target", spent["target_epsilon"]),
@@ -173,6 +176,14 @@ def account(spent: Mapping[str, Any]) -> list[tuple[str, object]]:
     if spent["ledger_releases"]:
         facts.append(("Releases in the ledger", spent["ledger_releases"]))
     return facts
+
+
+def _claimed(spent: Mapping[str, Any]) -> str:
+    """Epsilon at delta, and why it is none of the run where it is not."""
+    said = f"{known(spent['epsilon'])} at {known(spent['delta'])}"
+    if not spent["holds"]:
+        return f"none holds (recorded: {said})"
+    return said if spent["whole"] else f"{said}, until the last look alone"
 
 
 _UNITS = {
@@ -205,7 +216,7 @@ def questions(found: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, objec
         return (people.get(section) or {}).get(name)
 
     claim: list[tuple[str, object]] = [
-        ("Epsilon and delta", [f"{known(p['epsilon'])} at {known(p['delta'])}" for p in spent]),
+        ("Epsilon and delta", [_claimed(p) for p in spent]),
         ("Unit of privacy and neighbours", [p["guarantee"] for p in spent]),
         ("Accountant, releases", [f"{p['accountant']}, {known(p['releases'])}" for p in spent]),
     ]

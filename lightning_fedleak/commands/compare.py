@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_fedleak.report import NothingToReport, findings, read
-from lightning_fedleak.report.page import interval, known, share
+from lightning_fedleak.report.page import claimed, interval, known, share
 
 
 def compare(before: Path, after: Path, console: Console | None = None) -> None:
@@ -38,14 +38,26 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
         means = [a["mean"] if a and a["exposed"] else None for a in of]
         name, stage = key
         table.add_row(
-            escape(f"{name}/{headline}"), escape(stage), *map(_measured, of), _change(*means)
-        )
+            escape(f"{name}/{headline}"), escape(stage), *map(_measured, of),
+            _change(*means) + _otherwise(*of),
+        )  # fmt: skip
     if any(fit["withheld"] for fit in (first, second)):
         kept = [f"{fit['withheld']} of {fit['updates']}" for fit in (first, second)]
         table.add_row("updates kept back", "", *kept, "")
-    spent = [fit["privacy"][0]["epsilon"] if fit["privacy"] else None for fit in (first, second)]
-    table.add_row("epsilon", "", *("none accounted" if s is None else known(s) for s in spent), "")
+    spent = [{(p["defense"], p["unit"]): p for p in fit["privacy"]} for fit in (first, second)]
+    for key in dict.fromkeys([*spent[0], *spent[1]]) or [("", "")]:
+        accounts = [of.get(key) for of in spent]
+        of_what = " of ".join(filter(None, ("epsilon", key[1])))
+        by = f" ({key[0]})" if key[0] else ""
+        told = [escape(claimed(one)) if one else "none accounted" for one in accounts]
+        table.add_row(escape(f"{of_what}{by}"), "", *told, "")
     console.print(table)
+    for place, fit in ((before, first), (after, second)):
+        if fit["of"] > 1:
+            console.print(
+                f"{escape(str(place))} holds {fit['of']} runs: the newest is compared.",
+                highlight=False,
+            )
     console.print(
         "Leakage: mean of all looks, then the last known look with its 95% interval. Whether a "
         "difference is more than chance, two runs cannot show where the intervals overlap.",
@@ -57,8 +69,7 @@ def _newest(place: Path) -> Mapping[str, Any]:
     runs = findings(read([place]))["runs"]
     if not runs:
         raise NothingToReport(f"'{place}' holds results of commands, and no run of a Trainer")
-    newest: Mapping[str, Any] = runs[-1]
-    return newest
+    return {**runs[-1], "of": len(runs)}
 
 
 def _last(line: list[tuple[int, float | None]] | None) -> float | None:
@@ -73,7 +84,15 @@ def _measured(attack: Mapping[str, Any] | None) -> str:
         return "not shared"
     if attack["mean"] is None:
         return "unknown"
-    return f"{share(attack['mean'])}; {interval(attack['last'])}"
+    looks = f"{attack['looks']} look{'s' * (attack['looks'] != 1)}"
+    unknown = f", unknown at {attack['unknown']} more" if attack["unknown"] else ""
+    return f"{share(attack['mean'])}; {interval(attack['last'])}; {looks}{unknown}"
+
+
+def _otherwise(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str:
+    """Why a change may be of the attack and not of the run."""
+    alike = before is None or after is None or before["config"] == after["config"]
+    return "" if alike else " (other settings of the attack)"
 
 
 def _change(before: float | None, after: float | None) -> str:

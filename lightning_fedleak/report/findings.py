@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
+from unicodedata import category
 
 from lightning_fedleak.report.reading import FitLines, Line, Reading, number, spans
 
@@ -85,7 +86,7 @@ def findings(reading: Reading, people: Mapping[str, Any] | None = None) -> dict[
     for fit in fits:
         problems += [told for spent in fit["privacy"] for told in spent.pop("unread")]
     together = _together(understood)
-    return {
+    found = {
         "schema": SCHEMA,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "made_by": f"lightning-fedleak {version('lightning-fedleak')}",
@@ -93,9 +94,9 @@ def findings(reading: Reading, people: Mapping[str, Any] | None = None) -> dict[
         "runs": fits,
         "privacy_together": together,
         "results": tables,
-        "people": dict(people or {}),
         "problems": problems,
     }
+    return {**_visible(found), "people": dict(people or {})}
 
 
 # ---- one fit ----------------------------------------------------------------------------------
@@ -1169,6 +1170,27 @@ def _percent(share: float | None) -> str:
 
 
 # ---- small ------------------------------------------------------------------------------------
+
+
+def _visible(value: Any) -> Any:
+    """With what a reader cannot see, and what is no text, written out.
+
+    Marks that turn the direction of writing would let a name change what stands beside it; escape
+    sequences act on terminals, and a lone surrogate is in no file of UTF-8.
+    """
+    if isinstance(value, str):
+        return value if value.isprintable() else "".join(map(_seen, value))
+    if isinstance(value, Mapping):
+        return {_visible(name): _visible(of) for name, of in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_visible, value))
+    return value
+
+
+def _seen(character: str) -> str:
+    if character.isprintable() or character in "\n\t" or category(character) == "Zs":
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -136,7 +136,7 @@ def pictures(fit: Mapping[str, Any]) -> dict[str, Markup]:
 def account(spent: Mapping[str, Any]) -> list[tuple[str, object]]:
     """What stands beside the statement of a defence that accounts."""
     facts: list[tuple[str, object]] = [
-        ("Epsilon, delta", _claimed(spent)),
+        ("Epsilon, delta", claimed(spent)),
         ("Unit of privacy", _UNITS.get(spent["unit"], spent["unit"])),
     ]
     settings = spent["settings"]
@@ -178,7 +178,7 @@ def account(spent: Mapping[str, Any]) -> list[tuple[str, object]]:
     return facts
 
 
-def _claimed(spent: Mapping[str, Any]) -> str:
+def claimed(spent: Mapping[str, Any]) -> str:
     """Epsilon at delta, and why it is none of the run where it is not."""
     said = f"{known(spent['epsilon'])} at {known(spent['delta'])}"
     if not spent["holds"]:
@@ -216,7 +216,7 @@ def questions(found: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, objec
         return (people.get(section) or {}).get(name)
 
     claim: list[tuple[str, object]] = [
-        ("Epsilon and delta", [_claimed(p) for p in spent]),
+        ("Epsilon and delta", [claimed(p) for p in spent]),
         ("Unit of privacy and neighbours", [p["guarantee"] for p in spent]),
         ("Accountant, releases", [f"{p['accountant']}, {known(p['releases'])}" for p in spent]),
     ]
@@ -268,4 +268,4 @@ def questions(found: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, objec
     ]
 
 
-__all__ = ["account", "interval", "known", "page", "pictures", "questions", "share"]
+__all__ = ["account", "claimed", "interval", "known", "page", "pictures", "questions", "share"]

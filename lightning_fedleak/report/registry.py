@@ -100,9 +100,7 @@ def entry(found: Mapping[str, Any]) -> str:
             value that it does not take.
     """
     spent = [p for fit in found["runs"] for p in fit["privacy"]]
-    kinds = {p["class"] for p in spent}
-    accounted = len(kinds) == 1 and kinds <= {"DPSGD", CLIENT, TOKENS}
-    accounted = accounted and all(p["holds"] for p in spent)
+    accounted = _is_accounted(found, spent)
     known: dict[str, dict[str, Any]] = {"basic": _basic(found)}
     if accounted:
         known |= _private(found, spent)
@@ -139,6 +137,19 @@ def entry(found: Mapping[str, Any]) -> str:
     }
     written: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
     return written
+
+
+def _is_accounted(found: Mapping[str, Any], spent: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one finite epsilon holds for all runs together, each of them until its end."""
+    kinds = {p["class"] for p in spent}
+    if len(kinds) != 1 or not kinds <= {"DPSGD", CLIENT, TOKENS}:
+        return False
+    together = found["privacy_together"]
+    composed = len(found["runs"]) == 1 or (
+        len(together) == 1 and isinstance(together[0]["epsilon"], int | float)
+    )
+    every = all(fit["privacy"] for fit in found["runs"])
+    return every and composed and all(p["holds"] and p["whole"] for p in spent)
 
 
 def _check(section: str, told: object) -> None:
@@ -181,7 +192,7 @@ def _basic(found: Mapping[str, Any]) -> dict[str, Any]:
     fits = found["runs"]
     model = next((fit["model"]["class"] for fit in fits if fit["model"]), "language model")
     trained = [fit["shared"]["what"] for fit in fits]
-    began = [fit["began"][:10] for fit in fits if fit["began"] != NOT_RECORDED]
+    began = [day for fit in fits if _is_date(day := fit["began"][:10])]
     return {
         "name": f"{model} fine-tuned",
         "data_curators": [NOT_RECORDED],
@@ -230,6 +241,13 @@ def _private(
         uncovered += " Lengths of texts, special tokens, labels of a classifier."
     if kind == CLIENT:
         uncovered += " What clients send besides their updates."
+    guarantees = " ".join(dict.fromkeys(p["guarantee"] for p in spent))
+    releases = f"{worst['releases']} releases in training, {_RELEASED.get(kind, 'one each step.')}"
+    if worst["correlated"]:
+        releases = (
+            f"{worst['releases']} accounted mechanisms in training. Noise is correlated over steps "
+            f"({worst['correlated']}), and one mechanism covers several."
+        )
     return {
         "dp_variant": {
             "variant_name": "Approximate DP" if total["delta"] else "Pure DP",
@@ -237,17 +255,16 @@ def _private(
         },
         "privacy_loss": {
             "privacy_unit": _unit(spent),
-            "privacy_unit_details": worst["guarantee"],
+            "privacy_unit_details": guarantees,
             "privacy_parameters": parameters,
             "privacy_parameters_details": worst["statement"],
         },
         "deployment_model": {
             "model_name": _model_name(worst, clients),
-            "model_name_details": worst["guarantee"],
+            "model_name_details": guarantees,
             "actors": f"Clients that train; {found['runs'][0]['shared']['seen_by']}.",
             "release_type": "Many releases",
-            "release_type_details": f"{worst['releases']} releases in training, "
-            + _RELEASED.get(kind, "one each step."),
+            "release_type_details": releases,
         },
         "accounting": {"composition": composed},
         "implementation": {"mechanisms": f"{_mechanism(worst)} Versions: {named}."},
@@ -268,7 +285,9 @@ def _unit(spent: Sequence[Mapping[str, Any]]) -> str:
         return "One user with all of their rows of the training data"
     if units == {"row"}:
         return "One text (a row of a batch) of one client"
-    return "One example (a row) of the training data"
+    if units <= {"example", "user"}:
+        return "One example (a row) of the training data"
+    return NOT_RECORDED
 
 
 def _model_name(spent: Mapping[str, Any], clients: int) -> str:

@@ -113,6 +113,12 @@ def look(step: int, run: str = "a", **more: Any) -> dict[str, Any]:
     return line | more
 
 
+def end(step: int, run: str = "a", **more: Any) -> dict[str, Any]:
+    """The last line of a fit in ``run.jsonl``."""
+    line = {"schema": 1, "run": run, "kind": "end", "step": step, "how": "finished", "privacy": []}
+    return line | more
+
+
 def decision(did: str, round_: int, client: int | str, run: str = "a") -> dict[str, Any]:
     """What a gate of rounds did, in ``run.jsonl``."""
     return {

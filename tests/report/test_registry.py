@@ -6,13 +6,13 @@ import yaml
 
 from lightning_fedleak.report import entry, findings, read, registry
 from lightning_fedleak.report.registry import FIELDS, REQUIRED
-from tests.report.lines import begin, dpsgd, look, result, spent, written
+from tests.report.lines import begin, dpsgd, end, look, result, spent, written
 
 SCHEMA = os.environ.get("FEDLEAK_REGISTRY_SCHEMA")
 
 
 def private_run(folder: Path, people=None):
-    record = [begin(defenses=[dpsgd()]), look(3, privacy=[spent(2.5, 3)])]
+    record = [begin(defenses=[dpsgd()]), look(3, privacy=[spent(2.5, 3)]), end(4)]
     return findings(read([written(folder, [result(0, f1=0.5)], record)]), people)
 
 
@@ -67,7 +67,7 @@ def test_what_an_entry_cannot_hold_is_refused(tmp_path, people, said):
     ],
 )
 def test_what_is_no_account_that_holds_is_no_private_deployment(tmp_path, defense, epsilon):
-    record = [begin(defenses=[defense]), look(3, privacy=[spent(epsilon, 3)])]
+    record = [begin(defenses=[defense]), look(3, privacy=[spent(epsilon, 3)]), end(4)]
     made = yaml.safe_load(entry(findings(read([written(tmp_path, [result(0, f1=0.5)], record)]))))
     assert made["tier"] == 1
     assert set(made["deployment"]) == {"basic", "administrative"}
@@ -78,7 +78,7 @@ def ldp_run(folder: Path, clients=1):
     defense = {"name": "token_ldp", "class": "TokenLDP", "guarantee": "g", "settings": settings}
     told = {"defense": "token_ldp", "epsilon": 24.0, "delta": 0.0, "releases": 3, "history": []}
     monitor = {"client": "rank", "clients": clients, "adversary": [], "local_steps": None}
-    record = [begin(defenses=[defense], monitor=monitor), look(3, privacy=[told])]
+    record = [begin(defenses=[defense], monitor=monitor), look(3, privacy=[told]), end(4)]
     return findings(read([written(folder, [result(0, f1=0.5)], record)]))
 
 
@@ -88,6 +88,7 @@ def client_run(folder: Path):
     record = [
         begin(defenses=[defense], training={"strategy": "federation"}),
         look(3, client=0, privacy=[spent(2.5, 3, rate=1.0)]),
+        end(4),
     ]
     lines = [result(0, f1=0.5) | {"client": c} for c in range(2)]
     return findings(read([written(folder, lines, record)]))

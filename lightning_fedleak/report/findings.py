@@ -793,6 +793,8 @@ def _implied(
 ) -> list[dict[str, Any]]:
     """The most that each epsilon allows a test of membership, beside what was measured.
 
+    Epsilon bounds a test of whether an example was in the training data. What is measured is whether
+    it is in one batch, to which sampling adds nothing: there the noise of one release is the bound.
     Where the sum over several clients is what it covers, that is measured at stage aggregate.
     """
     held = [spent for spent in privacy if spent["holds"]]
@@ -810,6 +812,7 @@ def _implied(
         asked = [a for a in attacks if a["family"] == "membership" and a["stage"] == stage]
         tpr = [a["rates"].get("tpr_at_fpr_0.01") for a in asked]
         auc = [a["last"]["value"] for a in asked if a["last"]]
+        in_batch = _in_batch(spent)
         found.append(
             {
                 "defense": spent["defense"],
@@ -818,11 +821,33 @@ def _implied(
                 "delta": delta,
                 "largest_tpr_at_fpr_0.01": dp_tpr(_FPR, epsilon, delta),
                 "largest_auc": dp_auc(epsilon, delta),
+                "largest_tpr_at_fpr_0.01_in_a_batch": in_batch[0],
+                "largest_auc_in_a_batch": in_batch[1],
                 "measured_tpr_at_fpr_0.01": max((t["value"] for t in tpr if t), default=None),
                 "measured_auc": max(auc, default=None),
             }
         )
     return found
+
+
+def _in_batch(spent: Mapping[str, Any]) -> tuple[float, float] | tuple[None, None]:
+    """Largest TPR at 1% FPR and largest AUC of a test of who is in one batch, read off its release.
+
+    Of independent Gaussian noise exactly, by its least multiplier. Else by the epsilon of all
+    releases without sampling.
+    """
+    from lightning_fedleak.auditing.mechanisms import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
+
+    least = min((sigma for sigma, *_ in spent["history"]), default=0.0)
+    if least > 0 and not spent["correlated"]:
+        return gaussian_tpr(_FPR, least), gaussian_auc(least)
+    sampled = spent["class"] != TOKENS and spent["poisson"] is not False
+    epsilon = spent["without_sampling"] if sampled else spent["epsilon"]
+    if not isinstance(epsilon, int | float):
+        return None, None
+    return dp_tpr(_FPR, min(epsilon, 50.0), spent["delta"]), dp_auc(
+        min(epsilon, 50.0), spent["delta"]
+    )
 
 
 def _together(fits: Sequence[tuple[FitLines, Mapping[str, Any]]]) -> list[dict[str, Any]]:

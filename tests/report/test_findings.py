@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from lightning_fedleak.auditing import dp_tpr
+from lightning_fedleak.auditing import dp_tpr, gaussian_auc, gaussian_tpr
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.report import entry, findings, page, read
-from tests.report.lines import about, begin, decision, dpsgd, look, result, spent, written
+from tests.report.lines import about, begin, decision, dpsgd, end, look, result, spent, written
 
 
 def found_in(folder, results, record=()):
@@ -560,3 +560,143 @@ def test_rows_of_results_that_are_none_are_named(tmp_path):
     assert found["problems"] == [
         "1 of the results of game.json are not as a command writes them: 2"
     ]
+
+
+# ---- safer than the run was ---------------------------------------------------------------------
+
+
+def accounted(folder, *more, results=None, count=3, defense=None, **told):
+    """A run whose account is of ``count`` releases at its last look, at step 3."""
+    defense = dpsgd(poisson=False) if defense is None else defense
+    cost = spent(2.0, count, rate=1.0) | told
+    record = [begin(defenses=[defense]), look(3, privacy=[cost]), *more]
+    return found_in(folder, results or [result(0, f1=0.0)], record)
+
+
+@pytest.mark.parametrize(
+    ("last", "whole"),
+    [((), False), ((end(90),), False), ((end(90, privacy=[spent(2.5, 90, rate=1.0)]),), True)],
+)
+def test_an_epsilon_of_a_run_that_was_cut_off_is_no_bound(tmp_path, last, whole):
+    found = accounted(tmp_path, *last)
+    [cost] = found["runs"][0]["privacy"]
+    assert cost["whole"] is whole
+    assert ("no bound for the whole run" in found["verdict"]["sentence"]) is not whole
+    assert ("no bound for the whole run" in cost["statement"]) is not whole
+    assert ("until the last look alone" in page(found)) is not whole
+
+
+@pytest.mark.parametrize(("in_ledger", "whole"), [(3, True), (40, False)])
+def test_a_ledger_knows_what_a_killed_run_released(tmp_path, in_ledger, whole):
+    ledger = tmp_path / "ledger"
+    ledger.write_text(f"1.0 1.0 {in_ledger}\n")
+    defense = dpsgd(poisson=False, ledger=str(ledger))
+    [cost] = accounted(tmp_path / "run", defense=defense)["runs"][0]["privacy"]
+    assert cost["whole"] is whole
+    assert ("counts more releases" in cost["statement"]) is not whole
+
+
+def test_fits_that_were_cut_off_cost_together_what_was_recorded(tmp_path):
+    lines = [result(0, run=run, f1=0.0) for run in "ab"]
+    record = [*one_fit("a", 10, poisson=False), *one_fit("b", 30, poisson=False), end(31, "b")]
+    found = found_in(tmp_path, lines, record)
+    assert found["privacy_together"][0]["whole"] is False
+    assert "together, as far as was recorded." in found["verdict"]["sentence"]
+
+
+def test_fits_of_examples_and_of_users_cost_an_example(tmp_path):
+    lines = [result(0, run=run, f1=0.0) for run in "ab"]
+    record = one_fit("a", 10, accountant="filter", unit="example")
+    record += one_fit("b", 10, accountant="filter", unit="user")
+    found = found_in(tmp_path, lines, record)
+    assert found["privacy_together"][0]["unit"] == "example"
+    assert "by dpsgd, for a user with all of their rows." in found["verdict"]["sentence"]
+
+
+def test_an_attack_without_a_result_is_told_beside_one_that_found_little(tmp_path):
+    lines = [result(0, f1=0.0, recall=0.0, precision=0.0), result(0, "best")]
+    attacks = [about("flatchat", "words"), about("best", "words")]
+    sentence = found_in(tmp_path, lines, [begin(attacks=attacks)])["verdict"]["sentence"]
+    assert "what they would have read is unknown: best." in sentence
+
+
+def test_a_run_without_a_result_is_told_beside_one_with_a_result(tmp_path):
+    lines = [result(0, f1=0.0, recall=0.0, precision=0.0), result(0, run="b")]
+    sentence = found_in(tmp_path, lines, [begin("a"), begin("b")])["verdict"]["sentence"]
+    name = tmp_path.name
+    assert f", run {name} (a))." in sentence
+    assert f"Run {name} (b) has no result" in sentence
+
+
+def test_a_result_that_is_no_number_is_unknown(tmp_path):
+    lines = [result(0, f1=0.2), result(1, f1=None)]
+    [attack] = found_in(tmp_path, lines, [begin()])["runs"][0]["attacks"]
+    assert (attack["looks"], attack["unknown"]) == (1, 1)
+    assert attack["why_unknown"] == "its f1 is no number"
+
+
+def test_what_does_not_say_that_it_stayed_has_left(tmp_path):
+    line = result(0, f1=0.9, recall=0.9, precision=0.9)
+    del line["exposed"]
+    found = found_in(tmp_path, [line], [begin()])
+    assert found["verdict"]["worst"] == {"words": 0.9}
+
+
+def test_games_that_are_pooled_over_looks_count_once(tmp_path):
+    lines = [
+        result(s, "fc", auc=(0.7, 0.4, 1.0), auc_of_this_look=0.5) | {"n": 10 * (s + 1)}
+        for s in range(3)
+    ]
+    [attack] = found_in(tmp_path, lines)["runs"][0]["attacks"]
+    assert (attack["n"], attack["last_n"]) == (30, 30)
+
+
+def test_sampling_hides_nobody_in_a_batch(tmp_path):
+    """What is measured is membership in one batch, of which an epsilon with sampling says less."""
+    defense = dpsgd(accountant="filter")
+    [one] = accounted(tmp_path, defense=defense, epsilon=0.2)["runs"][0]["implied"]
+    assert one["largest_tpr_at_fpr_0.01_in_a_batch"] == gaussian_tpr(0.01, 1.0)
+    assert one["largest_auc_in_a_batch"] == gaussian_auc(1.0) > one["largest_auc"]
+
+
+def test_noise_that_was_turned_up_was_lower_before(tmp_path):
+    history = [[0.5, 1.0, 3], [2.0, 1.0, 9]]
+    found = accounted(
+        tmp_path, defense=dpsgd(accountant="filter"), history=history, noise_multiplier=2.0
+    )
+    fit = found["runs"][0]
+    assert "Noise multiplier 0.5 at first, 2 at the end" in fit["privacy"][0]["statement"]
+    assert fit["implied"][0]["largest_auc_in_a_batch"] == gaussian_auc(0.5)
+
+
+def test_steps_under_correlated_noise_are_no_releases(tmp_path):
+    defense = dpsgd(mechanism="banded_inverse", bands=4)
+    [cost] = accounted(tmp_path, defense=defense, count=1)["runs"][0]["privacy"]
+    assert "After 1 accounted mechanism " in cost["statement"]
+    assert "more updates than mechanisms" in cost["statement"]
+    assert "not sampled by chance" in cost["statement"]
+
+
+def test_who_is_trusted_stands_in_the_verdict(tmp_path):
+    settings = {"trust": "central", "sampling": "all", "accountant": "prv"}
+    defense = dpsgd() | {"class": "ClientDP", "settings": settings}
+    found = accounted(tmp_path / "central", defense=defense)
+    assert "The server, which sees each client's update as it is, is" in found["verdict"]["sentence"]
+
+
+def test_of_several_accounts_the_largest_delta_holds(tmp_path):
+    told = [spent(2.0, 3, rate=1.0), spent(1.0, 3, rate=1.0) | {"delta": 1e-3}]
+    record = [begin(defenses=[dpsgd(poisson=False)]), look(3, privacy=told)]
+    [cost] = found_in(tmp_path, [result(0, f1=0.0)], record)["runs"][0]["privacy"]
+    assert (cost["epsilon"], cost["delta"]) == (2.0, 1e-3)
+
+
+def test_the_unit_of_a_defence_of_ones_own_is_not_invented(tmp_path):
+    found = accounted(tmp_path, defense=dpsgd(poisson=None) | {"class": "OfMyOwn"})
+    assert found["runs"][0]["privacy"][0]["unit"] == "not recorded"
+    assert ", for a unit that is not recorded." in found["verdict"]["sentence"]
+
+
+def test_an_epsilon_without_a_guarantee_is_no_claim(tmp_path):
+    found = accounted(tmp_path, defense=dpsgd() | {"guarantee": "none: the seed is known"})
+    assert page(found).count("none holds (recorded: 2 at 1e-05)") == 2

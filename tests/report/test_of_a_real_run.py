@@ -9,7 +9,7 @@ from lightning_fedleak.cli import main
 from lightning_fedleak.defenses import DPSGD, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
-from tests.report.lines import begin, decision, result, written
+from tests.report.lines import begin, decision, dpsgd, look, result, spent, written
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +185,18 @@ def test_compare_says_how_many_updates_did_not_leave(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "0 of 2" in said
     assert "1 of 2" in said
+
+
+def test_compare_tells_units_looks_and_other_settings(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    first, other = result(0, f1=0.5), result(0, run="b", f1=0.2) | {"config": {"seed": 1}}
+    account = look(0, privacy=[spent(2.0, 3, rate=1.0)])
+    written(tmp_path / "a", [first, result(1)], [begin(defenses=[dpsgd(poisson=False)]), account])
+    written(tmp_path / "b", [first, other])
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for word in ("example", "1e-05", "none accounted", "unknown at", "other settings", "2 runs"):
+        assert word in said
 
 
 def test_compare_puts_two_runs_side_by_side(folder, capsys):

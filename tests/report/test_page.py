@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.report import charts, findings, page, read
+from lightning_fedleak.report import charts, entry, findings, page, read
 from tests.report.lines import about, begin, decision, dpsgd, look, result, spent, written
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=y>{{7*7}}"
@@ -132,3 +132,13 @@ def test_every_value_survives_json(tmp_path):
     record = [begin(), look(0, utility={"loss": None})]
     found = findings(read([written(tmp_path, [result(0)], record)]))
     assert json.loads(json.dumps(found, allow_nan=False))["runs"][0]["attacks"][0]["mean"] is None
+
+
+@pytest.mark.parametrize("odd", ["\u202eevil", "\x1b[31mred", "half\ud800", "a\x00b"])
+def test_what_nobody_sees_in_a_name_is_written_out(tmp_path, odd):
+    """Direction marks turn sentences round, escapes act on terminals, surrogates are no UTF-8."""
+    found = findings(read([written(tmp_path, [result(0, odd, f1=0.5)])]))
+    for made in (page(found), json.dumps(found, ensure_ascii=False), entry(found)):
+        made.encode("utf-8")
+        assert not set(made) & set("\u202e\x1b\ud800\x00")
+    assert "\\" in found["runs"][0]["attacks"][0]["name"]

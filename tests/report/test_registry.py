@@ -119,6 +119,33 @@ def test_accounts_of_two_units_are_not_put_into_one_entry(tmp_path):
     assert (made["tier"], set(made["deployment"])) == (1, {"basic", "administrative"})
 
 
+def test_what_is_not_private_to_its_end_is_no_private_deployment(tmp_path):
+    """Cut off, or beside a run without a defence on what may be the same data."""
+    record = [begin(defenses=[dpsgd()]), look(3, privacy=[spent(2.5, 3)])]
+    cut_off = findings(read([written(tmp_path / "cut", [result(0, f1=0.5)], record)]))
+    private_run(tmp_path / "two" / "private")
+    written(tmp_path / "two" / "plain", [result(0, run="b", f1=0.5)], [begin("b"), end(4, "b")])
+    for found in (cut_off, findings(read([tmp_path / "two"]))):
+        made = yaml.safe_load(entry(found))
+        assert (made["tier"], set(made["deployment"])) == (1, {"basic", "administrative"})
+
+
+def test_an_epsilon_that_composes_to_no_number_is_not_claimed(tmp_path):
+    for run in "ab":
+        loud = spent(190.0, 3, sigma=0.06, rate=1.0)
+        defense = dpsgd(poisson=False, accountant="rdp")
+        record = [begin(run, defenses=[defense]), look(3, run, privacy=[loud]), end(4, run)]
+        written(tmp_path / run, [result(0, run=run, f1=0.5)], record)
+    found = findings(read([tmp_path]))
+    assert isinstance(found["privacy_together"][0]["epsilon"], str)
+    assert yaml.safe_load(entry(found))["tier"] == 1
+
+
+def test_a_day_that_is_none_is_not_published(tmp_path):
+    found = findings(read([written(tmp_path, [result(0, f1=0.5)], [begin(time="- yes: 1e3")])]))
+    assert yaml.safe_load(entry(found))["deployment"]["basic"]["publication_date"].startswith("20")
+
+
 @pytest.mark.parametrize("run", [private_run, ldp_run, client_run])
 def test_every_value_is_one_that_the_schema_takes(tmp_path, run):
     made = yaml.safe_load(entry(run(tmp_path)))

@@ -100,9 +100,7 @@ class JsonLines:
             | {name: {"value": _finite(value)} for name, value in extra.items()},
             "unknown": unknown,
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        _append(self.path, json.dumps(line))
         self._written = True
 
     def rows(self) -> list[dict[str, Any]]:
@@ -115,8 +113,8 @@ class JsonLines:
         """
         if not self._written:
             return []
-        with self.path.open(encoding="utf-8") as file:
-            lines = [line for line in map(json.loads, file) if line.get("run") == self.run]
+        with self.path.open(encoding="utf-8", errors="replace") as file:
+            lines = [line for line in map(_whole, file) if line.get("run") == self.run]
         return [
             {column: line[column] for column in COLUMNS[:6]}
             | {"metric": metric}
@@ -125,6 +123,26 @@ class JsonLines:
             for line in lines
             for metric, found in (line["metrics"] or {None: {}}).items()
         ]
+
+
+def _whole(text: str) -> dict[str, Any]:
+    """A line; nothing where a fit that was killed, or a full disk, has left a part of it."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return {}
+    return line if isinstance(line, dict) else {}
+
+
+def _append(path: Path, line: str) -> None:
+    """Adds a line; what a fit that was killed has left of its last one stays a line of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
+        file.write(f"{line}\n".encode())
 
 
 def _number(value: float | None) -> float:
@@ -213,9 +231,7 @@ class RunRecord:
             **facts,
         }
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_strict(line), allow_nan=False) + "\n")
+            _append(self.path, json.dumps(_strict(line), allow_nan=False))
         except OSError as error:
             self._warn(f"{self.path} cannot be written: {error.strerror}")
 

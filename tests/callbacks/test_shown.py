@@ -116,6 +116,19 @@ def test_an_attack_that_is_not_played_is_one_row(tmp_path):
     assert math.isnan(row["value"])
 
 
+def test_half_of_a_killed_fits_line_takes_no_line_of_the_next(tmp_path):
+    for name in ("leakage.jsonl", "run.jsonl"):
+        (tmp_path / name).write_text('{"run": "killed", "step')
+    monitor = LeakageMonitor(Probe(), every_n_steps=4, log_dir=tmp_path)
+    fit([monitor], tmp_path)
+    for name, first in (("leakage.jsonl", "attack"), ("run.jsonl", "kind")):
+        half, *lines = (tmp_path / name).read_text().splitlines()
+        assert half.endswith('"step')
+        assert all(first in json.loads(line) for line in lines)
+        assert len(lines) >= 2
+    assert monitor._jsonl.rows()
+
+
 def test_without_pandas_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"needs pandas: pip install .*\[datasets\]"):

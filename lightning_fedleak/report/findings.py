@@ -793,8 +793,8 @@ def _implied(
 ) -> list[dict[str, Any]]:
     """The most that each epsilon allows a test of membership, beside what was measured.
 
-    Epsilon bounds a test of whether an example was in the training data. What is measured is whether
-    it is in one batch, to which sampling adds nothing: there the noise of one release is the bound.
+    Epsilon bounds a test of whether an example was in the training data. What is measured is
+    whether it is in one batch, to which sampling adds nothing: the noise of one release bounds it.
     Where the sum over several clients is what it covers, that is measured at stage aggregate.
     """
     held = [spent for spent in privacy if spent["holds"]]

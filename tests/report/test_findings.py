@@ -681,7 +681,9 @@ def test_who_is_trusted_stands_in_the_verdict(tmp_path):
     settings = {"trust": "central", "sampling": "all", "accountant": "prv"}
     defense = dpsgd() | {"class": "ClientDP", "settings": settings}
     found = accounted(tmp_path / "central", defense=defense)
-    assert "The server, which sees each client's update as it is, is" in found["verdict"]["sentence"]
+    assert (
+        "The server, which sees each client's update as it is, is" in found["verdict"]["sentence"]
+    )
 
 
 def test_of_several_accounts_the_largest_delta_holds(tmp_path):

@@ -76,7 +76,8 @@ class Size:
         texts, public: names or files, as in word_recovery.py.
         shapes: sentences x tokens of Table 3; Table 4 has ``one_shape``.
         batches: attacked in each cell.
-        pool: private sentences that batches are drawn from, at least; of large batches twice as many as one has.
+        pool: private sentences that batches are drawn from, at least; of large batches twice as
+            many as one has.
         regression_batches, regression_pool: for each of the paper's 18 shapes.
         noise_shape, noise_batches, sigmas: of Table 5, language models.
         hidden, scratch_steps, finetune_steps: of the translators.

@@ -393,7 +393,7 @@ def _attack(
 
 
 def _left(line: Line) -> bool:
-    """Whether what an attack reads left the client; it did, unless the line says that it did not."""
+    """Whether what an attack reads left the client: so it did, unless the line denies it."""
     return line.get("exposed") is not False
 
 

@@ -785,7 +785,7 @@ def _noise(spent: Mapping[str, Any]) -> str:
     """The noise multiplier, or the least and the last where it was turned up on the way."""
     least = min((sigma for sigma, *_ in spent["history"]), default=spent["noise_multiplier"])
     last = _said(spent["noise_multiplier"])
-    return last if _said(least) == last else f"{_said(least)} at first, {last} at the end"
+    return last if _said(least) == last else f"{_said(least)} at the least, {last} at the end"
 
 
 def _implied(
@@ -1067,17 +1067,17 @@ def _accounted(
     private = [fit for fit in fits if any(p["holds"] for p in fit["privacy"])]
     broken = [p for fit in fits for p in fit["privacy"] if not p["holds"]]
     said = []
-    some = "" if len(private) == len(fits) else f" in {len(private)} of {len(fits)} runs"
-    highest: dict[tuple[str, str], Mapping[str, Any]] = {}
+    kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for spent in (p for fit in private for p in fit["privacy"] if p["holds"]):
-        kind = spent["defense"], spent["unit"]
-        if kind not in highest or _over_clients(highest[kind]) < _over_clients(spent):
-            highest[kind] = spent
-    for worst in highest.values():
+        kinds.setdefault((spent["defense"], spent["unit"]), []).append(spent)
+    for (defense, unit), of in kinds.items():
+        some = "" if len(of) == len(fits) else f" in {len(of)} of {len(fits)} runs"
+        trusted = dict.fromkeys(_AGAINST.get(_seen_by_nobody(one), "") for one in of)
         said.append(
-            f"Differential privacy was accounted{some}: epsilon {_bound(_over_clients(worst))} at "
-            f"delta {_said(worst['delta'])} by {worst['defense']}{_FOR.get(worst['unit'], '')}."
-            f"{_AGAINST.get(_seen_by_nobody(worst), '')}"
+            f"Differential privacy was accounted{some}: epsilon "
+            f"{_bound(max(map(_over_clients, of)))} at "
+            f"delta {_said(max(one['delta'] for one in of))} by {defense}"
+            f"{_FOR.get(unit, '')}.{''.join(trusted)}"
         )
     if any(not p["whole"] for fit in private for p in fit["privacy"] if p["holds"]):
         said.append(
@@ -1091,7 +1091,7 @@ def _accounted(
             f"{_bound(one['epsilon'])} at delta {_said(one['delta'])} together"
             f"{_FOR.get(one['unit'], '')}{so_far}."
         )
-    if len(private) > 1 and len({defense for defense, _ in highest}) > 1:
+    if len(private) > 1 and len({defense for defense, _ in kinds}) > 1:
         said.append("What fits by different defences cost together is not added up.")
     if broken:
         said.append(f"No guarantee holds for {', '.join(sorted({p['defense'] for p in broken}))}.")

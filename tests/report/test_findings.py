@@ -665,7 +665,7 @@ def test_noise_that_was_turned_up_was_lower_before(tmp_path):
         tmp_path, defense=dpsgd(accountant="filter"), history=history, noise_multiplier=2.0
     )
     fit = found["runs"][0]
-    assert "Noise multiplier 0.5 at first, 2 at the end" in fit["privacy"][0]["statement"]
+    assert "Noise multiplier 0.5 at the least, 2 at the end" in fit["privacy"][0]["statement"]
     assert fit["implied"][0]["largest_auc_in_a_batch"] == gaussian_auc(0.5)
 
 
@@ -702,3 +702,13 @@ def test_the_unit_of_a_defence_of_ones_own_is_not_invented(tmp_path):
 def test_an_epsilon_without_a_guarantee_is_no_claim(tmp_path):
     found = accounted(tmp_path, defense=dpsgd() | {"guarantee": "none: the seed is known"})
     assert page(found).count("none holds (recorded: 2 at 1e-05)") == 2
+
+
+def test_each_defence_is_said_to_be_in_the_runs_that_had_it(tmp_path):
+    lines = [result(0, run=run, f1=0.0) for run in "abc"]
+    other = dpsgd(poisson=False) | {"name": "other"}
+    record = [*one_fit("a", 10, poisson=False), begin("b", defenses=[other]), begin("c")]
+    record += [look(3, "b", privacy=[spent(1.5, 3) | {"defense": "other"}])]
+    sentence = found_in(tmp_path, lines, record)["verdict"]["sentence"]
+    assert sentence.count("accounted in 1 of 3 runs: epsilon") == 2
+    assert "What fits by different defences cost together is not added up." in sentence

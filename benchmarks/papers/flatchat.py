@@ -776,7 +776,8 @@ PAPER = Paper(
         f"Batches: {SIZES['default'].batches} of each shape (Table 5: "
         f"{SIZES['default'].noise_batches}), the paper's 10. The regression has "
         f"{SIZES['default'].regression_batches} batches of each of the paper's 18 shapes, the "
-        "paper's 20.",
+        f"paper's 20. Batches of Table 3 share sentences: they are drawn from "
+        f"{SIZES['default'].pool}, or of large batches from twice as many as one has.",
         f"Translators: two layers, hidden size {SIZES['default'].hidden} as in the paper, a "
         "vocabulary of 8,192 (the paper's 16,594), not tied. Scratch has had "
         f"{SIZES['default'].scratch_steps} steps on IWSLT 2017. FineTune has had "

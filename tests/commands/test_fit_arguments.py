@@ -50,6 +50,8 @@ trainer:
   max_steps: 2
   callbacks:
     - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+    - class_path: lightning_fedleak.LeakageMonitor
+      init_args: {every_n_steps: 2}
     - class_path: RiskGate
       init_args: {metric: leakage/a/f1, at_most: 0.5}
   strategy:
@@ -93,6 +95,19 @@ def test_what_is_right_is_not_told(tmp_path: Path) -> None:
     arguments += ["--trainer.callbacks+=RiskGate", "--trainer.callbacks.init_args.at_most=0.5"]
     arguments += ["--config", str(tmp_path / "absent.yaml")]
     assert misspelt(arguments, NAMES | {"seed_everything"}) == []
+
+
+def test_classes_that_the_package_imports_when_asked(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "trainer:\n  callbacks:\n    - class_path: lightning_fedleak.LeakageMonitr\n"
+        "    - class_path: lightning_fedleak.RiskGate\n      init_args: {atmost: 1}\n"
+    )
+    assert misspelt(["--config", str(path)], NAMES) == [
+        "class 'lightning_fedleak.LeakageMonitr' at trainer.callbacks.0 (did you mean "
+        "'LeakageMonitor'?)",
+        "'atmost' (did you mean 'at_most'?) of RiskGate at trainer.callbacks.1",
+    ]
 
 
 def test_settings_of_classes_on_the_command_line() -> None:

@@ -33,8 +33,11 @@ def check_files(arguments: Sequence[str]) -> None:
         arguments: behind ``fit``.
 
     Raises:
-        SourceError: what is not there.
+        SourceError: what is not there, or is no config.
     """
+    if arguments and not arguments[0].startswith("-"):
+        first = arguments[0]
+        raise SourceError(f"'{first}' names no setting; a config is given as --config {first}")
     given: dict[str, Any] = {}
     for name, value in _pairs(arguments):
         if name in _CONFIG and isinstance(value, str):
@@ -100,11 +103,18 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _config(path: Any) -> Mapping[str, Any]:
-    """A config's content; empty where LightningCLI is the one to say what is wrong with it."""
+    """A config's content; empty where LightningCLI is the one to say what is wrong with it.
+
+    Raises:
+        SourceError: it is not YAML. LightningCLI does not say which file that is.
+    """
     import yaml
 
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise SourceError(f"'{path}'{line} is not YAML: {error.problem}") from None
     except (OSError, TypeError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, Mapping) else {}

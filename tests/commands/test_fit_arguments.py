@@ -135,6 +135,16 @@ def test_files_that_are_not_there_are_told_by_the_last_word(tmp_path: Path) -> N
     check_files([f"--data.text={table}", "--data.column=review"])
 
 
+def test_what_is_no_config_is_told_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"a config is given as --config run\.yaml"):
+        check_files(["run.yaml", "--data.length=3"])
+    config = tmp_path / "run.yaml"
+    config.write_text("data:\n\ttext: private\n")
+    with pytest.raises(SourceError, match=r"run\.yaml', line 2 is not YAML: ") as error:
+        check_files(["--config", str(config)])
+    assert "private" not in str(error.value)
+
+
 def fails(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
     """What is said of a run that cannot start."""
     off = ["--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]

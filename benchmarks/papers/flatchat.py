@@ -76,7 +76,8 @@ class Size:
         texts, public: names or files, as in word_recovery.py.
         shapes: sentences x tokens of Table 3; Table 4 has ``one_shape``.
         batches: attacked in each cell.
-        pool: private sentences that batches are drawn from, at least.
+        pool: private sentences that batches are drawn from, at least; of large batches twice as
+            many as one has.
         regression_batches, regression_pool: for each of the paper's 18 shapes.
         noise_shape, noise_batches, sigmas: of Table 5, language models.
         hidden, scratch_steps, finetune_steps: of the translators.
@@ -170,6 +171,11 @@ def points(
     return [(float(flatchat(g, 1).mixture.weights[1]), len(types)) for g, types, _ in drawn]
 
 
+def wide(pool: int, shape: str) -> int:
+    """Sentences that batches are drawn from: twice a batch at least, or all would be one batch."""
+    return max(pool, 2 * sides(shape)[0])
+
+
 def regression_shapes(shapes: Sequence[str]) -> tuple[tuple[int, int], ...]:
     """The paper's 18, or, of a size whose batches are all smaller, those themselves."""
     own = [sides(s) for s in shapes]
@@ -197,7 +203,7 @@ def measure_words(
         point
         for s in fitted_on
         for point in points(
-            models[model], public, sides(s), regression_batches, regression_pool, seed
+            models[model], public, sides(s), regression_batches, wide(regression_pool, s), seed
         )
     ]
     regressor = TypeCountRegressor.fit([w for w, _ in fitted], [n for _, n in fitted])
@@ -494,10 +500,10 @@ def words_cells(size: Size, models: Sequence[str], shapes: Sequence[str]) -> lis
         Cell(
             "words",
             {"model": model, "text": text, "public": size.public, "shape": shape,
-             "batches": size.batches, "pool": max(size.pool, sides(shape)[0]),
+             "batches": size.batches, "pool": wide(size.pool, shape),
              "regression_batches": size.regression_batches,
              "regression_pool": size.regression_pool, "fitted_on": fitted_on, "seed": size.seed},
-            10 + (max(size.pool, sides(shape)[0]) + size.batches * sides(shape)[0] / 5)
+            10 + (wide(size.pool, shape) + size.batches * sides(shape)[0] / 5)
             * sides(shape)[1] / 100,
             f"{model}, words",
         )
@@ -510,8 +516,9 @@ def fig3_cells(size: Size, models: Sequence[str]) -> list[Cell]:
         Cell(
             "weights",
             {"model": model, "public": size.public, "shape": f"{b}x{n}",
-             "batches": size.regression_batches, "pool": size.regression_pool, "seed": size.seed},
-            5 + size.regression_pool * n / 100,
+             "batches": size.regression_batches,
+             "pool": wide(size.regression_pool, f"{b}x{n}"), "seed": size.seed},
+            5 + wide(size.regression_pool, f"{b}x{n}") * n / 100,
             f"{model}, words",
         )
         for model, (b, n) in product(models, regression_shapes(size.shapes))

@@ -616,7 +616,7 @@ def check_threshold(gate: str, metric: str, at_most: float, *, reachable: bool =
     Raises:
         ValueError: no number, below chance, or beyond the metric's range.
     """
-    if isinstance(at_most, bool) or not math.isfinite(at_most):
+    if isinstance(at_most, bool | str) or not math.isfinite(at_most):
         raise ValueError(f"at_most must be a finite number, got {at_most!r}")
     rate = _rate_of(metric)
     span = range_of(rate.removesuffix("_low").removesuffix("_high"))

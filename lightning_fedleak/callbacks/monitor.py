@@ -776,7 +776,9 @@ class LeakageMonitor(EitherCallback):
 def _listed(attacks: Sequence[Attack] | Attack | str) -> list[Attack]:
     if isinstance(attacks, str):
         raise ValueError(f"attacks must be 'auto' or a list of attacks, got {attacks!r}")
-    return [attacks] if isinstance(attacks, Attack) else list(attacks)
+    if isinstance(attacks, Attack | type):  # a class is refused by name later
+        return [attacks]
+    return list(attacks)
 
 
 def _series_of(

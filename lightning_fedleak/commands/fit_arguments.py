@@ -33,8 +33,11 @@ def check_files(arguments: Sequence[str]) -> None:
         arguments: behind ``fit``.
 
     Raises:
-        SourceError: what is not there.
+        SourceError: what is not there, or is no config.
     """
+    if arguments and not arguments[0].startswith("-"):
+        first = arguments[0]
+        raise SourceError(f"'{first}' names no setting; a config is given as --config {first}")
     given: dict[str, Any] = {}
     for name, value in _pairs(arguments):
         if name in _CONFIG and isinstance(value, str):
@@ -100,11 +103,18 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _config(path: Any) -> Mapping[str, Any]:
-    """A config's content; empty where LightningCLI is the one to say what is wrong with it."""
+    """A config's content; empty where LightningCLI is the one to say what is wrong with it.
+
+    Raises:
+        SourceError: it is not YAML. LightningCLI does not say which file that is.
+    """
     import yaml
 
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise SourceError(f"'{path}'{line} is not YAML: {error.problem}") from None
     except (OSError, TypeError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, Mapping) else {}
@@ -171,22 +181,27 @@ def _classes(value: Any, place: str, told: list[str]) -> None:
 def _class(path: str) -> tuple[type | None, str | None]:
     """A class by its path or bare name, or the nearest; and the question, where it is not that."""
     module, _, name = path.rpartition(".")
+    known: Collection[str]
     if module:
         try:
-            known = vars(importlib.import_module(module))
+            home = importlib.import_module(module)
         except ImportError:
             return None, f" (there is no module '{module}')"
-        names = {n: v for n, v in known.items() if inspect.isclass(v)}
-        if name not in names and name in dir(importlib.import_module(module)):
-            return None, None  # no class but something that gives one
+        found = getattr(home, name, None)  # some modules import a name when it is asked for
+        if found is not None:  # a class, or something that gives one
+            return found if inspect.isclass(found) else None, None
+        known = {n for n, value in vars(home).items() if inspect.isclass(value)}
+        known |= {n for n in getattr(home, "__all__", ()) if n[:1].isupper()}
     else:
-        names = _bare_names()
-    if name in names:
-        return names[name], None
-    close = difflib.get_close_matches(name, [n for n in names if not n.startswith("_")], n=1)
+        bare = _bare_names()
+        if name in bare:
+            return bare[name], None
+        known = bare
+    close = difflib.get_close_matches(name, [n for n in known if not n.startswith("_")], n=1)
     if not close:
         return None, ""
-    return names[close[0]], f" (did you mean '{close[0]}'?)"
+    kind = getattr(home, close[0]) if module else bare[close[0]]
+    return kind, f" (did you mean '{close[0]}'?)"
 
 
 def _bare_names() -> dict[str, type]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,29 @@ def is_path(name: str) -> bool:
     )
 
 
+def as_path(name: str | Path) -> Path:
+    """A name as a path, its ``~`` written out.
+
+    Raises:
+        SourceError: no file or folder has this name, or one cannot tell.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except RuntimeError:
+        raise SourceError(
+            f"there is no file or folder '{name}': this machine has no user of the name behind ~."
+        ) from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # often the text itself: not to be repeated
+            raise SourceError(
+                f"what has {len(str(name))} characters is no name of a file, folder or dataset: "
+                "give the name of a file that holds the text, not the text."
+            ) from None
+        raise SourceError(f"'{name}' cannot be looked for ({error.strerror}).") from error
+    return path
+
+
 def check_model(name: str | Path | None) -> None:
     """Refuses a model that is no folder of this machine, and cannot be had from the hub either.
 
@@ -38,18 +62,17 @@ def check_model(name: str | Path | None) -> None:
         SourceError: there is no such folder; or the name is one of the hub, whose cache does not
             have it, and which cannot be reached. That takes 5 seconds at most.
     """
-    if name is None or Path(name).is_dir():
+    if name is None or (path := as_path(name)).is_dir():
         return
-    if Path(name).is_file():
+    if path.is_file():
         raise SourceError(f"'{name}' is a file; give the folder that holds the model.")
     if is_path(str(name)):
-        raise SourceError(f"there is no folder '{name}'{nearest(Path(name))}")
+        raise SourceError(f"there is no folder '{name}'{nearest(path)}")
     try:
         kept = hub.model_is_kept(str(name))
     except ValueError:
         raise SourceError(
-            f"'{name}' is no folder, and no model of the hub can have that name"
-            f"{nearest(Path(name))}"
+            f"'{name}' is no folder, and no model of the hub can have that name{nearest(path)}"
         ) from None
     if not kept and (why := hub.why_unreachable()) is not None:
         raise SourceError(hub.unreachable(str(name), "folder that holds the model", why))
@@ -67,8 +90,9 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, Any]]:
         SourceError: as :func:`check_model`.
     """
     check_model(name)
-    source = str(EMBEDDED_MODEL if name is None else name)
-    if Path(source).is_dir() or hub.why_unreachable() is None:
+    folder = EMBEDDED_MODEL if name is None else as_path(name)
+    source = str(folder if folder.is_dir() else name)
+    if folder.is_dir() or hub.why_unreachable() is None:
         return source, {}
     return source, {"local_files_only": True}
 

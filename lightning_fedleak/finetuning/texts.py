@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import shlex
 import zlib
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import hub
-from lightning_fedleak.finetuning.assets import SourceError, is_path, nearest
+from lightning_fedleak.finetuning.assets import SourceError, as_path, is_path, nearest
 
 Rows = list[Mapping[str, Any]]
 
@@ -33,6 +34,9 @@ _NO_TEXT = {
     b"\xd0\xcf\x11\xe0": "a file of an office program",
 }
 _LONGEST_FIELD = 2**31 - 1
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_COLUMN_NAME = re.compile(r"[^\W\d][\w.-]{,31}")
+_END = "end"  # a row of our own, which a quote that nothing closes swallows
 
 
 def read_texts(
@@ -59,7 +63,7 @@ def read_texts(
     """
     if not str(source):
         raise SourceError("the name of the text is empty: give a file, a folder or a dataset.")
-    path = Path(source).expanduser()
+    path = as_path(source)
     if path.is_dir():
         texts = _read_folder(path, column, option)
     elif path.is_file():
@@ -93,7 +97,7 @@ def read_labelled(
     Raises:
         SourceError: as there; or no such column, or a text of which it says nothing.
     """
-    path = Path(source).expanduser()
+    path = as_path(source)
     rows: Rows | str = ""
     if path.is_file():
         rows = _file_rows(path)
@@ -131,7 +135,7 @@ def check_texts(source: str, column: str | None = None, *, option: str = "column
     Raises:
         SourceError: as there.
     """
-    if Path(source).expanduser().exists():
+    if as_path(source).exists():
         read_texts(source, column, option=option)
     else:
         _check_hub_name(source, option)
@@ -142,19 +146,24 @@ def _check_hub_name(source: str, option: str) -> None:
     """Refuses what is spelled like a path, and is none."""
     path = Path(source)
     file, colon, column = source.partition(":")
+    if as_path(source).exists():
+        raise SourceError(f"'{source}' is neither a file nor a folder: copy its text to a file.")
+    if "://" in source:
+        raise SourceError(f"'{source}' is an address: download it, and name the file.")
     if colon and Path(file).suffix.lower() in _FILE_SUFFIXES and Path(file).exists():
         raise SourceError(
             f"there is no file '{source}'. If you mean a column of '{file}', name it with {option}"
             f"{' ' * option.startswith('-')}{column or '...'}."
         )
-    begun = not colon and len(path.parts) > 1 and Path(path.parts[0]).is_dir()
-    spelled = is_path(file) or "\\" in source
-    if spelled or Path(file).suffix.lower() in _FILE_SUFFIXES or begun:
-        hub = (
-            f". The folder '{path.parts[0]}' is here, so that this was not looked for on the hub; "
-            f"for the dataset of that name write '{source}:'."
+    spelled = is_path(file) or "\\" in source or Path(file).suffix.lower() in _FILE_SUFFIXES
+    if spelled or not _HUB_NAME.fullmatch(file):
+        raise SourceError(f"there is no file '{source}'{nearest(path)}")
+    owner = path.parts[0]
+    if not colon and len(path.parts) > 1 and Path(owner).is_dir():
+        raise SourceError(
+            f"there is no file '{source}'. The folder '{owner}' is here, so that this was not "
+            f"looked for on the hub; for the dataset of that name write '{source}:'{nearest(path)}"
         )
-        raise SourceError(f"there is no file '{source}'{nearest(path)}{hub * begun}")
 
 
 def _check_reach(source: str) -> None:
@@ -173,7 +182,7 @@ def _read_folder(folder: Path, column: str | None, option: str) -> list[str]:
         ends = f" (its files end in {', '.join(kinds)}: name one of them)" if kinds else ""
         raise SourceError(f"the folder '{folder}' holds no .txt files{ends}.")
     _no_columns(folder, column, option)
-    return [_decoded(file.read_bytes(), file) for file in files]
+    return [_decoded(_content(file), file) for file in files]
 
 
 def _read_file(path: Path, column: str | None, option: str) -> list[str]:
@@ -188,13 +197,20 @@ def _unpacked(path: Path) -> tuple[str, bytes]:
     """The suffix that says what a file holds, and its content."""
     packed = path.suffix.lower() == ".gz"
     kind = (Path(path.stem).suffix if packed else path.suffix).lower()
-    data = path.read_bytes()
+    data = _content(path)
     if packed:
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
             raise SourceError(f"'{path}' is not a readable .gz file: {error}") from error
     return kind, data
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"'{path}' cannot be read ({error.strerror}).") from error
 
 
 def _file_rows(path: Path) -> Rows | str:
@@ -262,15 +278,27 @@ def _long_fields() -> Iterator[None]:
 
 
 def _separated_rows(text: str, kind: str, path: Path) -> Rows:
-    header = text.split("\n", 1)[0]
+    first = text.split("\n", 1)[0]
     separator = "\t" if kind == ".tsv" else ","
-    if separator not in header:  # spreadsheets of many countries separate by semicolons
-        separator = next((one for one in ";\t" if one in header), separator)
+    if separator not in first:  # spreadsheets of many countries separate by semicolons
+        separator = next((one for one in ";\t" if one in first), separator)
+    lines = io.StringIO(f"{text}\n{_END}", newline="")
     try:
         with _long_fields():
-            return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=separator))
+            reader = csv.reader(lines, delimiter=separator)
+            *rows, (_, last) = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
         raise SourceError(f"'{path}' is not a readable {kind} file: {error}") from error
+    if last != [_END]:
+        begun = rows[-1][0] + 1 if rows else 1
+        raise SourceError(
+            f"'{path}': a field of the row at line {begun} begins with a quote (\") that nothing "
+            "closes, so that all rows behind it would be a part of it: close it, or double the "
+            "quote and put the field in quotes."
+        )
+    header, *fields = [row for _, row in rows if row] or [[]]
+    names = [name.strip() for name in header]
+    return [{**dict.fromkeys(names), **dict(zip(names, row, strict=False))} for row in fields]
 
 
 def _json_rows(text: str, path: Path) -> Rows:
@@ -427,6 +455,6 @@ def _said(content: Any) -> str:
 
 def _shown(names: list[str]) -> str:
     """Column names for a message, unless they look like a line of private text."""
-    if all(name is not None and name.isidentifier() and len(name) <= 32 for name in names):
+    if all(_COLUMN_NAME.fullmatch(name) for name in names):
         return str(names)
     return f"{len(names)} columns, whose names (the first line of a .csv file) read like content"

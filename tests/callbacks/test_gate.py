@@ -176,6 +176,7 @@ def test_two_gates_on_one_metric_need_names(tmp_path):
     [
         ({"at_most": math.nan}, "at_most must be a finite"),
         ({"at_most": True}, "at_most must be a finite"),
+        ({"at_most": "0.5"}, "at_most must be a finite number, got '0.5'"),
         ({"at_most": 0.3, "action": "halt"}, "action must be"),
         ({"at_most": 0.3, "patience": -1}, "patience must be"),
     ],

@@ -270,6 +270,8 @@ def test_arguments_that_cannot_be_meant_are_refused(arguments, words):
 def test_a_class_in_place_of_an_attack_is_refused():
     with pytest.raises(TypeError, match="instances of Attack"):
         LeakageMonitor([FlatChat])
+    with pytest.raises(TypeError, match="instances of Attack"):
+        LeakageMonitor(FlatChat)
 
 
 def test_an_unknown_batch_stops_before_the_first_step(tmp_path):

@@ -50,6 +50,8 @@ trainer:
   max_steps: 2
   callbacks:
     - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+    - class_path: lightning_fedleak.LeakageMonitor
+      init_args: {every_n_steps: 2}
     - class_path: RiskGate
       init_args: {metric: leakage/a/f1, at_most: 0.5}
   strategy:
@@ -95,6 +97,19 @@ def test_what_is_right_is_not_told(tmp_path: Path) -> None:
     assert misspelt(arguments, NAMES | {"seed_everything"}) == []
 
 
+def test_classes_that_the_package_imports_when_asked(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "trainer:\n  callbacks:\n    - class_path: lightning_fedleak.LeakageMonitr\n"
+        "    - class_path: lightning_fedleak.RiskGate\n      init_args: {atmost: 1}\n"
+    )
+    assert misspelt(["--config", str(path)], NAMES) == [
+        "class 'lightning_fedleak.LeakageMonitr' at trainer.callbacks.0 (did you mean "
+        "'LeakageMonitor'?)",
+        "'atmost' (did you mean 'at_most'?) of RiskGate at trainer.callbacks.1",
+    ]
+
+
 def test_settings_of_classes_on_the_command_line() -> None:
     arguments = ["--trainer.callbacks=RiskGate", "--trainer.callbacks.at_mots=1"]
     assert misspelt(arguments, NAMES) == [
@@ -118,6 +133,16 @@ def test_files_that_are_not_there_are_told_by_the_last_word(tmp_path: Path) -> N
     with pytest.raises(SourceError, match=r"name one with data\.column="):
         check_files([f"--data.text={table}"])
     check_files([f"--data.text={table}", "--data.column=review"])
+
+
+def test_what_is_no_config_is_told_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"a config is given as --config run\.yaml"):
+        check_files(["run.yaml", "--data.length=3"])
+    config = tmp_path / "run.yaml"
+    config.write_text("data:\n\ttext: private\n")
+    with pytest.raises(SourceError, match=r"run\.yaml', line 2 is not YAML: ") as error:
+        check_files(["--config", str(config)])
+    assert "private" not in str(error.value)
 
 
 def fails(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:

@@ -197,5 +197,7 @@ def test_no_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_here_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     network = no_network(monkeypatch)
+    monkeypatch.setenv("HOME", str(EMBEDDED_MODEL.parent))
+    assert model_source(f"~/{EMBEDDED_MODEL.name}") == (str(EMBEDDED_MODEL), {})
     assert model_source(None) == model_source(EMBEDDED_MODEL) == (str(EMBEDDED_MODEL), {})
     assert network.asked == 0

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -122,6 +123,7 @@ SAID = ["Where is my card?\nOn its way.", "Hi\nHello"]
         ("a.json", '["one, two", "three; four"]'),
         ("a.json", '{"text": "one, two"}\n{"text": "three; four"}\n'),
         ("a.ndjson", '"one, two"\n\n"three; four"\n'),
+        ("a.csv", 'id, text\n1,"one, two",more\n\n2,three; four\n3'),
     ],
 )
 def test_reads_tables_as_they_are_written(tmp_path: Path, name: str, content: str) -> None:
@@ -143,6 +145,14 @@ def test_a_chat_is_one_text(tmp_path: Path, name: str, content: list[object]) ->
     lines = "\n".join(json.dumps(one) for one in content)
     (tmp_path / name).write_text(whole if name.endswith(".json") else lines)
     assert read_texts(tmp_path / name) == SAID
+
+
+def test_a_quote_that_nothing_closes_swallows_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('id,text\n1,"one\ntwo"\n2,"three\n3,four\n')
+    with pytest.raises(SourceError, match="row at line 4 begins with a quote") as error:
+        read_texts(path)
+    assert "three" not in str(error.value)
 
 
 def test_a_field_may_be_long(tmp_path: Path) -> None:
@@ -182,6 +192,9 @@ def test_a_column_must_hold_text(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("id,review\n1,x\n")
     with pytest.raises(SourceError, match=r"\['id', 'review'\]; name one with --column\."):
         read_texts(tmp_path / "b.csv", option="--column")
+    (tmp_path / "b.csv").write_text("review-id,tweet.text\n1,x\n")
+    with pytest.raises(SourceError, match=r"\['review-id', 'tweet\.text'\]"):
+        read_texts(tmp_path / "b.csv")
 
 
 LETTER = "Grüße aus Köln, Müller, 50 €"
@@ -307,6 +320,50 @@ def test_a_name_of_the_hub_is_not_checked_and_stays_possible(
         hub.asked.clear()
     with pytest.raises(SourceError, match=r"folder 'org' is here, .* write 'org/name:'"):
         check_texts("org/name")
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("/no/such", "(there is no folder '/no' either"),
+        ("letters.csv ", "did you mean 'letters.csv'?"),
+        ("https://host/letters.csv", "is an address: download it"),
+        ("My dear Anna, " * 30, "what has 420 characters is no name"),
+        ("~nobody-of-this-name/letters", "no user of the name behind ~"),
+        ("pipe", "'pipe' is neither a file nor a folder"),
+        ("pipe/letters", "'pipe/letters' cannot be looked for (Permission denied)"),
+    ],
+)
+def test_what_is_no_file_is_told_for_what_it_is(
+    source: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exists(path: Path) -> bool:
+        if path.parent.name == "pipe":
+            raise PermissionError(13, "Permission denied")
+        return there(path)
+
+    there = Path.exists
+    monkeypatch.setattr(Path, "exists", exists)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "letters.csv").touch()
+    os.mkfifo("pipe")
+    for read in (read_texts, check_texts):
+        with pytest.raises(SourceError) as error:
+            read(source)
+        assert told in str(error.value)
+        assert "on the hub" not in str(error.value)
+        assert "Anna" not in str(error.value)
+
+
+def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuses)
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(SourceError, match=r"a\.txt' cannot be read \(Permission denied\)"):
+        read_texts(tmp_path / "a.txt")
 
 
 def test_a_name_nearby_is_proposed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm as normal
 
@@ -282,6 +282,9 @@ def test_rounds_of_a_fixed_number_cost_what_google_says(sigma, drawn, rounds):
 
 
 @given(sigma=st.floats(0.4, 30), rate=st.sampled_from([0.01, 0.2, 0.9]))
+@example(sigma=30, rate=0.01)
+@example(sigma=4, rate=0.01)
+@example(sigma=1.4, rate=0.9)
 @settings(max_examples=3, deadline=None, phases=ONCE)
 def test_renyi_divergence_without_replacement_is_googles(sigma, rate):
     ours = epsilon_of([(sigma, rate, 25)], DELTA, "rdp", "without_replacement")
@@ -293,7 +296,9 @@ def test_renyi_divergence_without_replacement_is_googles(sigma, rate):
         )
 
     expected = theirs("rdp", event, 25, replace=True)
-    if ours < math.inf:
+    assert ours >= min(expected, none) * (1 - 1e-6)
+    # Ours is more where the best order is above 128, or between whole ones that are small.
+    if 0.06 < ours < 10:
         assert ours == pytest.approx(min(expected, none), rel=0.01)
     assert ours <= none * (1 + 1e-9)
 

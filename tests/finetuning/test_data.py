@@ -89,6 +89,7 @@ def test_refuses_what_cannot_work(text: str, tmp_path: Path) -> None:
         TextDataModule(str(single), tiny_tokenizer(), batch_size=1).setup()
     with pytest.raises(SourceError, match=r"no folder './nowhere'"):
         TextDataModule(text, "./nowhere").setup()
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SourceError, match="no tokenizer could be loaded from"):
         TextDataModule(text, str(tmp_path)).setup()
 

@@ -72,6 +72,9 @@ def test_optimizer_holds_what_is_trained(folder: str) -> None:
 
 
 def test_a_missing_model_is_said_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"holds no model \(no config.json\)"):
+        CausalLMFineTuning(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SourceError, match="no causal language model could be loaded from"):
         CausalLMFineTuning(str(tmp_path))
 

@@ -101,6 +101,7 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Reading:
         )
     different = {(fit.folder.resolve(), fit.run): fit for fit in fits}
     fits = [fit for fit in different.values() if run is None or fit.run == run]
+    fits = _without_copies(fits, problems)
     fits.sort(key=lambda fit: str((fit.begin or {}).get("time", "")))
     return Reading(tuple(fits), results, tuple(problems))
 
@@ -128,6 +129,25 @@ def _fits(folder: Path, problems: list[str]) -> list[FitLines]:
         )
         for run, of in by_run.items()
     ]
+
+
+def _without_copies(fits: Sequence[FitLines], problems: list[str]) -> list[FitLines]:
+    """Of lines of one run in several folders those of the folder that has most."""
+    kept: dict[object, FitLines] = {}
+    for fit in fits:
+        key = fit.run or fit.folder  # the first versions had no ids
+        other = kept.setdefault(key, fit)
+        if other is not fit:
+            kept[key], less = (fit, other) if _size(fit) > _size(other) else (other, fit)
+            problems.append(
+                f"run {fit.run} lies in {_short(kept[key].folder)} and in "
+                f"{_short(less.folder)}: it is counted once, by the first"
+            )
+    return list(kept.values())
+
+
+def _size(fit: FitLines) -> int:
+    return len(fit.looks) + len(fit.results) + len(fit.decisions) + (fit.end is not None)
 
 
 def _begin(of: Mapping[str, Sequence[Line]]) -> Line | None:

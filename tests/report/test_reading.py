@@ -3,7 +3,7 @@ import json
 import pytest
 
 from lightning_fedleak.report import NothingToReport, findings, page, read
-from tests.report.lines import begin, look, result, written
+from tests.report.lines import begin, end, look, result, written
 
 
 def test_a_line_that_cannot_be_read_is_named_and_costs_no_other(tmp_path):
@@ -50,14 +50,29 @@ def test_fits_stand_in_the_order_in_which_they_began(tmp_path):
         ("a_late", "2026-02-02T00:00:00+00:00"),
         ("b_early", "2026-01-01T00:00:00+00:00"),
     ):
-        written(tmp_path / name, [result(0, f1=0.1)], [begin(time=time)])
+        written(tmp_path / name, [result(0, run=name, f1=0.1)], [begin(name, time=time)])
     assert [fit.folder.name for fit in read([tmp_path]).fits] == ["b_early", "a_late"]
 
 
 def test_folders_are_searched(tmp_path):
     for name in ("x/version_0", "x/version_1"):
-        written(tmp_path / name, [result(0, f1=0.1)])
+        written(tmp_path / name, [result(0, run=name, f1=0.1)])
     assert [fit.folder.name for fit in read([tmp_path]).fits] == ["version_0", "version_1"]
+
+
+def test_a_copy_of_a_run_is_not_counted_again(tmp_path):
+    early, whole = [result(0, f1=0.1)], [result(0, f1=0.1), result(5, f1=0.9)]
+    written(tmp_path / "logs/a_backup", early, [begin()])
+    written(tmp_path / "logs/version_0", whole, [begin(), end(6)])
+    written(tmp_path / "logs/version_0_copy", whole, [begin(), end(6)])
+    reading = read([tmp_path])
+    [fit] = reading.fits
+    assert (fit.folder.name, len(fit.results), fit.end["step"]) == ("version_0", 2, 6)
+    said = "run a lies in logs/version_0 and in logs/{}: it is counted once, by the first"
+    assert reading.problems == (said.format("a_backup"), said.format("version_0_copy"))
+    for name in ("a", "b"):  # of the first versions, which had no ids
+        written(tmp_path / "old" / name, [result(0, run=None, f1=0.1)])
+    assert len(read([tmp_path / "old"]).fits) == 2
 
 
 @pytest.mark.parametrize("place", ["nowhere", "empty"])

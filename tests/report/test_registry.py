@@ -78,8 +78,12 @@ def ldp_run(folder: Path, clients=1):
     defense = {"name": "token_ldp", "class": "TokenLDP", "guarantee": "g", "settings": settings}
     told = {"defense": "token_ldp", "epsilon": 24.0, "delta": 0.0, "releases": 3, "history": []}
     monitor = {"client": "rank", "clients": clients, "adversary": [], "local_steps": None}
-    record = [begin(defenses=[defense], monitor=monitor), look(3, privacy=[told]), end(4)]
-    return findings(read([written(folder, [result(0, f1=0.5)], record)]))
+    record = [
+        begin("b", defenses=[defense], monitor=monitor),
+        look(3, "b", privacy=[told]),
+        end(4, "b"),
+    ]
+    return findings(read([written(folder, [result(0, run="b", f1=0.5)], record)]))
 
 
 def client_run(folder: Path):

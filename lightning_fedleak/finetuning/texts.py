@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_fedleak.finetuning.assets import SourceError, as_path, is_path, n
 
 Rows = list[Mapping[str, Any]]
 
+_SPELLED = {",": "comma", ";": "semicolon", "\t": "tab"}
 _TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _FILE_SUFFIXES = (*_TABLES, ".txt", ".md", ".gz")
 _CHATS = ("messages", "conversations")
@@ -55,7 +56,7 @@ def read_texts(
             parts may be left out at the end or left empty (``imdb``, ``imdb::test``,
             ``wikitext:wikitext-2-raw-v1``). What is spelled like a path is never looked for there.
         column: the field that holds the text. Default: ``text``, or the only field of strings or
-            chats, or ``messages``.
+            chats, or ``messages``. Of columns of one name in a ``.csv`` the second is ``name.1``.
         option: how the user spells ``column``, for messages.
 
     Raises:
@@ -296,9 +297,28 @@ def _separated_rows(text: str, kind: str, path: Path) -> Rows:
             "closes, so that all rows behind it would be a part of it: close it, or double the "
             "quote and put the field in quotes."
         )
-    header, *fields = [row for _, row in rows if row] or [[]]
-    names = [name.strip() for name in header]
-    return [{**dict.fromkeys(names), **dict(zip(names, row, strict=False))} for row in fields]
+    (_, header), *fields = [(end, row) for end, row in rows if row] or [(0, [])]
+    names = _apart([name.strip() for name in header])
+    for end, row in fields:
+        if any(row[len(names) :]):
+            raise SourceError(
+                f"'{path}': the row that ends at line {end} has {len(row)} fields, and the first "
+                f"line names {len(names)}. Put a field that holds a {_SPELLED[separator]} in "
+                'quotes ("...").'
+            )
+    return [{**dict.fromkeys(names), **dict(zip(names, row, strict=False))} for _, row in fields]
+
+
+def _apart(names: Sequence[str]) -> list[str]:
+    """As pandas has it: the second column of a name gets ``.1``, the next ``.2``."""
+    found: list[str] = []
+    for name in names:
+        count, own = 0, name
+        while own in found:
+            count += 1
+            own = f"{name}.{count}"
+        found.append(own)
+    return found
 
 
 def _json_rows(text: str, path: Path) -> Rows:

@@ -123,7 +123,8 @@ SAID = ["Where is my card?\nOn its way.", "Hi\nHello"]
         ("a.json", '["one, two", "three; four"]'),
         ("a.json", '{"text": "one, two"}\n{"text": "three; four"}\n'),
         ("a.ndjson", '"one, two"\n\n"three; four"\n'),
-        ("a.csv", 'id, text\n1,"one, two",more\n\n2,three; four\n3'),
+        ("a.csv", 'id, text\n1,"one, two",\n\n2,three; four\n3'),
+        ("a.csv", 'id,text,text\n1,"one, two",x\n2,three; four,\n'),
     ],
 )
 def test_reads_tables_as_they_are_written(tmp_path: Path, name: str, content: str) -> None:
@@ -153,6 +154,34 @@ def test_a_quote_that_nothing_closes_swallows_no_row(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="row at line 4 begins with a quote") as error:
         read_texts(path)
     assert "three" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", "text\none\ntwo, three\n", "line 3 has 2 fields, and the first line names 1. "),
+        ("a.csv", 'id,text\n1,"a\nb"\n2,c,,d\n', "line 4 has 4 fields, and the first line names 2"),
+        ("a.csv", "id;text\n1;a;b\n", "that holds a semicolon in quotes"),
+        ("a.tsv", "id\ttext\n1\ta\tb\n", "that holds a tab in quotes"),
+    ],
+)
+def test_a_separator_in_a_text_cuts_nothing_off(
+    tmp_path: Path, name: str, content: str, said: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(SourceError, match=said) as error:
+        read_texts(tmp_path / name)
+    assert "three" not in str(error.value)
+
+
+def test_columns_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text,text,text.1,text\na,b,c,d\n")
+    assert [read_texts(path, column) for column in ("text", "text.1", "text.2")] == [
+        ["a"],
+        ["b"],
+        ["d"],
+    ]
 
 
 def test_a_field_may_be_long(tmp_path: Path) -> None:

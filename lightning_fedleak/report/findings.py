@@ -224,8 +224,8 @@ def _ended(lines: FitLines) -> str:
     if lines.begin is None:
         return NOT_RECORDED
     if lines.end is None:
-        cut_off = "no end was recorded"
-        return f"{'unknown' if _is_federation(lines.begin) else 'cut off'}: {cut_off}"
+        how = "unknown" if _is_federation(lines.begin) else "cut off, or still running"
+        return f"{how}: no end was recorded"
     how = str(lines.end.get("how"))
     said = {
         "finished": "in order",

@@ -327,7 +327,7 @@ def test_what_was_not_played_is_said_of_unrecorded_runs_too(tmp_path):
     ("record", "said"),
     [
         ([], "not recorded"),
-        ([begin()], "cut off"),
+        ([begin()], "cut off, or still running"),
         (
             [begin(), {"schema": 1, "run": "a", "kind": "end", "step": 1, "how": "OSError"}],
             "OSError",

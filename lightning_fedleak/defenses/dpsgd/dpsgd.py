@@ -386,7 +386,7 @@ class DPSGD(Defense):
         self._noise.begin_fit()
         self._team = team = Team(context)
         with team.together():
-            check_trainer(context)
+            check_trainer(context, poisson=self.poisson)
             check_model(context.root, self.clipping)
             check_shards(context.root, context.processes)
             if self._ledger is not None and team.process == 0:

@@ -18,8 +18,12 @@ from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
 
-def check_trainer(context: DefenseContext) -> None:
+def check_trainer(context: DefenseContext, *, poisson: bool) -> None:
     """Refuses settings of the Trainer that break the guarantee or would be lost in silence.
+
+    Args:
+        context: holds the Trainer.
+        poisson: batches are Poisson samples.
 
     Raises:
         DefenseError: says which setting.
@@ -55,6 +59,12 @@ def check_trainer(context: DefenseContext) -> None:
             "in which a sample can occur more than once and each loss is divided before it is "
             f"clipped. Use accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
             "DPSGD(max_physical_batch=...) runs it in pieces of as many rows as fit into memory."
+        )
+    if poisson and getattr(trainer, "overfit_batches", False):
+        raise DefenseError(
+            f"DPSGD draws each batch from all of the data, so that "
+            f"overfit_batches={trainer.overfit_batches} would not repeat the same batches. Give "
+            "the loader a few rows alone (torch.utils.data.Subset), or DPSGD(poisson=False)."
         )
 
 

@@ -149,7 +149,8 @@ class GradientMembership(PassiveMembership):
 
     def _maps(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
         if self._found is None or self._found[0] is not anatomy:
-            found = tuple(m for m in linear_maps(anatomy) if not m.regularised)
+            maps = linear_maps(anatomy)
+            found = tuple(m for m in maps if not m.regularised and not _of_prompts(m.name))
             self._found = (anatomy, found)
         return self._found[1]
 
@@ -288,6 +289,11 @@ class GradientMembership(PassiveMembership):
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""
         return super().config() | {"controls": self.controls}
+
+
+def _of_prompts(name: str) -> bool:
+    """Whether a map of PEFT's makes virtual tokens or prefixes, which are no part of a text."""
+    return ".prompt_encoder." in f".{name}"
 
 
 # ---- tokens' parts --------------------------------------------------------------------------

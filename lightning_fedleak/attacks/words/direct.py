@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.anatomy.wrappers import unwrap
 from lightning_fedleak.attacks.base import (
     Attack,
     Query,
@@ -57,6 +61,10 @@ def bag_of_words(gradient: Tensor) -> WordGuess:
 class BagOfWords(Attack):
     """The non-zero rows of the input embedding's gradient, see :func:`bag_of_words`.
 
+    Of a LoRA on the embedding those are the columns of A's, which a batch looks up as well: from
+    the first step on, since it is A that begins at zero there. So it is where the head is tied to
+    the embedding too, as the adapter is of the embedding alone.
+
     Args:
         name: as in the logs.
     """
@@ -67,12 +75,19 @@ class BagOfWords(Attack):
     )
     default_name = "bag_of_words"
 
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name)
+        self._low_rank: tuple[str, ...] = ()
+
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The input embedding.
+        """The input embedding, or the A of a LoRA on it where that is trained.
 
         Raises:
             ThreatModelError: head and embedding are one matrix.
         """
+        self._low_rank = _low_rank(anatomy)
+        if self._low_rank:
+            return Surfaces(gradients=self._low_rank)
         if anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT):
             raise ThreatModelError(
                 f"attack '{self.name}' reads which rows of the embedding's gradient are non-zero, "
@@ -84,7 +99,27 @@ class BagOfWords(Attack):
 
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:
         """Names the types whose embedding row moved in the newest snapshot."""
+        if self._low_rank:
+            rows = [whole_tensor(view.gradient(name)).T for name in self._low_rank]
+            return bag_of_words(torch.cat(rows, dim=1))
         return bag_of_words(view.gradient(EMBEDDING_WEIGHT))
+
+
+def _low_rank(anatomy: Anatomy) -> tuple[str, ...]:
+    """Names of the trained (r, V) factors of the embedding's active adapters.
+
+    Not where the embedding is trained itself, or a factor is another layer's too.
+    """
+    embedding = unwrap(anatomy.embedding)
+    factors = embedding._modules.get("lora_embedding_A")
+    if not isinstance(factors, nn.ParameterDict) or anatomy.trainable(EMBEDDING_WEIGHT):
+        return ()
+    active = getattr(embedding, "active_adapters", ())
+    ids = {id(factors[adapter]) for adapter in active if adapter in factors}
+    named = anatomy.root.named_parameters(remove_duplicate=False)
+    found = [(n, id(p)) for n, p in named if id(p) in ids and p.requires_grad]
+    uses = Counter(key for _, key in found)
+    return tuple(n for n, key in found if uses[key] == 1)
 
 
 def _largest(rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
@@ -34,6 +34,13 @@ def lora() -> nn.Module:
 
 def prompted() -> nn.Module:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8)
+    return get_peft_model(ready(llama()), config)
+
+
+def encoded() -> nn.Module:
+    config = PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=8, encoder_hidden_size=16
+    )
     return get_peft_model(ready(llama()), config)
 
 
@@ -148,7 +155,7 @@ def test_members_are_told_from_everything_else(family: Any, kind: str) -> None:
     assert said.members[:ROWS].all()
 
 
-@pytest.mark.parametrize("family", [prompted, norms, biases])
+@pytest.mark.parametrize("family", [prompted, encoded, norms, biases])
 def test_what_is_no_linear_map_is_compared_as_a_whole(family: Any) -> None:
     both, right = prepared(family()), 0
     for _ in range(8):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, find_anatomy
@@ -47,6 +48,20 @@ def test_a_causal_model_gives_away_all_words_but_those_that_only_end_a_text() ->
     assert attack.needs(anatomy).gradients == (EMBEDDING_WEIGHT,)
     gradient = anatomy.parameter(EMBEDDING_WEIGHT).grad
     view = Observation((GradientSnapshot(0, Stage.SHARED, {EMBEDDING_WEIGHT: gradient}),))
+    assert sorted(attack.run(view).types.tolist()) == ids[:, :-1].unique().tolist()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_lora_on_the_embedding_names_the_words_from_its_first_step_on(tied: bool) -> None:
+    config = LoraConfig(r=4, target_modules=["wte"])
+    model = get_peft_model(tiny_gpt2(tied=tied), config).eval()
+    ids = torch.tensor([[4, 8, 15, 16, 23, 42], [7, 8, 9, 10, 11, 90]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    anatomy, attack = find_anatomy(model), BagOfWords()
+    (name,) = attack.needs(anatomy).gradients
+    assert ".lora_embedding_A." in name
+    gradient = anatomy.parameter(name).grad
+    view = Observation((GradientSnapshot(0, Stage.SHARED, {name: gradient}),))
     assert sorted(attack.run(view).types.tolist()) == ids[:, :-1].unique().tolist()
 
 

@@ -156,7 +156,7 @@ class BagOfWords(Attack):
             raise RuntimeError(f"attack '{self.name}' has not seen the weights: call refresh")
         before = self._before[name]
         low_rank = name != EMBEDDING_WEIGHT
-        moved, weights = whole_tensor(shared).to_dense().double(), before.double().to(shared.device)
+        moved, weights = whole_tensor(shared).to_dense().float(), before.float().to(shared.device)
         if low_rank:
             moved, weights = moved.T, weights.T
         sizes = weights.square().sum(1, keepdim=True)

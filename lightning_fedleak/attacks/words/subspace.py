@@ -338,9 +338,7 @@ read_alone`), or one side alone of an encoder-decoder.
         both = {n: steps.inverted(t, self._before[n], rate, added) for n, t in held.items()}
         gradients = {n: _moved(gradient, error) for n, (gradient, error) in both.items()}
         errors = {n: error for n, (_, error) in both.items()}
-        of_b = {m.name for readable in self._readable for m in readable.maps if m.factor == "B"}
-        told = [n for n in errors if n not in of_b and bool(gradients[n].any())]
-        if told and all(_hidden(gradients[n], errors[n]) for n in told):
+        if all(_hidden(gradients[n], errors[n]) for n in errors):
             raise UnusableObservation(
                 f"the step of {name} shows the signs of a gradient alone here: a defence's noise "
                 "hides its sizes, or the rounding of the stored weights (half precision, or a "

@@ -194,7 +194,7 @@ def test_what_it_cannot_read_is_unknown() -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "words", "known"),
-    [("SGD", None, True), ("AdamW", None, True), ("AdamW", FlatChat(), False)],
+    [("SGD", None, True), ("AdamW", None, True), ("AdamW", FlatChat(n_types=20), False)],
 )
 def test_rounds_are_read_as_by_what_names_the_words(
     optimizer: str, words: Attack | None, known: bool

@@ -23,6 +23,7 @@ _LABELS: dict[Kind, str] = {
     "seq2seq": "(B, L') of the decoder, -100 where the loss looks away",
     "classifier": "(B,) of texts, or (B, L) of tokens",
 }
+_INNER = '"]["'  # between the names of a mapping and of a field of it, as code has them
 _OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
 
 
@@ -346,20 +347,21 @@ def adapter_to_copy(batch: Any, kind: Kind) -> str:
         kind: of the model.
     """
     if isinstance(batch, Mapping):
-        values, place = dict(batch), 'batch["{}"]'
+        values, place = _inner(batch), 'batch["{}"]'
     else:
         listed = getattr(batch, "__dataclass_fields__", getattr(batch, "_fields", None))
         fields = getattr(batch, "__dict__", ()) if listed is None else listed
         values, place = {name: getattr(batch, name, None) for name in fields}, "batch.{}"
-    names = [name for name in values if _key(name) == name]
-    mask = next((n for n in names if "mask" in n.lower()), None)
-    labels = next((n for n in names if re.search("label|target|^y$", n.lower())), None)
+    names = [name for name in values if all(_key(part) == part for part in name.split(_INNER))]
+    mask = next((n for n in names if "mask" in n.split(_INNER)[-1].lower()), None)
+    labels = next((n for n in names if re.search(r"label|target|\by$", n.lower())), None)
     others = [n for n in names if n not in (mask, labels)]
 
     def unlikely(name: str) -> tuple[bool, bool]:
         value = values[name]
         rows = isinstance(value, Tensor) and value.dim() == 2 and _holds_ids(value)
-        return not rows, not re.search("id|tok|input|^x$", name.lower())
+        last = name.split(_INNER)[-1].lower()
+        return not rows, not re.search("id|tok|input|^x$", last)
 
     ids = min(others, key=unlikely, default=None)
     shown = [None if n is None else place.format(n) for n in (ids, labels, mask)]
@@ -376,6 +378,19 @@ def adapter_to_copy(batch: Any, kind: Kind) -> str:
 
     LeakageMonitor(..., batch_adapter=batch_adapter)
 """
+
+
+def _inner(batch: Mapping[Any, Any]) -> dict[str, Any]:
+    """Fields by name; those of a mapping inside by both names, as its place is written."""
+    found: dict[str, Any] = {}
+    for name, value in batch.items():
+        if not isinstance(name, str):
+            continue
+        if isinstance(value, Mapping):
+            found |= {f"{name}{_INNER}{n}": of for n, of in _inner(value).items()}
+        else:
+            found[name] = value
+    return found
 
 
 def _apart(batch: Any, written: Any, untouched: bool) -> Any:

@@ -603,6 +603,11 @@ def test_the_adapter_that_is_shown_reads_the_batch() -> None:
     named = {"x": ids, "y": ids + 1}
     assert adapted(named, named).input_ids is ids
     assert adapted(named, named).labels is named["y"]
+    mask = torch.ones(2, 3)
+    nested = {"inputs": {"attention_mask": mask, "input_ids": ids}, "target": {"y": ids + 1}}
+    assert adapted(nested, nested).input_ids is ids
+    assert adapted(nested, nested).attention_mask is mask
+    assert adapted(nested, nested).labels is nested["target"]["y"]
 
 
 def test_where_no_field_is_known_its_place_is_shown() -> None:

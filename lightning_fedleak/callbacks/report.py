@@ -377,12 +377,13 @@ class Report:
         self.looks += 1
         rounds = self._unit == "round"
         when = f"in round {look.step}" if rounds else f"at step {look.step}"
-        goes_on = "the round goes on, unless a gate says no" if rounds else "training goes on"
+        goes_on = "; the round goes on, unless a gate says no" if rounds else "; training goes on"
         for series, outcome in outcomes.items():
             if outcome.unknown is not None:
+                then = "" if outcome.unknown.startswith("training ended") else goes_on
                 self.warn_once(
                     f"'{series.name}' gave no result {when}: {outcome.unknown}. Its leakage there "
-                    f"is unknown, not 0; {goes_on}. (Said once for each reason; monitor/failures "
+                    f"is unknown, not 0{then}. (Said once for each reason; monitor/failures "
                     "counts them.)",
                     series.name + outcome.unknown,
                 )

@@ -58,6 +58,13 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
                 f"{escape(str(place))} holds {fit['of']} runs: the newest is compared.",
                 highlight=False,
             )
+    lasts = [fit["steps"] for fit in (first, second)]
+    if None not in lasts and lasts[0] != lasts[1]:
+        console.print(
+            f"Measured until {first['unit']} {lasts[0]} and until {second['unit']} {lasts[1]}: a "
+            "change may be of how long was trained.",
+            highlight=False,
+        )
     console.print(
         "Leakage: mean of all looks, then the last known look with its 95% interval. Whether a "
         "difference is more than chance, two runs cannot show where the intervals overlap.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -46,6 +47,16 @@ class _FitCLI(LightningCLI):
                 told = told[max(0, told.find("Problem with given class_path")) :]
                 told = told if len(told) <= _LONGEST else f"{told[:_LONGEST]} ..."
             raise SourceError(f"{told}. {_HELP}.") from error
+
+    def instantiate_classes(self) -> None:
+        """What a class refuses of its own is said, and not what else could stand in its place."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            told = re.search(r"Errors:\s+- (.*?)\n\s*- ", str(error), re.DOTALL)
+            if not told:
+                raise
+            raise SourceError(f"{' '.join(told[1].split())}. {_HELP}.") from error
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -224,10 +224,14 @@ def _ended(lines: FitLines) -> str:
     if lines.begin is None:
         return NOT_RECORDED
     if lines.end is None:
-        cut_off = "no end was recorded"
-        return f"{'unknown' if _is_federation(lines.begin) else 'cut off'}: {cut_off}"
+        how = "unknown" if _is_federation(lines.begin) else "cut off, or still running"
+        return f"{how}: no end was recorded"
     how = str(lines.end.get("how"))
-    said = {"finished": "in order", "KeyboardInterrupt": "interrupted by hand"}
+    said = {
+        "finished": "in order",
+        "KeyboardInterrupt": "interrupted by hand",
+        "SIGTERMException": "stopped from outside (SIGTERM)",
+    }
     stopped = [line["gate"] for line in lines.decisions if line.get("did") == "stopped"]
     if how == "finished" and stopped:
         return f"stopped by the gate {', '.join(stopped)}"
@@ -1161,6 +1165,9 @@ def _could(family: str, attack: Mapping[str, Any]) -> str:
     for what, value in (("at the worst look", "highest"), ("of the worst client", "worst_client")):
         if attack[value] is not None and attack[value] > attack["mean"] + _FAR:
             of += f", {attack['headline']} {attack[value]:.2f} {what}"
+    low, high = ((attack["last"] or {}).get(end) for end in ("low", "high"))
+    if family == "membership" and None not in (low, high) and low <= attack["chance"] <= high:
+        of += f", a coin is within its 95% interval, {low:.2f} to {high:.2f}"
     means = attack["means"]
     if family == "words" and attack["mean"] < NEXT_TO_NONE:
         done = f"read next to none of the words, with an F1 of {attack['mean']:.2f}"

@@ -36,7 +36,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"known": known, "share": share, "interval": interval}
+    environment.filters |= {"known": known, "share": share, "interval": interval, "rates": rates}
     environment.globals |= {"account": account, "pictures": pictures, "questions": questions}
     source = files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(source)
@@ -46,7 +46,7 @@ def _template() -> jinja2.Template:
 
 
 def known(value: object) -> str:
-    """A value in words; what nobody recorded says so."""
+    """A value in words; what nobody recorded says so. A setting that is None was set to none."""
     if value is None or value == "":
         return NOT_RECORDED
     if isinstance(value, bool):
@@ -58,10 +58,16 @@ def known(value: object) -> str:
     if isinstance(value, Mapping):
         if {"value", "low", "high"} <= value.keys():
             return interval(value)
-        return ", ".join(f"{name} {known(of)}" for name, of in value.items()) or NOT_RECORDED
+        said = (f"{name} {'none' if of is None else known(of)}" for name, of in value.items())
+        return ", ".join(said) or NOT_RECORDED
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(map(known, value)) or "none"
     return str(value)
+
+
+def rates(of: Mapping[str, object]) -> dict[str, object]:
+    """The rates of an attack; what it could not tell is unknown, though it was recorded."""
+    return {name: "unknown" if value is None else value for name, value in of.items()}
 
 
 def share(value: float | None) -> str:

@@ -481,7 +481,10 @@ def test_before_a_text_is_known_to_be_outside_the_result_is_pending(tmp_path):
 def test_a_run_that_ends_before_there_was_one_is_unknown(tmp_path):
     monitor = LeakageMonitor(Recording(), every_n_steps=100)
     gate = RiskGate(AUC, at_most=1.0, action="raise")
-    with pytest.raises(RuntimeError, match="unknown"):
+    with (
+        pytest.warns(UserWarning, match=r"unknown, not 0\. \(Said once"),
+        pytest.raises(RuntimeError, match="unknown"),
+    ):
         fit([gate, monitor], tmp_path, max_steps=1)
     assert monitor.failures == 1
     [line] = lines(monitor)

@@ -185,6 +185,19 @@ def test_a_value_that_is_refused_is_no_traceback(
     assert said.splitlines()[-1] == "fedleak: batch_size must be at least 1, got 0"
 
 
+def test_what_a_callback_refuses_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "trainer:\n  callbacks:\n    - class_path: lightning_fedleak.callbacks.RiskGate\n"
+        "      init_args: {metric: leakage/worst/words, at_most: 30}\n"
+    )
+    said = fails(["--config", str(config)], capsys, tmp_path).splitlines()[-1]
+    assert said.startswith("fedleak: RiskGate watches 'leakage/worst/words', which lies between")
+    assert "subclass" not in said
+
+
 def test_errors_that_others_raise_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         int("x")

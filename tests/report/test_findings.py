@@ -46,9 +46,22 @@ def test_the_verdict_names_adversaries_and_what_nobody_tested(tmp_path):
     assert "50% of what it named was right" in words
     assert "a dishonest server, which adds layers of its own, could tell" in membership
     assert "0.75" in membership
+    assert "a coin is within its 95% interval, 0.50 to 0.90" in membership
     assert untested == "Nobody tested whole texts."
     assert private == "No differential privacy was accounted."
     assert verdict["level"] == "high"
+
+
+def test_an_interval_above_a_coins_is_not_questioned(tmp_path):
+    lines = [result(0, "fc", auc=(0.9, 0.6, 1.0))]
+    found = found_in(tmp_path, lines, [begin(attacks=[about("fc", "membership")])])
+    [membership] = [one for one in found["verdict"]["sentences"] if "AUC" in one]
+    assert "interval" not in membership
+
+
+def test_a_run_that_was_told_to_end_is_no_error(tmp_path):
+    [fit] = found_in(tmp_path, [result(0)], [begin(), end(0, how="SIGTERMException")])["runs"]
+    assert fit["ended"] == "stopped from outside (SIGTERM)"
 
 
 def test_what_was_tried_in_vain_is_unknown_and_not_untested(tmp_path):
@@ -314,7 +327,7 @@ def test_what_was_not_played_is_said_of_unrecorded_runs_too(tmp_path):
     ("record", "said"),
     [
         ([], "not recorded"),
-        ([begin()], "cut off"),
+        ([begin()], "cut off, or still running"),
         (
             [begin(), {"schema": 1, "run": "a", "kind": "end", "step": 1, "how": "OSError"}],
             "OSError",

@@ -199,6 +199,16 @@ def test_compare_tells_units_looks_and_other_settings(tmp_path, capsys, monkeypa
         assert word in said
 
 
+def test_compare_tells_runs_of_different_length(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    written(tmp_path / "a", [result(0, f1=0.5), result(9, f1=0.5)])
+    written(tmp_path / "b", [result(0, f1=0.5)])
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "Measured until step 9 and until step 0" in capsys.readouterr().out
+    assert main(["compare", str(tmp_path / "b"), str(tmp_path / "b")]) == 0
+    assert "Measured until" not in capsys.readouterr().out
+
+
 def test_compare_puts_two_runs_side_by_side(folder, capsys):
     assert main(["compare", str(folder), str(folder)]) == 0
     out = capsys.readouterr().out

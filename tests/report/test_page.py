@@ -82,6 +82,13 @@ def test_the_page_asks_no_host_for_anything(tmp_path):
     assert "default-src 'none'" in html
 
 
+def test_unknown_rates_and_settings_that_are_none_were_recorded(tmp_path):
+    record = begin(training={"gradient_clip_val": None})
+    html = page(findings(read([written(tmp_path, [result(0, f1=0.0)], [record])])))
+    assert "f1 0.000, recall unknown, precision unknown" in html
+    assert "gradient_clip_val none" in html
+
+
 def test_a_thousand_looks_stay_small(tmp_path):
     names = [f"attack_{n}" for n in range(8)]
     lines = [result(s, n, f1=(0.5, 0.4, 0.6)) for s in range(1000) for n in names]

@@ -1167,7 +1167,7 @@ def _could(family: str, attack: Mapping[str, Any]) -> str:
             of += f", {attack['headline']} {attack[value]:.2f} {what}"
     low, high = ((attack["last"] or {}).get(end) for end in ("low", "high"))
     if family == "membership" and None not in (low, high) and low <= attack["chance"] <= high:
-        of += f", a coin is within its 95% interval, {low:.2f} to {high:.2f}"
+        of += f", the last 95% interval, {low:.2f} to {high:.2f}, holds a coin"
     means = attack["means"]
     if family == "words" and attack["mean"] < NEXT_TO_NONE:
         done = f"read next to none of the words, with an F1 of {attack['mean']:.2f}"

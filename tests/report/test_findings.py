@@ -46,7 +46,7 @@ def test_the_verdict_names_adversaries_and_what_nobody_tested(tmp_path):
     assert "50% of what it named was right" in words
     assert "a dishonest server, which adds layers of its own, could tell" in membership
     assert "0.75" in membership
-    assert "a coin is within its 95% interval, 0.50 to 0.90" in membership
+    assert "the last 95% interval, 0.50 to 0.90, holds a coin" in membership
     assert untested == "Nobody tested whole texts."
     assert private == "No differential privacy was accounted."
     assert verdict["level"] == "high"

@@ -122,10 +122,15 @@ class LocalSteps:
             before: the weights before the round.
             rate: learning rate that the update is divided by.
         """
-        if not self.settings.get("weight_decay") or not (self.linear or self._decoupled):
+        if not self.settings.get("weight_decay") or not self.decays_apart:
             return update
         kept = self._moved(1.0, 0.0, lr=rate)
         return update - before.to(update) * ((1.0 - kept) / rate)
+
+    @property
+    def decays_apart(self) -> bool:
+        """Whether decay shrinks weights by a share, and is not divided as a gradient is."""
+        return self.linear or self._decoupled
 
     @property
     def _decoupled(self) -> bool:

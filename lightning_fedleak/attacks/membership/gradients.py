@@ -50,6 +50,7 @@ _WIDEST = 1024
 _MOST_NUMBERS = 64_000_000
 _MOST_OTHERS = 1 << 20
 _FAR = 3.0
+_ROUNDED = 4.0
 _ALLOWANCE = 2.0
 _MOST_LACKING = 0.5
 
@@ -149,7 +150,8 @@ class GradientMembership(PassiveMembership):
 
     def _maps(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
         if self._found is None or self._found[0] is not anatomy:
-            found = tuple(m for m in linear_maps(anatomy) if not m.regularised)
+            maps = linear_maps(anatomy)
+            found = tuple(m for m in maps if not m.regularised and not _of_prompts(m.name))
             self._found = (anatomy, found)
         return self._found[1]
 
@@ -188,8 +190,7 @@ class GradientMembership(PassiveMembership):
         if read != self._reads or not 0 <= step - self._prepared_at < self.refresh_every:
             self._prepared_at = step
             self.prepare(anatomy)
-        steps = self._facts.local_steps is not None and self._facts.optimizer == "SGD"
-        if steps and self._facts.optimizer_settings.get("weight_decay"):
+        if self._facts.local_steps is not None and _decays(self._facts):
             weights = ((name, anatomy.parameter(name)) for name in read)
             self._before = {n: whole_tensor(p).clone() for n, p in weights if p is not None}
 
@@ -216,7 +217,8 @@ class GradientMembership(PassiveMembership):
             scores, others = self._by_tokens(view, *texts)
         else:
             names = _others(self._anatomy)
-            shared = torch.cat([self._shared(view, name).flatten() for name in names])
+            each = (self._scaled(self._shared(view, name), view, name) for name in names)
+            shared = torch.cat([g.flatten() for g in each])
             if not bool(shared.any()):
                 raise UnusableObservation("every gradient that is read is zero")
             scores, others = (
@@ -236,13 +238,31 @@ class GradientMembership(PassiveMembership):
         update, facts = view.gradients[-1], self._facts
         if not isinstance(update, UpdateSnapshot) or facts.optimizer is None:
             return g
-        if facts.optimizer != "SGD":
-            return g * self._sizes(name)
-        steps = LocalSteps.of(facts)
-        if steps is None or not steps.settings.get("weight_decay"):
+        return self._without_decay(g, name, update) if _decays(facts) else g
+
+    def _scaled(self, g: Tensor, view: Observation, name: str) -> Tensor:
+        """A shared gradient; of what an adaptive optimizer divided, in sizes as public text's."""
+        facts = self._facts
+        plain = not isinstance(view.gradients[-1], UpdateSnapshot) or facts.optimizer is None
+        return g if plain or facts.optimizer == "SGD" else g * self._sizes(name)
+
+    def _without_decay(self, g: Tensor, name: str, update: UpdateSnapshot) -> Tensor:
+        """An update less what decay added; zeros where decay alone has moved the weights.
+
+        So it does with LoRA's A as long as B is zero. What is left of that is no gradient: it says
+        how B's step has changed a text's loss, which is the contrary of what a gradient says.
+        """
+        steps = LocalSteps.of(self._facts)
+        if steps is None:
             return g
         if name not in self._before:
             raise RuntimeError(f"attack '{self.name}' has not seen the weights: call refresh")
+        before = self._before[name].to(g)
+        share = (g * before).sum() / before.square().sum().clamp_min(torch.finfo(g.dtype).tiny)
+        rounding = _ROUNDED * steps.steps * torch.finfo(g.dtype).eps / update.learning_rate
+        rest = float((g - share * before).abs().max())
+        if g.numel() > 1 and rest <= rounding * float(before.abs().max()):
+            return torch.zeros_like(g)
         return steps.without_decay(g, self._before[name], update.learning_rate)
 
     def _sizes(self, name: str) -> Tensor:
@@ -257,13 +277,16 @@ class GradientMembership(PassiveMembership):
     ) -> tuple[Tensor, Tensor]:
         """Scores of the candidates and of public texts."""
         anatomy, maps = self._anatomy, self._read(self._anatomy)
-        there = {m.name for m in maps if bool(view.gradient(m.name).any())}
+        given = {m.name: self._shared(view, m.name) for m in maps}
+        there = {name for name, g in given.items() if bool(g.any())}
         if there - self._factors.keys():  # LoRA's A has no slopes as long as B is zero
             self.prepare(anatomy)
         whitened = {}
         for linear in maps:
             if linear.name in there and (factor := self._factors.get(linear.name)) is not None:
-                whitened[linear.name] = factor.whitened(self._shared(view, linear.name))
+                whitened[linear.name] = factor.whitened(
+                    self._scaled(given[linear.name], view, linear.name)
+                )
         if not whitened:
             raise UnusableObservation("every gradient that is read is zero")
         read = [m for m in maps if m.name in whitened]
@@ -288,6 +311,18 @@ class GradientMembership(PassiveMembership):
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""
         return super().config() | {"controls": self.controls}
+
+
+def _decays(facts: RunFacts) -> bool:
+    """Whether steps shrink the weights beside what gradients do to them."""
+    given = facts.optimizer_settings
+    apart = facts.optimizer in ("SGD", "AdamW") or bool(given.get("decoupled_weight_decay"))
+    return apart and bool(given.get("weight_decay"))
+
+
+def _of_prompts(name: str) -> bool:
+    """Whether a map of PEFT's makes virtual tokens or prefixes, which are no part of a text."""
+    return ".prompt_encoder." in f".{name}"
 
 
 # ---- tokens' parts --------------------------------------------------------------------------

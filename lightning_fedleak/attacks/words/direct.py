@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.anatomy.wrappers import unwrap
 from lightning_fedleak.attacks.base import (
     Attack,
     Query,
+    RunFacts,
     Surfaces,
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.snapshots import Observation, whole_tensor
+from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 
@@ -57,6 +63,14 @@ def bag_of_words(gradient: Tensor) -> WordGuess:
 class BagOfWords(Attack):
     """The non-zero rows of the input embedding's gradient, see :func:`bag_of_words`.
 
+    Of a LoRA on the embedding those are the columns of A's, which a batch looks up as well: from
+    the first step on, since it is A that begins at zero there. So it is where the head is tied to
+    the embedding too, as the adapter is of the embedding alone.
+
+    Of a round it names the rows that have moved by more than decoupled weight decay, which shrinks
+    a row and does not turn it: exactly the words of all its steps, also of Adam or AdamW, where it
+    begins with a fresh optimizer.
+
     Args:
         name: as in the logs.
     """
@@ -66,13 +80,35 @@ class BagOfWords(Attack):
         Capability.SEES_EMBEDDING_GRADIENT,
     )
     default_name = "bag_of_words"
+    reads_adaptive_updates = True
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name)
+        self._low_rank: tuple[str, ...] = ()
+        self._facts = RunFacts()
+        self._before: dict[str, Tensor] = {}
+
+    def meet(self, facts: RunFacts) -> None:
+        """Learns what makes an update."""
+        self._facts = facts
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Keeps the weights that a round begins with, where they decay."""
+        settings = self._facts.optimizer_settings
+        if self._facts.local_steps is not None and settings.get("weight_decay"):
+            names = self._low_rank or (EMBEDDING_WEIGHT,)
+            weights = ((name, anatomy.parameter(name)) for name in names)
+            self._before = {n: whole_tensor(p).clone() for n, p in weights if p is not None}
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The input embedding.
+        """The input embedding, or the A of a LoRA on it where that is trained.
 
         Raises:
             ThreatModelError: head and embedding are one matrix.
         """
+        self._low_rank = _low_rank(anatomy)
+        if self._low_rank:
+            return Surfaces(gradients=self._low_rank)
         if anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT):
             raise ThreatModelError(
                 f"attack '{self.name}' reads which rows of the embedding's gradient are non-zero, "
@@ -83,8 +119,74 @@ class BagOfWords(Attack):
         return Surfaces(gradients=(EMBEDDING_WEIGHT,))
 
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:
-        """Names the types whose embedding row moved in the newest snapshot."""
-        return bag_of_words(view.gradient(EMBEDDING_WEIGHT))
+        """Names the types whose embedding row moved in the newest snapshot.
+
+        Raises:
+            UnusableObservation: non-finite, all zero, or an update in which rows of other words
+                move too.
+        """
+        if self._low_rank:
+            rows = [self._shared(view, name).T for name in self._low_rank]
+            return bag_of_words(torch.cat(rows, dim=1))
+        return bag_of_words(self._shared(view, EMBEDDING_WEIGHT))
+
+    def _shared(self, view: Observation, name: str) -> Tensor:
+        """What was shared, zero where decay alone has moved a row."""
+        shared, update = view.gradient(name), view.gradients[-1]
+        if not isinstance(update, UpdateSnapshot):
+            return shared
+        steps = LocalSteps.of(self._facts)
+        if steps is None or steps.plain:
+            return shared
+        optimizer = steps.optimizer.__name__
+        if not steps.linear and not update.fresh:
+            raise UnusableObservation(
+                f"{optimizer} goes on with what it gathered in earlier rounds, which moves the "
+                "rows of their words too: a federated client begins each round with a fresh "
+                "optimizer. Clear its state where a round begins (optimizer.state.clear())"
+            )
+        if not steps.settings.get("weight_decay"):
+            return shared
+        if not steps.decays_apart:
+            raise UnusableObservation(
+                f"{optimizer} divides weight decay as it does gradients, so that rows of words "
+                "that were not read move alike; AdamW, or weight_decay=0, leaves them as they are"
+            )
+        if name not in self._before:
+            raise RuntimeError(f"attack '{self.name}' has not seen the weights: call refresh")
+        before = self._before[name]
+        low_rank = name != EMBEDDING_WEIGHT
+        moved, weights = whole_tensor(shared).to_dense().float(), before.float().to(shared.device)
+        if low_rank:
+            moved, weights = moved.T, weights.T
+        sizes = weights.square().sum(1, keepdim=True)
+        share = (moved * weights).sum(1, keepdim=True) / sizes.where(sizes > 0, 1.0)
+        if moved.shape[1] == 1:  # a row of one number never turns
+            share = share.median()
+        rest = (moved - share * weights).abs().amax(1)
+        rounding = (steps.steps + 2) * torch.finfo(before.dtype).eps / update.learning_rate
+        most = 2 * steps.steps * float(steps.settings["weight_decay"])
+        shrunk = share.abs().flatten() <= most  # a narrow row's gradient may lie along it by chance
+        still = shrunk & (rest <= rounding * weights.abs().amax(1))
+        moved = moved.masked_fill(still[:, None], 0.0)
+        return moved.T if low_rank else moved
+
+
+def _low_rank(anatomy: Anatomy) -> tuple[str, ...]:
+    """Names of the trained (r, V) factors of the embedding's active adapters.
+
+    Not where the embedding is trained itself, or a factor is another layer's too.
+    """
+    embedding = unwrap(anatomy.embedding)
+    factors = embedding._modules.get("lora_embedding_A")
+    if not isinstance(factors, nn.ParameterDict) or anatomy.trainable(EMBEDDING_WEIGHT):
+        return ()
+    active = getattr(embedding, "active_adapters", ())
+    ids = {id(factors[adapter]) for adapter in active if adapter in factors}
+    named = anatomy.root.named_parameters(remove_duplicate=False)
+    found = [(n, id(p)) for n, p in named if id(p) in ids and p.requires_grad]
+    uses = Counter(key for _, key in found)
+    return tuple(n for n, key in found if uses[key] == 1)
 
 
 def _largest(rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
@@ -32,8 +32,20 @@ def lora() -> nn.Module:
     return with_lora(ready(llama()), 4, ["q_proj", "v_proj"])
 
 
+def untouched() -> nn.Module:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(ready(llama()), config)
+
+
 def prompted() -> nn.Module:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8)
+    return get_peft_model(ready(llama()), config)
+
+
+def encoded() -> nn.Module:
+    config = PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=8, encoder_hidden_size=16
+    )
     return get_peft_model(ready(llama()), config)
 
 
@@ -148,7 +160,7 @@ def test_members_are_told_from_everything_else(family: Any, kind: str) -> None:
     assert said.members[:ROWS].all()
 
 
-@pytest.mark.parametrize("family", [prompted, norms, biases])
+@pytest.mark.parametrize("family", [prompted, encoded, norms, biases])
 def test_what_is_no_linear_map_is_compared_as_a_whole(family: Any) -> None:
     both, right = prepared(family()), 0
     for _ in range(8):
@@ -159,10 +171,8 @@ def test_what_is_no_linear_map_is_compared_as_a_whole(family: Any) -> None:
 
 
 def test_before_its_first_step_a_lora_is_read_by_its_b() -> None:
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-    model = get_peft_model(ready(llama()), config)
     inside = texts(ROWS, LENGTH)
-    said = asked(model, inside, torch.cat([inside, texts(ROWS, LENGTH)]))
+    said = asked(untouched(), inside, torch.cat([inside, texts(ROWS, LENGTH)]))
     assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
 
 
@@ -178,10 +188,15 @@ def test_tokens_that_the_loss_looks_away_from_are_no_lack() -> None:
     assert float(coefficients.min()) > 0.6
 
 
-@pytest.mark.parametrize("family", [lora, prompted])
+@pytest.mark.parametrize("family", [lora, untouched, prompted])
 @pytest.mark.parametrize(
     ("optimizer", "more"),
-    [("SGD", {}), ("SGD", {"weight_decay": 5.0}), ("AdamW", {}), ("Adagrad", {})],
+    [
+        ("SGD", {}),
+        ("SGD", {"weight_decay": 5.0}),
+        ("AdamW", {"weight_decay": 0.01}),
+        ("Adagrad", {}),
+    ],
 )
 def test_updates_are_read(family: Any, optimizer: str, more: dict[str, float]) -> None:
     model = family()

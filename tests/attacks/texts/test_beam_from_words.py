@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.attacks.base import Attack, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.attacks.texts.beam_from_words import BeamFromWords, FluentTexts
 from lightning_fedleak.attacks.words.direct import BagOfWords, BiasSign
+from lightning_fedleak.attacks.words.flatchat import FlatChat
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from lightning_fedleak.threats import ThreatModelError
@@ -191,9 +192,14 @@ def test_what_it_cannot_read_is_unknown() -> None:
         attack.run(Observation((GradientSnapshot(0, Stage.SHARED, zero),)))
 
 
-@pytest.mark.parametrize(("optimizer", "known"), [("SGD", True), ("AdamW", False)])
-def test_rounds_are_read_as_by_what_names_the_words(optimizer: str, known: bool) -> None:
-    attack = BeamFromWords(10, moves=2)
+@pytest.mark.parametrize(
+    ("optimizer", "words", "known"),
+    [("SGD", None, True), ("AdamW", None, True), ("AdamW", FlatChat(n_types=20), False)],
+)
+def test_rounds_are_read_as_by_what_names_the_words(
+    optimizer: str, words: Attack | None, known: bool
+) -> None:
+    attack = BeamFromWords(10, moves=2, words=words)
     attack.meet(RunFacts(optimizer=optimizer, optimizer_settings={"lr": 0.1}, local_steps=1))
     anatomy = find_anatomy(MODEL)
     attack.prepare(anatomy)

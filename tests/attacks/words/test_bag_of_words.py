@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, find_anatomy
-from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.words.direct import BagOfWords, bag_of_words
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.models import tiny_gpt2
 
@@ -48,6 +51,49 @@ def test_a_causal_model_gives_away_all_words_but_those_that_only_end_a_text() ->
     gradient = anatomy.parameter(EMBEDDING_WEIGHT).grad
     view = Observation((GradientSnapshot(0, Stage.SHARED, {EMBEDDING_WEIGHT: gradient}),))
     assert sorted(attack.run(view).types.tolist()) == ids[:, :-1].unique().tolist()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_lora_on_the_embedding_names_the_words_from_its_first_step_on(tied: bool) -> None:
+    config = LoraConfig(r=4, target_modules=["wte"])
+    model = get_peft_model(tiny_gpt2(tied=tied), config).eval()
+    ids = torch.tensor([[4, 8, 15, 16, 23, 42], [7, 8, 9, 10, 11, 90]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    anatomy, attack = find_anatomy(model), BagOfWords()
+    (name,) = attack.needs(anatomy).gradients
+    assert ".lora_embedding_A." in name
+    gradient = anatomy.parameter(name).grad
+    view = Observation((GradientSnapshot(0, Stage.SHARED, {name: gradient}),))
+    assert sorted(attack.run(view).types.tolist()) == ids[:, :-1].unique().tolist()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_rounds_of_adamw_name_the_words_of_all_their_steps(lora: bool) -> None:
+    model: nn.Module = tiny_gpt2(tied=False).eval()
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["wte"])).eval()
+    anatomy, attack = find_anatomy(model), BagOfWords()
+    (name,) = attack.needs(anatomy).gradients
+    settings = {"lr": 1e-3, "weight_decay": 0.1}
+    attack.meet(RunFacts(optimizer="AdamW", optimizer_settings=settings, local_steps=3))
+    words = torch.arange(1, 25).view(3, 1, 8)
+    for _ in range(2):  # of the first, a LoRA's A is zero
+        weight = anatomy.parameter(name)
+        before = weight.detach().clone()
+        attack.refresh(anatomy, 0)
+        optimizer = torch.optim.AdamW([weight], **settings)
+        for rate, ids in zip((0.0, 5e-4, 1e-3), words, strict=True):  # a warm-up
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+        tensors = {name: (before - weight.detach()) / 1e-3}
+        update = UpdateSnapshot(0, Stage.SHARED, tensors, local_steps=3, learning_rate=1e-3)
+        guess = attack.run(Observation((update,)))
+        assert sorted(guess.types.tolist()) == words[..., :-1].flatten().tolist()
+        words = words + 1
+    with pytest.raises(UnusableObservation, match="goes on with"):
+        attack.run(Observation((replace(update, fresh=False),)))
 
 
 def test_a_tied_matrix_is_refused_at_setup() -> None:

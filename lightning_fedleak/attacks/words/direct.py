@@ -60,6 +60,10 @@ def bag_of_words(gradient: Tensor) -> WordGuess:
     return WordGuess(types=types, scores=scores, n_types=float(len(types)), surface="input")
 
 
+_RISEN = 50.0
+"""How far learning rates of a round may rise above the one that its update is divided by."""
+
+
 class BagOfWords(Attack):
     """The non-zero rows of the input embedding's gradient, see :func:`bag_of_words`.
 
@@ -161,12 +165,14 @@ class BagOfWords(Attack):
             moved, weights = moved.T, weights.T
         sizes = weights.square().sum(1, keepdim=True)
         share = (moved * weights).sum(1, keepdim=True) / sizes.where(sizes > 0, 1.0)
+        common = share.median()  # most rows are of words that were not read
         if moved.shape[1] == 1:  # a row of one number never turns
-            share = share.median()
+            share = common
         rest = (moved - share * weights).abs().amax(1)
         rounding = (steps.steps + 2) * torch.finfo(before.dtype).eps / update.learning_rate
-        most = 2 * steps.steps * float(steps.settings["weight_decay"])
-        shrunk = share.abs().flatten() <= most  # a narrow row's gradient may lie along it by chance
+        # A narrow row's gradient may lie along it by chance, and moves it much further.
+        decay = steps.steps * float(steps.settings["weight_decay"])
+        shrunk = share.abs().flatten() <= max(2 * float(common.abs()), _RISEN * decay)
         still = shrunk & (rest <= rounding * weights.abs().amax(1))
         moved = moved.masked_fill(still[:, None], 0.0)
         return moved.T if low_rank else moved

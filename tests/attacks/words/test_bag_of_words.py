@@ -68,7 +68,10 @@ def test_a_lora_on_the_embedding_names_the_words_from_its_first_step_on(tied: bo
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_rounds_of_adamw_name_the_words_of_all_their_steps(lora: bool) -> None:
+@pytest.mark.parametrize("rates", [(0.0, 5e-4, 1e-3), (1e-3, 5e-3, 2e-2)])
+def test_rounds_of_adamw_name_the_words_of_all_their_steps(
+    lora: bool, rates: tuple[float, ...]
+) -> None:
     model: nn.Module = tiny_gpt2(tied=False).eval()
     if lora:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["wte"])).eval()
@@ -82,7 +85,7 @@ def test_rounds_of_adamw_name_the_words_of_all_their_steps(lora: bool) -> None:
         before = weight.detach().clone()
         attack.refresh(anatomy, 0)
         optimizer = torch.optim.AdamW([weight], **settings)
-        for rate, ids in zip((0.0, 5e-4, 1e-3), words, strict=True):  # a warm-up
+        for rate, ids in zip(rates, words, strict=True):  # a warm-up
             optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad()
             model(input_ids=ids, labels=ids).loss.backward()

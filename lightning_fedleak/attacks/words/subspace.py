@@ -342,8 +342,9 @@ read_alone`), or one side alone of an encoder-decoder.
             raise UnusableObservation(
                 f"the step of {name} shows the signs of a gradient alone here: a defence's noise "
                 "hides its sizes, or the rounding of the stored weights (half precision, or a "
-                "small learning rate); measure the gradients of single steps (leave local_steps "
-                "out)"
+                "small learning rate), or what is read has no gradient yet (LoRA's A in its first "
+                "step, where B is zero); measure the gradients of single steps (leave local_steps "
+                "out), or a later round"
             )
         return replace(update, tensors=gradients), errors
 

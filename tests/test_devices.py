@@ -410,7 +410,7 @@ def test_apples_gpus_have_no_float64() -> None:
     FCMembership(1).check_device(apple)
     context: Any = SimpleNamespace(device=torch.device("mps"), precision="32-true")
     with pytest.raises(DefenseError, match=r"float64.*mps.*accelerator='cpu'"):
-        check_trainer(context)
+        check_trainer(context, poisson=True)
 
 
 def test_what_needs_float64_is_refused_before_the_first_step(without_float64: None) -> None:

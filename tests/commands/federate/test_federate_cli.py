@@ -19,7 +19,7 @@ from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """A tiny model, and texts of five speakers."""
     folder = tmp_path_factory.mktemp("given")
-    rows = ["who;text", *(f"p{i % 5};{t} {i}" for i, t in enumerate(TEXTS * 4))]
+    rows = ["who;text", *(f'p{i % 5};"{t} {i}"' for i, t in enumerate(TEXTS * 4))]
     (folder / "text.csv").write_text("\n".join(rows))
     return {
         "model": str(save_tiny_causal_lm(folder / "model")),

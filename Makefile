@@ -31,7 +31,7 @@ endif
 help:
 	@echo "make demo    fine-tune a small model on private messages and watch them leak (no network needed once installed)"
 	@echo "make test    run the tests"
-	@echo "make test-slow  run the slow ones: proofs of DP-SGD, also on several processes, torch.compile, real models, the examples, and the snippets of the docs"
+	@echo "make test-slow  run the slow ones: proofs of DP-SGD and of gates, most runs on several processes, torch.compile, real models, the examples, and the snippets of the docs"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"

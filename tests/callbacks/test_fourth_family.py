@@ -89,6 +89,7 @@ def test_it_is_gated_and_resumed(tmp_path: Path) -> None:
     assert strict.fired.value == 1
 
 
+@pytest.mark.slow
 @pytest.mark.ddp
 def test_it_is_pooled_over_two_processes(tmp_path: Path) -> None:
     first, second = two_processes("tests.callbacks.text_counts", tmp_path)

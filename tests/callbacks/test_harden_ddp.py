@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.processes import two_processes
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.slow]
 HEAD = "model.lm_head.weight"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.processes import two_processes
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

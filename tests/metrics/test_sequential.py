@@ -78,6 +78,7 @@ def adaptive(rng: np.random.Generator, last: np.ndarray, mean: np.ndarray, m: fl
     return (rng.random(mean.size) < mean).astype(float), mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("m", [0.3, 0.02])
 def test_ten_thousand_looks_below_the_threshold_stop_with_probability_alpha(restarts, m) -> None:

@@ -188,6 +188,7 @@ def tuned():
     return start, PublicText.sampled_from(start, n=64, length=48), cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("readout", ["sign", "learned"])
 def test_text_and_model_that_calibration_has_not_seen(tuned, readout):
     """Calibrated on the model's own text before training, without a start token and after it."""

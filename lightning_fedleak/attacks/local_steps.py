@@ -28,6 +28,18 @@ _SHORT = 3.0
 _NOT_THEIRS = ("foreach", "fused", "capturable", "differentiable", "maximize")
 
 
+def decays_apart(facts: RunFacts) -> bool:
+    """Whether a round shrinks weights by a share, beside what gradients do to them.
+
+    False where single gradients are shared, or it is not known what the optimizer does.
+    """
+    try:
+        steps = LocalSteps.of(facts)
+    except UnusableObservation:
+        return False
+    return steps is not None and steps.decays_apart and bool(steps.settings.get("weight_decay"))
+
+
 @dataclass(frozen=True)
 class LocalSteps:
     """A round, as the server prescribed it.
@@ -126,6 +138,19 @@ class LocalSteps:
             return update
         kept = self._moved(1.0, 0.0, lr=rate)
         return update - before.to(update) * ((1.0 - kept) / rate)
+
+    def check_fresh(self, fresh: bool) -> None:
+        """Refuses a round that goes on with what earlier ones have left in the optimizer.
+
+        Raises:
+            UnusableObservation: says what a client does.
+        """
+        if self.carries and not fresh:
+            raise UnusableObservation(
+                f"{self.optimizer.__name__} goes on with what it gathered in earlier rounds: a "
+                "federated client begins each round with a fresh optimizer. Clear its state where "
+                "a round begins (optimizer.state.clear())"
+            )
 
     @property
     def decays_apart(self) -> bool:

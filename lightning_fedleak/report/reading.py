@@ -6,7 +6,9 @@ versions, which had no ``run.jsonl`` and no ids, are read as one fit.
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,22 +134,27 @@ def _fits(folder: Path, problems: list[str]) -> list[FitLines]:
 
 
 def _without_copies(fits: Sequence[FitLines], problems: list[str]) -> list[FitLines]:
-    """Of lines of one run in several folders those of the folder that has most."""
-    kept: dict[object, FitLines] = {}
-    for fit in fits:
-        key = fit.run or fit.folder  # the first versions had no ids
-        other = kept.setdefault(key, fit)
-        if other is not fit:
-            kept[key], less = (fit, other) if _size(fit) > _size(other) else (other, fit)
+    """Leaves out fits all of whose lines are also in another folder, under the same id."""
+    runs = Counter(fit.run for fit in fits if fit.run)  # the first versions had no ids
+    kept = [fit for fit in fits if runs[fit.run] < 2]
+    known: list[tuple[FitLines, set[str]]] = []
+    again = [(fit, _told(fit)) for fit in fits if runs[fit.run] > 1]
+    for fit, told in sorted(again, key=lambda one: -len(one[1])):
+        whole = next((f for f, lines in known if f.run == fit.run and told <= lines), None)
+        if whole is None:
+            known.append((fit, told))
+        else:
             problems.append(
-                f"run {fit.run} lies in {_short(kept[key].folder)} and in "
-                f"{_short(less.folder)}: it is counted once, by the first"
+                f"run {fit.run} lies in {_short(whole.folder)} and in {_short(fit.folder)}: it is "
+                "counted once, by the first"
             )
-    return list(kept.values())
+    return kept + [fit for fit, _ in known]
 
 
-def _size(fit: FitLines) -> int:
-    return len(fit.looks) + len(fit.results) + len(fit.decisions) + (fit.end is not None)
+def _told(fit: FitLines) -> set[str]:
+    """All lines of a fit."""
+    lines = (*fit.looks, *fit.results, *fit.decisions, fit.begin, fit.end)
+    return {json.dumps(line, sort_keys=True) for line in lines if line is not None}
 
 
 def _begin(of: Mapping[str, Sequence[Line]]) -> Line | None:

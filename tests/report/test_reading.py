@@ -69,7 +69,11 @@ def test_a_copy_of_a_run_is_not_counted_again(tmp_path):
     [fit] = reading.fits
     assert (fit.folder.name, len(fit.results), fit.end["step"]) == ("version_0", 2, 6)
     said = "run a lies in logs/version_0 and in logs/{}: it is counted once, by the first"
-    assert reading.problems == (said.format("a_backup"), said.format("version_0_copy"))
+    assert reading.problems == (said.format("version_0_copy"), said.format("a_backup"))
+    for client in (0, 1):  # of two processes that began as one
+        lines = [result(0, f1=0.1) | {"client": client}]
+        written(tmp_path / "clients" / str(client), lines)
+    assert len(read([tmp_path / "clients"]).fits) == 2
     for name in ("a", "b"):  # of the first versions, which had no ids
         written(tmp_path / "old" / name, [result(0, run=None, f1=0.1)])
     assert len(read([tmp_path / "old"]).fits) == 2

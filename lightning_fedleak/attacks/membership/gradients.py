@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
-from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.local_steps import LocalSteps, decays_apart
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.public_text import Given
 from lightning_fedleak.attacks.row_space.linear_maps import (
@@ -190,7 +190,7 @@ class GradientMembership(PassiveMembership):
         if read != self._reads or not 0 <= step - self._prepared_at < self.refresh_every:
             self._prepared_at = step
             self.prepare(anatomy)
-        if self._facts.local_steps is not None and _decays(self._facts):
+        if decays_apart(self._facts):
             weights = ((name, anatomy.parameter(name)) for name in read)
             self._before = {n: whole_tensor(p).clone() for n, p in weights if p is not None}
 
@@ -238,7 +238,7 @@ class GradientMembership(PassiveMembership):
         update, facts = view.gradients[-1], self._facts
         if not isinstance(update, UpdateSnapshot) or facts.optimizer is None:
             return g
-        return self._without_decay(g, name, update) if _decays(facts) else g
+        return self._without_decay(g, name, update) if decays_apart(facts) else g
 
     def _scaled(self, g: Tensor, view: Observation, name: str) -> Tensor:
         """A shared gradient; of what an adaptive optimizer divided, in sizes as public text's."""
@@ -311,13 +311,6 @@ class GradientMembership(PassiveMembership):
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""
         return super().config() | {"controls": self.controls}
-
-
-def _decays(facts: RunFacts) -> bool:
-    """Whether steps shrink the weights beside what gradients do to them."""
-    given = facts.optimizer_settings
-    apart = facts.optimizer in ("SGD", "AdamW") or bool(given.get("decoupled_weight_decay"))
-    return apart and bool(given.get("weight_decay"))
 
 
 def _of_prompts(name: str) -> bool:

@@ -352,12 +352,7 @@ class AlignedFlatChat(Attack):
         steps = self.steps
         if steps is None or steps.plain:
             return update
-        if steps.carries and not snapshot.fresh:
-            raise UnusableObservation(
-                f"{steps.optimizer.__name__} goes on with what it gathered in earlier rounds, "
-                "which is not rehearsed: a federated client begins each round with a fresh "
-                "optimizer. Clear its state where a round begins (optimizer.state.clear())"
-            )
+        steps.check_fresh(snapshot.fresh)
         if self._fitted_on is not None and self.readout == "sign":
             raise UnusableObservation(
                 f"readout='sign' reads sums of gradients, which updates of "

@@ -17,7 +17,7 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.local_steps import LocalSteps, decays_apart
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
@@ -72,8 +72,8 @@ class BagOfWords(Attack):
     the embedding too, as the adapter is of the embedding alone.
 
     Of a round it names the rows that have moved by more than decoupled weight decay, which shrinks
-    a row and does not turn it: exactly the words of all its steps, also of Adam or AdamW, where it
-    begins with a fresh optimizer.
+    a row and does not turn it: the words of all its steps, also of Adam or AdamW. An optimizer
+    that goes on with momentum or Adam's sums from earlier rounds is refused.
 
     Args:
         name: as in the logs.
@@ -98,8 +98,7 @@ class BagOfWords(Attack):
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Keeps the weights that a round begins with, where they decay."""
-        settings = self._facts.optimizer_settings
-        if self._facts.local_steps is not None and settings.get("weight_decay"):
+        if decays_apart(self._facts):
             names = self._low_rank or (EMBEDDING_WEIGHT,)
             weights = ((name, anatomy.parameter(name)) for name in names)
             self._before = {n: whole_tensor(p).clone() for n, p in weights if p is not None}
@@ -142,19 +141,14 @@ class BagOfWords(Attack):
         steps = LocalSteps.of(self._facts)
         if steps is None or steps.plain:
             return shared
-        optimizer = steps.optimizer.__name__
-        if not steps.linear and not update.fresh:
-            raise UnusableObservation(
-                f"{optimizer} goes on with what it gathered in earlier rounds, which moves the "
-                "rows of their words too: a federated client begins each round with a fresh "
-                "optimizer. Clear its state where a round begins (optimizer.state.clear())"
-            )
+        steps.check_fresh(update.fresh)  # else rows of earlier rounds' words move too
         if not steps.settings.get("weight_decay"):
             return shared
         if not steps.decays_apart:
             raise UnusableObservation(
-                f"{optimizer} divides weight decay as it does gradients, so that rows of words "
-                "that were not read move alike; AdamW, or weight_decay=0, leaves them as they are"
+                f"{steps.optimizer.__name__} divides weight decay as it does gradients, so that "
+                "rows of words that were not read move alike; AdamW, or weight_decay=0, leaves "
+                "them as they are"
             )
         if name not in self._before:
             raise RuntimeError(f"attack '{self.name}' has not seen the weights: call refresh")

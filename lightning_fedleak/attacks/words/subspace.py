@@ -316,12 +316,7 @@ read_alone`), or one side alone of an encoder-decoder.
                 "more; measure rounds of one step (local_steps=1) or the gradients of single "
                 "steps (leave local_steps out) to see what the client's data would give away"
             )
-        if steps.carries and not update.fresh:
-            raise UnusableObservation(
-                f"{name} goes on with what it gathered in earlier rounds: a federated client "
-                "begins each round with a fresh optimizer. Clear its state where a round begins "
-                "(optimizer.state.clear())"
-            )
+        steps.check_fresh(update.fresh)
         rate = update.learning_rate
         if steps.linear and not steps.settings.get("weight_decay"):
             return update, None

@@ -95,8 +95,13 @@ def test_rounds_of_adamw_name_the_words_of_all_their_steps(
         guess = attack.run(Observation((update,)))
         assert sorted(guess.types.tolist()) == words[..., :-1].flatten().tolist()
         words = words + 1
-    with pytest.raises(UnusableObservation, match="goes on with"):
-        attack.run(Observation((replace(update, fresh=False),)))
+    later = Observation((replace(update, fresh=False),))
+    with pytest.raises(UnusableObservation, match="AdamW goes on with"):
+        attack.run(later)
+    momentum = {"lr": 1e-3, "momentum": 0.9}
+    attack.meet(RunFacts(optimizer="SGD", optimizer_settings=momentum, local_steps=3))
+    with pytest.raises(UnusableObservation, match="SGD goes on with"):
+        attack.run(later)
 
 
 def test_a_tied_matrix_is_refused_at_setup() -> None:

@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import gc
 import logging
 import random
+import sys
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -53,6 +54,8 @@ def _begin_anew() -> None:
         torch.cuda.manual_seed_all(0)
     os.environ.pop("PL_GLOBAL_SEED", None)  # of seed_everything; Lightning's samplers follow it
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)  # what a quiet fit left
+    if "torch._dynamo" in sys.modules:  # models of one class share what is compiled of its code
+        torch.compiler.reset()
 
 
 @pytest.fixture(autouse=True, scope="module")

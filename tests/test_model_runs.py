@@ -289,7 +289,6 @@ def test_compiled_models_run_eagerly_and_are_not_recompiled(whole: bool) -> None
     assert torch.equal(hidden_states(anatomy, 2, ids, mask), expected)
     run(input_ids=ids, attention_mask=mask)
     assert len(compiled) == first
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", ["lora", "prompt", "prefix"])

@@ -341,7 +341,6 @@ def test_under_torch_compile(whole: bool) -> None:
         tap.disarm()
     assert same(step(model, batch()), unarmed)
     assert tap.states(1) == ()
-    torch._dynamo.reset()
 
 
 class Tapping(Callback):

@@ -275,7 +275,6 @@ def test_compiled_and_run_before_the_fit_and_clean_after_it() -> None:
     assert len({*losses, float(clean)}) == 4
     defense.teardown()
     assert torch.equal(root.model(**batch()).loss, clean)
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -287,7 +286,6 @@ def test_a_compiled_step_has_the_gradient_of_a_plain_one(layer: int) -> None:
         noised(compiled_blocks(model) if compiled else model, defense)
         found.append(step(model, batch(), defense=defense))
     assert distance(*found) < 1e-5
-    torch.compiler.reset()
 
 
 def test_the_servers_copy_has_no_noise() -> None:

@@ -332,8 +332,8 @@ class RiskGate(EitherCallback):
         raise ValueError(
             f"RiskGate watches '{self.metric}': {why}. That is 'unknown', not 'safe': add an "
             "attack that reads it (SubspaceWords() reads projections and adapters of the first "
-            "block, AlignedFlatChat() a trained head; LeakageMonitor() alone takes all that can), "
-            "or leave this gate out"
+            "block, BagOfWords() trained embeddings, AlignedFlatChat() a language model's trained "
+            "head; LeakageMonitor() alone takes all that can), or leave this gate out"
         )
 
     def _about(self) -> dict[str, Any]:

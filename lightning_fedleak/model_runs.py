@@ -374,13 +374,32 @@ def takes(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(without_peft(model).forward).parameters
 
 
+def is_compiled(root: nn.Module) -> bool:
+    """Whether torch.compile runs it, a part of it, or its ``training_step`` (as Lightning does)."""
+    return _is_compiled_function(getattr(root, "training_step", None)) or any(
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or _is_compiled_function(module.forward)
+        for module in modules_of(root)
+    )
+
+
+def _is_compiled_function(function: object) -> bool:
+    return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(
+        function, "_torchdynamo_disable"
+    )
+
+
+def forget_compiled(root: nn.Module) -> None:
+    """To be called after hooks came or went: what was compiled before would run on as it was."""
+    if is_compiled(root):
+        torch.compiler.reset()
+
+
 @contextmanager
 def _compiled_run_eagerly(root: nn.Module) -> Iterator[None]:
     """Within it compiled modules of ``root`` run as they were before."""
-    compiled = any(
-        "_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules_of(root)
-    )
-    if not compiled:
+    if not is_compiled(root):
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -551,8 +570,10 @@ __all__ = [
     "check_text",
     "context_length",
     "cut_at",
+    "forget_compiled",
     "hidden_states",
     "inputs_of",
+    "is_compiled",
     "is_looked_at",
     "labels_of",
     "logits_in",

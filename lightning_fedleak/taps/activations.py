@@ -20,6 +20,7 @@ from lightning_fedleak.anatomy.text_layers import (
     with_states_in,
     with_states_out,
 )
+from lightning_fedleak.model_runs import forget_compiled
 
 
 class ChangedInPlace(RuntimeError):
@@ -50,8 +51,9 @@ class ActivationTap:
     if a gradient reaches it). A forward that runs without gradient is no training step and leaves
     no record. A block that is called several times in a forward (ALBERT) leaves as many.
 
-    Under ``torch.compile`` the tap must exist before the first run of the compiled model. Its hooks
-    are kept out of the compiled graph, which breaks there: ``fullgraph=True`` cannot be used, and
+    Under ``torch.compile`` a tap makes torch forget what it has compiled so far, here and at
+    :meth:`close`, which would run on without the hooks or with them. They are kept out of the
+    compiled graph, which breaks there: ``fullgraph=True`` cannot be used, and
     as operations are fused differently, the last bits of training may differ from those of the
     same run without a tap (armed or not makes no difference).
 
@@ -99,6 +101,8 @@ class ActivationTap:
         self.armed = False
         for layer, place in self._places.items():
             self._handles.append(self._tap(layer, place))
+        self._root = anatomy.root
+        forget_compiled(self._root)
 
     def _tap(self, layer: int, place: Place) -> RemovableHandle:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -193,6 +197,7 @@ class ActivationTap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        forget_compiled(self._root)
         self.disarm()
 
 

@@ -321,15 +321,17 @@ class WithLoss(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_under_torch_compile(whole: bool) -> None:
+    """Whose models ran before there was a tap."""
     with own_rng(0):
         model = WithLoss(PlainModel()) if whole else tiny_gpt2(dropout=0.0).train()
     expected = {n: reference(model, n, batch()) for n in (0, 1)}
-    tap = ActivationTap(find_anatomy(model), [0, 1])
     if whole:
         model.model = torch.compile(model.model, backend="aot_eager")
     else:
         for i, block in enumerate(model.transformer.h):
             model.transformer.h[i] = torch.compile(block, backend="aot_eager")
+    step(model, batch())
+    tap = ActivationTap(find_anatomy(model), [0, 1])
     unarmed = step(model, batch())
     for _ in range(2):
         tap.arm()

@@ -38,6 +38,7 @@ from lightning_fedleak.anatomy.text_layers import (
     with_states_out,
 )
 from lightning_fedleak.anatomy.wrappers import without_peft
+from lightning_fedleak.model_runs import is_compiled
 from lightning_fedleak.taps.split import argument_of
 
 Placement = Literal["sequential", "parallel", "embedding"]
@@ -122,9 +123,9 @@ def insert(
             f"crafted layers train nothing but 'bias', but these train {trained}: freeze the rest "
             "(register_buffer)"
         )
+    if is_compiled(anatomy.root):
+        raise TypeError("the model is compiled already: insert first, then torch.compile")
     for module in anatomy.root.modules():
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
-            raise TypeError("the model is compiled already: insert first, then torch.compile")
         if hasattr(module, "reshard") or "_fsdp_wrapped_module" in module._modules:
             raise TypeError("the model is sharded by FSDP already: insert first, then shard")
     return Inserted(anatomy, layer, crafted, placement, place, scale, seed, classes)

@@ -20,7 +20,7 @@ from lightning_fedleak.anatomy.text_layers import (
     with_states_out,
 )
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
-from lightning_fedleak.model_runs import is_looked_at
+from lightning_fedleak.model_runs import forget_compiled, is_looked_at
 
 
 class ActivationDefense(Defense):
@@ -97,7 +97,7 @@ class ActivationDefense(Defense):
                 "anatomy={'model': 'model'} say.)"
             ) from error
         self._root, self._context = context.root, context
-        _forget_compiled(context.root)
+        forget_compiled(context.root)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +139,7 @@ class ActivationDefense(Defense):
             self._handle.remove()
             self._handle = None
         if self._root is not None:
-            _forget_compiled(self._root)
+            forget_compiled(self._root)
         self._root = self._context = None
 
     def _check_passed(self) -> None:
@@ -175,12 +175,6 @@ class ActivationDefense(Defense):
         if not recomputed:
             self._passes += 1
         return self.rewrite(states, recomputed=recomputed, training=training)
-
-
-def _forget_compiled(root: nn.Module) -> None:
-    """A graph that was compiled before a hook came or went would run on as it was."""
-    if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in root.modules()):
-        torch.compiler.reset()
 
 
 __all__ = ["ActivationDefense"]

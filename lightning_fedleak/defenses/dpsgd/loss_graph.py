@@ -197,6 +197,11 @@ class FormCheck:
         if _keeps_numbers(node, name):
             self.separate = False
             return False
+        if name.startswith("CompiledFunction"):
+            raise _unknown(
+                "torch.compile has compiled it, so that its form cannot be seen (compile what "
+                "gives the logits alone: the model's blocks, say)"
+            )
         raise _unknown(f"{name} stands between the loss and its mean over samples")
 
     def _check_scale(self, node: Any, path: str, samples: int) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -38,6 +39,7 @@ from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 from lightning_fedleak.defenses.dpsgd.recorder import TELLING, Call, Layout, Recorder
 from lightning_fedleak.defenses.dpsgd.sampling import Sampling
 from lightning_fedleak.defenses.processes import Team, local_part, unshard, whole_layers
+from lightning_fedleak.model_runs import forget_compiled, is_compiled
 
 SMALL = 1 << 20
 """Numbers in a buffer up to which it is compared in every step."""
@@ -518,6 +520,8 @@ class WatchedStep:
         self.clip = clip
         self._clipping: Clipping = clipping
         self._batches = DrawnBatches(poisson)
+        self._compiled_anew = ExitStack()
+        self._compiled_anew.enter_context(_compiled_anew(root))
         self._recorder = Recorder(root)
         self._clipped: ClippedSum | None = None
         self._gathered: Gathered | None = None
@@ -717,6 +721,23 @@ class WatchedStep:
         """Takes the hooks out."""
         self._recorder.remove()
         self.weights.remove()
+        self._compiled_anew.close()
+
+
+@contextmanager
+def _compiled_anew(root: nn.Module) -> Iterator[None]:
+    """Within it compiled code runs the hooks, and can be gone through backward more than once.
+
+    The checks do so before the user's own backward. What is compiled with donated buffers gives
+    their memory away in the first.
+    """
+    if not is_compiled(root):
+        yield
+        return
+    forget_compiled(root)
+    with functorch.patch(donated_buffer=False):
+        yield
+    forget_compiled(root)
 
 
 __all__ = [

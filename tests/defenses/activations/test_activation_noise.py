@@ -9,6 +9,7 @@ import dp_accounting
 import pytest
 import scipy.stats
 import torch
+from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import find_anatomy
@@ -255,26 +256,34 @@ def compiled_blocks(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.slow
-def test_compiled_and_run_before_the_fit_and_clean_after_it() -> None:
+@pytest.mark.parametrize("what", ["a part", "training_step", "the module"])
+def test_compiled_and_run_before_the_fit_and_clean_after_it(what: str) -> None:
     """A graph that was compiled without the hook would go on without it, and one with it, with."""
     root = CausalLMModule(tiny_gpt2(layers=1, dropout=0.0))
+    root.log = lambda *_, **__: None  # type: ignore[method-assign]
     [block] = root.model.transformer.h
-    root.model.transformer = torch.compile(root.model.transformer, backend="eager")
-    clean = root.model(**batch()).loss
+    if what == "a part":
+        root.model.transformer = torch.compile(root.model.transformer, backend="eager")
+    elif what == "training_step":
+        root.training_step = torch.compile(root.training_step, backend="eager")
+    else:  # as a Trainer takes it
+        root = from_compiled(torch.compile(root, backend="eager"))
+
+    def loss() -> Tensor:
+        return root.training_step(batch(), 0)
+
+    clean = loss()
     late: list[int] = []
     handle = block.register_forward_hook(lambda *_: late.append(1))
-    root.model(**batch())
+    loss()
     assert late == []  # this is what a defence must not do
     handle.remove()
     defense = ActivationNoise(1, 3.0)
     defense.before_setup(context(root))
-    losses = [
-        float(defense.on_training_step(lambda: root.model(**batch()).loss, None, context(root)))
-        for _ in range(3)
-    ]
+    losses = [float(defense.on_training_step(loss, None, context(root))) for _ in range(3)]
     assert len({*losses, float(clean)}) == 4
     defense.teardown()
-    assert torch.equal(root.model(**batch()).loss, clean)
+    assert torch.equal(loss(), clean)
 
 
 @pytest.mark.parametrize("layer", [0, 1])

@@ -22,7 +22,7 @@ from lightning_fedleak.defenses import (
     DefenseError,
     GradientNoise,
 )
-from lightning_fedleak.defenses.dpsgd import correlated_noise
+from lightning_fedleak.defenses.dpsgd import correlated_noise, step
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 N, CLIP = 40, 0.3
@@ -611,3 +611,30 @@ def test_the_global_generator_is_left_alone() -> None:
     for _ in range(3):
         run.step(first(4))
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Normed(Net):
+    """With operations between its layers whose numbers backward needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        below = self.below(x)
+        return self.above(torch.tanh(below / below.norm(dim=-1, keepdim=True)).exp())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["checked", "trusted"])
+def test_a_compiled_model_releases_what_a_plain_one_does(loss, monkeypatch) -> None:
+    """Also where it ran without privacy before, and with batches of every size, all checked."""
+    monkeypatch.setattr(step, "CHECK_EVERY", 1)
+    root, plain = Normed(), Normed()
+    root.compile(backend="aot_eager")
+    F.cross_entropy(root(first(4)[0]), first(4)[1]).backward()
+    for _ in range(2):
+        run = Run(DPSGD(CLIP, noise_multiplier=0.0, loss=loss), root)
+        for samples in (4, 3, 6, 1, 12):
+            plain.load_state_dict(root.state_dict())
+            rows = Run(DPSGD(CLIP, noise_multiplier=1.0), plain).one_by_one(first(samples))
+            assert bool((rows.norm(dim=1) > CLIP).any())
+            expected = clipped(rows).sum(0) / 8
+            torch.testing.assert_close(run.step(first(samples)), expected, rtol=1e-5, atol=1e-7)
+        run.defense.teardown()

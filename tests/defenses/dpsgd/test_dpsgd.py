@@ -638,3 +638,11 @@ def test_a_compiled_model_releases_what_a_plain_one_does(loss, monkeypatch) -> N
             expected = clipped(rows).sum(0) / 8
             torch.testing.assert_close(run.step(first(samples)), expected, rtol=1e-5, atol=1e-7)
         run.defense.teardown()
+
+
+@pytest.mark.slow
+def test_a_loss_in_compiled_code_is_refused_and_the_mend_is_said() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    run.loss = torch.compile(run.loss, backend="aot_eager")
+    with pytest.raises(DefenseError, match=r"torch\.compile has compiled it.*blocks"):
+        run.step(first(4))

@@ -136,19 +136,20 @@ def _fits(folder: Path, problems: list[str]) -> list[FitLines]:
 def _without_copies(fits: Sequence[FitLines], problems: list[str]) -> list[FitLines]:
     """Leaves out fits all of whose lines are also in another folder, under the same id."""
     runs = Counter(fit.run for fit in fits if fit.run)  # the first versions had no ids
-    kept = [fit for fit in fits if runs[fit.run] < 2]
     known: list[tuple[FitLines, set[str]]] = []
+    copies: list[FitLines] = []
     again = [(fit, _told(fit)) for fit in fits if runs[fit.run] > 1]
     for fit, told in sorted(again, key=lambda one: -len(one[1])):
         whole = next((f for f, lines in known if f.run == fit.run and told <= lines), None)
         if whole is None:
             known.append((fit, told))
         else:
+            copies.append(fit)
             problems.append(
                 f"run {fit.run} lies in {_short(whole.folder)} and in {_short(fit.folder)}: it is "
                 "counted once, by the first"
             )
-    return kept + [fit for fit, _ in known]
+    return [fit for fit in fits if all(fit is not copy for copy in copies)]
 
 
 def _told(fit: FitLines) -> set[str]:

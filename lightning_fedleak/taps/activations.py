@@ -51,10 +51,10 @@ class ActivationTap:
     if a gradient reaches it). A forward that runs without gradient is no training step and leaves
     no record. A block that is called several times in a forward (ALBERT) leaves as many.
 
-    Under ``torch.compile`` a tap makes torch forget what it has compiled so far, here and at
-    :meth:`close`, which would run on without the hooks or with them. They are kept out of the
-    compiled graph, which breaks there: ``fullgraph=True`` cannot be used, and
-    as operations are fused differently, the last bits of training may differ from those of the
+    What ``torch.compile`` made of the model before would run on without the hooks. So torch forgets
+    all that it has compiled in this process when a tap is made, and again at :meth:`close`. The
+    hooks are kept out of the compiled graph, which breaks there: ``fullgraph=True`` cannot be used,
+    and as operations are fused differently, the last bits of training may differ from those of the
     same run without a tap (armed or not makes no difference).
 
     A gradient is of the loss as the user calls ``backward`` on it: a mean over the batch makes it

@@ -294,8 +294,6 @@ def test_checkpoint_loads_with_weights_only(tmp_path):
 
 
 def compiled():
-    # Dynamo would run one model by the code it made for another without hooks.
-    torch.compiler.reset()
     module = CausalLMModule(tiny_gpt2(dropout=0.0, layers=1).train(), optimizer="adamw")
     module.model = torch.compile(module.model, backend="aot_eager")
     return module

@@ -199,8 +199,8 @@ class FormCheck:
             return False
         if name.startswith("CompiledFunction"):
             raise _unknown(
-                "torch.compile has compiled it, so that its form cannot be seen (compile what "
-                "gives the logits alone: the model's blocks, say)"
+                "torch.compile has compiled it, so that its form cannot be seen. Compile what "
+                "gives the logits alone (the model's blocks, say), and not training_step"
             )
         raise _unknown(f"{name} stands between the loss and its mean over samples")
 

@@ -38,6 +38,8 @@ class GradientSnapshot:
         client: rank of the client, 0 in a single process.
         noise_std: standard deviation of the noise that a defence is known to have added to each
             number; 0 where none was.
+        loss_terms: roles of the parameters that the loss has a term of beside the batch's (an L2
+            penalty in ``training_step``): the gradient then holds that term's, too.
     """
 
     step: int
@@ -46,6 +48,7 @@ class GradientSnapshot:
     tied: bool = False
     client: int = 0
     noise_std: float = 0.0
+    loss_terms: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,15 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def term_of_weights(role: str) -> str:
+    """Return why a gradient that holds a loss term of the parameter alone cannot be read."""
+    return (
+        f"the loss has a term of '{role}' alone (an L2 penalty, say), whose weight the attack does "
+        "not know, so that the gradient is not the batch's alone: use the optimizer's weight_decay "
+        "in its place, or leave it out of the loss while you measure"
+    )
+
+
 class UnusableObservation(RuntimeError):
     """The snapshot cannot be attacked (non-finite, all zero): the result is unknown, not safe."""
 
@@ -146,5 +158,6 @@ __all__ = [
     "Stage",
     "UnusableObservation",
     "UpdateSnapshot",
+    "term_of_weights",
     "whole_tensor",
 ]

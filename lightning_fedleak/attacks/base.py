@@ -117,6 +117,9 @@ class Attack(ABC):
     reads_adaptive_updates: ClassVar[bool] = False
     """Whether it reads weight changes that are no sums of gradients, as Adam's are, or says why it
     does not; else there is no result where such are shared."""
+    removes_loss_terms: ClassVar[bool] = False
+    """Whether it takes off what a loss term of a parameter alone adds to its gradient
+    (``snapshot.loss_terms``), or says why it cannot; else there is no result behind one."""
     restores_fully: ClassVar[bool] = True
     """Whether :meth:`state_dict` holds all that :meth:`prepare` finds, so that it need not run."""
 

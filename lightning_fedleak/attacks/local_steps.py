@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.snapshots import GradientSnapshot, UpdateSnapshot
 
 _NOT_ALIKE = ("Optimizer", "LBFGS", "SparseAdam", "Adafactor", "Muon")
 _COMPUTED = 3.0
@@ -38,6 +39,26 @@ def decays_apart(facts: RunFacts) -> bool:
     except UnusableObservation:
         return False
     return steps is not None and steps.decays_apart and bool(steps.settings.get("weight_decay"))
+
+
+def stale_optimizer(name: str) -> str:
+    """Return why a round is not read whose optimizer kept its state from the round before."""
+    return (
+        "call optimizer.state.clear() where a round begins, as a federated client does: "
+        f"{name} goes on with what it gathered in earlier rounds"
+    )
+
+
+def check_fresh(facts: RunFacts, snapshot: GradientSnapshot) -> None:
+    """Refuses a round that goes on with what earlier ones have left in the optimizer.
+
+    Raises:
+        UnusableObservation: says what a client does, or that the optimizer is not known.
+    """
+    if isinstance(snapshot, UpdateSnapshot) and not snapshot.fresh:
+        steps = LocalSteps.of(facts)
+        if steps is not None:
+            steps.check_fresh(False)
 
 
 @dataclass(frozen=True)
@@ -146,11 +167,7 @@ class LocalSteps:
             UnusableObservation: says what a client does.
         """
         if self.carries and not fresh:
-            raise UnusableObservation(
-                f"{self.optimizer.__name__} goes on with what it gathered in earlier rounds: a "
-                "federated client begins each round with a fresh optimizer. Clear its state where "
-                "a round begins (optimizer.state.clear())"
-            )
+            raise UnusableObservation(stale_optimizer(self.optimizer.__name__))
 
     @property
     def decays_apart(self) -> bool:
@@ -219,4 +236,4 @@ class LocalSteps:
         }
 
 
-__all__ = ["LocalSteps"]
+__all__ = ["LocalSteps", "check_fresh", "decays_apart", "stale_optimizer"]

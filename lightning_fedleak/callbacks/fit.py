@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy.wrappers import matrix_shape
@@ -42,6 +42,7 @@ from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.strategies import DefendedStrategy, before_real_step
 from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap
+from lightning_fedleak.taps.loss_terms import loss_terms
 
 
 class Fit:
@@ -259,6 +260,17 @@ class Fit:
         parameters = (self._run.anatomy.parameter(role) for role in plan.roles)
         return any(p is not None and bool(plan.optimizer.state.get(p)) for p in parameters)
 
+    def before_backward(self, loss: Tensor) -> None:
+        """A loss of the step is known, with its graph."""
+        if self.look is not None:
+            with self.look.clock(self._run.device):
+                self.look.loss_terms |= loss_terms(loss)
+
+    def _loss_terms(self, look: Look) -> frozenset[str]:
+        """Roles of the parameters that a loss of the look's steps has a term of."""
+        roles = {role for plan in self.lineup.exposed for role in plan.roles}
+        return frozenset(r for r in roles if id(self._run.anatomy.parameter(r)) in look.loss_terms)
+
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step, or to skip its step."""
         if not self._owns(optimizer):
@@ -334,6 +346,7 @@ class Fit:
                         scale=scale if kept else 1.0,
                     ),
                     noise_std=self._noise_std(look, stages),
+                    loss_terms=self._loss_terms(look),
                 ),
             )
         )
@@ -375,7 +388,7 @@ class Fit:
                 raise UpdateError("what the attacks read is trained at different learning rates")
             rate = sum(next(iter(rates)) for rates in look.learning_rates) / local_steps
             update = tap.end(look.step, Stage.SHARED, learning_rate=rate, local_steps=local_steps)
-            return replace(update, fresh=self._fresh)
+            return replace(update, fresh=self._fresh, loss_terms=self._loss_terms(look))
 
         self._show(Moment(look, (Stage.SHARED,), (Stage.SHARED,), None, 1.0, take))
         look.stepped.add(0)

@@ -600,6 +600,13 @@ class LeakageMonitor(EitherCallback):
         assert self._fit is not None
         self._fit.batch_starts(trainer.global_step, batch)
 
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor
+    ) -> None:
+        """Notes which parameters the loss has a term of, beside the batch's."""
+        assert self._fit is not None
+        self._fit.before_backward(loss)
+
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:

@@ -15,7 +15,7 @@ from lightning_fedleak.anatomy import Anatomy, AnatomyError
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.row_space.capacity import Capacity, measured
-from lightning_fedleak.attacks.row_space.dictionary import NotAdditive, dictionary_of
+from lightning_fedleak.attacks.row_space.dictionary import NotAdditive, dictionary_of, factor_rows
 from lightning_fedleak.attacks.row_space.linear_maps import KnownInput, known_inputs, linear_maps
 from lightning_fedleak.attacks.row_space.pursuit import Atoms
 from lightning_fedleak.attacks.words.public_gradients import begun, gradient_of
@@ -128,9 +128,12 @@ class CapacityCommand(CapacityOptions):
 
     def _planted(self, anatomy: Anatomy, known: KnownInput, rows: int, length: int) -> Capacity:
         try:
-            atoms = Atoms(*dictionary_of(anatomy, known).atoms(length))
+            dictionary = dictionary_of(anatomy, known)
         except NotAdditive as error:
             raise SourceError(f"this model cannot be read: {error}") from error
+        regularised = [m for m in known.trained(anatomy) if m.regularised]
+        beside = tuple(factor_rows(anatomy, regularised).values())
+        atoms = Atoms(*dictionary.atoms(length, beside))
         return measured(atoms, rows, seconds=self.seconds, seed=self.seed)
 
     def _ends(

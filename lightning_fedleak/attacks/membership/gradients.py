@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
-from lightning_fedleak.attacks.local_steps import LocalSteps, decays_apart
+from lightning_fedleak.attacks.local_steps import LocalSteps, check_fresh, decays_apart
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.public_text import Given
 from lightning_fedleak.attacks.row_space.linear_maps import (
@@ -40,7 +40,12 @@ from lightning_fedleak.model_runs import (
     token_logits,
     undisturbed,
 )
-from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.snapshots import (
+    Observation,
+    UpdateSnapshot,
+    term_of_weights,
+    whole_tensor,
+)
 from lightning_fedleak.threats import ThreatModelError
 
 T = TypeVar("T")
@@ -91,6 +96,7 @@ class GradientMembership(PassiveMembership):
     default_name = "gradient_membership"
     needs_float64 = True
     reads_adaptive_updates = True
+    removes_loss_terms = True
 
     def __init__(
         self,
@@ -123,6 +129,7 @@ class GradientMembership(PassiveMembership):
         self._prepared_at = 0
         self._facts = RunFacts()
         self._before: dict[str, Tensor] = {}
+        self._left_out: frozenset[str] = frozenset()
 
     def meet(self, facts: RunFacts) -> None:
         """Learns what makes an update, where updates are shared."""
@@ -140,8 +147,8 @@ class GradientMembership(PassiveMembership):
                 "model's texts have labels that it does not know. Remove the attack; "
                 "SubspaceMembership asks without labels."
             )
-        names = [m.name for m in self._read(anatomy)] or _others(anatomy)
-        names = names or [m.name for m in self._maps(anatomy)[:1]]
+        names = [m.name for m in self._read(anatomy)] or self._others(anatomy)
+        names = names or sorted(self._left_out) or [m.name for m in self._maps(anatomy)[:1]]
         if not names:
             raise ThreatModelError(
                 f"attack '{self.name}' finds no parameter that it could read: remove the attack"
@@ -159,7 +166,7 @@ class GradientMembership(PassiveMembership):
         """The trained maps of as many blocks as there is memory for, evenly spread."""
         blocks: dict[str, list[LinearMap]] = {}
         for linear in self._maps(anatomy):
-            if anatomy.trainable(linear.name):
+            if anatomy.trainable(linear.name) and linear.name not in self._left_out:
                 blocks.setdefault(block_of(linear.name), []).append(linear)
         if not blocks:
             return []
@@ -169,23 +176,47 @@ class GradientMembership(PassiveMembership):
         chosen = list(blocks.values())
         return [linear for i in places for linear in chosen[i]]
 
+    def _others(self, anatomy: Anatomy) -> list[str]:
+        """Small trained parameters of the language model, as many as there is memory for."""
+        inside = {id(p) for p in anatomy.model.parameters()}
+        names, numbers = [], 0
+        for name, parameter in anatomy.root.named_parameters():
+            fits = numbers + parameter.numel() <= _MOST_OTHERS
+            read = id(parameter) in inside and name not in self._left_out
+            if parameter.requires_grad and fits and read:
+                numbers += parameter.numel()
+                names.append(name)
+        return names
+
+    def _leave_out(self, terms: frozenset[str]) -> None:
+        """Calibrates again without the parameters that the loss has a term of, of their own.
+
+        Raises:
+            UnusableObservation: no other is read.
+        """
+        if terms:
+            self._left_out |= terms
+            self.prepare(self._anatomy)
+        if not self._reads:
+            raise UnusableObservation(term_of_weights(min(self._left_out)))
+
     def prepare(self, anatomy: Anatomy) -> None:
         """Runs the model on public text, forward and backward."""
         public, maps = self._texts(anatomy, self.public_rows), self._read(anatomy)
         self._factors, self._whole = {}, None
-        self._reads = [m.name for m in maps] or _others(anatomy)
+        self._reads = [m.name for m in maps] or self._others(anatomy)
         if maps:
             moments = _Moments()
             of_token_parts(anatomy, maps, public, moments.add)
             self._factors = moments.factors(maps)
-        else:
+        elif self._reads:
             names = self._reads
             self._whole = _Whole.of(_gradients(anatomy, names, public), names, anatomy)
         self._anatomy = anatomy
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Runs the model on public text anew now and then, and where something else is trained."""
-        read = [m.name for m in self._read(anatomy)] or _others(anatomy)
+        read = [m.name for m in self._read(anatomy)] or self._others(anatomy)
         self._anatomy = anatomy
         if read != self._reads or not 0 <= step - self._prepared_at < self.refresh_every:
             self._prepared_at = step
@@ -209,14 +240,16 @@ class GradientMembership(PassiveMembership):
         """
         if query is None:
             raise ValueError(f"attack '{self.name}' asks about texts: give a query")
-        if not self._factors and self._whole is None:
+        if not self._reads and not self._left_out:
             raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
+        check_fresh(self._facts, view.gradients[-1])
+        self._leave_out(view.gradients[-1].loss_terms & frozenset(self._reads))
         public = self._texts(self._anatomy, self.controls, behind=self.public_rows)
         texts = (_batch_of(query, self.tokens), public)
         if self._whole is None:
             scores, others = self._by_tokens(view, *texts)
         else:
-            names = _others(self._anatomy)
+            names = self._others(self._anatomy)
             each = (self._scaled(self._shared(view, name), view, name) for name in names)
             shared = torch.cat([g.flatten() for g in each])
             if not bool(shared.any()):
@@ -595,18 +628,6 @@ class _Whole:
         held = own @ shared - along @ (self.inverse @ (self.public @ shared))
         size = own.square().sum(1) - ((along @ self.inverse) * along).sum(1)
         return held / size.clamp_min(torch.finfo(size.dtype).tiny)
-
-
-def _others(anatomy: Anatomy) -> list[str]:
-    """Small trained parameters of the language model, as many as there is memory for."""
-    inside = {id(p) for p in anatomy.model.parameters()}
-    found, numbers = [], 0
-    for name, parameter in anatomy.root.named_parameters():
-        fits = numbers + parameter.numel() <= _MOST_OTHERS
-        if parameter.requires_grad and id(parameter) in inside and fits:
-            numbers += parameter.numel()
-            found.append(name)
-    return found
 
 
 def _gradients(anatomy: Anatomy, names: Sequence[str], batch: TokenBatch) -> Tensor:

@@ -24,10 +24,11 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
+from lightning_fedleak.attacks.local_steps import check_fresh
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.membership.gradients import whitening
 from lightning_fedleak.attacks.public_text import Given
-from lightning_fedleak.attacks.row_space.dictionary import orthonormal
+from lightning_fedleak.attacks.row_space.dictionary import factor_rows, orthonormal
 from lightning_fedleak.attacks.row_space.linear_maps import (
     SharedInput,
     block_of,
@@ -36,8 +37,14 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     states_at,
 )
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
-from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.attacks.words.subspace import NO_GRADIENT_YET, SubspaceWords
+from lightning_fedleak.snapshots import (
+    NotYet,
+    Observation,
+    UpdateSnapshot,
+    term_of_weights,
+    whole_tensor,
+)
 from lightning_fedleak.threats import ThreatModelError
 
 _SMALLEST_PIVOT = 1e-2
@@ -68,6 +75,7 @@ class SubspaceMembership(PassiveMembership):
 
     default_name = "subspace_membership"
     needs_float64 = True
+    removes_loss_terms = True
 
     def __init__(
         self,
@@ -98,6 +106,7 @@ class SubspaceMembership(PassiveMembership):
         self._inputs: tuple[Anatomy, tuple[SharedInput, ...]] | None = None
         self._whitening: list[Tensor] = []
         self._others: tuple[Tensor, Tensor, list[Tensor]] | None = None
+        self._factors: dict[str, Tensor] = {}
         self._prepared_at = 0
 
     def meet(self, facts: RunFacts) -> None:
@@ -151,6 +160,12 @@ class SubspaceMembership(PassiveMembership):
         if not 0 <= step - self._prepared_at < self.refresh_every or not self._whitening:
             self._prepared_at = step
             self._prepare_public(anatomy)
+        self._follow(anatomy)
+
+    def _follow(self, anatomy: Anatomy) -> None:
+        """Keeps a copy of the factors A as they are now, which a term of the loss may share."""
+        read = [m for known in self._read(anatomy) for m in _trained(known, anatomy)]
+        self._factors = factor_rows(anatomy, read)
         self._anatomy = anatomy
 
     def _prepare_public(self, anatomy: Anatomy) -> None:
@@ -161,7 +176,7 @@ class SubspaceMembership(PassiveMembership):
         flat = (x[real.to(x.device)].double() for x in states)
         self._whitening = [whitening(x.T @ x / len(x)) for x in flat]
         self._others = (ids, real, states)
-        self._anatomy = anatomy
+        self._follow(anatomy)
 
     @torch.no_grad()
     def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
@@ -181,6 +196,7 @@ class SubspaceMembership(PassiveMembership):
         if self._others is None:
             raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
         anatomy = self._anatomy
+        check_fresh(self._facts, view.gradients[-1])
         update = isinstance(view.gradients[-1], UpdateSnapshot)
         if update and self._facts.optimizer_settings.get("weight_decay"):
             raise UnusableObservation(
@@ -188,12 +204,11 @@ class SubspaceMembership(PassiveMembership):
                 "does"
             )
         inputs = self._read(anatomy)
-        shared = [self._rows(i, anatomy, view) for i in inputs]
+        own = [self._own_rows(i, anatomy, view) for i in inputs]
+        shared = [self._rows(i, anatomy, view, basis) for i, basis in zip(inputs, own, strict=True)]
         if all(rows is None for rows in shared):
             if any(m.factor == "A" for i in inputs for m in _trained(i, anatomy)):
-                raise NotYet(
-                    "the gradient of LoRA's A is zero, as it is while B is (in the first step)"
-                )
+                raise NotYet(NO_GRADIENT_YET)
             raise UnusableObservation("every gradient that is read is zero")
         words = self._bag(view)
         ids, mask = query.input_ids, query.attention_mask
@@ -202,9 +217,20 @@ class SubspaceMembership(PassiveMembership):
         ids, real = ids[:, :cut], real[:, :cut]
         states = states_at(anatomy, inputs, ids, None if mask is None else real.long())
         causal = anatomy.kind == "causal"
+        public_ids, public_real, public_states = self._others
         asked, other = (
-            _evidence(shared, self._whitening, found, _counted(kept, causal=causal), text, words)
-            for found, kept, text in ((states, real, ids), (self._others[2], *self._others[1::-1]))
+            _evidence(
+                shared,
+                self._whitening,
+                [_outside(x, basis) for x, basis in zip(inputs_of_texts, own, strict=True)],
+                _counted(tokens, causal=causal),
+                text,
+                words,
+            )
+            for inputs_of_texts, tokens, text in (
+                (states, real, ids),
+                (public_states, public_real, public_ids),
+            )
         )
         scores, others = _scores(asked, other), _scores(other, other)
         if words is not None and words.certified:
@@ -215,10 +241,26 @@ class SubspaceMembership(PassiveMembership):
     def _bag(self, view: Observation) -> WordGuess | None:
         try:
             return self._words.run(view)
-        except (UnusableObservation, RuntimeError):
+        except UnusableObservation:
             return None
 
-    def _rows(self, known: SharedInput, anatomy: Anatomy, view: Observation) -> SharedRows | None:
+    def _own_rows(self, known: SharedInput, anatomy: Anatomy, view: Observation) -> Tensor:
+        """Return a basis (k, d) of what terms of the loss add to the gradients of A's.
+
+        Raises:
+            UnusableObservation: a term is of a whole matrix.
+        """
+        basis = [torch.zeros(0, known.width, dtype=torch.float64, device=anatomy.device)]
+        for linear in _trained(known, anatomy):
+            if linear.regularised or linear.name in view.gradients[-1].loss_terms:
+                if linear.name not in self._factors:
+                    raise UnusableObservation(term_of_weights(linear.name))
+                basis.append(self._factors[linear.name])
+        return orthonormal(torch.cat(basis))
+
+    def _rows(
+        self, known: SharedInput, anatomy: Anatomy, view: Observation, beside: Tensor
+    ) -> SharedRows | None:
         """What the trained readers of an input shared; None where that is all zero."""
         gradients = []
         for linear in _trained(known, anatomy):
@@ -229,11 +271,11 @@ class SubspaceMembership(PassiveMembership):
                 gradients.append(g if linear.axis == 1 else g.T)
         if not gradients:
             return None
-        nothing = torch.zeros(0, known.width, dtype=torch.float64, device=gradients[0].device)
         noise = [view.gradients[-1].noise_std] * len(gradients)
         dtypes = [*(g.dtype for g in gradients), self._facts.autocast or torch.float32]
         rounding = max(torch.finfo(d).eps for d in dtypes)
-        return SharedRows.of(gradients, nothing, rounding=rounding, noise=noise)
+        rows = SharedRows.of(gradients, beside, rounding=rounding, noise=noise)
+        return None if len(beside) and rows.silent else rows
 
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""
@@ -242,6 +284,12 @@ class SubspaceMembership(PassiveMembership):
 
 def _trained(known: SharedInput, anatomy: Anatomy) -> list[Any]:
     return [m for m in known.maps if m.factor != "B" and anatomy.trainable(m.name)]
+
+
+def _outside(states: Tensor, basis: Tensor) -> Tensor:
+    """Return states (G, L, d) less their part in the span of orthonormal rows (k, d)."""
+    basis = basis.to(states)
+    return states - (states @ basis.T) @ basis
 
 
 def _first_of_each_block(inputs: Sequence[SharedInput]) -> list[SharedInput]:

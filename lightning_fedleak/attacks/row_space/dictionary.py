@@ -19,12 +19,14 @@ from lightning_fedleak.anatomy.text_layers import Place
 from lightning_fedleak.anatomy.wrappers import walk
 from lightning_fedleak.attacks.row_space.linear_maps import (
     KnownInput,
+    LinearMap,
     input_rows,
     text_for,
     to_last_block,
     vocabulary,
 )
 from lightning_fedleak.model_runs import context_length, cut_at, needed_hooks_only, undisturbed
+from lightning_fedleak.snapshots import whole_tensor
 
 _ADDITIVE = 1e-4
 
@@ -47,7 +49,7 @@ class Dictionary:
     constants: Tensor
     positions: Tensor | None
 
-    def seen_positions(self, rows: Sequence[Tensor]) -> int:
+    def seen_positions(self, rows: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> int:
         """How many of the first positions gradients surely hold, at least one; 0 without positions.
 
         A position that texts have takes more of the rows' energy than a direction does by chance.
@@ -55,10 +57,11 @@ class Dictionary:
 
         Args:
             rows: each (n_i, d), gradients of maps that read this input, none all zero.
+            beside: each (k_i, d) float64, what the gradients hold besides inputs.
         """
         if self.positions is None:
             return 0
-        known = orthonormal(self.constants)
+        known = orthonormal(torch.cat([self.constants, *beside]))
         g = torch.cat([r.double() / r.double().norm() for r in rows])
         g = g - (g @ known.T) @ known
         most = min(len(self.positions), (self.rows.shape[1] - len(known)) // 2)
@@ -69,18 +72,19 @@ class Dictionary:
         ratio = (gain * dims / left.clamp_min(1e-300)).clamp_min(1e-12)
         return int((ratio / 2).log().cumsum(0).argmax()) + 1
 
-    def atoms(self, positions: int) -> tuple[Tensor, Tensor]:
+    def atoms(self, positions: int, beside: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
         """Rows to look for, (V + q, d), and what is beside them, (k, d) float64 orthonormal.
 
         Args:
             positions: of the first positions that texts surely have, which are projected out. The
                 next ones are among the atoms, behind the tokens.
+            beside: each (k_i, d) float64, what the gradients hold besides inputs.
         """
         if self.positions is None:
-            return self.rows, orthonormal(self.constants)
-        beside = orthonormal(torch.cat([self.constants, self.positions[:positions]]))
+            return self.rows, orthonormal(torch.cat([self.constants, *beside]))
+        known = torch.cat([self.constants, *beside, self.positions[:positions]])
         further = self.positions[positions : 2 * positions + 16]
-        return torch.cat([self.rows, further.to(self.rows.dtype)]), beside
+        return torch.cat([self.rows, further.to(self.rows.dtype)]), orthonormal(known)
 
 
 def orthonormal(rows: Tensor, tolerance: float = 1e-9) -> Tensor:
@@ -108,16 +112,20 @@ def dictionary_of(
     rows = input_rows(
         anatomy, known, torch.arange(vocabulary(anatomy), device=device)[:, None], autocast=autocast
     )[:, 0]
-    constants = [
-        p.detach().double()
-        for m in known.maps
-        if m.regularised and (p := anatomy.parameter(m.name)) is not None
-    ]
-    constants.append(rows.new_zeros(0, known.width, dtype=torch.float64))
     if not known.positional:
-        return Dictionary(rows, torch.cat(constants), None)
-    positions, more = _positions(anatomy, known)
-    return Dictionary(rows, torch.cat([*constants, more]), positions)
+        return Dictionary(rows, rows.new_zeros(0, known.width, dtype=torch.float64), None)
+    positions, constants = _positions(anatomy, known)
+    return Dictionary(rows, constants, positions)
+
+
+def factor_rows(anatomy: Anatomy, maps: Sequence[LinearMap]) -> dict[str, Tensor]:
+    """Return the rows of the low-rank factors A among maps, by name, each (r, d) float64.
+
+    A loss term of A alone (AdaLoRA's orthogonality, an L2 penalty) adds combinations of these rows
+    to the gradient of A. To project the rows off takes the term away whatever its weight is.
+    """
+    weights = {m.name: anatomy.parameter(m.name) for m in maps if m.factor == "A"}
+    return {n: whole_tensor(w).double().clone() for n, w in weights.items() if w is not None}
 
 
 def _positions(anatomy: Anatomy, known: KnownInput) -> tuple[Tensor, Tensor]:

@@ -86,6 +86,11 @@ class SharedRows:
         """Norm of the noise of all rows together."""
         return math.sqrt(self.whole.numel())
 
+    @property
+    def silent(self) -> bool:
+        """Whether the rows hold nothing but noise."""
+        return not len(self.kept) or float(self.whole.norm()) <= _CERTIFIED * self.floor
+
 
 def _above_noise(rows: Tensor, *, exact: bool) -> Tensor:
     """Principal rows above what noise alone gives; near rounding the cut is the widest gap."""

@@ -40,8 +40,9 @@ def explained_by_turns(rows: Sequence[Tensor], errors: Sequence[Tensor], find: F
     before: list[set[int]] = []
     found: Found | None = None
     for _ in range(_ROUNDS):
-        found, atoms = find(now, [float(x.square().mean().sqrt()) for x in left])
-        types = set(found.types.tolist())
+        latest, atoms = find(now, [float(x.square().mean().sqrt()) for x in left])
+        types = set(latest.types.tolist())
+        found = latest if types or found is None else found
         if not types or types in before or len(atoms) >= atoms.shape[1]:
             break
         before.append(types)

@@ -54,8 +54,14 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
     readers,
 )
 from lightning_fedleak.attacks.words.aligned_rows import rounding_error
-from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.attacks.words.subspace import NO_GRADIENT_YET, SubspaceWords
+from lightning_fedleak.snapshots import (
+    Inapplicable,
+    NotYet,
+    Observation,
+    UpdateSnapshot,
+    whole_tensor,
+)
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 _BLOCKS = 12
@@ -180,7 +186,7 @@ class SubspaceTexts(TextAttack):
 
     def _blocks(self, anatomy: Anatomy) -> _Blocks:
         if self._found is None or self._found[0] is not anatomy:
-            maps = [m for m in linear_maps(anatomy) if m.factor != "B" and not m.regularised]
+            maps = [m for m in linear_maps(anatomy) if m.factor != "B"]
             blocks: dict[str, SharedInput] = {}
             for known in shared_inputs(anatomy, maps):
                 if known.width == anatomy.hidden_size:
@@ -267,8 +273,13 @@ class SubspaceTexts(TextAttack):
             raise RuntimeError(f"attack '{self.name}' has no copy of the model: call prepare")
         deadline = Deadline(self.budget_seconds)
         self._check_update(view)
-        words = self._words.run(view)
         bottom = self._bottom
+        if any(m.regularised for known in bottom.inputs for m in readers(known, bottom.anatomy)):
+            raise Inapplicable(
+                "the loss has a term of AdaLoRA's A alone, which is not taken off the rows of "
+                "blocks behind the first; SubspaceWords reads the words, and of LoRA texts are read"
+            )
+        words = self._words.run(view)
         shared = [self._rows(known, bottom.anatomy, view) for known in bottom.inputs]
         bag = words.types.sort().values.to(bottom.device)
         if not len(bag):
@@ -333,9 +344,7 @@ class SubspaceTexts(TextAttack):
                 noise.append(math.hypot(snapshot.noise_std, stored))
         if not gradients:
             if any(m.factor == "A" for m in readers(known, anatomy)):
-                raise NotYet(
-                    "the gradient of LoRA's A is zero, as it is while B is (in the first step)"
-                )
+                raise NotYet(NO_GRADIENT_YET)
             raise UnusableObservation("the gradients of the second block's projections are zero")
         dtypes = [*(g.dtype for g in gradients), self._facts.autocast or torch.float32]
         nothing = torch.zeros(0, known.width, dtype=torch.float64, device=gradients[0].device)

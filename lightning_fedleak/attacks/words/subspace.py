@@ -24,7 +24,12 @@ from lightning_fedleak.attacks.base import (
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.attacks.row_space.capacity import measured, seconds_of_a_set
-from lightning_fedleak.attacks.row_space.dictionary import Dictionary, NotAdditive, dictionary_of
+from lightning_fedleak.attacks.row_space.dictionary import (
+    Dictionary,
+    NotAdditive,
+    dictionary_of,
+    factor_rows,
+)
 from lightning_fedleak.attacks.row_space.linear_maps import (
     KnownInput,
     LinearMap,
@@ -42,6 +47,7 @@ from lightning_fedleak.snapshots import (
     NotYet,
     Observation,
     UpdateSnapshot,
+    term_of_weights,
     whole_tensor,
 )
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
@@ -52,6 +58,10 @@ _LENGTH = 32
 _SAME = 5e-7
 _ROUNDED = 4.0
 _AT_ONCE = 1024
+
+NO_GRADIENT_YET = (
+    "LoRA's A has no gradient until B (of AdaLoRA: E) has moved; with warm-up from 0 that is step 2"
+)
 
 
 class SubspaceWords(Attack):
@@ -98,6 +108,7 @@ read_alone`), or one side alone of an encoder-decoder.
     default_name = "subspace_words"
     needs_float64 = True
     reads_adaptive_updates = True
+    removes_loss_terms = True
     restores_fully = False
 
     def __init__(
@@ -181,7 +192,9 @@ read_alone`), or one side alone of an encoder-decoder.
             except NotAdditive as error:
                 refused.append(f"{maps[0].name}: {error}")
                 continue
-            self._readable.append(_Readable(known, maps, dictionary, odds))
+            readable = _Readable(known, maps, dictionary, odds)
+            readable.follow(anatomy)
+            self._readable.append(readable)
         if self._readable and self._capacity is None and self.capacity_seconds:
             first = self._readable[0]
             self._capacity = first.capacity(self.capacity_seconds, self.seed)
@@ -217,6 +230,9 @@ read_alone`), or one side alone of an encoder-decoder.
             return
         if any(not readable.current(anatomy, self._facts.autocast) for readable in self._readable):
             self.prepare(anatomy)
+            return
+        for readable in self._readable:
+            readable.follow(anatomy)
 
     @torch.no_grad()
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:
@@ -434,9 +450,14 @@ class _Readable:
         self.decoder = _of_decoder(maps[0].name)
         self.of_b = all(m.factor == "B" for m in maps)
         self._log_odds = log_odds
-        self._atoms: tuple[int, Atoms] | None = None
-        if dictionary.positions is None:
-            self._atoms = (0, Atoms(*dictionary.atoms(0)))
+        self._factors: dict[str, Tensor] = {}
+        self._atoms: tuple[tuple[int, frozenset[str]], Atoms] | None = None
+
+    def follow(self, anatomy: Anatomy) -> None:
+        """Keeps a copy of the factors A as they are now, which a term of the loss may share."""
+        self._factors = factor_rows(anatomy, self.maps)
+        if self._atoms is not None and self._atoms[0][1]:
+            self._atoms = None
 
     def current(self, anatomy: Anatomy, autocast: torch.dtype | None) -> bool:
         """Whether some tokens look as they did."""
@@ -451,7 +472,8 @@ class _Readable:
 
         Positions, where there are any, count as known: those of texts of 32 tokens.
         """
-        atoms = self._atoms[1] if self._atoms else Atoms(*self.dictionary.atoms(_LENGTH))
+        beside = {m.name: self._factors[m.name] for m in self.maps if m.regularised}
+        atoms = self._atoms_beside(_LENGTH if self.dictionary.positions is not None else 0, beside)
         rows = sum(m.rows for m in self.maps if self.of_b or m.factor != "B")
         tokens, width = self.dictionary.rows.shape
         if atoms.screen.device.type == "cpu" and seconds_of_a_set(width, tokens, rows) > seconds:
@@ -478,47 +500,67 @@ class _Readable:
         """
         gradients, levels, uneven = [], [], []
         every_token = False
+        terms = view.gradients[-1].loss_terms
+        beside: dict[str, Tensor] = {}
+        declared = dropped = 0.0
         for linear in self.maps:
             g = whole_tensor(view.gradient(linear.name))
             g = g if linear.axis == 1 else g.T
             if not bool(g.isfinite().all()):
                 raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
             if bool(g.any()):
+                if linear.regularised or linear.name in terms:
+                    if linear.name not in self._factors:
+                        raise UnusableObservation(term_of_weights(linear.name))
+                    beside[linear.name] = self._factors[linear.name]
                 gradients.append(g)
                 every_token |= linear.name in self.known.alone
                 if errors is not None:
                     e = errors[linear.name]
                     uneven.append(e if linear.axis == 1 else e.T)
+                declared = max(declared, noise.get(linear.name, 0.0))
                 variance = lost((*self.known.dropouts, *linear.dropouts))
                 dropped = math.sqrt(variance * float(g.double().square().mean()))
                 levels.append(math.hypot(noise.get(linear.name, 0.0), dropped))
         if not gradients:
             if any(m.factor == "A" for m in self.maps):
-                raise NotYet(
-                    "the gradient of LoRA's A is zero, as it is while B is (in the first step)"
-                )
+                raise NotYet(NO_GRADIENT_YET)
             raise UnusableObservation("the gradients of the first projections are all zero")
         rounding = _rounding([*(g.dtype for g in gradients), self.dictionary.rows.dtype], facts)
-        seen = self.dictionary.seen_positions(gradients)
+        seen = self.dictionary.seen_positions(gradients, tuple(beside.values()))
         if uneven and self.of_b:
             raise Inapplicable(
                 "of an update of Adam's, LoRA's B alone has too few directions to tell words apart"
             )
         if uneven:
-            return self._words(explained_by_turns(gradients, uneven, self._finder(seen, rounding)))
-        found = self._explained(gradients, seen, rounding, levels)
-        if seen and not found.certified and not any(levels):
-            further = self._explained(gradients, seen * 8 // 5 + 8, rounding, levels)
-            found = further if further.certified else found
-        return replace(self._words(found), certified=found.certified and every_token)
+            find = self._finder(seen, rounding, beside)
+            found = self._words(explained_by_turns(gradients, uneven, find))
+        else:
+            found = self._explained(gradients, seen, rounding, levels, beside)
+            if seen and not found.certified and not any(levels):
+                longer = seen * 8 // 5 + 8
+                further = self._explained(gradients, longer, rounding, levels, beside)
+                found = further if further.certified else found
+            found = replace(self._words(found), certified=found.certified and every_token)
+        if not len(found.types) and (uneven or not declared):
+            raise UnusableObservation(
+                "no token stands out of "
+                + (
+                    "what the optimizer's step has left of the gradient"
+                    if uneven
+                    else "what dropout adds"
+                    if dropped
+                    else "the rounding of what was shared"
+                )
+            )
+        return found
 
-    def _finder(self, positions: int, rounding: float) -> Find:
+    def _finder(self, positions: int, rounding: float, beside: Mapping[str, Tensor]) -> Find:
         """Explains rows, and gives the atoms that do, those that are no words among them."""
 
         def find(rows: Sequence[Tensor], noise: Sequence[float]) -> tuple[Found, Tensor]:
-            found = self._explained(rows, positions, rounding, noise)
-            assert self._atoms is not None
-            atoms = self._atoms[1]
+            found = self._explained(rows, positions, rounding, noise, beside)
+            atoms = self._atoms_beside(positions, beside)
             return found, torch.cat([atoms.rows(found.types), atoms.beside])
 
         return find
@@ -535,17 +577,25 @@ class _Readable:
             found.certified,
         )
 
+    def _atoms_beside(self, positions: int, beside: Mapping[str, Tensor]) -> Atoms:
+        """The atoms with these first positions and these rows projected off; the last are kept."""
+        key = (positions, frozenset(beside))
+        if self._atoms is None or self._atoms[0] != key:
+            self._atoms = (key, Atoms(*self.dictionary.atoms(positions, tuple(beside.values()))))
+        return self._atoms[1]
+
     def _explained(
         self,
         gradients: Sequence[Tensor],
         positions: int,
         rounding: float,
         noise: Sequence[float],
+        beside: Mapping[str, Tensor],
     ) -> Found:
-        if self._atoms is None or self._atoms[0] != positions:
-            self._atoms = (positions, Atoms(*self.dictionary.atoms(positions)))
-        atoms = self._atoms[1]
+        atoms = self._atoms_beside(positions, beside)
         shared = SharedRows.of(gradients, atoms.beside, rounding=rounding, noise=noise)
+        if beside and not any(noise) and shared.silent:
+            raise NotYet(NO_GRADIENT_YET)
         room = atoms.width - len(atoms.beside)
         if len(shared.kept) >= room - 1:
             raise Inapplicable(
@@ -554,7 +604,7 @@ class _Readable:
             )
         extra = atoms.screen.shape[0] - len(self._log_odds)
         odds = torch.cat([self._log_odds, self._log_odds.new_zeros(extra)])
-        if not len(shared.kept):  # all of it lies below the noise: no type is named
+        if not len(shared.kept):
             none = torch.empty(0, dtype=torch.long, device=odds.device)
             return Found(none, odds, 0.0, 1.0, False)
         return explain(atoms, shared, odds)

@@ -31,6 +31,7 @@ from lightning_fedleak.attacks.base import (
     RunFacts,
     UnusableObservation,
 )
+from lightning_fedleak.attacks.local_steps import stale_optimizer
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks.checks import Plan, gradient_plan, require_capabilities
 from lightning_fedleak.callbacks.results import (
@@ -51,6 +52,7 @@ from lightning_fedleak.snapshots import (
     Observation,
     Stage,
     UpdateSnapshot,
+    term_of_weights,
 )
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.taps.activations import ChangedInPlace
@@ -295,6 +297,7 @@ class Look:
         learning_rates: of what the attacks read, at each local step.
         noise_std: of what defences have added to each number of this client's update so far; NaN
             where one of them did not say.
+        loss_terms: ids of the parameters of which a loss of the step has a term of their own.
         kept: what channels keep until the look is published, by keys of their own.
     """
 
@@ -310,6 +313,7 @@ class Look:
     step_seconds: float = 0.0
     learning_rates: list[set[float]] = field(default_factory=list)
     noise_std: float = 0.0
+    loss_terms: set[int] = field(default_factory=set)
     kept: dict[object, Any] = field(default_factory=dict)
 
     def elapsed(self) -> float:
@@ -676,12 +680,18 @@ def guess(
     if isinstance(view, Unknown):
         return view
     optimizer = plan.optimizer
-    adaptive = optimizer is not None and type(optimizer) is not torch.optim.SGD
-    if isinstance(view, UpdateSnapshot) and adaptive and not plan.attack.reads_adaptive_updates:
-        return Unknown(
-            f"the update of {type(optimizer).__name__} is no sum of gradients, and this attack "
-            "reads these; AlignedFlatChat and GradientMembership read such updates"
-        )
+    adaptive = plan.attack.reads_adaptive_updates
+    if isinstance(view, UpdateSnapshot) and optimizer is not None and not adaptive:
+        if type(optimizer) is not torch.optim.SGD:
+            return Unknown(
+                f"the update of {type(optimizer).__name__} is no sum of gradients, and this attack "
+                "reads these; AlignedFlatChat and GradientMembership read such updates"
+            )
+        if not view.fresh and any(group.get("momentum") for group in optimizer.param_groups):
+            return Unknown(stale_optimizer("SGD"))
+    regularised = [r for r in plan.roles if r in view.loss_terms]
+    if regularised and not plan.attack.removes_loss_terms:
+        return Unknown(term_of_weights(regularised[0]))
     absent = [r for r in plan.roles if r not in view.tensors]
     if absent:
         return Unknown(f"no gradient of {', '.join(absent)} in this step")

@@ -9,7 +9,7 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_p
 from torch import nn
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.row_space.dictionary import NotAdditive, dictionary_of
+from lightning_fedleak.attacks.row_space.dictionary import NotAdditive, dictionary_of, factor_rows
 from lightning_fedleak.attacks.row_space.linear_maps import (
     input_rows,
     known_inputs,
@@ -95,7 +95,7 @@ def test_adalora_regularises_its_factors() -> None:
     anatomy, found = known_of(get_peft_model(llama(), config).eval())
     (mine,) = (m for m in found[0].maps if m.factor == "A")
     assert mine.regularised
-    rows = dictionary_of(anatomy, found[0]).constants
+    rows = factor_rows(anatomy, found[0].maps)[mine.name]
     assert torch.equal(rows, anatomy.parameter(mine.name).detach().double())
 
 

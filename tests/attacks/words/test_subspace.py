@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 
 import pytest
 import torch
+import transformers
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.snapshots import (
+    GradientSnapshot,
+    NotYet,
+    Observation,
+    Stage,
+    UpdateSnapshot,
+)
 from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
     FAMILIES,
@@ -22,7 +30,6 @@ from tests.attacks.row_space.models import (
     bert,
     gpt2,
     llama,
-    move_b,
     observed,
     prepared,
     ready,
@@ -89,17 +96,99 @@ def test_variants_of_lora(more: dict[str, object]) -> None:
     check_exact(with_lora(ready(llama()), 6, ["q_proj", "v_proj"], **more), texts(4, 7))
 
 
-def test_adalora_with_its_regularisation() -> None:
-    config = AdaLoraConfig(
-        init_r=8, target_r=4, total_step=10, target_modules=["q_proj", "v_proj"], lora_alpha=16
+def classifier() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        max_position_embeddings=24,
     )
-    model = get_peft_model(ready(llama()), config)
-    move_b(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_E" in name:
-                parameter += 0.5
-    check_exact(model.eval(), texts(3, 6))
+    return transformers.BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "targets"),
+    [
+        (llama, "CAUSAL_LM", ["q_proj", "v_proj"]),
+        (gpt2, "CAUSAL_LM", ["c_attn"]),
+        (classifier, "SEQ_CLS", ["query", "value"]),
+    ],
+)
+def test_adalora_as_peft_trains_it(family, task: str, targets: list[str]) -> None:
+    """With its own term in the loss, and A moving from step to step."""
+    config = AdaLoraConfig(
+        init_r=8, target_r=4, total_step=100, target_modules=targets, task_type=task
+    )
+    model = get_peft_model(ready(family()), config).eval()
+    attack, anatomy = prepared(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(4):
+        ids = texts(3, 6)
+        attack.refresh(anatomy, step)
+        labels = torch.tensor([0, 1, 0]) if task == "SEQ_CLS" else ids
+        backward(model, ids, labels=labels)
+        if step:
+            guess = attack.run(observed(attack, anatomy))
+            assert set(guess.types.tolist()) == seen(ids, causal=task == "CAUSAL_LM")
+            assert guess.certified
+        else:  # nothing but AdaLoRA's own term is there
+            with pytest.raises(NotYet, match="no gradient until B"):
+                attack.run(observed(attack, anatomy))
+        optimizer.step()
+
+
+def with_terms(view: Observation, terms: frozenset[str]) -> Observation:
+    return Observation((dataclasses.replace(view.gradients[0], loss_terms=terms),))
+
+
+@pytest.mark.parametrize("weight", [1e-6, 1e-2])
+def test_a_penalty_on_a_lora_hides_nothing(weight: float) -> None:
+    model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
+    attack, anatomy = prepared(model)
+    ids = texts(3, 6)
+    backward(model, ids)
+    roles = attack.needs(anatomy).gradients
+    for role in roles:
+        parameter = anatomy.parameter(role)
+        parameter.grad += weight * parameter.detach()
+    view = observed(attack, anatomy)
+    guess = attack.run(with_terms(view, frozenset(roles)))
+    assert set(guess.types.tolist()) == seen(ids, causal=True)
+    assert guess.certified
+
+
+def test_a_penalty_on_whole_matrices_is_unknown() -> None:
+    model = ready(llama())
+    attack, anatomy = prepared(model)
+    backward(model, texts(3, 6))
+    roles = attack.needs(anatomy).gradients
+    with pytest.raises(UnusableObservation, match=r"the loss has a term of .* alone"):
+        attack.run(with_terms(observed(attack, anatomy), frozenset(roles[:1])))
+
+
+def test_dropout_that_hides_every_word_is_unknown() -> None:
+    model = with_lora(ready(llama()), 4, ["q_proj", "v_proj"], lora_dropout=0.9).train()
+    attack, anatomy = prepared(model)
+    refused = 0
+    for _ in range(10):
+        backward(model, texts(4, 8))
+        try:
+            assert len(attack.run(observed(attack, anatomy)).types)
+        except UnusableObservation as error:
+            refused += "what dropout adds" in str(error)
+    assert refused
+
+
+def test_declared_noise_that_hides_every_word_is_a_known_zero() -> None:
+    model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
+    attack, anatomy = prepared(model)
+    backward(model, texts(2, 7))
+    (clean,) = observed(attack, anatomy).gradients
+    noisy = {r: torch.randn_like(g) for r, g in clean.tensors.items()}
+    hidden = GradientSnapshot(0, Stage.SHARED, noisy, noise_std=1.0)
+    assert not len(attack.run(Observation((hidden,))).types)
 
 
 def test_lora_on_all_linear_maps_reads_as_its_first_projections_do() -> None:
@@ -120,7 +209,7 @@ def test_the_first_step_of_lora_is_unknown_and_never_nothing() -> None:
         for r in attack.needs(anatomy).gradients
         if "lora_A" in r
     )
-    with pytest.raises(UnusableObservation, match="LoRA's A is zero"):
+    with pytest.raises(UnusableObservation, match="no gradient until B"):
         attack.run(observed(attack, anatomy))
 
 
@@ -169,17 +258,7 @@ def test_prompts_without_labels_are_read() -> None:
 
 
 def test_a_classifier_gives_its_words_away() -> None:
-    import transformers
-
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        max_position_embeddings=24,
-    )
-    model = ready(transformers.BertForSequenceClassification(config))
+    model = ready(classifier())
     attack, anatomy = prepared(model)
     ids = texts(2, 9)
     model.zero_grad()
@@ -466,7 +545,7 @@ def test_the_first_round_of_lora_is_unknown_and_never_nothing(kind: type, decay:
     ).eval()
     attack, anatomy = prepared(model)
     view = step_of(kind, model, attack, anatomy, texts(4, 6), weight_decay=decay)
-    with pytest.raises(UnusableObservation, match="LoRA's A is zero"):
+    with pytest.raises(UnusableObservation, match="no gradient until B"):
         attack.run(view)
 
 

@@ -11,12 +11,18 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak import DPSGD, DefendedStrategy, GradientNoise, with_canaries
-from lightning_fedleak.attacks import SubspaceMembership, SubspaceTexts, SubspaceWords
-from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.attacks import (
+    BagOfWords,
+    RevealLabels,
+    SubspaceMembership,
+    SubspaceTexts,
+    SubspaceWords,
+)
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.callbacks.channels import Games
 from lightning_fedleak.callbacks.channels.texts import Inverted
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
@@ -51,6 +57,52 @@ def watched(
         warnings.simplefilter("ignore")
         trainer = fit([monitor], root, module=made, loader=loader(), **settings)
     return trainer, monitor
+
+
+class Penalised(CausalLMModule):
+    """Adds an L2 penalty of its own to the loss."""
+
+    def training_step(self, batch, batch_idx):
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        return super().training_step(batch, batch_idx) + 1e-3 * sum(
+            p.square().sum() for p in trained
+        )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_penalty_in_the_loss_is_unknown_to_what_cannot_take_it_off(
+    accumulate: int, tmp_path: Path
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        made = Penalised(llama(tie_word_embeddings=False).train())
+    attacks = [SubspaceWords(capacity_seconds=0), BagOfWords(), RevealLabels()]
+    monitor = LeakageMonitor(attacks, every_n_steps=1)
+    fit([monitor], tmp_path, module=made, loader=loader(), accumulate_grad_batches=accumulate)
+    assert monitor.looks
+    for name, value in monitor.latest.items():
+        if name.startswith("leakage/") and name.endswith(("f1", "recall", "precision")):
+            assert math.isnan(value), name
+    lines = [json.loads(line) for line in next(tmp_path.rglob("leakage.jsonl")).open()]
+    assert all("has a term of" in line["unknown"] for line in lines)
+
+
+def test_adalora_is_read_and_a_gate_fires(tmp_path: Path) -> None:
+    config = AdaLoraConfig(
+        init_r=8,
+        target_r=4,
+        total_step=100,
+        target_modules=["q_proj", "v_proj"],
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        made = CausalLMModule(get_peft_model(llama(), config).train(), optimizer="adamw")
+    monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0)], every_n_steps=1)
+    gate = RiskGate(f"{NAME}/f1", at_most=0.5)
+    trainer = fit([monitor, gate], tmp_path, module=made, loader=loader())
+    assert monitor.latest[f"{NAME}/f1"] == 1.0
+    assert trainer.global_step < len(loader())
 
 
 CASES = {

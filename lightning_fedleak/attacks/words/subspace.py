@@ -278,7 +278,7 @@ read_alone`), or one side alone of an encoder-decoder.
         if not found:
             kinds = {type(error) for error in refusals}
             why = "; ".join(dict.fromkeys(map(str, refusals)))
-            if NotYet in kinds and kinds <= {NotYet, Inapplicable}:
+            if NotYet in kinds:
                 raise next(error for error in refusals if isinstance(error, NotYet))
             raise Inapplicable(why) if kinds == {Inapplicable} else UnusableObservation(why)
         parts = list(found.values())

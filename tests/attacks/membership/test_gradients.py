@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -222,6 +223,46 @@ def test_updates_are_read(family: Any, optimizer: str, more: dict[str, float]) -
             for name, p in weights.items():
                 p.copy_(before[name])
     assert right / (8 * ROWS * ROWS) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"), [("SGD", {"momentum": 0.9}), ("AdamW", {}), ("RMSprop", {})]
+)
+def test_a_round_that_goes_on_with_momentum_is_unknown(
+    optimizer: str, settings: dict[str, float]
+) -> None:
+    facts = RunFacts(optimizer=optimizer, optimizer_settings=settings, local_steps=1)
+    anatomy, attack = prepared(lora(), facts)
+    tensors = {r: torch.randn_like(anatomy.parameter(r)) for r in attack.needs(anatomy).gradients}
+    query = Query(texts(ROWS, LENGTH))
+    stale = UpdateSnapshot(0, Stage.SHARED, tensors, fresh=False)
+    with pytest.raises(UnusableObservation, match=r"^call optimizer\.state\.clear\(\) where"):
+        attack.run(Observation((stale,)), query)
+    attack.run(Observation((dataclasses.replace(stale, fresh=True),)), query)
+
+
+def test_what_the_loss_has_a_term_of_is_not_read() -> None:
+    """A penalty on half of the maps: members are told by the others; on all of them: unknown."""
+    model = lora()
+    anatomy, attack = prepared(model)
+    inside = texts(ROWS, LENGTH)
+    backward(model, inside)
+    names = attack.needs(anatomy).gradients
+    terms = frozenset(n for n in names if "lora_A" in n)
+    tensors = {n: anatomy.parameter(n).grad.clone() for n in names}
+    for name in terms:
+        tensors[name] += 10 * anatomy.parameter(name).detach()
+    query = Query(torch.cat([inside, texts(ROWS, LENGTH)]))
+    view = GradientSnapshot(0, Stage.SHARED, tensors, loss_terms=terms)
+    scores = attack.run(Observation((view,)), query).scores
+    assert float(scores[:ROWS].min()) > float(scores[ROWS:].max())
+    assert set(attack.needs(anatomy).gradients) == set(names) - terms
+    every = dataclasses.replace(view, loss_terms=frozenset(names))
+    with pytest.raises(UnusableObservation, match=r"the loss has a term of .* alone"):
+        attack.run(Observation((every,)), query)
+    assert attack.needs(anatomy).gradients  # so that it does not read as not shared
+    with pytest.raises(UnusableObservation, match=r"the loss has a term of .* alone"):
+        attack.run(Observation((every,)), query)
 
 
 def test_scores_do_not_hang_on_the_other_candidates() -> None:

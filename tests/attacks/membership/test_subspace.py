@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import AdaLoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.base import Query, UnusableObservation
+from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from tests.attacks.row_space.models import backward, bert, gpt2, llama, ready, texts, with_lora
 
 ROWS, LENGTH = 3, 8
@@ -52,6 +53,44 @@ def test_lora_tells_members_by_their_words(kind: str) -> None:
     said = asked(model, inside, torch.cat([inside, variants(inside)[kind]]))
     assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
     assert not said.members[ROWS:].any()
+
+
+def test_a_round_that_goes_on_with_momentum_is_unknown() -> None:
+    anatomy = find_anatomy(with_lora(ready(llama()), 6, ["q_proj", "v_proj"]))
+    attack = SubspaceMembership(texts(16, LENGTH))
+    attack.meet(RunFacts(optimizer="SGD", optimizer_settings={"momentum": 0.9}, local_steps=1))
+    attack.prepare(anatomy)
+    tensors = {r: torch.randn_like(anatomy.parameter(r)) for r in attack.needs(anatomy).gradients}
+    stale = UpdateSnapshot(0, Stage.SHARED, tensors, fresh=False)
+    with pytest.raises(UnusableObservation, match=r"^call optimizer\.state\.clear\(\) where"):
+        attack.run(Observation((stale,)), Query(texts(ROWS, LENGTH)))
+
+
+def test_adaloras_own_term_is_taken_off_the_rows_of_every_block() -> None:
+    config = AdaLoraConfig(
+        init_r=6, target_r=4, total_step=100, target_modules=["q_proj", "v_proj"]
+    )
+    model = get_peft_model(ready(llama()), config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_E" in name:
+                parameter += 0.5
+    anatomy = find_anatomy(model)
+    attack = SubspaceMembership(texts(16, LENGTH), blocks=4)
+    attack.prepare(anatomy)
+    inside = texts(ROWS, LENGTH)
+    query = Query(torch.cat([inside, texts(ROWS, LENGTH)]))
+    scores = []
+    for weight in (0.0, 100.0):
+        backward(model, inside)
+        tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
+        for role, gradient in tensors.items():
+            gradient += weight * anatomy.parameter(role).detach()
+        view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+        scores.append(attack.run(view, query).scores)
+    gap = float(scores[1][:ROWS].min()) - float(scores[1][ROWS:].max())
+    assert gap > 0
+    assert float((scores[0] - scores[1]).abs().max()) < 0.5 * gap
 
 
 def test_a_query_may_be_padded() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -254,19 +254,21 @@ class Lineup:
             attack.prepare(self._run.anatomy)
             self.prepared.add(attack.name)
 
-    def refresh(self, step: int) -> dict[str, str]:
+    def refresh(self, step: int, asked: Collection[str] | None = None) -> dict[str, str]:
         """Lets every attack that has something to read follow the model as it is now.
 
         Args:
             step: optimizer step that is looked at.
+            asked: names of attacks, where these alone are to.
 
         Returns:
             Why attacks could not, by their names.
         """
         failed: dict[str, str] = {}
-        needed = any(_follows_model(plan.attack) for plan in self.exposed)
+        plans = [p for p in self.exposed if asked is None or p.attack.name in asked]
+        needed = any(_follows_model(plan.attack) for plan in plans)
         with whole_model(self._run.anatomy.root) if needed else nullcontext():
-            for plan in self.exposed:
+            for plan in plans:
                 try:
                     self.prepare(plan.attack)
                     plan.attack.refresh(self._run.anatomy, step)

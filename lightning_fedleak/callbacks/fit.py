@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -42,6 +43,13 @@ from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.strategies import DefendedStrategy, before_real_step
 from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap
+
+TURN = 2
+"""Steps that the next attack's calibration waits for while others can read nothing yet.
+
+Behind a warm-up from rate 0 the first words are read two steps after the first look. Larger: what
+is calibrated next looks later, where nothing can be read for long.
+"""
 
 
 class Fit:
@@ -105,6 +113,7 @@ class Fit:
         self._waits: dict[Series, Waiting] = {}
         self._followed = True
         self._unpaid = 0.0
+        self._turn: int | None = None
         self._processor_seconds = 0.0
         self._watched: set[int] = set()
         self._tap = GradientTap({})
@@ -176,7 +185,7 @@ class Fit:
         Raises:
             ValueError: an attack does not fit the model.
         """
-        self.lineup.calibrate(restored, self.follow)
+        self.lineup.calibrate(restored, self.follow, in_turn=True)
 
     def close(self) -> None:
         """Removes every tap but those of the channels, which their monitor closes."""
@@ -244,14 +253,17 @@ class Fit:
         self._clock.starts(step)
         if self._midway:
             return
+        self._take_turn(step)
+        queued = [series for series in self._series if series.attack in self.lineup.queue]
         asked: frozenset[Series] | None = None
         if not self._cadence.due(step):
             exposed = {plan.attack.name for plan in self.lineup.exposed}
-            asked = frozenset(s for s in self.waiting if s.attack in exposed)
+            asked = frozenset(s for s in self.waiting.difference(queued) if s.attack in exposed)
             if not asked:
                 return
         self.look = look = Look(step, asked=asked)
         with look.clock(self._run.device):
+            look.said |= dict.fromkeys(queued, Waiting("its calibration waits for its turn"))
             if asked is None:
                 self.follow()
             else:
@@ -266,6 +278,19 @@ class Fit:
             for channel in self._asked(look):
                 channel.arm()
 
+    def _take_turn(self, step: int) -> None:
+        """Lets the next attack be calibrated, once the others have a result, or after some steps.
+
+        All processes find the same.
+        """
+        queue = self.lineup.queue
+        waiting = {series.attack for series in self.waiting}
+        if queue and queue[0] in waiting:
+            self._turn = step + TURN if self._turn is None else self._turn
+            if waiting <= set(queue) or step >= self._turn:
+                self._turn = None
+                rank_zero_info(f"LeakageMonitor: '{queue.pop(0)}' is calibrated now")
+
     def _asked(self, look: Look) -> list[Channel]:
         """The channels that a look is of."""
         asked = self._series if look.asked is None else look.asked
@@ -277,7 +302,9 @@ class Fit:
             return
         self._followed = True
         asked = self._series if look.asked is None else look.asked
+        look.seconds += self.lineup.calibrating_seconds  # which are no look's
         failed = self.lineup.refresh(look.step, {series.attack for series in asked})
+        look.seconds -= self.lineup.calibrating_seconds
         for series in asked:
             if series.attack in failed:
                 look.said[series] = Unknown(failed[series.attack])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable
@@ -96,6 +97,11 @@ def run(root: Path, callbacks: list[L.Callback], made: L.LightningModule, **more
         warnings.simplefilter("ignore")
         loader = random_token_loader(n=48, batch_size=2, length=10, vocab=VOCABULARY)
         return fit(callbacks, root, module=made, loader=loader, **settings)
+
+
+def lines(monitor: LeakageMonitor) -> list[dict[str, Any]]:
+    assert monitor._jsonl is not None
+    return [json.loads(line) for line in monitor._jsonl.path.read_text().splitlines()]
 
 
 SETUPS: dict[str, tuple[Callable[[], WarmUp], dict[str, Any], dict[str, Any], int]] = {
@@ -249,6 +255,66 @@ def test_a_run_that_resumes_goes_on_waiting(tmp_path: Path) -> None:
     )
     assert gate.fired is not None
     assert (gate.fired.step, gate.fired.value) == (6, pytest.approx(1, abs=0.1))
+
+
+# ---- calibrations that wait for their turn --------------------------------------------------
+
+
+def test_a_slow_attack_is_calibrated_behind_the_first_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Words are read first; training does not notice when the rest is calibrated."""
+    known: dict[str, int] = {}
+
+    class First(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            for name in monitor.latest:
+                known.setdefault(name, trainer.global_step - 1)
+
+    prepared: list[bool] = []
+    prepare = GradientMembership.prepare
+
+    def counted(self: GradientMembership, anatomy: Any) -> None:
+        prepared.append(any(n.endswith("/f1") for n in monitor.latest))
+        prepare(self, anatomy)
+
+    monkeypatch.setattr(GradientMembership, "prepare", counted)
+    plain = run(tmp_path / "plain", [], module())
+    monitor = LeakageMonitor(cache=False)
+    gate = RiskGate("leakage/gradient_membership/auc", at_most=0.9, action=lambda event: None)
+    with caplog.at_level("INFO"):
+        watched = run(tmp_path / "watched", [monitor, gate, First()], module())
+    assert_same(plain, watched)
+    assert prepared == [True]
+    assert known[F1] == 2
+    assert known["leakage/gradient_membership/auc"] == 3
+    assert "'gradient_membership' is calibrated now" in caplog.text
+    assert "gradient_membership  played, about" in caplog.text
+    assert gate.fired is not None
+    assert gate.fired.step == 3
+
+
+def test_a_turn_does_not_wait_for_ever(tmp_path: Path) -> None:
+    monitor = LeakageMonitor(cache=False)
+    run(tmp_path, [monitor], module(zero_steps=99), max_steps=5)
+    assert not math.isnan(monitor.latest["leakage/gradient_membership/auc"])
+    assert math.isnan(monitor.latest[F1])
+
+
+@pytest.mark.parametrize("local_steps", [None, 1])
+def test_what_would_take_too_long_is_not_calibrated(
+    local_steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: GradientMembership, anatomy: Any) -> None:
+        raise AssertionError("calibrated, to be dropped then")
+
+    monkeypatch.setattr(GradientMembership, "prepare", refuse)
+    monkeypatch.setattr(GradientMembership, "estimate", lambda *_: 31.0)
+    monitor = LeakageMonitor(cache=False, local_steps=local_steps)
+    run(tmp_path, [monitor], module(optimizer="sgd"), max_steps=4)
+    assert not any("gradient_membership" in name for name in monitor.latest)
+    row = next(r for r in lines(monitor) if r["attack"] == "gradient_membership")
+    assert row["unknown"] == "not played: a look takes about 31 s, and look_seconds=30"
 
 
 # ---- what results say of it -----------------------------------------------------------------

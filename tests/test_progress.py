@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from functools import partial
 
 import pytest
+import torch
 from rich.console import Console
 
 from lightning_fedleak import progress
@@ -27,9 +29,17 @@ def test_a_notebook_without_widgets_gets_a_line(capsys: pytest.CaptureFixture[st
     with progress.bars(True):
         assert list(progress.track([1, 2], "reading")) == [1, 2]
         assert list(progress.track([3], "writing")) == [3]
+        assert list(progress.track([6, 7], "calibrates", "no. {}".format)) == [6, 7]
     with progress.bars(False):
         assert list(progress.track([4], "nothing")) == [4]
     assert list(progress.track([5], "nothing")) == [5]
     shown = capsys.readouterr()
-    assert shown.err == "reading ...\nwriting ...\n"
+    expected = "reading ...\nwriting ...\ncalibrates no. 6 ...\ncalibrates no. 7 ...\n"
+    assert shown.err == expected
     assert shown.out == ""
+
+
+def test_seconds_are_those_of_the_work_and_not_of_other_programs() -> None:
+    device = torch.device("cpu")
+    assert progress.seconds_of(lambda: time.sleep(0.2), device) < 0.2
+    assert progress.seconds_of(lambda: sum(range(200_000)), device) > 0

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.snapshots import GradientSnapshot, NotYet, Observation, Stage
 from lightning_fedleak.taps.gradients import GradientTap, HeadOwnPart, UpdateTap
 
 
@@ -80,6 +80,10 @@ def test_update_tap_reuses_its_buffer_and_reads_a_tied_matrix_once():
 def test_update_at_learning_rate_zero_is_refused_with_what_to_do():
     tap = UpdateTap({"w": nn.Parameter(torch.ones(2, 2))})
     tap.begin()
+    with pytest.raises(NotYet, match="rate is 0, so that nothing has moved"):
+        tap.end(0, Stage.SHARED, learning_rate=0.0, local_steps=1)
+    with torch.no_grad():
+        tap._parameters["w"].add_(1)
     with pytest.raises(ValueError, match="warm-up"):
         tap.end(0, Stage.SHARED, learning_rate=0.0, local_steps=1)
 

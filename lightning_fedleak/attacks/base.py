@@ -156,6 +156,15 @@ class Attack(ABC):
     def prepare(self, anatomy: Anatomy) -> None:  # noqa: B027
         """Calibrates on what the adversary knows (public text, the model). Default: nothing."""
 
+    def estimate(self, anatomy: Anatomy, texts: int) -> float | None:
+        """Seconds that a look will take, known before :meth:`prepare`; None: it has to be tried.
+
+        Args:
+            anatomy: the model.
+            texts: that a membership attack is asked for.
+        """
+        return None
+
     def refresh(self, anatomy: Anatomy, step: int) -> None:  # noqa: B027
         """Follows a model that has moved. Default: nothing."""
 

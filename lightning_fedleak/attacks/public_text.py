@@ -25,7 +25,7 @@ _kept: ContextVar[dict[Hashable, PublicText] | None] = ContextVar("_kept", defau
 
 @contextmanager
 def sampled_once() -> Iterator[None]:
-    """Within, a model writes the same text once, whoever asks for it."""
+    """Within, a model writes the same text once, or more of it, whoever asks for it."""
     token = _kept.set({})
     try:
         yield
@@ -212,12 +212,12 @@ class PublicText:
         Raises:
             ValueError: the model is not a causal language model.
         """
-        kept, key = _kept.get(), (id(anatomy.model), n, length, seed, start_token_id)
+        kept, key = _kept.get(), (id(anatomy.model), length, seed, start_token_id)
         if kept is None:
             return cls(_sampled(anatomy, n, length, seed, start_token_id))
-        if key not in kept:
+        if key not in kept or len(kept[key]) < n:
             kept[key] = cls(_sampled(anatomy, n, length, seed, start_token_id))
-        return kept[key]
+        return kept[key] if len(kept[key]) == n else cls(kept[key].sentences[:n])
 
     @classmethod
     def taken(cls, given: Given | None, tokenizer: Any = None) -> PublicText | Sampled | None:
@@ -243,9 +243,9 @@ class PublicText:
 
     @classmethod
     def given_or_sampled(
-        cls, given: PublicText | Sampled, anatomy: Anatomy, seed: int = 0
+        cls, given: PublicText | Sampled, anatomy: Anatomy, seed: int = 0, *, n: int = 256
     ) -> PublicText:
-        """``given`` itself; for ``"sampled"``, 256 texts of up to 64 tokens by the model.
+        """``given`` itself; for ``"sampled"``, ``n`` texts of up to 64 tokens by the model.
 
         What an attack calls in ``prepare``, so that a config file can ask for sampled text before
         there is a model to sample from.
@@ -257,7 +257,7 @@ class PublicText:
             return given
         if given != "sampled":
             raise ValueError(f"public_text must be a PublicText or 'sampled', got {given!r}")
-        return cls.sampled_from(anatomy, n=256, length=64, seed=seed)
+        return cls.sampled_from(anatomy, n=n, length=64, seed=seed)
 
 
 Given = PublicText | Sampled | Sequence[str] | Sequence[Sequence[int]]

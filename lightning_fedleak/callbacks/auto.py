@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-import time
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 import torch
@@ -21,6 +22,7 @@ from lightning_fedleak.attacks.words.public_gradients import (
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.checks import Plan, listed
 from lightning_fedleak.model_runs import context_length
+from lightning_fedleak.progress import seconds_of
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     Observation,
@@ -39,7 +41,9 @@ _ELSEWHERE = (
     "(list PrefixInversion(layer=...), say)"
 )
 _CRAFTED = "; a server that adds layers of its own (assume=DISHONEST_SERVER)"
-_ROWS, _LENGTH = 8, 64
+ROWS = 8
+"""Texts of the batch that a look is tried on."""
+_LENGTH = 64
 
 
 # ---- what a look costs ----------------------------------------------------------------------
@@ -74,7 +78,7 @@ def look_seconds(
     roles = dict.fromkeys(role for plan in tried for role in plan.roles)
     generator = torch.Generator().manual_seed(0)
     begins = begun(anatomy, generator)
-    ids = _tokens(anatomy, _ROWS, generator)
+    ids = _tokens(anatomy, ROWS, generator)
     if anatomy.kind == "classifier":
         tensors = gradient_through_blocks(anatomy, ids, list(roles), generator, instead=begins)
     else:
@@ -87,20 +91,14 @@ def look_seconds(
             step, Stage.SHARED, tensors, anatomy.tied, local_steps=local_steps, learning_rate=1e-3
         )
     view = Observation((shown,))
-    asked = Query(_tokens(anatomy, texts, generator))
+    asked = Query(_tokens(anatomy, min(texts, 2 * ROWS), generator))
     found = {}
     for plan in tried:
         if local_steps is not None:
             plan.attack.refresh(anatomy, step)  # which sees the weights that a round begins with
-        started = time.perf_counter()
-        try:
-            with torch.no_grad():
-                plan.attack.run(view, asked)
-        except UnusableObservation:
-            continue
-        if anatomy.device.type == "cuda":
-            torch.cuda.synchronize(anatomy.device)
-        found[plan.attack.name] = time.perf_counter() - started
+        with torch.no_grad(), suppress(UnusableObservation):
+            run = partial(plan.attack.run, view, asked)
+            found[plan.attack.name] = seconds_of(run, anatomy.device)
     return found
 
 
@@ -207,6 +205,7 @@ def _wrapped(start: str, text: str) -> list[str]:
 
 __all__ = [
     "MAX_OVERHEAD",
+    "ROWS",
     "Row",
     "in_short",
     "look_seconds",

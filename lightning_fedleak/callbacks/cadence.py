@@ -31,6 +31,15 @@ class Cadence(ABC):
             step_seconds: what a step without a look costs.
         """
 
+    def after_try(self, try_seconds: float, step_seconds: float) -> int:
+        """Proposes the next step to look at where attacks were tried again in between.
+
+        Args:
+            try_seconds: what that cost.
+            step_seconds: what a step without a look costs.
+        """
+        return self.next_step
+
     @property
     @abstractmethod
     def argument(self) -> str:
@@ -73,6 +82,10 @@ class MaxOverhead(Cadence):
         if step_seconds <= 0:
             return step + 1
         return step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
+
+    def after_try(self, try_seconds: float, step_seconds: float) -> int:
+        """Waits so much longer."""
+        return self.after_look(self.next_step, try_seconds, step_seconds)
 
     @property
     def argument(self) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_fedleak.callbacks.channels.base import Channel, Run, reason
 from lightning_fedleak.callbacks.results import (
     Found,
-    NothingShared,
     Outcome,
     Result,
     Series,
@@ -26,7 +25,7 @@ from lightning_fedleak.callbacks.results import (
 )
 from lightning_fedleak.metrics import Rate
 
-FOUND, FAILED, NOTHING, WAITING, INAPPLICABLE = 0.0, 1.0, 2.0, 3.0, 4.0
+FOUND, FAILED, NOTHING, WAITING, INAPPLICABLE, SOON = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 
 
 class Exchange:
@@ -118,7 +117,8 @@ class Exchange:
             state = FOUND if outcome.exposed else NOTHING
             if outcome.unknown is not None:
                 state = FAILED if outcome.applies else INAPPLICABLE
-            state = WAITING if outcome.pending is not None else state
+            if outcome.pending is not None:
+                state = SOON if outcome.soon else WAITING
             now = outcome.now or {}
             numbers += [state, float(outcome.n), float(outcome.now is not None)]
             for name in channel.metrics:
@@ -147,8 +147,8 @@ class Exchange:
                 other = "the attack failed on another client"
                 why = mine.why if isinstance(mine, Unknown) else other
                 found[series] = unknown(channel.metrics, why, applies=state == FAILED)
-            elif state == WAITING:
-                found[series] = _waits(mine)
+            elif state in (WAITING, SOON):
+                found[series] = _waits(mine, soon=state == SOON)
             else:
                 found[series] = not_shared(channel.metrics)
         return found if shared else None, int(next_step)
@@ -159,8 +159,9 @@ def _exchange_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if "gloo" in dist.get_backend() else device
 
 
-def _waits(mine: Result) -> Outcome:
-    return pending(mine.why if isinstance(mine, Waiting) else "another client waits")
+def _waits(mine: Result, *, soon: bool) -> Outcome:
+    why = mine.why if isinstance(mine, Waiting) else "another client waits"
+    return pending(why, soon=soon)
 
 
 def _row(result: Result, width: int) -> list[float]:
@@ -169,8 +170,10 @@ def _row(result: Result, width: int) -> list[float]:
         known = [FOUND, *result.numbers]
     elif isinstance(result, Unknown):
         known = [FAILED if result.applies else INAPPLICABLE]
+    elif isinstance(result, Waiting):
+        known = [SOON if result.soon else WAITING]
     else:
-        known = [{NothingShared: NOTHING, Waiting: WAITING}[type(result)]]
+        known = [NOTHING]
     return known + [0.0] * (width - len(known))
 
 
@@ -192,7 +195,7 @@ def _combined(channel: Channel, series: Series, rows: Tensor, mine: Result) -> O
         applies = bool(found) or bool((rows[:, 0] == FAILED).any())
         return unknown(channel.metrics, why, applies=applies)
     if not found:
-        return _waits(mine)
+        return _waits(mine, soon=bool((rows[:, 0] == SOON).any()))
     try:
         return channel.pooled(series, found)
     except Exception as error:

@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -44,6 +45,13 @@ from lightning_fedleak.strategies import DefendedStrategy, before_real_step
 from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap
 from lightning_fedleak.taps.loss_terms import loss_terms
 
+TURN = 2
+"""Steps that the next attack's calibration waits for while others can read nothing yet.
+
+Behind a warm-up from rate 0 the first words are read two steps after the first look. Larger: what
+is calibrated next looks later, where nothing can be read for long.
+"""
+
 
 class Fit:
     """Everything of a monitor that lives only as long as one fit.
@@ -64,6 +72,7 @@ class Fit:
 
     Attributes:
         look: the one at work; None between looks.
+        waiting: the series that are tried again in the next step; set by whoever keeps results.
         lineup: the attacks that are played.
 
     Raises:
@@ -99,8 +108,13 @@ class Fit:
         self._removers: list[Callable[[], None]] = []
         self._keeps_local = False
         self._clock = StepClock()
-        self._tried = self._midway = self._hurried = False
+        self._tried = self._midway = False
         self.look: Look | None = None
+        self.waiting: frozenset[Series] = frozenset()
+        self._waits: dict[Series, Waiting] = {}
+        self._followed = True
+        self._unpaid = 0.0
+        self._turn: int | None = None
         self._processor_seconds = 0.0
         self._watched: set[int] = set()
         self._tap = GradientTap({})
@@ -172,7 +186,7 @@ class Fit:
         Raises:
             ValueError: an attack does not fit the model.
         """
-        self.lineup.calibrate(restored, self.follow)
+        self.lineup.calibrate(restored, self.follow, in_turn=True)
 
     def close(self) -> None:
         """Removes every tap but those of the channels, which their monitor closes."""
@@ -238,20 +252,84 @@ class Fit:
         if self.look is not None:
             return
         self._clock.starts(step)
-        if self._midway or not self._cadence.due(step):
+        if self._midway:
             return
-        self.look = look = Look(step)
+        self._take_turn(step)
+        queued = [series for series in self._series if series.attack in self.lineup.queue]
+        asked: frozenset[Series] | None = None
+        if not self._cadence.due(step):
+            exposed = {plan.attack.name for plan in self.lineup.exposed}
+            asked = frozenset(s for s in self.waiting.difference(queued) if s.attack in exposed)
+            if not asked:
+                return
+        self.look = look = Look(step, asked=asked)
         with look.clock(self._run.device):
-            self.follow()
-            failed = self.lineup.refresh(step)
-            for series in self._series:
-                if series.attack in failed:
-                    look.said[series] = Unknown(failed[series.attack])
+            look.said |= dict.fromkeys(queued, Waiting("its calibration waits for its turn"))
+            if asked is None:
+                self.follow()
+            else:
+                others = self._series.keys() - asked
+                look.said |= dict.fromkeys(others, Waiting("not asked in this step"))
+            self._followed = False
+            if asked is None or self._local_steps is not None:
+                self._refresh(look)
             self._tap.arm()
             if self._update_tap is not None:
                 self._update_tap.begin()
-            for channel in self._channels:
+            for channel in self._asked(look):
                 channel.arm()
+
+    def _take_turn(self, step: int) -> None:
+        """Lets the next attack be calibrated, once the others have a result, or after some steps.
+
+        All processes find the same.
+        """
+        queue = self.lineup.queue
+        waiting = {series.attack for series in self.waiting}
+        if queue and queue[0] in waiting:
+            self._turn = step + TURN if self._turn is None else self._turn
+            if waiting <= set(queue) or step >= self._turn:
+                self._turn = None
+                rank_zero_info(f"LeakageMonitor: '{queue.pop(0)}' is calibrated now")
+
+    def _asked(self, look: Look) -> list[Channel]:
+        """The channels that a look is of."""
+        asked = self._series if look.asked is None else look.asked
+        return [c for c in self._channels if any(self._series[s] is c for s in asked)]
+
+    def _refresh(self, look: Look) -> None:
+        """Lets the attacks that a look is of follow the model, once in a look."""
+        if self._followed:
+            return
+        self._followed = True
+        asked = self._series if look.asked is None else look.asked
+        look.seconds += self.lineup.calibrating_seconds  # which are no look's
+        failed = self.lineup.refresh(look.step, {series.attack for series in asked})
+        look.seconds -= self.lineup.calibrating_seconds
+        for series in asked:
+            if series.attack in failed:
+                look.said[series] = Unknown(failed[series.attack])
+
+    def _still_waits(self, moment: Moment) -> bool:
+        """Whether the gradients are zero still that all attacks of a try wait for: cheap to see.
+
+        All processes find the same.
+        """
+        look = moment.look
+        if look.asked is None or self._local_steps is not None:
+            return False
+        zeros = [self._waits[s].zeros if s in self._waits else () for s in look.asked]
+        still = all(zeros)
+        if still and moment.wanted:
+            view, roles = moment.gradients(), {role for each in zeros for role in each}
+            still = isinstance(view, GradientSnapshot) and not any(
+                bool(view.tensors[role].any()) for role in roles if role in view.tensors
+            )
+        still = self._run.trainer.strategy.reduce_boolean_decision(still, all=True)
+        for series in look.asked if still else ():
+            if series.stage in moment.wanted:
+                look.said.setdefault(series, self._waits[series])
+        return still
 
     def _gathered(self, plan: Plan) -> bool:
         """Whether an optimizer holds what earlier steps left of the parameters an attack reads."""
@@ -362,12 +440,16 @@ class Fit:
         return look.noise_std / math.sqrt(clients)
 
     def _show(self, moment: Moment) -> None:
-        with moment.look.clock(self._run.device):
-            for channel in self._channels:
+        look = moment.look
+        with look.clock(self._run.device):
+            if self._still_waits(moment):
+                return
+            self._refresh(look)
+            for channel in self._asked(look):
                 try:
                     channel.at_moment(moment)
                 except Exception as error:
-                    self._failed(moment.look, channel, error)
+                    self._failed(look, channel, error)
 
     def _failed(self, look: Look, channel: Channel, error: Exception) -> None:
         """Nothing is known of any series of a channel that crashed."""
@@ -415,7 +497,7 @@ class Fit:
             self._check(held, look)
             look.batches.append(held)
         look.batch = None
-        for channel in self._channels:
+        for channel in self._asked(look):
             channel.batch_ends(held)
         if not tried:
             return None
@@ -443,17 +525,17 @@ class Fit:
             look.truth_error = reason(error)
 
     def _finish(self, look: Look) -> dict[Series, Outcome] | None:
-        """Scores every attack, pools over processes, and fixes the next look.
-
-        That is the next step where, for the first time, a result is still waited for.
-        """
+        """Scores every attack that was asked, pools over processes, and fixes the next look."""
         results: dict[Series, Result] = {}
+        asked = self._series.keys() if look.asked is None else look.asked
+        still = {s: w for s, w in self._waits.items() if s in asked and look.said.get(s) is w}
         with look.clock(self._run.device):
-            for channel in self._channels:
+            for channel in self._asked(look) if still.keys() != asked else ():
                 results |= channel.results(look)
-        soon = not self._hurried and any(isinstance(r, Waiting) for r in results.values())
-        self._hurried |= soon
-        next_step = look.step + 1 if soon else self._next_step(look)
+        results = {s: r for s, r in results.items() if s in asked} | still
+        self._waits |= {s: r for s, r in results.items() if isinstance(r, Waiting)}
+        nothing = all(isinstance(result, Waiting) for result in results.values())
+        next_step = self._next_step(look, nothing=nothing)
         shared = {
             series: plan.exposed
             for plan in self.lineup.plans
@@ -464,10 +546,16 @@ class Fit:
         outcomes, self._cadence.next_step = self._exchange.outcomes(ordered, shared, next_step)
         return outcomes
 
-    def _next_step(self, look: Look) -> int:
+    def _next_step(self, look: Look, *, nothing: bool) -> int:
         step_seconds = self._clock.seconds or look.step_seconds
-        proposed = self._cadence.after_look(look.step, look.seconds, step_seconds)
-        return max(proposed, look.step + (self._local_steps or 1))
+        self._unpaid += look.seconds
+        if look.asked is not None and nothing:
+            return self._cadence.next_step
+        cost, self._unpaid = self._unpaid, 0.0
+        if look.asked is None:
+            proposed = self._cadence.after_look(look.step, cost, step_seconds)
+            return max(proposed, look.step + (self._local_steps or 1))
+        return self._cadence.after_try(cost, step_seconds)
 
 
 __all__ = ["Fit"]

@@ -436,7 +436,9 @@ class RiskGate(EitherCallback):
         # One client alone is its own worst.
         names = (self.metric, self.metric.removesuffix("_worst_client"))
         known = [name for name in names if name in monitor.look_values]
-        if not known:
+        least = monitor.look_values.get(f"{self.metric}_at_least", math.nan)
+        # While one of a family waits; evidence is kept of whole looks alone.
+        if not known and (self._evidence is not None or not least > self.at_most):
             return None
         value = next((values[name] for name in names if name in values), math.nan)
         if not is_worst(self.metric):

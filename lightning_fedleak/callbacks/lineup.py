@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.public_text import sampled_once
-from lightning_fedleak.callbacks.auto import Row, in_short, look_seconds, reads_of
+from lightning_fedleak.callbacks.auto import ROWS, Row, in_short, look_seconds, reads_of
 from lightning_fedleak.callbacks.cache import CalibrationCache, hash_of_weights
 from lightning_fedleak.callbacks.channels.base import Channel, Run, reason
 from lightning_fedleak.callbacks.checks import Plan, unread_names, warn_of_untested
@@ -41,6 +41,8 @@ class Lineup:
         plans: of the attacks that give results, in the order of the logs.
         prepared: names of the attacks that are calibrated.
         rows: with ``choosing``, what became of each attack.
+        queue: names of the attacks whose calibration waits for its turn between steps.
+        calibrating_seconds: that calibrations took.
 
     Raises:
         ValueError: an attack does not fit the model or the run.
@@ -73,6 +75,9 @@ class Lineup:
         self.plans: list[Plan] = []
         self.prepared: set[str] = set()
         self.rows: list[Row] = []
+        self.queue: list[str] = []
+        self.calibrating_seconds = 0.0
+        self._estimated: set[str] = set()
         for channel in self._channels:
             channel.leave_out(self._refused.keys())
             for attack in channel.attacks:
@@ -144,7 +149,11 @@ class Lineup:
             plan.attack.meet(facts)
 
     def calibrate(
-        self, restored: Mapping[str, Any], follow: Callable[[], object] | None = None
+        self,
+        restored: Mapping[str, Any],
+        follow: Callable[[], object] | None = None,
+        *,
+        in_turn: bool = False,
     ) -> None:
         """Prepares every attack that has something to read, and tries what can be tried.
 
@@ -152,23 +161,20 @@ class Lineup:
             restored: of a checkpoint, by the attack's name: its settings then, and its calibration,
                 which is used where the settings are the same.
             follow: in place of :meth:`follow`, where more must follow what is played.
+            in_turn: attacks whose looks can be estimated go to :attr:`queue` instead.
 
         Raises:
             ValueError: an attack does not fit the model.
         """
         with whole_model(self._run.anatomy.root), sampled_once(), bars(self._run.shows_progress):
-            for plan in track(self.exposed, f"{self._run.watcher} calibrates its attacks"):
-                attack = plan.attack
-                started = time.perf_counter()
-                with self._left_out(attack):
-                    kept = self._calibrated(attack, restored.get(attack.name))
-                seconds = time.perf_counter() - started
-                if seconds > 1:
-                    how = " (kept from an earlier fit)" if kept else ""
-                    rank_zero_info(
-                        f"{self._run.watcher}: '{attack.name}' calibrated in {seconds:.1f} s{how}"
-                    )
-            costs = self._costs() if self._choosing else {}
+            costs: dict[str, float] = {}
+            doing = f"{self._run.watcher} calibrates"
+            for plan in track(self.exposed, doing, lambda plan: plan.attack.name):
+                with self._left_out(plan.attack):
+                    saved = restored.get(plan.attack.name)
+                    costs |= self._calibrated(plan.attack, saved, in_turn=in_turn)
+            if self._choosing:
+                costs |= self._costs()
         for channel in self._channels:
             channel.leave_out(self._refused.keys())
             for attack in channel.attacks:
@@ -177,15 +183,20 @@ class Lineup:
         if self._choosing:
             self._choose(costs, follow or self.follow)
 
+    @property
+    def _texts(self) -> int:
+        """That a membership attack is asked for at a look of a small batch."""
+        return next((2 * min(c.settings.games.targets, ROWS) for c in self._channels), 0)
+
     def _costs(self) -> dict[str, float]:
-        """What a look of each attack takes, tried."""
-        texts = next((2 * c.settings.games.targets for c in self._channels), 0)
-        plans = [plan for plan in self.exposed if plan.attack.name in self.prepared]
+        """What a look of each attack takes that said nothing before, tried."""
+        tried = self.prepared - self._estimated
+        plans = [plan for plan in self.exposed if plan.attack.name in tried]
         try:
             return look_seconds(
                 self._run.anatomy,
                 plans,
-                texts,
+                self._texts,
                 local_steps=self._local_steps,
                 step=self._begins_at,
             )
@@ -205,6 +216,7 @@ class Lineup:
                     f"a look takes about {seconds:.2g} s, and look_seconds={self._most_seconds:g}",
                 )
         self._refused, costs = self._run.first_one_says((self._refused, dict(costs)))
+        self.queue = [name for name in self.queue if name not in self._refused]
         for channel in self._channels:
             channel.leave_out(self._refused.keys())
         follow()
@@ -221,52 +233,72 @@ class Lineup:
             for attack in self._attacks
         ]
 
-    def _calibrated(self, attack: Attack, saved: Mapping[str, Any] | None) -> bool:
+    def _calibrated(
+        self, attack: Attack, saved: Mapping[str, Any] | None, *, in_turn: bool
+    ) -> dict[str, float]:
         """Calibrates an attack, by what a checkpoint or the cache holds where they do.
 
         Returns:
-            Whether the cache did.
+            What its looks are estimated to take; where that is too long it is not calibrated.
         """
         if saved is not None and saved["config"] == attack.fingerprint():
             attack.load_state_dict(saved["tensors"])
             if attack.restores_fully:
                 self.prepared.add(attack.name)
             self._tell()
-        if self._cache is None or attack.calibrated_with() is None or attack.name in self.prepared:
-            self.prepare(attack)
-            return False
-        if self._weights is None:
-            self._weights = hash_of_weights(self._run.anatomy.model, self._run.anatomy.head)
-        kept = self._cache.load(attack, self._weights)
-        if kept:
-            self._tell()
-        if kept and attack.restores_fully:
-            self.prepared.add(attack.name)
-            return True
-        self.prepare(attack)
-        if not kept:
-            self._cache.save(attack, self._weights)
-        return kept
+        cache = self._cache
+        if attack.calibrated_with() is None or attack.name in self.prepared:
+            cache = None
+        kept = False
+        if cache is not None:
+            if self._weights is None:
+                self._weights = hash_of_weights(self._run.anatomy.model, self._run.anatomy.head)
+            kept = cache.load(attack, self._weights)
+            if kept:
+                self._tell()
+            if kept and attack.restores_fully:
+                self.prepared.add(attack.name)
+        seconds = attack.estimate(self._run.anatomy, self._texts) if self._choosing else None
+        if seconds is not None:
+            self._estimated.add(attack.name)
+        if seconds is not None and in_turn:
+            self.queue.append(attack.name)
+        elif seconds is None or seconds <= self._most_seconds:
+            self.prepare(attack, " (partly kept from an earlier fit)" * kept)
+        if cache is not None and self._weights is not None and not kept:
+            cache.save(attack, self._weights)
+        return {} if seconds is None else {attack.name: seconds}
 
-    def prepare(self, attack: Attack) -> None:
+    def prepare(self, attack: Attack, how: str = "") -> None:
         """Calibrates an attack, once in a run."""
-        if attack.name not in self.prepared:
-            attack.prepare(self._run.anatomy)
-            self.prepared.add(attack.name)
+        if attack.name in self.prepared:
+            return
+        started = time.perf_counter()
+        attack.prepare(self._run.anatomy)
+        self.prepared.add(attack.name)
+        seconds = time.perf_counter() - started
+        self.calibrating_seconds += seconds
+        if seconds > 1:
+            watcher = self._run.watcher
+            rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s{how}")
 
-    def refresh(self, step: int) -> dict[str, str]:
+    def refresh(self, step: int, asked: Collection[str] | None = None) -> dict[str, str]:
         """Lets every attack that has something to read follow the model as it is now.
 
         Args:
             step: optimizer step that is looked at.
+            asked: names of attacks, where these alone are to.
 
         Returns:
             Why attacks could not, by their names.
         """
         failed: dict[str, str] = {}
-        needed = any(_follows_model(plan.attack) for plan in self.exposed)
+        names = self.playing if asked is None else frozenset(asked)
+        names = names.difference(self.queue)
+        plans = [plan for plan in self.exposed if plan.attack.name in names]
+        needed = any(_follows_model(plan.attack) for plan in plans)
         with whole_model(self._run.anatomy.root) if needed else nullcontext():
-            for plan in self.exposed:
+            for plan in plans:
                 try:
                     self.prepare(plan.attack)
                     plan.attack.refresh(self._run.anatomy, step)

@@ -97,6 +97,11 @@ class LeakageMonitor(EitherCallback):
     not looked at; the look moves to the next step, at most 20 times in a row, after which it
     counts as a failure. So does a fit that ends before a look that was due could end.
 
+    An attack that can read nothing *yet* (LoRA's A has no gradient before B has moved, at rate 0
+    say) is tried again in the next steps, by itself and whatever ``every_n_steps`` or
+    ``max_overhead``, until it has a result: 1000 steps at most. Then, and where the fit ends
+    before, it is *unknown*. A try costs a glance at its gradients.
+
     The first step of each fit is looked at, also where it resumes another. Layers that are frozen
     or unfrozen on the way are followed at the next look.
 
@@ -635,11 +640,12 @@ class LeakageMonitor(EitherCallback):
                 "LeakageMonitor cannot tell when to look again. In training_step use "
                 "self.optimizers() without use_pl_optimizer=False."
             )
-        settled = self._results.settled(outcomes)
-        if settled is None:
+        settled = self._results.settled(look, outcomes)
+        if settled is not None:
+            self._publish(trainer, look, settled)
+            self._fit.waiting = self._results.waiting
+        elif look.asked is None:
             self.cadence.next_step = trainer.global_step
-            return
-        self._publish(trainer, look, settled)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A fit in which looks were due and none could end is unknown, not safe."""

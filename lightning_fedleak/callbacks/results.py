@@ -19,6 +19,13 @@ PREFIX = {
     Stage.AGGREGATE: "leakage_aggregate",
 }
 MAX_WAITS = 20
+"""Looks, or rounds, without what a result takes; then it is unknown."""
+MOST_STEPS_WAITED = 1000
+"""Optimizer steps in which an attack is tried again at once, see :class:`Waiting`; then unknown.
+
+A warm-up from rate 0 takes two of them; one whose rate changes with the epoch, as Lightning's do
+by default, a whole epoch. Larger: longer runs without a result; a try that finds nothing is cheap.
+"""
 WORST = f"{PREFIX[Stage.SHARED]}/worst"
 """Begins the names of the highest headlines, ``leakage/worst/<family>``."""
 
@@ -83,9 +90,13 @@ class Waiting:
 
     Attributes:
         why: what is waited for.
+        soon: the next step may bring it, so that the attack is tried again there.
+        zeros: roles whose gradient is zero, as long as which there will be none.
     """
 
     why: str
+    soon: bool = True
+    zeros: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,7 @@ class Outcome:
         unknown: why there is no value; None where there is one.
         applies: false where there is none since the method is not made for what was shared.
         pending: why there is no value *yet*; None otherwise.
+        soon: where it is pending, the next step may bring one.
         by_position: of reconstructed texts: (right, all) tokens by range of places in their text.
     """
 
@@ -126,6 +138,7 @@ class Outcome:
     unknown: str | None = None
     applies: bool = True
     pending: str | None = None
+    soon: bool = False
     by_position: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def values(self, root: str) -> dict[str, float]:
@@ -164,9 +177,9 @@ def not_shared(metrics: Iterable[str]) -> Outcome:
     return Outcome(dict.fromkeys(metrics, Rate(0.0, 0.0, 0.0)), 0, exposed=False)
 
 
-def pending(why: str) -> Outcome:
-    """There will be a value at a later look."""
-    return Outcome({}, 0, pending=why)
+def pending(why: str, *, soon: bool = False) -> Outcome:
+    """There will be a value at a later look, maybe in the next step."""
+    return Outcome({}, 0, pending=why, soon=soon)
 
 
 # ---- over all looks -------------------------------------------------------------------------
@@ -177,6 +190,8 @@ class Results:
 
     Args:
         channels: the channel of each series, in the order of the logs.
+        most_waited: steps (or rounds) after which an attack that is tried again and again is
+            unknown.
 
     Attributes:
         playing: the series that have results in this fit.
@@ -190,11 +205,16 @@ class Results:
         deferrals: steps in a row that were to be looked at and shared nothing.
     """
 
-    def __init__(self, channels: Mapping[Series, Channel]) -> None:
+    def __init__(
+        self, channels: Mapping[Series, Channel], *, most_waited: int = MOST_STEPS_WAITED
+    ) -> None:
         self._channels = channels
+        self._most_waited = most_waited
         self.playing = set(channels)
         self.reset_families()
         self._waits: dict[Series, int] = {}
+        self._since: dict[Series, int] = {}
+        self._newest: dict[Series, Outcome] = {}
         self._asked: dict[Series, str] = {}
         self._answered: set[Series] = set()
         self.latest: dict[str, float] = {}
@@ -237,21 +257,35 @@ class Results:
         """A new fit: earlier looks were at another run."""
         self.deferrals = 0
         self._waits.clear()
+        self._since.clear()
         self._asked.clear()
         self._answered.clear()
+        self._newest.clear()
 
     def begin(self) -> None:
         """Training begins: what an earlier fit had found is no result of this one."""
         self._looks_before = self.looks
         self._asked.clear()
         self._answered.clear()
+        self._newest.clear()
 
-    def settled(self, outcomes: dict[Series, Outcome] | None) -> dict[Series, Outcome] | None:
-        """The outcomes of a look; None where the next step is to be looked at instead.
+    @property
+    def waiting(self) -> frozenset[Series]:
+        """The series that are to be tried again in the next step."""
+        return frozenset(s for s in self._since if not self._late(s, self.last_step))
+
+    def settled(
+        self, look: Look, outcomes: dict[Series, Outcome] | None
+    ) -> dict[Series, Outcome] | None:
+        """The outcomes of a look that count; None where the next step is looked at instead.
 
         Args:
+            look: of some series alone where these are tried again.
             outcomes: None where nothing was shared, which is *unknown* after too many such steps.
         """
+        if look.asked is not None:
+            tried = (outcomes or {}).items()
+            return {s: o for s, o in tried if not o.soon or self._late(s, look.step)} or None
         if outcomes is None:
             self.deferrals += 1
             if self.deferrals <= MAX_WAITS:
@@ -303,19 +337,25 @@ class Results:
         Returns:
             The outcomes, *unknown* where one has been pending for too long.
         """
-        known = self._wait(outcomes)
-        self.pending = frozenset(self.names(s for s in self._waits if not self._late(s)))
+        known = self._wait(outcomes, look.step)
+        waits = (s for s in self._waits if not self._late(s, look.step))
+        self.pending = frozenset(self.names(waits))
+        self._newest |= known
         values: dict[str, float] = {}
         now: dict[str, float] = {}
         for series, outcome in known.items():
             values |= outcome.values(series.log_name)
             now |= outcome.values_now(series.log_name)
+        asked = {self._channels[s].family for s in outcomes}
         for family, headline in self.families.items():
+            # A look may ask some attacks of a family alone: of the others it is the newest result.
             of = [
                 (series.log_name, outcome)
-                for series, outcome in known.items()
+                for series, outcome in self._newest.items()
                 if self._channels[series].family == family and _counts_for_worst(series)
             ]
+            if family not in asked:
+                continue
             values |= _worst(family, headline, of, shared, of_look=False)
             now |= _worst(family, headline, of, shared, of_look=True)
         self.failures += sum(outcome.unknown is not None for outcome in known.values())
@@ -325,25 +365,38 @@ class Results:
         self.looks += 1
         self.last_step = look.step
         others = tuple(f"{s.log_name}/" for s in self._channels if s not in outcomes)
-        asked = {self._channels[s].family for s in outcomes}
         others += tuple(f"{WORST}/{family}" for family in self.families if family not in asked)
         self.latest = {n: v for n, v in self.latest.items() if n.startswith(others)} | values
         self.look_values = values | now
         return known
 
-    def _wait(self, outcomes: Mapping[Series, Outcome]) -> dict[Series, Outcome]:
+    def _wait(self, outcomes: Mapping[Series, Outcome], step: int) -> dict[Series, Outcome]:
         """Counts who waits; in place of what has been pending for too long, *unknown*."""
-        self._waits = {s: self._waits.get(s, 0) + 1 for s, o in outcomes.items() if o.pending}
+        for series, outcome in outcomes.items():
+            waited, since = self._waits.pop(series, 0), self._since.pop(series, step)
+            if outcome.pending:
+                self._waits[series] = waited + 1
+            if outcome.soon:
+                self._since[series] = since
         self._asked |= {series: outcome.pending or "" for series, outcome in outcomes.items()}
-        self._answered |= {s for s, o in outcomes.items() if not o.pending or self._late(s)}
-        why = f"for more than {MAX_WAITS} looks"
+        late = {series for series in outcomes if self._late(series, step)}
+        self._answered |= {s for s, o in outcomes.items() if not o.pending} | late
         return {
-            s: unknown(self._channels[s].metrics, f"{o.pending}, {why}") if self._late(s) else o
+            s: unknown(self._channels[s].metrics, f"{o.pending}, {self._how_long(s)}")
+            if s in late
+            else o
             for s, o in outcomes.items()
         }
 
-    def _late(self, series: Series) -> bool:
+    def _late(self, series: Series, step: int) -> bool:
+        if series in self._since:
+            return step - self._since[series] > self._most_waited
         return self._waits.get(series, 0) > MAX_WAITS
+
+    def _how_long(self, series: Series) -> str:
+        if series in self._since:
+            return f"for more than {self._most_waited} steps"
+        return f"for more than {MAX_WAITS} looks"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and tensors."""
@@ -356,6 +409,7 @@ class Results:
             "latest": dict(self.latest),
             "ledger": {
                 "waits": {series.log_name: n for series, n in self._waits.items()},
+                "since": {series.log_name: n for series, n in self._since.items()},
                 "kinds": kept,
             },
         }
@@ -368,10 +422,12 @@ class Results:
         self.last_step = state["last_step"]
         self.latest = dict(state["latest"])
         ledger = state.get("ledger", {})
-        waits, kept = ledger.get("waits", {}), ledger.get("kinds", {})
+        waits, since = ledger.get("waits", {}), ledger.get("since", {})
+        kept = ledger.get("kinds", {})
         for series, channel in self._channels.items():
             channel.load_series_state(series, kept.get(series.log_name, {}))
         self._waits = {s: waits[s.log_name] for s in self._channels if s.log_name in waits}
+        self._since = {s: since[s.log_name] for s in self._channels if s.log_name in since}
 
 
 def _counts_for_worst(series: Series) -> bool:
@@ -387,22 +443,26 @@ def _worst(
     *,
     of_look: bool,
 ) -> dict[str, float]:
-    """The highest headline of a family; nothing where one is waited for, or none is played."""
+    """The highest headline of a family, or what it is at least; nothing where none is played."""
     exposed = [(root, outcome) for root, outcome in of if outcome.exposed]
-    if not of or any(outcome.pending is not None for _, outcome in exposed):
-        return {}
     name = f"{WORST}/{family}"
+    if not of:
+        return {}
     if not exposed:
         return {name: math.nan if shared else 0.0}
     known = []
+    waits = any(outcome.pending is not None for _, outcome in exposed)
     for root, outcome in exposed:
+        if outcome.pending is not None:
+            continue
         values = outcome.values_now(root) if of_look else outcome.values(root)
         if not math.isnan(value := values[f"{root}/{headline}"]):
             known.append(value)
     missing = any(o.unknown is not None and o.applies for _, o in exposed) or not known
-    if not missing:
+    if not missing and not waits:
         return {name: max(known)}
-    return {name: math.nan} | ({f"{name}_at_least": max(known)} if known else {})
+    at_least = {f"{name}_at_least": max(known)} if known else {}
+    return at_least if waits else {name: math.nan} | at_least
 
 
 __all__ = [

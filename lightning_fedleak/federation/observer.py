@@ -45,7 +45,15 @@ from lightning_fedleak.callbacks.checks import check_attacks, check_optimizers, 
 from lightning_fedleak.callbacks.exchange import Exchange
 from lightning_fedleak.callbacks.lineup import Lineup
 from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord, values_spent
-from lightning_fedleak.callbacks.results import Outcome, Result, Results, Series, Unknown, unknown
+from lightning_fedleak.callbacks.results import (
+    MAX_WAITS,
+    Outcome,
+    Result,
+    Results,
+    Series,
+    Unknown,
+    unknown,
+)
 from lightning_fedleak.callbacks.run_facts import about_defense, facts_of, optimizers_of
 from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.defenses import Defense
@@ -609,13 +617,17 @@ class RoundObserver:
     ) -> None:
         """Fixes a client's next look by what this one cost.
 
+        That is the next round where an attack can read nothing yet (``results.Waiting.soon``).
+
         Args:
             client: whose update was looked at.
             look_seconds: that it took.
             round_seconds: what the round took to train.
             beside_seconds: what each round costs beside that, looked at or not.
         """
-        if self._share is not None:
+        seats = (s for (who, _), s in self._seats.items() if client in (who, SUM))
+        waiting = any(seat.results.waiting for seat in seats)
+        if self._share is not None and not waiting:
             # A hundredth at least, so that a next look comes where the rest takes all of the share.
             free = max(round_seconds - beside_seconds / self._share, round_seconds / 100)
             cadence = MaxOverhead(self._share)
@@ -724,7 +736,7 @@ class RoundObserver:
             channel.open(run)
             channel.follow([playing[a.name] for a in channel.attacks])
         series = _series(channels, stage)
-        results = Results(series)
+        results = Results(series, most_waited=MAX_WAITS)
         results.begin()
         report = Report(
             self._boards(client),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.snapshots import Stage, UpdateSnapshot
+from lightning_fedleak.snapshots import NotYet, Stage, UpdateSnapshot
 from lightning_fedleak.taps.gradients import UpdateError
 
 State = Mapping[str, Tensor]
@@ -58,16 +58,20 @@ def observe(
 
     Raises:
         UpdateError: no update can be read from these two, and why.
+        NotYet: the learning rate is 0, and nothing was changed.
     """
     if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
         raise UpdateError(f"local_steps must be a positive integer, got {local_steps!r}")
     rate = _rate_of(optimizer) if learning_rate is None else float(learning_rate)
+    change = difference(sent, returned, trained=trained)
+    still = not any(bool(t.any()) for t in change.values())
+    if still and rate == 0:
+        raise NotYet("the learning rate is 0, so that nothing has moved and nothing is shared")
     if not (rate > 0 and math.isfinite(rate)):
         raise UpdateError(
             f"an update has no scale at learning rate {rate}: it must be positive and finite"
         )
-    change = difference(sent, returned, trained=trained)
-    if not any(bool(t.any()) for t in change.values()):
+    if still:
         raise UpdateError(
             "the client returned exactly what it was sent: it trained nothing (no batch, a "
             "learning rate of 0, or a model that was not updated before it was returned)"

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.snapshots import GradientSnapshot, Stage, UpdateSnapshot, whole_tensor
+from lightning_fedleak.snapshots import (
+    GradientSnapshot,
+    NotYet,
+    Stage,
+    UpdateSnapshot,
+    whole_tensor,
+)
 
 
 class GradientTap:
@@ -146,7 +152,13 @@ class UpdateTap:
 
         Raises:
             UpdateError: the learning rate is not positive.
+            NotYet: it is 0 and nothing has moved.
         """
+        if learning_rate == 0 and not any(
+            bool(self._before[id(p)].ne(_dense(p.detach())).any())
+            for p in self._parameters.values()
+        ):
+            raise NotYet("the learning rate is 0, so that nothing has moved and nothing is shared")
         if not learning_rate > 0:
             raise UpdateError(
                 f"an update has no scale at learning rate {learning_rate}: it must be positive "

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from scipy.stats import chisquare
+from torch import Tensor
 
-from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.attacks import public_text
 from lightning_fedleak.attacks.public_text import PublicText
 from tests.helpers.models import VOCAB, tiny_gpt2
 
@@ -50,3 +54,24 @@ def test_second_tokens_follow_the_models_law() -> None:
 def test_another_string_is_refused() -> None:
     with pytest.raises(ValueError, match="'sampled', got 'wikitext'"):
         PublicText.given_or_sampled("wikitext", find_anatomy(tiny_gpt2()))  # type: ignore[arg-type]
+
+
+def test_fewer_texts_than_were_written_are_not_written_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[int] = []
+    sample = public_text._sampled
+
+    def counted(anatomy: Anatomy, n: int, *rest: Any) -> list[Tensor]:
+        written.append(n)
+        return sample(anatomy, n, *rest)
+
+    monkeypatch.setattr(public_text, "_sampled", counted)
+    anatomy = find_anatomy(tiny_gpt2())
+    with public_text.sampled_once():
+        few = PublicText.given_or_sampled("sampled", anatomy, n=4)
+        many = PublicText.given_or_sampled("sampled", anatomy, n=9)
+        again = PublicText.given_or_sampled("sampled", anatomy, n=4)
+    assert written == [4, 9]
+    assert [len(text) for text in (few, many, again)] == [4, 9, 4]
+    assert all(map(torch.equal, again.sentences, many.sentences[:4]))

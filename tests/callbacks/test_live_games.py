@@ -474,7 +474,7 @@ def test_before_a_text_is_known_to_be_outside_the_result_is_pending(tmp_path):
     assert monitor.failures == 0
     assert gate.fired is None
     assert [(x["step"], x["attack"]) for x in lines(monitor)][:3] == [
-        (0, "probe"), (1, "recording"), (1, "probe"),
+        (0, "probe"), (1, "recording"), (2, "recording"),
     ]  # fmt: skip
 
 

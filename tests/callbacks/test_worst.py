@@ -55,7 +55,7 @@ FAILED, NOT_MADE_FOR_IT = unknown(METRICS, "why"), unknown(METRICS, "why", appli
         ({A: read(0.3), B: FAILED}, True, {WORDS: math.nan, f"{WORDS}_at_least": 0.3}),
         ({A: FAILED, B: NOT_MADE_FOR_IT}, True, {WORDS: math.nan}),
         ({A: NOT_MADE_FOR_IT, B: NOT_MADE_FOR_IT}, True, {WORDS: math.nan}),
-        ({A: read(0.3), B: pending("not yet")}, True, {}),
+        ({A: read(0.3), B: pending("not yet")}, True, {f"{WORDS}_at_least": 0.3}),
         ({A: not_shared(METRICS), B: not_shared(METRICS)}, True, {WORDS: math.nan}),
         ({A: not_shared(METRICS)}, False, {WORDS: 0.0}),
         ({LOCAL: read(0.3)}, True, {}),

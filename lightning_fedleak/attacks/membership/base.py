@@ -73,6 +73,8 @@ class PassiveMembership(Attack):
         Capability.KNOWS_TARGET_TEXT,
     )
     restores_fully = False
+    controls = 8
+    """Public texts behind ``public_rows`` that an attack may ask for besides."""
 
     def __init__(
         self,
@@ -106,7 +108,9 @@ class PassiveMembership(Attack):
     def _texts(self, anatomy: Anatomy, n: int, *, behind: int = 0) -> TokenBatch:
         """Public texts as ids with labels, the same ones every time, behind so many others."""
         if self._public is None:
-            self._public = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+            self._public = PublicText.given_or_sampled(
+                self.public_text, anatomy, self.seed, n=self.public_rows + self.controls
+            )
         generator = torch.Generator().manual_seed(self.seed)
         rows = self._public.draw(behind + n, generator)[behind:].tolist()
         return self._public.rows(rows, self.tokens, generator)
@@ -125,7 +129,9 @@ class PassiveMembership(Attack):
 
     def calibrated_with(self) -> dict[str, object] | None:
         """What text that the model writes hangs on; given text has to be run anew."""
-        return {"seed": self.seed} if self.public_text == "sampled" else None
+        if self.public_text != "sampled":
+            return None
+        return {"seed": self.seed, "texts": self.public_rows + self.controls}
 
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""

@@ -40,6 +40,7 @@ from lightning_fedleak.model_runs import (
     token_logits,
     undisturbed,
 )
+from lightning_fedleak.progress import seconds_of
 from lightning_fedleak.snapshots import (
     Observation,
     UpdateSnapshot,
@@ -58,6 +59,7 @@ _FAR = 3.0
 _ROUNDED = 4.0
 _ALLOWANCE = 2.0
 _MOST_LACKING = 0.5
+_TIMED = 2  # public texts that an estimate is made on; more: steadier, and so many times longer
 
 
 class GradientMembership(PassiveMembership):
@@ -199,6 +201,18 @@ class GradientMembership(PassiveMembership):
             self.prepare(self._anatomy)
         if not self._reads:
             raise UnusableObservation(term_of_weights(min(self._left_out)))
+
+    def estimate(self, anatomy: Anatomy, texts: int) -> float:
+        """Nearly all of a look is the model's run on each text, timed on a few public ones."""
+        few, maps = self._texts(anatomy, _TIMED), self._read(anatomy)
+
+        def run() -> None:
+            if maps:
+                of_token_parts(anatomy, maps, few, lambda parts: None)
+            else:
+                _gradients(anatomy, self._others(anatomy), few)
+
+        return seconds_of(run, anatomy.device) / _TIMED * (texts + self.controls)
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Runs the model on public text, forward and backward."""

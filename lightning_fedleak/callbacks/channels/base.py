@@ -299,6 +299,7 @@ class Look:
             where one of them did not say.
         loss_terms: ids of the parameters of which a loss of the step has a term of their own.
         kept: what channels keep until the look is published, by keys of their own.
+        asked: the series that are tried again, where it is of these alone; None: of all.
     """
 
     step: int
@@ -315,6 +316,7 @@ class Look:
     noise_std: float = 0.0
     loss_terms: set[int] = field(default_factory=set)
     kept: dict[object, Any] = field(default_factory=dict)
+    asked: frozenset[Series] | None = None
 
     def elapsed(self) -> float:
         """Seconds since the look began that were not its own."""
@@ -357,19 +359,21 @@ class Moment:
     optimizer: Optimizer | None
     scale: float
     take: Callable[[], GradientSnapshot]
-    _view: GradientSnapshot | Unknown | None = None
+    _view: GradientSnapshot | Unknown | Waiting | None = None
 
-    def gradients(self) -> GradientSnapshot | Unknown:
+    def gradients(self) -> GradientSnapshot | Unknown | Waiting:
         """What :attr:`take` gives, taken once, or why there is nothing."""
         if self._view is None:
             self._view = taken(self.take)
         return self._view
 
 
-def taken(take: Callable[[], GradientSnapshot]) -> GradientSnapshot | Unknown:
-    """What a tap gives, or why it gives nothing."""
+def taken(take: Callable[[], GradientSnapshot]) -> GradientSnapshot | Unknown | Waiting:
+    """What a tap gives, or why it gives nothing (yet)."""
     try:
         return take()
+    except NotYet as error:
+        return Waiting(str(error))
     except Exception as error:
         return Unknown(reason(error))
 
@@ -641,11 +645,9 @@ class Channel(ABC):
             return
         view = moment.gradients()
         for plan in mine:
-            first, *others = self.series_at(plan.attack, moment.wanted)
-            if first not in moment.look.said:
-                moment.look.said[first] = guess(plan, view)
-            for series in others:
-                moment.look.said.setdefault(series, moment.look.said[first])
+            series = self.series_at(plan.attack, moment.wanted)
+            if silent := [s for s in series if s not in moment.look.said]:
+                moment.look.said |= dict.fromkeys(silent, guess(plan, view))
 
 
 def channels_of(attacks: Sequence[Attack], settings: Settings) -> list[Channel]:
@@ -674,10 +676,10 @@ def family_of(attack: Attack) -> type[Channel]:
 
 
 def guess(
-    plan: Plan, view: GradientSnapshot | Unknown, query: Query | None = None
+    plan: Plan, view: GradientSnapshot | Unknown | Waiting, query: Query | None = None
 ) -> Guess | Unknown | Waiting:
     """What an attack says of gradients, or why it says nothing (yet)."""
-    if isinstance(view, Unknown):
+    if isinstance(view, Unknown | Waiting):
         return view
     optimizer = plan.optimizer
     adaptive = plan.attack.reads_adaptive_updates
@@ -699,7 +701,8 @@ def guess(
         with torch.no_grad():
             return plan.attack.run(Observation((view,)), query)
     except NotYet as error:
-        return Waiting(str(error))
+        zeros = tuple(role for role in plan.roles if not bool(view.tensors[role].any()))
+        return Waiting(str(error), zeros=zeros)
     except Exception as error:
         return Unknown(reason(error), applies=not isinstance(error, Inapplicable))
 

@@ -679,7 +679,8 @@ class PassiveMembershipChannel(MembershipChannel):
                 self._tables[name] = _Table(_drawn(draw, look.step, batches))
         for plan in self.plans:
             mine = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
-            if not plan.exposed or not mine:
+            silent = any(s not in look.said for s in self.series_of(plan))
+            if not plan.exposed or not mine or not silent:
                 continue
             said = self._asked(plan, self._tables[str(Stage.SHARED)].asked, moment)
             for series in self.series_at(plan.attack, moment.wanted):

@@ -408,7 +408,8 @@ class Sources:
         if outside is not None:
             targets = self._deal.targets(inside, outside, generator)
         return targets or Waiting(
-            "no text is known that is not in the batch (games=Games(held_out=...) gives some)"
+            "no text is known that is not in the batch (games=Games(held_out=...) gives some)",
+            soon=outside is None,
         )
 
     def canaries(self, step: int, batches: Sequence[TokenBatch]) -> Targets | Waiting:
@@ -420,12 +421,12 @@ class Sources:
         inside, generator = Rows.of(batches), self._generator(step)
         places = [i for i, text in enumerate(inside.tuples()) if text in self._in]
         if not places:
-            return Waiting("no canary was in the batch")
+            return Waiting("no canary was in the batch", soon=False)
         if not self._out:
-            return Waiting("every canary is in the data")
+            return Waiting("every canary is in the data", soon=False)
         outside = self._deal.some(self._out, generator, like=inside)
         targets = self._deal.targets(inside, outside, generator, among=places)
-        return targets or Waiting("every canary that was left out is in the batch")
+        return targets or Waiting("every canary that was left out is in the batch", soon=False)
 
     def all_canaries(self, batches: Sequence[TokenBatch]) -> Targets:
         """Every canary of the user's, included or not, in their order; the token asked for stays.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.membership import gradients
 from lightning_fedleak.attacks.membership.gradients import (
     GradientMembership,
     _Fit,
@@ -417,7 +419,7 @@ def test_what_the_model_wrote_is_kept_and_not_written_again(
     anatomy = find_anatomy(model)
     first, second = GradientMembership("sampled"), GradientMembership("sampled")
     first.prepare(anatomy)
-    assert first.calibrated_with() == {"seed": 0}
+    assert first.calibrated_with() == {"seed": 0, "texts": 32}
     second.load_state_dict(first.state_dict())
 
     def written(*_: Any, **__: Any) -> None:
@@ -461,3 +463,22 @@ def test_what_it_cannot_read_is_refused() -> None:
 def test_numbers_out_of_range_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         GradientMembership(texts(4, LENGTH), **wrong)
+
+
+@pytest.mark.parametrize("make", [lora, norms], ids=["maps", "other parameters"])
+def test_a_look_is_estimated_before_anything_is_calibrated(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[object] = []
+
+    def timed(work: Callable[[], object], device: torch.device) -> float:
+        ran.append(work())
+        return 3.0
+
+    monkeypatch.setattr(gradients, "seconds_of", timed)
+    attack = GradientMembership(texts(40, LENGTH), controls=6)
+    assert attack.estimate(find_anatomy(make()), 16) == 3.0 / 2 * (16 + 6)
+    assert len(ran) == 1
+    assert not attack.state_dict()
+    with pytest.raises(RuntimeError, match="no calibration"):
+        attack.run(Observation(), Query(torch.ones(1, 4, dtype=torch.long)))

@@ -451,6 +451,10 @@ class Channel(ABC):
         """After how many looks a rate is first known, and why; None: it is at every look."""
         return None
 
+    def never_judged(self, metric: str) -> str | None:
+        """Why one client's update alone never gives a rate to judge it by; None: it can."""
+        return None
+
     # ---- a fit ------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, client: str, anatomy: Callable[[], Anatomy]) -> None:  # noqa: B027
@@ -675,13 +679,8 @@ def guess(
     """What an attack says of gradients, or why it says nothing (yet)."""
     if isinstance(view, Unknown):
         return view
-    optimizer = plan.optimizer
-    adaptive = optimizer is not None and type(optimizer) is not torch.optim.SGD
-    if isinstance(view, UpdateSnapshot) and adaptive and not plan.attack.reads_adaptive_updates:
-        return Unknown(
-            f"the update of {type(optimizer).__name__} is no sum of gradients, and this attack "
-            "reads these; AlignedFlatChat and GradientMembership read such updates"
-        )
+    if isinstance(view, UpdateSnapshot) and (why := no_sum(plan)) is not None:
+        return Unknown(why, applies=False)
     absent = [r for r in plan.roles if r not in view.tensors]
     if absent:
         return Unknown(f"no gradient of {', '.join(absent)} in this step")
@@ -692,6 +691,18 @@ def guess(
         return Waiting(str(error))
     except Exception as error:
         return Unknown(reason(error), applies=not isinstance(error, Inapplicable))
+
+
+def no_sum(plan: Plan) -> str | None:
+    """Why an attack does not read an optimizer's updates, where it reads sums of gradients."""
+    optimizer = plan.optimizer
+    adaptive = optimizer is not None and type(optimizer) is not torch.optim.SGD
+    if not adaptive or plan.attack.reads_adaptive_updates:
+        return None
+    return (
+        f"the update of {type(optimizer).__name__} is no sum of gradients, and this attack reads "
+        "these; AlignedFlatChat and GradientMembership read such updates"
+    )
 
 
 def worst_of(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -749,6 +760,7 @@ __all__ = [
     "channels_of",
     "family_of",
     "guess",
+    "no_sum",
     "reason",
     "taken",
     "worst_of",

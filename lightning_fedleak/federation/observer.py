@@ -11,7 +11,7 @@ import math
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -49,6 +49,7 @@ from lightning_fedleak.callbacks.lineup import Lineup
 from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord, values_spent
 from lightning_fedleak.callbacks.results import (
     WORST,
+    NothingShared,
     Outcome,
     Result,
     Results,
@@ -838,30 +839,34 @@ class RoundObserver:
             for series, channel in self._series.items()
             if one.rpartition("/")[0] == series.log_name and rate != "exposed"
         ]
-        known = any(why is None and error is None for why, error in found)
+        known = any(why is None and said is None for why, said in found)
+        unread = [said for _, said in found if isinstance(said, Unknown)]
         # As in Results: an attack that is made for these updates, and fails, leaves the worst open.
-        fails = any(e is not None and not isinstance(e, Inapplicable) for _, e in found)
-        if not found or (known and not fails):
+        if not found or (known and not any(said.applies for said in unread)):
             return None
-        return "; ".join(dict.fromkeys(str(why or error) for why, error in found if why or error))
+        reasons = [why for why, _ in found if why] or [said.why for said in unread]
+        return "; ".join(dict.fromkeys(reasons or ["what it reads is not trained, so not shared"]))
 
-    def _never_read(self, series: Series, channel: Channel) -> UnusableObservation | None:
-        """Why an attack can read no update of these rounds."""
+    def _never_read(self, series: Series, channel: Channel) -> Unknown | NothingShared | None:
+        """What an attack says of every update of these rounds; None where it may say more."""
         attack = next(a for a in channel.given if a.name == series.attack)
         try:
             plan = channel.plan(attack)
-            if not plan.exposed:
-                return Inapplicable(f"what '{attack.name}' reads is not trained, and so not shared")
-            if (why := no_sum(plan)) is not None:
-                return Inapplicable(why)
-            facts = self._run.facts(plan, self.local_steps, 0)
+        except ValueError:
+            return NothingShared()
+        if not plan.exposed:
+            return NothingShared()
+        if (why := no_sum(plan)) is not None:
+            return Unknown(why, applies=False)
+        facts, steps = self._run.facts(plan, self.local_steps, 0), None
+        with suppress(UnusableObservation):  # some attacks read updates of any optimizer
+            steps = LocalSteps.of(facts)
+        try:
             attack.check_updates(facts)
-            if (steps := LocalSteps.of(facts)) is not None:
+            if steps is not None:
                 steps.check_fresh(self._fresh)
         except UnusableObservation as error:
-            return error
-        except ValueError as error:
-            return Inapplicable(str(error))
+            return Unknown(str(error), applies=not isinstance(error, Inapplicable))
         return None
 
 

@@ -114,7 +114,7 @@ def test_of_too_few_texts_an_update_can_be_found_to_leak_but_not_to_be_safe(tmp_
             {"optimizer": MOMENTUM, "fresh": False},
             r"optimizer\.state\.clear\(\)",
         ),
-        (lora, lambda: [BagOfWords()], {}, "not trained, and so not shared"),
+        (lora, lambda: [BagOfWords()], {}, "not trained, so not shared"),
     ],
     ids=["adaptive steps", "no fresh optimizer", "a head that is not trained"],
 )

@@ -149,6 +149,17 @@ class Attack(ABC):
         Default: nothing.
         """
 
+    def check_updates(self, facts: RunFacts) -> None:  # noqa: B027
+        """Refuses rounds of local steps of which it can read no update, whatever is in it.
+
+        Args:
+            facts: of the run; with its local steps, and the optimizer's settings.
+
+        Raises:
+            UnusableObservation: says what to change; :class:`Inapplicable` where the method is not
+                made for such updates.
+        """
+
     @abstractmethod
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Which gradients and activations this attack reads from this model."""

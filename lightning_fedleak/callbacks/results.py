@@ -122,6 +122,7 @@ class Outcome:
         worst: each rate's value at the client where it is highest; empty for one client.
         extra: numbers that have no interval; NaN where there is none.
         now: each rate's value at this look alone; None where ``rates`` is of this look alone.
+        too_few: why this look alone says too little to be judged by; None where it does not.
         unknown: why there is no value; None where there is one.
         applies: false where there is none since the method is not made for what was shared.
         pending: why there is no value *yet*; None otherwise.
@@ -135,6 +136,7 @@ class Outcome:
     worst: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, float] = field(default_factory=dict)
     now: Mapping[str, float] | None = None
+    too_few: str | None = None
     unknown: str | None = None
     applies: bool = True
     pending: str | None = None

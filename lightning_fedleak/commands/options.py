@@ -397,7 +397,9 @@ class FederateOptions:
         "auto", "every attack that can read these updates, or none", choices=("auto", "none")
     )
     members: int = _count(
-        4, "texts of a round that are asked for in membership games, and as many that are not in it"
+        16,
+        "texts of a round that are asked for in membership games, and as many that are not in it; "
+        "a gate needs 16",
     )
     gate: float | None = _option(
         None,
@@ -407,8 +409,8 @@ class FederateOptions:
     )
     watch: str | None = _option(
         None,
-        "what the gate watches, a name in the logs; by default leakage/worst/words, of several "
-        "steps of adamw leakage/gradient_membership/advantage",
+        "what the gate watches, a name in the logs; by default leakage/worst/membership (of which "
+        ".5 is guessing), and leakage/worst/words where an attack can read words off these updates",
         "NAME",
     )
     action: Literal["withhold", "harden", "raise", "warn"] = _option(

@@ -328,12 +328,15 @@ def _remembered(
         before = context.state.config_records[_STATE]
         for gate in gates:
             gate.unknown[client] = int(before.get(f"gate/{gate.name}", 0))
+            if (round_ := before.get(f"unread/{gate.name}")) is not None:
+                gate.unread[client] = int(round_)
         if _NEXT in before:
             observer.next_look[client] = int(before[_NEXT])
     try:
         yield
     finally:
         kept = {f"gate/{gate.name}": gate.unknown.get(client, 0) for gate in gates}
+        kept |= {f"unread/{g.name}": g.unread[client] for g in gates if client in g.unread}
         if client in observer.next_look:
             kept[_NEXT] = observer.next_look[client]
         context.state.config_records[_STATE] = ConfigRecord(kept)

@@ -79,10 +79,15 @@ class RoundGate:
 
     Every round is judged by its own value, not by one that is pooled over rounds. What is
     *unknown* counts as a breach: an attack that failed, that waits for its first result, that is
-    not played, or whose surface is not shared.
+    not played, or whose surface is not shared; and a rate at or below the threshold of fewer than
+    16 texts of the round and 16 others. A value that no update here can have is refused beforehand.
+
+    In the first round of a LoRA nothing can be read of its words *yet*, as long as its B is zero:
+    one update of a client is let pass by a gate on words for that, and a second one is not.
 
     Args:
         metric: a name in the logs, ``"leakage/<attack>/<metric>"`` or ``"leakage/worst/<family>"``.
+            Of membership the AUC, not what the attack's own threshold gives.
         at_most: the largest value that is allowed.
         action: ``"withhold"``: the update does not leave. Under a :class:`ClientDP` whose noise the
             client adds, zero with that noise leaves in its place; under a secure aggregation zero
@@ -96,6 +101,7 @@ class RoundGate:
 
     Attributes:
         unknown: by client, how many values in a row were unknown so far.
+        unread: by client, the round whose update left while nothing could be read yet.
 
     Raises:
         ValueError: arguments that cannot be meant.
@@ -121,6 +127,7 @@ class RoundGate:
         self.patience = patience
         self.name = name or metric.removeprefix("leakage/")
         self.unknown: dict[str | int, int] = {}
+        self.unread: dict[str | int, int] = {}
 
     def about(self) -> dict[str, Any]:
         """For the record of a run."""
@@ -135,16 +142,23 @@ class RoundGate:
         }
 
     def check(self, observer: RoundObserver) -> None:
-        """Refuses a metric that the observer does not log.
+        """Refuses a metric that the observer does not log, or by which no update can be judged.
 
         Raises:
-            ValueError: with the names that exist.
+            ValueError: with the names that exist, or that can be watched.
         """
         names = observer.metric_names()
         if self.metric not in names:
             raise ValueError(
                 f"RoundGate watches '{self.metric}', which this RoundObserver does not log."
                 f"{names_there_are(self.metric, names)}"
+            )
+        if (why := observer.never_judged(self.metric)) is not None:
+            can = [name for name in observer.headlines() if observer.never_judged(name) is None]
+            raise ValueError(
+                f"RoundGate watches '{self.metric}', by which it can judge no update of this "
+                f"federation: {why}. It would withhold every one. "
+                + (f"Watch {' or '.join(can)}." if can else "Nor can it by any other value.")
             )
 
     def judge(self, look: RoundLook, watched: Sequence[str] = ()) -> RoundEvent | None:
@@ -154,8 +168,10 @@ class RoundGate:
             look: at the update.
             watched: of the worst of a family, the values that it is the highest of.
         """
-        value, why = self._value(look)
+        value, why = self._value(look, watched)
         of = ""
+        if math.isnan(value) and self.not_yet(look) is not None:
+            return None
         if math.isnan(value):
             self.unknown[look.client] = self.unknown.get(look.client, 0) + 1
             if self.unknown[look.client] <= self.patience:
@@ -168,21 +184,33 @@ class RoundGate:
         client = look.client
         return RoundEvent(self.name, self.metric, look.round_, client, value, self.at_most, of, why)
 
-    def _value(self, look: RoundLook) -> tuple[float, str]:
+    def not_yet(self, look: RoundLook) -> RoundEvent | None:
+        """Why an update may leave though nothing is known: nothing can be read yet. Else None."""
+        why = look.not_yet.get(self.metric) or look.not_yet.get(self.metric.rpartition("/")[0])
+        if why is None or self.unread.get(look.client, look.round_) != look.round_:
+            return None
+        unknown = math.nan
+        return RoundEvent(
+            self.name, self.metric, look.round_, look.client, unknown, self.at_most, why=why
+        )
+
+    def _value(self, look: RoundLook, watched: Sequence[str]) -> tuple[float, str]:
         """What is watched, and why it is unknown."""
-        root = self.metric.rpartition("/")[0]
-        value = look.now.get(self.metric, math.nan)
-        if look.now.get(f"{root}/exposed") == 0:
+        names = watched if is_worst(self.metric) else (self.metric,)
+        roots = [name.rpartition("/")[0] for name in names]
+        if not is_worst(self.metric) and look.now.get(f"{roots[0]}/exposed") == 0:
             return math.nan, "what the attack reads is not shared, and something else is"
-        if not math.isnan(value):
+        known = [v for name in names if not math.isnan(v := look.now.get(name, math.nan))]
+        if known and max(known) > self.at_most:  # whatever else of the worst is unknown
+            return max(known), ""
+        value = look.now.get(self.metric, math.nan)
+        few = [look.too_few[root] for root in roots if root in look.too_few]
+        if not math.isnan(value) and not few:
             return value, ""
-        if is_worst(self.metric):
-            at_least = look.now.get(f"{self.metric}_at_least", math.nan)
-            if at_least > self.at_most:
-                return at_least, ""
-        told = [look.unknown[root]] if root in look.unknown else list(look.unknown.values())
-        waits = "no result yet, or an attack that is not played here"
-        return math.nan, next(iter(told), waits)
+        told = [look.unknown[root] for root in roots if root in look.unknown]
+        waits = [look.not_yet[root] for root in roots if root in look.not_yet]
+        nothing = "no result yet, or an attack that is not played here"
+        return math.nan, next(iter([*few, *told, *waits, *look.unknown.values()]), nothing)
 
 
 @dataclass(frozen=True)
@@ -358,6 +386,10 @@ class OutgoingUpdates:
             leaves = self._zero(sent, like)
         elif did != "raise":
             leaves = self._released(sent, returned, update, like)
+            for gate in self.gates:
+                if (event := gate.not_yet(look)) is not None:
+                    gate.unread[look.client] = round_
+                    self._record(event, "not yet")
         acted = {f"gate/{g.name}": float(any(e.gate == g.name for e in events)) for g in self.gates}
         observer.log(look, acted, () if self.own is None else (self.own,))
         for event in events:

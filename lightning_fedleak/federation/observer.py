@@ -11,7 +11,7 @@ import math
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.attacks.auto import ASSUMED, candidates
-from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks.base import Attack, UnusableObservation
+from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import Given
 from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
 from lightning_fedleak.callbacks import auto
@@ -38,6 +39,7 @@ from lightning_fedleak.callbacks.channels.base import (
     Run,
     Settings,
     channels_of,
+    no_sum,
     reason,
 )
 from lightning_fedleak.callbacks.channels.targets import Games
@@ -47,6 +49,8 @@ from lightning_fedleak.callbacks.lineup import Lineup
 from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord, values_spent
 from lightning_fedleak.callbacks.results import (
     MAX_WAITS,
+    WORST,
+    NothingShared,
     Outcome,
     Result,
     Results,
@@ -64,7 +68,7 @@ from lightning_fedleak.federation.updates import (
     observe,
     parameter_names,
 )
-from lightning_fedleak.snapshots import GradientSnapshot, Stage, UpdateSnapshot
+from lightning_fedleak.snapshots import GradientSnapshot, Inapplicable, Stage, UpdateSnapshot
 from lightning_fedleak.threats import Capability
 
 if TYPE_CHECKING:
@@ -137,6 +141,9 @@ class RoundLook:
             what is waited for is missing.
         now: the same of this round alone.
         unknown: why results are unknown, by the log name that their values begin with.
+        not_yet: why nothing can be read so far that will be later (words of a LoRA whose B is
+            zero), by that name, and by that of the worst of the family.
+        too_few: why rates of this round alone are no judgement of it, by that name.
         seconds: that the look took.
     """
 
@@ -145,6 +152,8 @@ class RoundLook:
     values: Mapping[str, float]
     now: Mapping[str, float]
     unknown: Mapping[str, str]
+    not_yet: Mapping[str, str]
+    too_few: Mapping[str, str]
     seconds: float
     _made: _Made = field(repr=False, compare=False)
 
@@ -319,6 +328,8 @@ class RoundObserver:
         self._sent: State | None = None
         self._key_of: dict[str, str] = {}
         self._held = [channel for channel in held if channel.attacks]
+        for channel in self._held:
+            channel.open(self._run)
         self._series = _series(self._held, Stage.SHARED)
         self._lineup: Lineup | None = None
         self._failed: dict[str, str] = {}
@@ -406,8 +417,6 @@ class RoundObserver:
 
     def _open(self, round_: int) -> None:
         """Calibrates the attacks on the first model that is sent."""
-        for channel in self._held:
-            channel.open(self._run)
         lineup = Lineup(
             self._run,
             self.attacks,
@@ -561,8 +570,10 @@ class RoundObserver:
             now = dict(seat.results.look_values)
             values = {n: v for n, v in seat.results.latest.items() if n in now}
         why = {s.log_name: o.unknown for s, o in outcomes.items() if o.unknown is not None}
+        few = {s.log_name: o.too_few for s, o in outcomes.items() if o.too_few is not None}
+        not_yet = _not_yet(outcomes, seat.series)
         made = _Made(look, seat, outcomes, utility or {}, before)
-        found = RoundLook(self.round_, client, values, now, why, look.seconds, made)
+        found = RoundLook(self.round_, client, values, now, why, not_yet, few, look.seconds, made)
         if logged:
             self.log(found)
         return found
@@ -810,6 +821,79 @@ class RoundObserver:
     def headlines_of(self, name: str) -> tuple[str, ...]:
         """The log names of which ``leakage/worst/<family>`` is the highest."""
         return Results(self._series).headlines(name.rpartition("/")[-1])
+
+    def headlines(self) -> list[str]:
+        """The log names of the worst of each family, and of what it is the highest of."""
+        results = Results(self._series)
+        worst = [f"{WORST}/{family}" for family in results.families]
+        return worst + [n for family in results.families for n in results.headlines(family)]
+
+    def never_judged(self, name: str) -> str | None:
+        """Why no update can be judged by a value, whatever is in it; None where it can.
+
+        By the optimizer, the steps of a round, what is trained, and how games are played.
+
+        Args:
+            name: in the logs.
+        """
+        root, _, rate = name.rpartition("/")
+        names = self.headlines_of(name) if root == WORST else (name,)
+        found = [
+            (channel.never_judged(one.rpartition("/")[-1]), self._never_read(series, channel))
+            for one in names
+            for series, channel in self._series.items()
+            if one.rpartition("/")[0] == series.log_name and rate != "exposed"
+        ]
+        known = any(why is None and said is None for why, said in found)
+        unread = [said for _, said in found if isinstance(said, Unknown)]
+        # As in Results: an attack that is made for these updates, and fails, leaves the worst open.
+        if not found or (known and not any(said.applies for said in unread)):
+            return None
+        reasons = [why for why, _ in found if why] or [said.why for said in unread]
+        return "; ".join(dict.fromkeys(reasons or ["what it reads is not trained, so not shared"]))
+
+    def _never_read(self, series: Series, channel: Channel) -> Unknown | NothingShared | None:
+        """What an attack says of every update of these rounds; None where it may say more."""
+        attack = next(a for a in channel.given if a.name == series.attack)
+        try:
+            plan = channel.plan(attack)
+        except ValueError:
+            return NothingShared()
+        if not plan.exposed:
+            return NothingShared()
+        if (why := no_sum(plan)) is not None:
+            return Unknown(why, applies=False)
+        facts, steps = self._run.facts(plan, self.local_steps, 0), None
+        with suppress(UnusableObservation):  # some attacks read updates of any optimizer
+            steps = LocalSteps.of(facts)
+        try:
+            attack.check_updates(facts)
+            if steps is not None:
+                steps.check_fresh(self._fresh)
+        except UnusableObservation as error:
+            return Unknown(str(error), applies=not isinstance(error, Inapplicable))
+        return None
+
+
+def _not_yet(
+    outcomes: Mapping[Series, Outcome], channels: Mapping[Series, Channel]
+) -> dict[str, str]:
+    """What waits for what is shared, and the worst of families of which all else is known.
+
+    A game that waits for texts to ask about is none of them: its result could be had at once.
+    """
+    found = {
+        series.log_name: outcome.pending
+        for series, outcome in outcomes.items()
+        if outcome.pending is not None and not channels[series].plays_games
+    }
+    for series in outcomes:
+        family = channels[series].family
+        of_family = [s for s in outcomes if channels[s].family == family]
+        fails = any(outcomes[s].unknown is not None and outcomes[s].applies for s in of_family)
+        if series.log_name in found and not fails:
+            found[f"{WORST}/{family}"] = found[series.log_name]
+    return found
 
 
 def _alike(one: State, other: State) -> bool:

@@ -196,16 +196,13 @@ def test_patience_lets_unknown_pass_so_often(tmp_path):
     assert found == [False, False, True, True]
 
 
-def test_a_surface_that_is_not_shared_is_unknown(tmp_path):
+def test_a_gate_on_a_surface_that_is_not_shared_is_refused(tmp_path):
     net = lora()
     watched = observer(
         tmp_path, net, [Probe(), Probe(name="b", role=next(iter(trained_state(net))))]
     )
-    out = OutgoingUpdates(watched, [RoundGate(F1, at_most=1.0)])
-    with pytest.warns(UserWarning, match="not shared"):
-        [(_, _, found)] = rounds(out, net)
-    assert found.look.values["leakage/probe/exposed"] == 0
-    assert found.withheld
+    with pytest.raises(ValueError, match="Watch leakage/worst/words or leakage/b/f1"):
+        OutgoingUpdates(watched, [RoundGate(F1, at_most=1.0)])
 
 
 def test_an_update_that_cannot_be_read_does_not_leave(tmp_path):

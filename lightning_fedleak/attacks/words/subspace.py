@@ -313,6 +313,22 @@ read_alone`), or one side alone of an encoder-decoder.
         others = set(torch.cat([types[:0], *found]).tolist()) - set(types.tolist())
         return torch.tensor(sorted(others), dtype=types.dtype, device=types.device)
 
+    def check_updates(self, facts: RunFacts) -> None:
+        """Refuses rounds whose rows are no combinations of inputs, nor can be made so.
+
+        Raises:
+            Inapplicable: several steps of an adaptive optimizer.
+        """
+        steps = LocalSteps.of(facts)
+        if steps is not None and not steps.linear and not steps.invertible:
+            raise Inapplicable(
+                f"a round of {steps.steps} step{'s' * (steps.steps > 1)} of "
+                f"{steps.optimizer.__name__} divides gradients entry by entry, so that its rows "
+                "are no combinations of inputs any more; measure rounds of one step "
+                "(local_steps=1) or the gradients of single steps (leave local_steps out) to see "
+                "what the client's data would give away"
+            )
+
     def _as_gradients(
         self, update: UpdateSnapshot
     ) -> tuple[UpdateSnapshot, Mapping[str, Tensor] | None]:
@@ -321,17 +337,11 @@ read_alone`), or one side alone of an encoder-decoder.
         Raises:
             UnusableObservation: its rows are no combinations of inputs.
         """
+        self.check_updates(self._facts)
         steps = LocalSteps.of(self._facts)
         if steps is None:
             return update, None
         name = steps.optimizer.__name__
-        if not steps.linear and not steps.invertible:
-            raise UnusableObservation(
-                f"a round of {steps.steps} step{'s' * (steps.steps > 1)} of {name} divides "
-                "gradients entry by entry, so that its rows are no combinations of inputs any "
-                "more; measure rounds of one step (local_steps=1) or the gradients of single "
-                "steps (leave local_steps out) to see what the client's data would give away"
-            )
         steps.check_fresh(update.fresh)
         rate = update.learning_rate
         if steps.linear and not steps.settings.get("weight_decay"):
@@ -349,13 +359,17 @@ read_alone`), or one side alone of an encoder-decoder.
         both = {n: steps.inverted(t, self._before[n], rate, added) for n, t in held.items()}
         gradients = {n: _moved(gradient, error) for n, (gradient, error) in both.items()}
         errors = {n: error for n, (_, error) in both.items()}
+        of_a = {m.name for known in self._readable for m in known.maps if m.factor == "A"}
+        # Zeros of infinite errors are of a gradient, of which signs alone are seen.
+        seen = [gradients[n].any() | errors[n].isinf().any() for n in of_a & held.keys()]
+        if seen and not any(seen):
+            raise NotYet(NO_GRADIENT_YET)
         if all(_hidden(gradients[n], errors[n]) for n in errors):
             raise UnusableObservation(
                 f"the step of {name} shows the signs of a gradient alone here: a defence's noise "
                 "hides its sizes, or the rounding of the stored weights (half precision, or a "
-                "small learning rate), or what is read has no gradient yet (LoRA's A in its first "
-                "step, where B is zero); measure the gradients of single steps (leave local_steps "
-                "out), or a later round"
+                "small learning rate); measure the gradients of single steps (leave local_steps "
+                "out)"
             )
         return replace(update, tensors=gradients), errors
 

@@ -459,6 +459,10 @@ class Channel(ABC):
         """After how many looks a rate is first known, and why; None: it is at every look."""
         return None
 
+    def never_judged(self, metric: str) -> str | None:
+        """Why one client's update alone never gives a rate to judge it by; None: it can."""
+        return None
+
     # ---- a fit ------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, client: str, anatomy: Callable[[], Anatomy]) -> None:  # noqa: B027
@@ -681,15 +685,12 @@ def guess(
     """What an attack says of gradients, or why it says nothing (yet)."""
     if isinstance(view, Unknown | Waiting):
         return view
-    optimizer = plan.optimizer
-    adaptive = plan.attack.reads_adaptive_updates
-    if isinstance(view, UpdateSnapshot) and optimizer is not None and not adaptive:
-        if type(optimizer) is not torch.optim.SGD:
-            return Unknown(
-                f"the update of {type(optimizer).__name__} is no sum of gradients, and this attack "
-                "reads these; AlignedFlatChat and GradientMembership read such updates"
-            )
-        if not view.fresh and any(group.get("momentum") for group in optimizer.param_groups):
+    if isinstance(view, UpdateSnapshot):
+        if (why := no_sum(plan)) is not None:
+            return Unknown(why, applies=False)
+        groups = plan.optimizer.param_groups if plan.optimizer is not None else ()
+        carries = not plan.attack.reads_adaptive_updates and any(g.get("momentum") for g in groups)
+        if carries and not view.fresh:
             return Unknown(stale_optimizer("SGD"))
     regularised = [r for r in plan.roles if r in view.loss_terms]
     if regularised and not plan.attack.removes_loss_terms:
@@ -705,6 +706,18 @@ def guess(
         return Waiting(str(error), zeros=zeros)
     except Exception as error:
         return Unknown(reason(error), applies=not isinstance(error, Inapplicable))
+
+
+def no_sum(plan: Plan) -> str | None:
+    """Why an attack does not read an optimizer's updates, where it reads sums of gradients."""
+    optimizer = plan.optimizer
+    adaptive = optimizer is not None and type(optimizer) is not torch.optim.SGD
+    if not adaptive or plan.attack.reads_adaptive_updates:
+        return None
+    return (
+        f"the update of {type(optimizer).__name__} is no sum of gradients, and this attack reads "
+        "these; AlignedFlatChat and GradientMembership read such updates"
+    )
 
 
 def worst_of(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -762,6 +775,7 @@ __all__ = [
     "channels_of",
     "family_of",
     "guess",
+    "no_sum",
     "reason",
     "taken",
     "worst_of",

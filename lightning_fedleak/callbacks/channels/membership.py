@@ -69,6 +69,15 @@ if TYPE_CHECKING:
 
 AUDIT = "audit"
 RESAMPLES = 200
+LEAST_MEMBERS = 16
+"""Texts of a batch, and as many others, without which one look is no judgement of an update.
+
+The standard error of an AUC is at most ``sqrt(.25 / members)`` whatever the law of the scores (Van
+Dantzig 1951), 1/8 here. Fewer: an update that is read well may pass by chance. More: rounds of few
+texts can never be judged.
+"""
+OWN_THRESHOLD = ("accuracy", "f1", "advantage")
+"""Rates of the attack's own decisions, which may all be *no* where the scores are all right."""
 _EVERY = "every canary"
 _AT_ONCE = 64
 
@@ -163,7 +172,8 @@ class _Window:
         now = {name: rate.value for name, rate in _rates(self._looks[-1]).items()}
         clients = games if len(games) > 1 else []
         each = [{name: r.value for name, r in _rates(g).items()} for g in clients]
-        return Outcome(_rates(pooled, RESAMPLES), len(pooled), worst=worst_of(each), now=now)
+        rates, members = _rates(pooled, RESAMPLES), int(self._looks[-1][:, 3].sum())
+        return Outcome(rates, len(pooled), worst=worst_of(each), now=now, too_few=_few(members))
 
     def state_dict(self) -> dict[str, Tensor]:
         """(n, 5): look, client, score, bit, decision of every game in the window."""
@@ -182,6 +192,16 @@ class _Window:
         """Forgets the window."""
         self._looks.clear()
         self._next = 0
+
+
+def _few(members: int) -> str | None:
+    if members >= LEAST_MEMBERS:
+        return None
+    return (
+        f"{members} texts of the update were asked for, and as many others: fewer than "
+        f"{LEAST_MEMBERS}, of which a rate may be low by chance (games=Games(targets=...), and "
+        "more texts a round, give more)"
+    )
 
 
 def _rates(games: Tensor, resamples: int = 100) -> dict[str, Rate]:
@@ -244,6 +264,18 @@ class MembershipChannel(Channel):
             f"a rate at {fpr:g} false positives is known only from {NEGATIVES_PER_FPR / fpr:.0f} "
             f"texts that are not in the batch, and a look has {others} of them"
         )
+
+    def never_judged(self, metric: str) -> str | None:
+        """Rates of the attack's own threshold, intervals, and what needs more games than a look."""
+        if metric in OWN_THRESHOLD:
+            return (
+                "it is of the attack's own threshold, so that it may be 0 of an update that is "
+                "read without an error"
+            )
+        if metric.endswith(("_low", "_high")):
+            return "intervals are of the games of all rounds, and a gate judges one round"
+        known = self.looks_until_known(metric, 1)
+        return _few(self.games.targets) if known is None or known[0] <= 1 else known[1]
 
     # ---- a fit ------------------------------------------------------------------------------
 

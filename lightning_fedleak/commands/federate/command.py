@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lightning_fedleak.anatomy import AnatomyError
+from lightning_fedleak.callbacks.channels.membership import LEAST_MEMBERS
 from lightning_fedleak.commands.federate import local
 from lightning_fedleak.commands.federate.server import Server
 from lightning_fedleak.commands.federate.setting import Setting
@@ -138,11 +139,22 @@ class FederateCommand(Setting):
         return max((a.privacy.epsilon for a in accounts if a is not None), default=0.0)
 
     def _check_gate(self) -> None:
-        for gate in self.gates():
+        if not (gates := self.gates()):
+            return
+        observer = self.observer(self.out)
+        texts = min(self.local_steps * self.batch_size, *(len(rows) for rows in self.rows))
+        for gate in gates:
             try:
-                gate.check(self.observer(self.out))
+                gate.check(observer)
             except ValueError as error:
                 raise SourceError(f"--watch {gate.metric}: {error}") from error
+            if "membership" in gate.metric and texts < LEAST_MEMBERS:
+                raise SourceError(
+                    f"--watch {gate.metric}: a round has {texts} texts of a client, and no update "
+                    f"is judged by fewer than {LEAST_MEMBERS}: give more --local-steps or a larger "
+                    "--batch-size (and clients with so many texts), or watch words alone (--watch "
+                    "leakage/worst/words)"
+                )
 
     def _introduce(self, console: Console, sizes: Sequence[int]) -> None:
         model = "the embedded model" if self.model is None else self.model
@@ -161,9 +173,11 @@ class FederateCommand(Setting):
             )
         if self.gate is not None:
             lines.append(
-                f"The gate watches {self.watched}, at most {self.gate:g}; what is unknown does not "
-                "pass. In brackets: what did not leave."
+                f"The gate watches {' and '.join(self.watched)}, at most {self.gate:g}; what is "
+                "unknown does not pass. In brackets: what did not leave."
             )
+            if self.watch is None and self.words_hidden:
+                lines.append(f"It does not watch words, never known here: {self.words_hidden}.")
         dp = self.account(None)
         if dp is not None:
             lines.append(

@@ -40,6 +40,8 @@ OPTIMIZERS = {
 }
 """Class, default learning rate, and further settings."""
 
+WORDS, MEMBERSHIP = "leakage/worst/words", "leakage/worst/membership"
+
 _SET_ASIDE = 5
 """One text in so many calibrates the attacks, and another is in no batch."""
 _MOST_PUBLIC = 200
@@ -221,12 +223,15 @@ class Setting(FederateOptions):
 
     # ---- who looks, and who adds noise ------------------------------------------------------
 
-    def observer(self, folder: Path, federation: str | None = None) -> RoundObserver:
+    def observer(
+        self, folder: Path, federation: str | None = None, *, gated: bool = True
+    ) -> RoundObserver:
         """Attacks the updates of this federation.
 
         Args:
             folder: of its files.
             federation: a name that all observers of it have alike.
+            gated: the record names the gates.
         """
         return RoundObserver(
             self.make_model(),
@@ -238,20 +243,23 @@ class Setting(FederateOptions):
             tokenizer=self.tokenizer,
             games=Games(targets=self.members, held_out=PublicText(self.outside)),
             look_seconds=math.inf,
-            gates=[gate.about() for gate in self.gates()],
+            gates=[gate.about() for gate in self.gates()] if gated else [],
         )
 
+    @cached_property
+    def words_hidden(self) -> str | None:
+        """Why words are never known here, so that no gate watches them by default."""
+        return self.observer(self.out, gated=False).never_judged(WORDS)
+
     @property
-    def watched(self) -> str:
-        """What the gate watches."""
+    def watched(self) -> tuple[str, ...]:
+        """What the gates watch: what the table shows, as far as it can be known here."""
         if self.watch is not None:
-            return self.watch
-        # No attack here reads words off several adaptive steps.
-        hidden = self.optimizer == "adamw" and self.local_steps > 1
-        return "leakage/gradient_membership/advantage" if hidden else "leakage/worst/words"
+            return (self.watch,)
+        return (MEMBERSHIP,) if self.words_hidden else (WORDS, MEMBERSHIP)
 
     def gates(self) -> list[RoundGate]:
-        """One, or none.
+        """One for each value that is watched, or none.
 
         Raises:
             SourceError: a gate without attacks, or settings of a gate without one.
@@ -265,10 +273,14 @@ class Setting(FederateOptions):
             raise SourceError(
                 "--gate needs attacks whose results it watches: leave --attack none out."
             )
-        try:
-            return [RoundGate(self.watched, at_most=self.gate, action=self.action)]
-        except ValueError as error:
-            raise SourceError(f"--watch {self.watched}: {error}") from error
+        gates = []
+        for name in self.watched:
+            try:
+                gates.append(RoundGate(name, at_most=self.gate, action=self.action))
+            except ValueError as error:
+                more = f" (--watch {WORDS} watches words alone)" * (self.watch is None)
+                raise SourceError(f"--watch {name}: {error}{more}") from error
+        return gates
 
     def account(self, ledger: Path | None) -> ClientDP | None:
         """Client-level differential privacy; None where none was asked for.

@@ -159,7 +159,7 @@ def _of(client: int, found: Mapping[str | int, float], round_: Round) -> str:
     """A client's value; in brackets where its update did not leave."""
     if client in round_.withheld:
         value = found.get(client, math.nan)
-        return "(held)" if math.isnan(value) else f"({value:.3f})"
+        return f"({_number(value)})"
     return _number(found[client]) if client in found else "-"
 
 

@@ -67,7 +67,8 @@ def test_each_round_is_shown_and_watching_changes_no_bit(
 
 
 def test_a_gate_holds_updates_back(tmp_path: Path, given: dict) -> None:
-    said, folder = federate(tmp_path, given, gate=0.05, rounds=1)
+    words = "leakage/worst/words"
+    said, folder = federate(tmp_path, given, gate=0.05, watch=words, rounds=1)
     assert "2 of 2 updates did not leave" in said
     assert "(" in next(line for line in said.splitlines() if "words, F1" in line)
     gates = [x for x in lines(folder, "run.jsonl") if x["kind"] == "gate"]
@@ -75,6 +76,33 @@ def test_a_gate_holds_updates_back(tmp_path: Path, given: dict) -> None:
     untouched = FederateCommand(**given).make_model().state_dict()
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(tensor, untouched[name])
+
+
+def test_the_default_gate_watches_what_the_table_shows(tmp_path: Path, given: dict) -> None:
+    """Of AdamW's steps behind a LoRA that is membership alone, and why is said."""
+    own = {"text": None, "column": None, "length": 16, "members": 16, "rounds": 1}
+    own |= {"optimizer": "adamw", "peft": "lora", "local_steps": 4, "batch_size": 4, "gate": 0.75}
+    said, folder = federate(tmp_path, given, **own)
+    assert "It does not watch words, never known here: a round of 4 steps of AdamW" in said
+    [start, *_] = lines(folder, "run.jsonl")
+    assert [gate["metric"] for gate in start["gates"]] == ["leakage/worst/membership"]
+    [row] = [line for line in said.splitlines() if "membership, AUC  " in line]
+    shown = row.split("AUC")[1].split()[:2]
+    assert [cell.startswith("(") for cell in shown] == [
+        float(cell.strip("()")) > 0.75 for cell in shown
+    ]
+    assert "1 of 2 updates did not leave" in said
+
+
+@pytest.mark.slow
+def test_what_is_read_without_an_error_does_not_leave(tmp_path: Path) -> None:
+    """On board: the model and the messages, and the gate that is given no name."""
+    said, _ = federate(
+        tmp_path, {}, clients=2, rounds=1, peft="lora", optimizer="sgd", local_steps=4, gate=0.9
+    )
+    [row] = [line for line in said.splitlines() if "membership, AUC  " in line]
+    assert row.split("AUC")[1].split()[:2] == ["(1.000)"] * 2
+    assert "2 of 2 updates did not leave" in said
 
 
 @pytest.mark.parametrize("trust", ["central", "local", "secure_aggregation"])
@@ -124,6 +152,11 @@ def test_what_a_table_says_of_many_clients_and_of_what_is_unknown() -> None:
         "unknown",
         "1.50",
     ]
+    console = Console(file=io.StringIO(), width=160)
+    with RoundsTable(console, 2, private=False) as table:
+        table.add(Round(1, 2.5, {"f1": {0: nan, 1: nan}}, frozenset({0}), {}, None))
+    row = console.file.getvalue().splitlines()[1]  # type: ignore[attr-defined]
+    assert row.split()[-3:] == ["(unknown)", "unknown", "-"]
     told = summary(
         [Round(1, 2.0, {"auc": {0: nan, 1: 0.7, "sum": nan}}, frozenset(), {0: "gone"}, None)], 2
     )
@@ -147,6 +180,26 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
         (["--column", "text", "--clients", "500"], "too few for --clients 500"),
         (["--gate", "0.5", "--attack", "none"], "--gate needs attacks"),
         (["--watch", "leakage/worst/words"], "give --gate too"),
+        (["--gate", "0.3"], "--watch leakage/worst/words watches words alone"),
+        (
+            ["--column", "text", "--gate", "0.9", "--members", "4"],
+            "fewer than 16",
+        ),
+        (
+            ["--column", "text", "--gate", "0.9", "--local-steps", "1"],
+            "a round has 4 texts of a client",
+        ),
+        (
+            [
+                "--column",
+                "text",
+                "--gate",
+                ".9",
+                "--watch",
+                "leakage/gradient_membership/advantage",
+            ],
+            "attack's own threshold",
+        ),
         (["--column", "text", "--gate", "0.5", "--watch", "words"], "--watch words: RoundGate"),
         (["--gate", "0.5", "--action", "harden"], "--trust local too"),
         (["--trust", "local"], "give --epsilon or --noise-multiplier too"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import math
 import os
 
@@ -60,6 +61,10 @@ def context(number=0, run=1):
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def asked_state(asked):
+    return asked.content["arrays"].to_torch_state_dict()
 
 
 def arrays(reply):
@@ -216,6 +221,66 @@ def test_other_messages_pass_untouched(tmp_path):
     mod(message(kind="evaluate"), context(), lambda m, c: seen.append(m) or m)
     assert len(seen) == 1
     assert not list(tmp_path.iterdir())
+
+
+EXACT = ["evaluate", "evaluate.more", "query", "query.size", "get_parameters", "get_properties"]
+
+
+@pytest.mark.parametrize("trust", ["local", "secure_aggregation"])
+@pytest.mark.parametrize("kind", EXACT)
+def test_under_noise_of_its_own_a_client_answers_training_alone(tmp_path, kind, trust):
+    def account(where):
+        return ClientDP(
+            0.5, 2.0, clients=10, target_delta=1e-5, trust=trust, ledger=tmp_path / "ledger"
+        )
+
+    def never(asked, where):
+        raise AssertionError("an exact loss of a model that the server chose")
+
+    reply = FedLeakMod(ForClient(tmp_path), dp=account)(message(kind=kind), context(), never)
+    assert reply.has_error()
+    assert f"answers training alone, and this is '{kind}'" in reply.error.reason
+    assert account(None).accountant.steps == 0
+
+
+def test_what_the_user_leaves_uncovered_is_answered_and_no_more(tmp_path):
+    mod = FedLeakMod(ForClient(tmp_path), dp=ForClient(tmp_path, "dp"), uncovered=["evaluate"])
+    answers = {
+        kind: mod(message(kind=kind), context(), lambda m, c: Message(RecordDict(), reply_to=m))
+        for kind in [*EXACT, "evaluate.default"]
+    }
+    passed = {kind for kind, reply in answers.items() if not reply.has_error()}
+    assert passed == {"evaluate", "evaluate.default"}
+
+
+def test_without_noise_of_the_clients_own_other_messages_pass(tmp_path):
+    def central(where):
+        return ClientDP(0.5, 2.0, clients=10, target_delta=1e-5)
+
+    for dp in (None, central, lambda where: None):
+        for kind in EXACT:
+            asked = message(kind=kind)
+            assert FedLeakMod(ForClient(tmp_path), dp=dp)(asked, context(), lambda m, c: m) is asked
+
+
+def test_whatever_the_order_of_messages_no_release_is_forgotten(tmp_path):
+    """The same again, a run that begins again, and what is refused, between others."""
+    mod = FedLeakMod(ForClient(tmp_path), dp=ForClient(tmp_path, "dp"))
+    another = {n: t + 1 for n, t in trained_state(model()).items()}
+    left = []
+    for asked, run in (
+        (message(3), 1), (message(3), 1), (message(3, state=another), 1), (message(2), 1),
+        (message(4, kind="train.default"), 1), (message(1), 2), (message(3), 1),
+    ):  # fmt: skip
+        try:
+            reply = mod(asked, context(run=run), train)
+        except ValueError:  # another model in one round, or a round that is over
+            continue
+        left.append(arrays(reply)["lm_head.weight"] - asked_state(asked)["lm_head.weight"])
+    assert len(left) == 5
+    assert all(float(x.std()) == pytest.approx(1.0, rel=0.1) for x in left)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(left, 2))
+    assert ForClient(tmp_path, "dp")(context()).accountant.steps == len(left)
 
 
 def test_a_failed_client_stays_failed(tmp_path):

@@ -518,7 +518,8 @@ class Observed(_Around):
     update.
 
     Args:
-        strategy: any; what it returns is not changed.
+        strategy: any; what it returns is not changed. Where it returns no model, since every client
+            withheld say, the one that was sent is kept and the log says so.
         observer: with ``side="server"``.
         truth: a simulation's: the batches that a client trained on in a round, by the client's
             number here and the round; None where nobody but the client knows.
@@ -535,6 +536,7 @@ class Observed(_Around):
         self._truth = truth
         self._numbers: dict[int, int] = {}
         self._sent: State = {}
+        self._arrays: ArrayRecord | None = None
         self._began = 0.0
 
     def summary(self) -> None:
@@ -547,7 +549,7 @@ class Observed(_Around):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Remembers what is sent."""
-        self._sent = arrays.to_torch_state_dict()
+        self._arrays, self._sent = arrays, arrays.to_torch_state_dict()
         self.observer.begin(server_round, self._sent)
         self._began = time.perf_counter()
         return super().configure_train(server_round, arrays, config, grid)
@@ -555,14 +557,28 @@ class Observed(_Around):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Looks at each client's update, then at their mean, then lets the strategy work."""
+        """Looks at each client's update, then at their mean, then lets the strategy work.
+
+        Where no client has sent a model, the one that was sent is the result: without it a
+        federation in which every client always withholds would end with an empty one.
+        """
         arrived = list(replies)
         seconds = time.perf_counter() - self._began
         if self.observer.due(SUM):
             began = time.perf_counter()
             self._look(server_round, arrived)
             self.observer.paid(SUM, time.perf_counter() - began, seconds)
-        return super().aggregate_train(server_round, arrived)
+        found, metrics = super().aggregate_train(server_round, arrived)
+        if found is None:
+            withheld = sum(reply.has_error() for reply in arrived)
+            log.warning(
+                "lightning-fedleak: round %d trained nothing: of %d replies %d are errors (a "
+                "withheld update is one), and the strategy made no model of the others. The model "
+                "stays the one that was sent",
+                server_round, len(arrived), withheld,
+            )  # fmt: skip
+            found = self._arrays
+        return found, metrics
 
     def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
         mean = _Mean(self._sent)

@@ -312,6 +312,17 @@ class Nodes:
         return self.ids
 
 
+class Grid(Nodes):
+    """Whose nodes answer at once."""
+
+    def __init__(self, n, by):
+        super().__init__(n)
+        self.by = by
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return answered(list(messages), self.by)
+
+
 def answered(asked, by=train):
     return [by(one, context(number)) for number, one in enumerate(asked)]
 
@@ -331,6 +342,20 @@ def test_a_watched_strategy_gives_the_same_model(tmp_path):
     found = [(x["client"], x["stage"]) for x in lines(tmp_path)]
     assert found == [(0, "shared"), (1, "shared"), (2, "shared"), ("sum", "aggregate")]
     assert all(x["unknown"] for x in lines(tmp_path))
+
+
+def test_where_every_client_withholds_the_model_that_was_sent_is_kept(tmp_path, caplog):
+    def withholds(asked, where):
+        return Message(Error(0, "withheld"), reply_to=asked)
+
+    result, metrics = a_round(Observed(FedAvg(), observer(tmp_path)), by=withholds)
+    assert same(result, trained_state(model()))
+    assert metrics is None
+    assert "round 1 trained nothing: of 3 replies 3 are errors" in caplog.text
+    sent = ArrayRecord(trained_state(model()))
+    strategy = Observed(FedAvg(fraction_evaluate=0.0), observer(tmp_path / "all"))
+    result = strategy.start(Grid(3, withholds), sent, num_rounds=2)
+    assert same(result.arrays.to_torch_state_dict(), trained_state(model()))
 
 
 def test_a_simulation_may_hand_the_truth_over(tmp_path):

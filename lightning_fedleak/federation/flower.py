@@ -523,6 +523,8 @@ class Observed(_Around):
         observer: with ``side="server"``.
         truth: a simulation's: the batches that a client trained on in a round, by the client's
             number here and the round; None where nobody but the client knows.
+        learning_rate: of a round, the mean over its local steps, where a schedule changes it; by
+            default that of the observer's optimizer.
     """
 
     def __init__(
@@ -530,9 +532,11 @@ class Observed(_Around):
         strategy: Strategy,
         observer: RoundObserver,
         truth: Callable[[int, int], Sequence[Any] | None] | None = None,
+        learning_rate: Callable[[int], float] | None = None,
     ) -> None:
         super().__init__(strategy)
         self.observer = observer
+        self._rate = learning_rate
         self._truth = truth
         self._numbers: dict[int, int] = {}
         self._sent: State = {}
@@ -582,6 +586,7 @@ class Observed(_Around):
 
     def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
         mean = _Mean(self._sent)
+        rate = None if self._rate is None else self._rate(server_round)
         known: list[Any] | None = []
         for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
             node = reply.metadata.src_node_id
@@ -591,13 +596,13 @@ class Observed(_Around):
                 continue
             state = _state_of(reply)
             batches = None if self._truth is None else self._truth(client, server_round)
-            self.observer.look(state, client, batches=batches)
+            self.observer.look(state, client, batches=batches, learning_rate=rate)
             if not _alike(state, self._sent):
                 continue
             mean.add(state, _weight_of(reply, self.strategy))
             known = None if known is None or batches is None else [*known, *batches]
         if mean.weight > 0:
-            self.observer.look(mean.found(), SUM, batches=known)
+            self.observer.look(mean.found(), SUM, batches=known, learning_rate=rate)
 
 
 class PrivateMean(_Around):

@@ -64,7 +64,8 @@ def observe(
     rate = _rate_of(optimizer) if learning_rate is None else float(learning_rate)
     if not (rate > 0 and math.isfinite(rate)):
         raise UpdateError(
-            f"an update has no scale at learning rate {rate}: it must be positive and finite"
+            f"an update has no scale at learning rate {rate}: it must be positive and finite, and "
+            "the same for all parameters; where it is reported, each step must report it"
         )
     change = difference(sent, returned, trained=trained)
     if not any(bool(t.any()) for t in change.values()):

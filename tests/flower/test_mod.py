@@ -36,6 +36,7 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMean
+from tests.callbacks.runs import Probe
 from tests.federation.rounds import model
 from tests.federation.rounds import train as trained
 from tests.federation.test_observer import lines
@@ -364,6 +365,16 @@ def test_a_simulation_may_hand_the_truth_over(tmp_path):
     )
     a_round(strategy)
     assert [x["n"] > 0 and not x["unknown"] for x in lines(tmp_path)] == [True] * 4
+
+
+def test_a_rate_that_anneals_over_rounds_scales_what_the_server_sees(tmp_path):
+    seen = []
+    for rate in (None, lambda round_: 0.1 / round_):
+        probe = Probe()
+        watching = observer(tmp_path / str(len(seen)), attacks=[probe])
+        a_round(Observed(FedAvg(), watching, data_of, rate), round_=4)
+        seen.append(probe.seen[0][2])
+    torch.testing.assert_close(seen[0] * 0.05, seen[1] * 0.025)
 
 
 def test_who_sees_what_is_logged(tmp_path, caplog):

@@ -25,7 +25,6 @@ from lightning_fedleak.commands.federate.server import Server
 from lightning_fedleak.commands.federate.setting import Setting
 from lightning_fedleak.commands.federate.table import HEADLINES, Round, RoundsTable, read_back
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.extras import install
 from lightning_fedleak.federation import SUM, UpdateError
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.report import ReportError, write
@@ -56,10 +55,10 @@ class FederateCommand(Setting):
             AnatomyError: the model's parts could not be found.
         """
         console = console or Console()
+        self.check()
         engine = self._engine()
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self.check_adapters()
-        self._check_account()  # what cannot be meant is refused before anything is written
+        self.account(None)  # what cannot be meant is refused before anything is written
         self._check_gate()
         sizes = [len(rows) for rows in self.rows]
         folder = self.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -110,24 +109,10 @@ class FederateCommand(Setting):
     def _engine(self) -> Run:
         if self.engine == "local":
             return local.run
-        try:
-            import lightning_fedleak.commands.federate.on_flower as on_flower
-        except ImportError as error:
-            raise SourceError(
-                f"--engine flower needs Flower: {install('flower')}. It wants older packages than "
-                "the rest: give it an environment of its own. --engine local trains the same model "
-                "without it."
-            ) from error
+        import lightning_fedleak.commands.federate.on_flower as on_flower
+
         engine: Run = on_flower.run
         return engine
-
-    def _check_account(self) -> None:
-        dp = self.account(None)
-        if self.action == "harden" and self.gate is not None and (dp is None or not dp.can_harden):
-            raise SourceError(
-                "--action harden turns up the noise that clients add themselves: give --epsilon "
-                "and --trust local too."
-            )
 
     def _spent(self, folder: Path, server: Server) -> float:
         """Epsilon so far; where clients add the noise, that of the one that has released most."""

@@ -75,8 +75,11 @@ class FederateCommand(Setting):
         with _quiet(), RoundsTable(console, self.clients, private=private) as table:
 
             def closed(number: int, server: Server, silent: dict[int, str]) -> None:
+                if number == 0:
+                    table.add(Round(0, server.loss, {}, frozenset(), {}, None))
+                    return
                 spent = self._spent(folder, server) if private else None
-                rounds.append(read_back(folder, number, server.loss, silent, spent))
+                rounds.append(read_back(folder, number, server.loss, silent, spent, server.noise))
                 table.add(rounds[-1])
 
             try:
@@ -184,6 +187,13 @@ def summary(rounds: Sequence[Round], clients: int) -> str:
     ]
     if rounds and rounds[-1].epsilon is not None:
         lines.append(f"Epsilon of all rounds: {rounds[-1].epsilon:.2f}.")
+    if rounds and (noise := rounds[-1].noise or 0.0) > 1:
+        lines.append(
+            f"Noise drowned the updates: on their mean it is {noise:.3g} times as long as that "
+            "mean is at most, as each is clipped. Low numbers and a loss that rises may be the "
+            "noise's. More clients in a round, fewer trained numbers (--peft lora) or a larger "
+            "epsilon make it less."
+        )
     if any("auc" in r.found for r in rounds):
         lines.append("An AUC of .5 is what guessing gives; 1 is certainty.")
     lines.append(

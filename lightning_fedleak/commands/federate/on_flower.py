@@ -88,6 +88,7 @@ def _quiet() -> Iterator[None]:
 
 def _serve(setting: Setting, folder: Path, closed: Closed, grid: Grid) -> Server:
     server = Server(setting, folder)
+    closed(0, server, {})
     observer = (
         setting.observer(folder / "server", folder.name) if setting.attack != "none" else None
     )

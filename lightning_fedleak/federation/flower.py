@@ -210,7 +210,8 @@ class FedLeakMod:
         )
         held = _Listed(message, observer) if _LISTED in message.content else _Named(message)
         if protocol is not None:
-            names, trained = parameter_names(observer.model), trained_state(observer.model)
+            names = parameter_names(observer.model)
+            trained = {n for n, p in observer.model.named_parameters() if p.requires_grad}
             sent = [t for n, t in held.sent.items() if names.get(n) in trained]
             _check_hidden(protocol, dp, sent)
         with _remembered(observer, gates, client, context):
@@ -415,7 +416,7 @@ def _masking(message: Message, context: Context) -> dict[str, Any] | None:
             f"this message of type '{kind}': it is none of the protocol's. Train by "
             "SecAggPlusWorkflow alone"
         )
-    return dict(kept) | dict(configs)
+    return dict(configs) | dict(kept)  # what the server says now changes nothing of the set-up
 
 
 def _check_hidden(

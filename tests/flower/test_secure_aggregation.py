@@ -299,6 +299,12 @@ def test_with_gates_alone_nothing_leaves_past_the_mask_either(tmp_path: Path) ->
         grid.answered(Message(content, dst_node_id=100, message_type="train.default"))
 
 
+WELL_SET_UP = {
+    Field.THRESHOLD: 2, Field.MOD_RANGE: 2**32, Field.MAX_WEIGHT: 1.0, Field.CLIPPING_RANGE: 8.0,
+    Field.TARGET_RANGE: 2**22, "nid": 103,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
@@ -326,6 +332,8 @@ def test_masks_that_a_server_makes_too_thin_are_refused(
                     configs[Field.CIPHERTEXT_LIST] = [
                         configs[Field.CIPHERTEXT_LIST][0] for _ in value
                     ]
+            if configs["stage"] == Stage.COLLECT_MASKED_VECTORS:
+                configs.update(WELL_SET_UP)  # said too late
             return message
 
     _, grid = aggregated(with_shares(tmp_path), grid=Tampers)

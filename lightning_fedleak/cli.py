@@ -7,9 +7,9 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from lightning_fedleak.commands.options import parse
+from lightning_fedleak.commands.options import FederateOptions, parse
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError, check_model
 from lightning_fedleak.finetuning.texts import check_texts
@@ -68,7 +68,8 @@ def _capacity(options: argparse.Namespace) -> int:
 
 
 def _federate(options: argparse.Namespace) -> int:
-    return _run("lightning_fedleak.commands.federate.command", "FederateCommand", options)
+    home = "lightning_fedleak.commands.federate.command"
+    return _run(home, "FederateCommand", options, FederateOptions(**vars(options)).check)
 
 
 def _invert(options: argparse.Namespace) -> int:
@@ -116,10 +117,16 @@ def _completion(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(module: str, command: str, options: argparse.Namespace) -> int:
-    """Runs a command's class, and says what the user can mend."""
+def _run(
+    module: str,
+    command: str,
+    options: argparse.Namespace,
+    check: Callable[[], None] = lambda: None,
+) -> int:
+    """Runs a command's class, and says what the user can mend; ``check`` loads no library."""
     try:
         _check_given(options)
+        check()
     except SourceError as error:
         print(f"fedleak: {error}", file=sys.stderr)
         return 1

@@ -127,6 +127,7 @@ CHECKED = (
         (["demo", "--model", "inside/runs"], "'last.ckpt' in it is a checkpoint of a Trainer"),
         (["capacity", "--model", "inside/bare"], "model.save_pretrained(folder) and tokenizer"),
         (["game", "--column", "review"], "--column names a column of --text: give that too"),
+        (["federate", "--trust", "local"], "--trust is of client-level differential privacy"),
     ],
 )
 def test_what_is_not_there_is_told_before_libraries_load(

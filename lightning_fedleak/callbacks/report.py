@@ -135,9 +135,12 @@ def _whole(text: str) -> dict[str, Any]:
 
 
 def _append(path: Path, line: str) -> None:
-    """Adds a line; what a fit that was killed has left of its last one stays a line of its own."""
+    """Adds a line; what a fit that was killed has left of its last one stays a line of its own.
+
+    A file that this makes only its owner may read: its numbers are of one client's data.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "ab+") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
+
+from lightning_fedleak.extras import install
+from lightning_fedleak.finetuning.assets import SourceError
 
 GAME_ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full", "gradient", "subspace")
 INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper", "relaxation")
@@ -446,6 +450,73 @@ class FederateOptions:
     )
     seed: int = _seed("of split, order, adapters and calibration")
     out: Path = _folder("fedleak_runs/federation", "folder of the logs")
+
+    def check(self) -> None:
+        """Refuses options that contradict each other, before libraries are loaded.
+
+        Raises:
+            SourceError: says which option to add, to change or to leave out.
+        """
+
+        def first_changed(*names: str) -> str:
+            changed = [n for n in names if getattr(self, n) != getattr(FederateOptions, n)]
+            return f"--{changed[0].replace('_', '-')}" if changed else ""
+
+        private = self.epsilon is not None or self.noise_multiplier is not None
+        gates = first_changed("watch", "action")
+        noises = first_changed("clip", "delta", "trust", "sampling", "per_round")
+        for wrong, text in (
+            (
+                self.peft is None and first_changed("lora_r", "targets"),
+                "--lora-r and --targets are of adapters: say --peft lora too.",
+            ),
+            (
+                self.partition == "speaker" and self.partition_by is None,
+                "--partition speaker deals texts by whose they are: name the column that says so "
+                "with --partition-by. (Each embedded message is of another customer, so that 'iid' "
+                "deals these by speaker.)",
+            ),
+            (
+                self.partition == "iid" and self.partition_by is not None,
+                "--partition iid deals texts alike: leave --partition-by out.",
+            ),
+            (self.gate is None and gates, f"{gates} is of a gate: give --gate too, 0.5 say."),
+            (
+                self.gate is not None and self.attack == "none",
+                "--gate needs attacks whose results it watches: leave --attack none out.",
+            ),
+            (
+                self.watch is not None and not self.watch.startswith("leakage/"),
+                f"--watch {self.watch}: a gate watches a name in the logs, as leakage/worst/words",
+            ),
+            (
+                self.action == "harden" and (self.epsilon is None or self.trust != "local"),
+                "--action harden turns up the noise that clients add themselves: give --epsilon "
+                "and --trust local too.",
+            ),
+            (
+                not private and noises,
+                f"{noises} is of client-level differential privacy: give --epsilon or "
+                "--noise-multiplier too.",
+            ),
+            (
+                self.sampling != "all" and self.per_round is None,
+                f"--sampling {self.sampling} draws some clients: say how many with --per-round.",
+            ),
+            (
+                self.delta * self.clients >= 1,
+                f"--delta {self.delta:g} must be below 1 / {self.clients}, one over --clients: "
+                "else to publish one client's data at random would count as private.",
+            ),
+            (
+                self.engine == "flower" and importlib.util.find_spec("flwr") is None,
+                f"--engine flower needs Flower: {install('flower')}. It wants older packages than "
+                "the rest: give it an environment of its own. --engine local trains the same model "
+                "without it.",
+            ),
+        ):
+            if wrong:
+                raise SourceError(text)
 
 
 _COMMANDS: dict[str, tuple[type, str, str]] = {

@@ -261,12 +261,16 @@ class ClientDP(Defense):
 
     @property
     def can_harden(self) -> bool:
-        """With ``accountant="filter"`` only."""
-        return self._budget.can_harden
+        """With ``accountant="filter"`` only.
+
+        Not under a secure aggregation, where a client turns up its own share alone, and the sum
+        would carry less noise than this client's account says.
+        """
+        return self.trust != "secure_aggregation" and self._budget.can_harden
 
     def harden(self) -> str | None:
         """Multiplies the noise by ``harden_factor``, from the next release on."""
-        return self._budget.harden()
+        return self._budget.harden() if self.can_harden else None
 
     # ---- a round ----------------------------------------------------------------------------
 
@@ -497,6 +501,32 @@ def clipped(update: Update, clip: float, like: Update) -> dict[str, Tensor]:
 
 
 # ---- checks -------------------------------------------------------------------------------------
+
+
+def check_rounding(like: Update, noise_std: float) -> None:
+    """Refuses a model whose dtype rounds a client's share of noise away.
+
+    Shares add up to the whole noise before rounding only. Steps of one standard deviation change
+    the law of the sum by ``exp(-2 pi^2)``, 3e-9; far larger ones leave a share without effect.
+
+    Args:
+        like: what was sent of what is trained.
+        noise_std: of a share.
+
+    Raises:
+        DefenseError: names the tensor.
+    """
+    for name, tensor in like.items():
+        eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 1.0
+        step = eps * float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+        if not step <= noise_std:
+            raise DefenseError(
+                f"ClientDP: '{name}' was sent in {str(tensor.dtype).removeprefix('torch.')} with "
+                f"numbers so large that they are rounded to steps of {step:.2g}, and this client's "
+                f"share of noise has a standard deviation of {noise_std:.2g}: it would be rounded "
+                "away, and the sum carry less than the whole. Send the model in float32, or clip "
+                "higher"
+            )
 
 
 def _check_numbers(

@@ -30,6 +30,7 @@ from lightning_fedleak.federation.updates import (
     UpdateError,
     difference,
     moved,
+    parameter_names,
     trained_state,
 )
 
@@ -57,6 +58,7 @@ try:
         RECORD_KEY_CONFIGS,
         RECORD_KEY_STATE,
         Key,
+        Stage,
     )
     from flwr.compat.common import recorddict_compat as compat
     from flwr.serverapp import Grid
@@ -79,6 +81,14 @@ _NEXT = "next_look"
 _LISTED, _LISTED_BACK = "fitins.parameters", "fitres.parameters"
 """Where messages of the older interface hold a model."""
 
+LEAST_MODULUS = 2**32
+"""SecAgg+ draws masks below its modulus less one, so that a modulus of 2 masks nothing. This is
+Flower's default; one number in so many then shows that its mask was not uniform."""
+LEAST_CLIENTS = 2
+"""Whose sum a mask may hide where no ClientDP says how many there are."""
+SURE_DEVIATIONS = 8.0
+"""Noise is beyond so many standard deviations once in 10**15 numbers."""
+
 
 # ---- the client ---------------------------------------------------------------------------------
 
@@ -91,7 +101,7 @@ class FedLeakMod:
         app = ClientApp(mods=[FedLeakMod(make_observer, [RoundGate("leakage/worst/words",
                                                                    at_most=0.3)])])
 
-    It acts on training messages alone. The train function tells what it trains on, by
+    Of training messages it lets leave what may. The train function reports what it trains on, by
     :func:`~lightning_fedleak.federation.trained_on` in a loop of its own, or by the callback
     :class:`~lightning_fedleak.federation.TrainedOn`. One that does not leaves every result unknown,
     and unknown does not pass a gate.
@@ -102,12 +112,16 @@ class FedLeakMod:
     A withheld update is answered with an error: the round goes on without this client, and says so.
     Under a ``dp`` whose noise the client adds, zero with that noise leaves instead, also where the
     train function fails, which data may provoke. Every reply has the same form then: the model, and
-    a weight of 1 in place of metrics, which would tell of the data.
+    a weight of 1 in place of metrics, which would tell of the data. Every other message (evaluate,
+    query, parameters of the older interface) is answered with an error before the client's app sees
+    it: an exact loss of a model that the server chose is under no noise.
 
     **Secure aggregation** (``SecAgg+``): ``mods=[secaggplus_mod, FedLeakMod(...)]``, in this order,
     looks at the update before it is masked. A withheld update, or one that cannot be read, leaves
     as zero, masked like every other; see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
-    The number of examples and the metrics are not masked by Flower, and leave as they are.
+    A node that takes part in SecAgg+ answers no training message that its mod does not mask, nor
+    one whose masks hide the sum of fewer clients than the noise is meant for. The number of
+    examples and the metrics are not masked by Flower, and leave as they are.
 
     Args:
         observer: makes the :class:`RoundObserver` of this process, once in a run, given the first
@@ -120,6 +134,8 @@ class FedLeakMod:
         drop: what never leaves, see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
         secure_aggregation: what leaves is masked by other means than Flower's SecAgg+, which is
             known by its messages.
+        uncovered: types of messages, ``"evaluate"`` or ``"query.size"`` say, that are answered
+            under a ``dp`` whose noise the client adds all the same. *No epsilon covers them.*
     """
 
     def __init__(
@@ -131,6 +147,7 @@ class FedLeakMod:
         weight: str = WEIGHT,
         drop: Sequence[str] = (),
         secure_aggregation: bool = False,
+        uncovered: Sequence[str] = (),
     ) -> None:
         self._make = observer
         self._gates = gates
@@ -138,6 +155,7 @@ class FedLeakMod:
         self._weight = weight
         self._drop = tuple(drop)
         self._secure = secure_aggregation
+        self._uncovered = {_action_of(kind) for kind in uncovered}
         self._id = uuid.uuid4().hex  # also of its copies
 
     def __call__(
@@ -146,29 +164,32 @@ class FedLeakMod:
         """Lets the client train, and returns what may leave.
 
         Raises:
-            DefenseError: differential privacy of the client without a ledger, or a share of its
-                noise on what is not masked.
+            DefenseError: differential privacy of the client without a ledger, a share of its noise
+                on what is not masked, or masks of a SecAgg+ that hide too little.
             ValueError: this mod stands before that of a secure aggregation.
             UpdateError: the message holds no model, or another one than the observer's.
         """
-        if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
-            return call_next(message, context)
-        stage = message.content.config_records.get(RECORD_KEY_CONFIGS)
-        # A server can claim that a message is of SecAgg+; its mod alone leaves its state here.
-        secagg = stage is not None and RECORD_KEY_STATE in context.state.config_records
-        masked = self._secure or secagg
-        if stage is not None and Key.STAGE in stage:
-            raise ValueError(
-                "FedLeakMod stands before the mod of a secure aggregation, where all that it would "
-                "see is masked: say mods=[secaggplus_mod, FedLeakMod(...)]"
-            )
+        kind = message.metadata.message_type
         dp = None if self._dp is None else self._dp(context)
-        if dp is not None and dp.trust != "central" and dp.ledger is None:
+        noises = dp is not None and dp.trust != "central"
+        if kind.split(".")[0] != MessageType.TRAIN:
+            if noises and _action_of(kind) not in self._uncovered:
+                return _refused(
+                    message,
+                    f"under a ClientDP that adds noise of its own this client answers training "
+                    f"alone, and this is '{kind}'. What it holds of the client's data would be "
+                    "under no noise: evaluate on the server (fraction_evaluate=0, evaluate_fn=). "
+                    f"FedLeakMod(uncovered=['{kind}']) answers it, and no epsilon covers that",
+                )
+            return call_next(message, context)
+        protocol = _masking(message, context)
+        if dp is not None and noises and dp.ledger is None:
             raise DefenseError(
                 "FedLeakMod: Flower may run each round of a client in another process, which would "
                 "forget what earlier ones have released: give ClientDP(ledger=...), a path for "
                 "each client"
             )
+        masked = self._secure or protocol is not None
         if dp is not None and dp.trust == "secure_aggregation" and not masked:
             raise DefenseError(
                 "FedLeakMod: ClientDP(trust='secure_aggregation') adds a share of the noise, and "
@@ -188,6 +209,11 @@ class FedLeakMod:
             secure_aggregation=masked,
         )
         held = _Listed(message, observer) if _LISTED in message.content else _Named(message)
+        if protocol is not None:
+            names = parameter_names(observer.model)
+            trained = {n for n, p in observer.model.named_parameters() if p.requires_grad}
+            sent = [t for n, t in held.sent.items() if names.get(n) in trained]
+            _check_hidden(protocol, dp, sent)
         with _remembered(observer, gates, client, context):
             return self._leaving(out, held, message, lambda: call_next(message, context))
 
@@ -357,6 +383,90 @@ def _gated(
         return None
 
 
+def _action_of(kind: str) -> str:
+    """The full name of a message's type, as ``"evaluate"`` is ``"evaluate.default"``."""
+    return kind if "." in kind else f"{kind}.default"
+
+
+def _masking(message: Message, context: Context) -> dict[str, Any] | None:
+    """What Flower's SecAgg+ masks the reply to a training message by; None without SecAgg+.
+
+    Its mod acts on messages of the type ``"train"`` alone, takes their stage out, and keeps its own
+    state on the node, where the last stage before the masks is written until they are applied. A
+    server can send any record, but not these together.
+
+    Raises:
+        ValueError: this mod stands before that of SecAgg+.
+        DefenseError: the node takes part in SecAgg+, whose mod lets this message pass.
+    """
+    configs = message.content.config_records.get(RECORD_KEY_CONFIGS)
+    if configs is not None and Key.STAGE in configs:
+        raise ValueError(
+            "FedLeakMod stands before the mod of a secure aggregation, where all that it would "
+            "see is masked: say mods=[secaggplus_mod, FedLeakMod(...)]"
+        )
+    kept = context.state.config_records.get(RECORD_KEY_STATE)
+    if kept is None:
+        return None
+    kind = message.metadata.message_type
+    if (
+        configs is None
+        or kind != MessageType.TRAIN
+        or kept.get("current_stage") != Stage.SHARE_KEYS
+    ):
+        raise DefenseError(
+            f"FedLeakMod: this node takes part in SecAgg+, whose mod would not mask the reply to "
+            f"this message of type '{kind}': it is none of the protocol's. Train by "
+            "SecAggPlusWorkflow alone"
+        )
+    return dict(configs) | dict(kept)  # what the server says now changes nothing of the set-up
+
+
+def _check_hidden(
+    protocol: Mapping[str, Any], dp: ClientDP | None, trained: Sequence[Tensor]
+) -> None:
+    """Refuses masks behind which the server sees more than the sum that the noise is made for.
+
+    All of it is the server's to choose: who shares masks with this client, of how many at least a
+    sum is unmasked, and how numbers are clipped and rounded to whole ones.
+
+    Args:
+        protocol: from :func:`_masking`.
+        dp: of the client.
+        trained: what was sent of what is trained.
+
+    Raises:
+        DefenseError: says which setting of the server's to change.
+    """
+    share = dp is not None and dp.trust == "secure_aggregation"
+    least = max(LEAST_CLIENTS, int(dp.per_round) - dp.dropouts) if dp and share else LEAST_CLIENTS
+    together = len({*protocol[Key.SOURCE_LIST], protocol["nid"]})
+    if min(together, protocol["threshold"]) < least:
+        raise DefenseError(
+            f"FedLeakMod: SecAgg+ masks this update among {together} clients, and unmasks the sum "
+            f"of {protocol['threshold']}, where at least {least} are needed for the noise that "
+            f"each adds: give SecAggPlusWorkflow(num_shares=, reconstruction_threshold=) as many, "
+            "or ClientDP(dropouts=) so many as a sum may lack (in Flower one at least)"
+        )
+    modulus = protocol["mod_range"]
+    if modulus < LEAST_MODULUS:
+        raise DefenseError(
+            f"FedLeakMod: SecAgg+ draws its masks below {modulus}, which hides too little: give "
+            f"SecAggPlusWorkflow(modulus_range={LEAST_MODULUS})"
+        )
+    if dp is None or not share:
+        return
+    most = max((float(t.abs().max()) for t in trained), default=0.0) + dp.clip
+    most = (most + SURE_DEVIATIONS * dp.own_noise_std) / abs(protocol["max_weight"])
+    whole = 0 < protocol["target_range"] < 2**31  # its whole numbers have 32 bits
+    if not (whole and most <= protocol["clipping_range"]):
+        raise DefenseError(
+            f"FedLeakMod: SecAgg+ clips numbers at {protocol['clipping_range']}, and those that "
+            f"leave may be as large as {most:.3g}: the noise would be cut off with them. Give "
+            "SecAggPlusWorkflow(clipping_range=..., max_weight=1)"
+        )
+
+
 def _refused(message: Message, why: str) -> Message:
     """The answer of a client that returns no update."""
     error = Error(ErrorCode.MOD_FAILED_PRECONDITION, f"lightning-fedleak: {why}")
@@ -412,10 +522,13 @@ class Observed(_Around):
     update.
 
     Args:
-        strategy: any; what it returns is not changed.
+        strategy: any; what it returns is not changed. Where it returns no model, since every client
+            withheld say, the one that was sent is kept and the log says so.
         observer: with ``side="server"``.
         truth: a simulation's: the batches that a client trained on in a round, by the client's
             number here and the round; None where nobody but the client knows.
+        learning_rate: of a round, the mean over its local steps, where a schedule changes it; by
+            default that of the observer's optimizer.
     """
 
     def __init__(
@@ -423,12 +536,15 @@ class Observed(_Around):
         strategy: Strategy,
         observer: RoundObserver,
         truth: Callable[[int, int], Sequence[Any] | None] | None = None,
+        learning_rate: Callable[[int], float] | None = None,
     ) -> None:
         super().__init__(strategy)
         self.observer = observer
+        self._rate = learning_rate
         self._truth = truth
         self._numbers: dict[int, int] = {}
         self._sent: State = {}
+        self._arrays: ArrayRecord | None = None
         self._began = 0.0
 
     def summary(self) -> None:
@@ -441,7 +557,7 @@ class Observed(_Around):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Remembers what is sent."""
-        self._sent = arrays.to_torch_state_dict()
+        self._arrays, self._sent = arrays, arrays.to_torch_state_dict()
         self.observer.begin(server_round, self._sent)
         self._began = time.perf_counter()
         return super().configure_train(server_round, arrays, config, grid)
@@ -449,17 +565,32 @@ class Observed(_Around):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Looks at each client's update, then at their mean, then lets the strategy work."""
+        """Looks at each client's update, then at their mean, then lets the strategy work.
+
+        Where no client has sent a model, the one that was sent is the result: without it a
+        federation in which every client always withholds would end with an empty one.
+        """
         arrived = list(replies)
         seconds = time.perf_counter() - self._began
         if self.observer.due(SUM):
             began = time.perf_counter()
             self._look(server_round, arrived)
             self.observer.paid(SUM, time.perf_counter() - began, seconds)
-        return super().aggregate_train(server_round, arrived)
+        found, metrics = super().aggregate_train(server_round, arrived)
+        if found is None:
+            withheld = sum(reply.has_error() for reply in arrived)
+            log.warning(
+                "lightning-fedleak: round %d trained nothing: of %d replies %d are errors (a "
+                "withheld update is one), and the strategy made no model of the others. The model "
+                "stays the one that was sent",
+                server_round, len(arrived), withheld,
+            )  # fmt: skip
+            found = self._arrays
+        return found, metrics
 
     def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
         mean = _Mean(self._sent)
+        rate = None if self._rate is None else self._rate(server_round)
         known: list[Any] | None = []
         for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
             node = reply.metadata.src_node_id
@@ -469,13 +600,13 @@ class Observed(_Around):
                 continue
             state = _state_of(reply)
             batches = None if self._truth is None else self._truth(client, server_round)
-            self.observer.look(state, client, batches=batches)
+            self.observer.look(state, client, batches=batches, learning_rate=rate)
             if not _alike(state, self._sent):
                 continue
             mean.add(state, _weight_of(reply, self.strategy))
             known = None if known is None or batches is None else [*known, *batches]
         if mean.weight > 0:
-            self.observer.look(mean.found(), SUM, batches=known)
+            self.observer.look(mean.found(), SUM, batches=known, learning_rate=rate)
 
 
 class PrivateMean(_Around):

@@ -19,7 +19,7 @@ from lightning_fedleak.callbacks.gate import (
     is_worst,
     names_there_are,
 )
-from lightning_fedleak.federation.client_dp import ClientDP
+from lightning_fedleak.federation.client_dp import ClientDP, check_rounding
 from lightning_fedleak.federation.observer import RoundLook, RoundObserver
 from lightning_fedleak.federation.updates import (
     State,
@@ -469,6 +469,8 @@ class OutgoingUpdates:
                     "a tied parameter is sent under two names, and would get noise twice: share "
                     "each parameter once, as trained_state(model) does"
                 )
+            if self.own.trust == "secure_aggregation":
+                check_rounding({name: sent[name] for name in names}, self.own.own_noise_std)
         return {name: sent[name] for name in names}
 
     def _action_of(self, event: RoundEvent) -> Action:

@@ -61,6 +61,7 @@ from lightning_fedleak.callbacks.results import (
 from lightning_fedleak.callbacks.run_facts import about_defense, facts_of, optimizers_of
 from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.defenses import Defense
+from lightning_fedleak.federation.trained_on import Recorded
 from lightning_fedleak.federation.updates import (
     State,
     UpdateError,
@@ -531,8 +532,10 @@ class RoundObserver:
             returned: what it gave back, or is about to.
             client: who. :data:`SUM`: the mean over clients, what a server behind a secure
                 aggregation sees; logged as ``leakage_aggregate/...``.
-            batches: that its local steps were trained on, whoever looks holds them; None: unknown.
-            learning_rate: the mean over the local steps, where a schedule changes it.
+            batches: that its local steps were trained on, one for each, whoever looks holds them;
+                None: unknown. Those of ``recording`` know of steps that accumulate several.
+            learning_rate: the mean over the local steps, where a schedule changes it within a round
+                or over rounds; by default what ``recording`` was told, or the optimizer's.
             noise_std: of the noise that is known to be on each number of ``returned``.
             utility: further values of this round, logged as ``utility/<name>``.
             logged: write it down at once; else by :meth:`log`, or not at all (:meth:`forget`).
@@ -548,6 +551,8 @@ class RoundObserver:
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
         seat = self._seat(client, stage)
         look, before = Look(self.round_), seat.results.state_dict()
+        if learning_rate is None and isinstance(batches, Recorded):
+            learning_rate = batches.learning_rate
         with look.clock(self._run.device):
             if self._stale:
                 # Attacks count optimizer steps: those of a client before this round.
@@ -672,6 +677,8 @@ class RoundObserver:
                 look.said[series] = Unknown(self._failed[series.attack])
 
         def take() -> GradientSnapshot:
+            if batches and seat.stage is not Stage.AGGREGATE:
+                _check_steps(batches, self.local_steps)
             _check_new(seat, look.step, returned)
             seen = self.update(
                 returned, learning_rate=learning_rate, stage=seat.stage, noise_std=noise_std
@@ -901,6 +908,22 @@ def _alike(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(
         t is other[n] or torch.equal(t.to(other[n].device), other[n]) for n, t in one.items()
     )
+
+
+def _check_steps(batches: Sequence[Any], local_steps: int) -> None:
+    """Refuses a round of another length than the attacks assume.
+
+    Raises:
+        UpdateError: with both numbers.
+    """
+    steps = len(batches.rates if isinstance(batches, Recorded) else batches)
+    if steps != local_steps:
+        raise UpdateError(
+            f"the client took {steps} optimizer steps in this round, and the observer assumes "
+            f"local_steps={local_steps}, on which what an update holds depends: give "
+            f"RoundObserver(local_steps={steps}), or report each batch of each step "
+            "(trained_on(batch, step=False) of one whose gradient is accumulated)"
+        )
 
 
 def _check_new(seat: _Seat, round_: int, returned: State) -> None:

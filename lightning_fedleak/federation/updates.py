@@ -69,7 +69,8 @@ def observe(
         raise NotYet("the learning rate is 0, so that nothing has moved and nothing is shared")
     if not (rate > 0 and math.isfinite(rate)):
         raise UpdateError(
-            f"an update has no scale at learning rate {rate}: it must be positive and finite"
+            f"an update has no scale at learning rate {rate}: it must be positive and finite, and "
+            "the same for all parameters; where it is reported, each step must report it"
         )
     if still:
         raise UpdateError(

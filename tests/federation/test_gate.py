@@ -11,7 +11,7 @@ import torch
 from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.callbacks import LeakageLimitExceeded
-from lightning_fedleak.defenses import BudgetSpent
+from lightning_fedleak.defenses import BudgetSpent, DefenseError
 from lightning_fedleak.federation import (
     ClientDP,
     OutgoingUpdates,
@@ -410,10 +410,36 @@ def test_gates_of_one_name_are_refused(tmp_path):
         client(tmp_path, RoundGate(F1, at_most=0.3), RoundGate(F1, at_most=0.4))
 
 
-@pytest.mark.parametrize("own", [None, dp(), dp(trust="central")])
+SHARES = {"trust": "secure_aggregation", "target_epsilon": 1e3, "accountant": "filter"}
+
+
+@pytest.mark.parametrize("own", [None, dp(), dp(trust="central"), dp(**SHARES)])
 def test_a_gate_that_hardens_needs_noise_that_can_be_turned_up(tmp_path, own):
     with pytest.raises(ValueError, match="accountant='filter'"):
         client(tmp_path, RoundGate(F1, at_most=0.3, action="harden"), dp=own)
+
+
+def test_one_clients_share_is_not_turned_up():
+    """The sum has the others' shares too, and would carry less than this client's account says."""
+    own = dp(**SHARES)
+    assert own.harden() is None
+    assert (own.can_harden, own.noise_multiplier) == (False, 2.0)
+
+
+@pytest.mark.parametrize(("trust", "refused"), [("secure_aggregation", True), ("local", False)])
+def test_a_share_that_the_dtype_rounds_away_does_not_leave(tmp_path, trust, refused):
+    """Whole noise is rounded after it was added; shares are rounded before they add up."""
+    net = model()
+    with torch.no_grad():
+        net.lm_head.weight[0, 0] = 1e8  # its neighbours in float32 are 8 apart
+    out = client(tmp_path, dp=dp(trust=trust), net=net)
+    if refused:
+        with pytest.raises(DefenseError, match=r"'lm_head.weight' was sent in float32 .* of 12,"):
+            list(rounds(out, net))
+        assert out.own.accountant.steps == 0
+    else:
+        [(_, _, found)] = rounds(out, net)
+        assert found.state is not None
 
 
 def test_a_gate_that_ends_the_round_is_refused_beside_noise_of_the_clients_own(tmp_path):

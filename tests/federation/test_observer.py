@@ -138,6 +138,22 @@ def test_whole_texts_are_unknown_where_adam_made_the_update(tmp_path):
     assert "steps of SGD" in look.unknown["leakage/subspace_texts"]
 
 
+def test_what_a_look_finds_only_the_owner_of_the_files_may_read(tmp_path):
+    net, data = model(), batches(4, 2)
+    rounds = observer(tmp_path, net)
+    files = [tmp_path / "leakage.jsonl", tmp_path / "run.jsonl"]
+    before = os.umask(0)
+    try:
+        for round_ in range(2):
+            rounds.begin(round_, trained_state(net))
+            rounds.look(train(net, data), client=round_, batches=data)
+            assert {f.stat().st_mode & 0o777 for f in files} == {0o644 if round_ else 0o600}
+            for file in files:  # whom the owner lets read may go on reading
+                file.chmod(0o644)
+    finally:
+        os.umask(before)
+
+
 # ---- rounds and clients -------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import math
 import os
 
@@ -35,6 +36,7 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMean
+from tests.callbacks.runs import Probe
 from tests.federation.rounds import model
 from tests.federation.rounds import train as trained
 from tests.federation.test_observer import lines
@@ -60,6 +62,10 @@ def context(number=0, run=1):
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def asked_state(asked):
+    return asked.content["arrays"].to_torch_state_dict()
 
 
 def arrays(reply):
@@ -218,6 +224,66 @@ def test_other_messages_pass_untouched(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+EXACT = ["evaluate", "evaluate.more", "query", "query.size", "get_parameters", "get_properties"]
+
+
+@pytest.mark.parametrize("trust", ["local", "secure_aggregation"])
+@pytest.mark.parametrize("kind", EXACT)
+def test_under_noise_of_its_own_a_client_answers_training_alone(tmp_path, kind, trust):
+    def account(where):
+        return ClientDP(
+            0.5, 2.0, clients=10, target_delta=1e-5, trust=trust, ledger=tmp_path / "ledger"
+        )
+
+    def never(asked, where):
+        raise AssertionError("an exact loss of a model that the server chose")
+
+    reply = FedLeakMod(ForClient(tmp_path), dp=account)(message(kind=kind), context(), never)
+    assert reply.has_error()
+    assert f"answers training alone, and this is '{kind}'" in reply.error.reason
+    assert account(None).accountant.steps == 0
+
+
+def test_what_the_user_leaves_uncovered_is_answered_and_no_more(tmp_path):
+    mod = FedLeakMod(ForClient(tmp_path), dp=ForClient(tmp_path, "dp"), uncovered=["evaluate"])
+    answers = {
+        kind: mod(message(kind=kind), context(), lambda m, c: Message(RecordDict(), reply_to=m))
+        for kind in [*EXACT, "evaluate.default"]
+    }
+    passed = {kind for kind, reply in answers.items() if not reply.has_error()}
+    assert passed == {"evaluate", "evaluate.default"}
+
+
+def test_without_noise_of_the_clients_own_other_messages_pass(tmp_path):
+    def central(where):
+        return ClientDP(0.5, 2.0, clients=10, target_delta=1e-5)
+
+    for dp in (None, central, lambda where: None):
+        for kind in EXACT:
+            asked = message(kind=kind)
+            assert FedLeakMod(ForClient(tmp_path), dp=dp)(asked, context(), lambda m, c: m) is asked
+
+
+def test_whatever_the_order_of_messages_no_release_is_forgotten(tmp_path):
+    """The same again, a run that begins again, and what is refused, between others."""
+    mod = FedLeakMod(ForClient(tmp_path), dp=ForClient(tmp_path, "dp"))
+    another = {n: t + 1 for n, t in trained_state(model()).items()}
+    left = []
+    for asked, run in (
+        (message(3), 1), (message(3), 1), (message(3, state=another), 1), (message(2), 1),
+        (message(4, kind="train.default"), 1), (message(1), 2), (message(3), 1),
+    ):  # fmt: skip
+        try:
+            reply = mod(asked, context(run=run), train)
+        except ValueError:  # another model in one round, or a round that is over
+            continue
+        left.append(arrays(reply)["lm_head.weight"] - asked_state(asked)["lm_head.weight"])
+    assert len(left) == 5
+    assert all(float(x.std()) == pytest.approx(1.0, rel=0.1) for x in left)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(left, 2))
+    assert ForClient(tmp_path, "dp")(context()).accountant.steps == len(left)
+
+
 def test_a_failed_client_stays_failed(tmp_path):
     def fails(asked, where):
         return Message(Error(0, "mine"), reply_to=asked)
@@ -247,6 +313,17 @@ class Nodes:
         return self.ids
 
 
+class Grid(Nodes):
+    """Whose nodes answer at once."""
+
+    def __init__(self, n, by):
+        super().__init__(n)
+        self.by = by
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return answered(list(messages), self.by)
+
+
 def answered(asked, by=train):
     return [by(one, context(number)) for number, one in enumerate(asked)]
 
@@ -268,12 +345,36 @@ def test_a_watched_strategy_gives_the_same_model(tmp_path):
     assert all(x["unknown"] for x in lines(tmp_path))
 
 
+def test_where_every_client_withholds_the_model_that_was_sent_is_kept(tmp_path, caplog):
+    def withholds(asked, where):
+        return Message(Error(0, "withheld"), reply_to=asked)
+
+    result, metrics = a_round(Observed(FedAvg(), observer(tmp_path)), by=withholds)
+    assert same(result, trained_state(model()))
+    assert metrics is None
+    assert "round 1 trained nothing: of 3 replies 3 are errors" in caplog.text
+    sent = ArrayRecord(trained_state(model()))
+    strategy = Observed(FedAvg(fraction_evaluate=0.0), observer(tmp_path / "all"))
+    result = strategy.start(Grid(3, withholds), sent, num_rounds=2)
+    assert same(result.arrays.to_torch_state_dict(), trained_state(model()))
+
+
 def test_a_simulation_may_hand_the_truth_over(tmp_path):
     strategy = Observed(
         FedAvg(), observer(tmp_path), lambda client, round_: data_of(client, round_)
     )
     a_round(strategy)
     assert [x["n"] > 0 and not x["unknown"] for x in lines(tmp_path)] == [True] * 4
+
+
+def test_a_rate_that_anneals_over_rounds_scales_what_the_server_sees(tmp_path):
+    seen = []
+    for rate in (None, lambda round_: 0.1 / round_):
+        probe = Probe()
+        watching = observer(tmp_path / str(len(seen)), attacks=[probe])
+        a_round(Observed(FedAvg(), watching, data_of, rate), round_=4)
+        seen.append(probe.seen[0][2])
+    torch.testing.assert_close(seen[0] * 0.05, seen[1] * 0.025)
 
 
 def test_who_sees_what_is_logged(tmp_path, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,15 @@ import torch
 
 pytest.importorskip("flwr")
 
+from cryptography.fernet import InvalidToken
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.secure_aggregation.secaggplus_constants import Key as Field
+from flwr.common.secure_aggregation.secaggplus_constants import Stage
+from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server import LegacyContext, ServerConfig, SimpleClientManager
 from flwr.server.compat.grid_client_proxy import GridClientProxy
@@ -100,9 +105,21 @@ class Here:
             for number in range(CLIENTS)
         }
         self.contexts = {n: a_context(n) for n in range(CLIENTS)}
+        self.asked: list[Message] = []
         self.replies: list[Message] = []
 
+    def tampered(self, message: Message) -> Message:
+        """What a server sends in place of a message of the protocol."""
+        return message
+
+    def answered(self, message: Message) -> Message:
+        """The reply of a node to a message of the server's own."""
+        node = message.metadata.dst_node_id
+        return self.apps[node - 100](copy.deepcopy(message), self.contexts[node - 100])
+
     def send_and_receive(self, messages, *, timeout=None):
+        messages = list(map(self.tampered, map(copy.deepcopy, messages)))
+        self.asked += messages
         found = []
         for message in messages:
             node = message.metadata.dst_node_id
@@ -117,9 +134,9 @@ class Here:
         return found
 
 
-def aggregated(mods, round_=1, **more):
+def aggregated(mods, round_=1, grid=Here, **more):
     """The mean that a strategy gets of a round, by name, and the grid."""
-    grid = Here(mods, **more)
+    grid = grid(mods, **more)
     manager = SimpleClientManager()
     for number in range(CLIENTS):
         manager.register(GridClientProxy(100 + number, grid, 1))
@@ -194,42 +211,216 @@ def test_a_withheld_update_is_zero_in_the_sum_and_no_reply_tells_whose(
     assert (decided["did"], decided["client"]) == ("withheld", 1)
 
 
-def test_shares_of_noise_add_up_in_the_masked_sum(tmp_path: Path) -> None:
-    """With a clip that leaves next to nothing of the updates, the sum is the whole noise."""
-
+def account_in(folder: Path, **more):
     def account(where: Context) -> ClientDP:
+        given = {"trust": "secure_aggregation", "accountant": "rdp", "dropouts": 1} | more
         return ClientDP(
-            0.01, 2.0, clients=CLIENTS, target_delta=1e-5, trust="secure_aggregation",
-            accountant="rdp", ledger=tmp_path / f"ledger_{where.node_config['partition-id']}",
+            0.01, 2.0, clients=CLIENTS, target_delta=1e-5,
+            ledger=folder / f"ledger_{where.node_config['partition-id']}", **given,
         )  # fmt: skip
 
-    def mods(number: int):
-        return [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"), dp=account)]
+    return account
 
-    found, grid = aggregated(mods)
+
+def with_shares(folder: Path, **more):
+    """The mods of clients that add a share of noise each."""
+
+    def mods(number: int):
+        return [
+            secaggplus_mod,
+            FedLeakMod(ForClient(folder / f"{number}"), dp=account_in(folder, **more)),
+        ]
+
+    return mods
+
+
+def releases(folder: Path) -> list[int]:
+    return [account_in(folder)(a_context(n)).accountant.steps for n in range(CLIENTS)]
+
+
+def test_shares_of_noise_add_up_in_the_masked_sum(tmp_path: Path) -> None:
+    """With a clip that leaves next to nothing of the updates, the sum is the noise.
+
+    Two of three make the whole, as one may be missing.
+    """
+    found, grid = aggregated(with_shares(tmp_path))
     sent = trained_state(model())
     moved = torch.cat([(found[n] - sent[n]).flatten() for n in sent])
-    assert float(moved.std()) == pytest.approx(0.01 * 2.0 / CLIENTS, rel=0.1)
+    assert float(moved.std()) == pytest.approx(0.01 * 2.0 / CLIENTS * (3 / 2) ** 0.5, rel=0.1)
     masked = [r for r in grid.replies if "fitres.parameters" in r.content]
     assert [dict(r.content["fitres.num_examples"]) for r in masked] == [{"num_examples": 1}] * 3
-    for number in range(CLIENTS):
-        assert account(a_context(number)).accountant.steps == 1
+    assert releases(tmp_path) == [1] * CLIENTS
+
+
+# ---- a server that does not keep to the protocol ------------------------------------------------
+
+
+class Stopped(Exception):
+    """The server does not go on."""
+
+
+class UpToTheMasks(Here):
+    """Keeps to the protocol until each client shares its keys, and then to nothing."""
+
+    def tampered(self, message: Message) -> Message:
+        if message.content["secaggplus_configs"]["stage"] == Stage.COLLECT_MASKED_VECTORS:
+            raise Stopped
+        return message
+
+
+@pytest.mark.parametrize("kind", ["train.default", "train"])
+@pytest.mark.parametrize("claims", [None, {}, {"srcs": [101, 102], "ctxts": []}])
+@pytest.mark.parametrize("when", ["before the masks", "after the round"])
+def test_after_an_honest_set_up_no_share_of_noise_leaves_without_a_mask(
+    tmp_path: Path, kind: str, claims: dict | None, when: str
+) -> None:
+    made = Here if when == "after the round" else UpToTheMasks
+    kept: list[Here] = []
+    with suppress(Stopped):
+        aggregated(with_shares(tmp_path), grid=lambda mods: kept.append(made(mods)) or kept[-1])
+    stage = kept[0].contexts[0].state.config_records["secaggplus_state"]["current_stage"]
+    assert stage == (Stage.UNMASK if made is Here else Stage.SHARE_KEYS)
+    before = releases(tmp_path)
+    content = fit_asked(trained_state(model())).content
+    if claims is not None:
+        content["secaggplus_configs"] = ConfigRecord(claims)
+    asked = Message(content, dst_node_id=100, message_type=kind, group_id="2")
+    # Of the type "train" it is Flower's own mod that finds no stage.
+    with pytest.raises(DefenseError if "." in kind else KeyError):
+        kept[0].answered(asked)
+    assert releases(tmp_path) == before
+
+
+def test_with_gates_alone_nothing_leaves_past_the_mask_either(tmp_path: Path) -> None:
+    mods = lambda number: [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"))]  # noqa: E731
+    _, grid = aggregated(mods)
+    content = fit_asked(trained_state(model())).content
+    with pytest.raises(DefenseError, match="would not mask the reply to this message of type"):
+        grid.answered(Message(content, dst_node_id=100, message_type="train.default"))
+
+
+WELL_SET_UP = {
+    Field.THRESHOLD: 2, Field.MOD_RANGE: 2**32, Field.MAX_WEIGHT: 1.0, Field.CLIPPING_RANGE: 8.0,
+    Field.TARGET_RANGE: 2**22, "nid": 103,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        (Field.THRESHOLD, 1, "unmasks the sum of 1, where at least 2"),
+        (Field.MOD_RANGE, 2, "draws its masks below 2,"),
+        (Field.CLIPPING_RANGE, 0.01, "clips numbers at 0.01"),
+        (Field.CLIPPING_RANGE, float("nan"), "clips numbers at nan"),
+        (Field.MAX_WEIGHT, 1e-6, "may be as large as"),
+        (Field.TARGET_RANGE, 2**40, "clips numbers at"),
+        (Field.SOURCE_LIST, [100, 100], "among 1 clients"),
+        (Field.SOURCE_LIST, [], "among 1 clients"),
+    ],
+)
+def test_masks_that_a_server_makes_too_thin_are_refused(
+    tmp_path: Path, field: str, value: object, said: str
+) -> None:
+    """Each setting is the server's. The reply never holds a number of the client's."""
+
+    class Tampers(Here):
+        def tampered(self, message: Message) -> Message:
+            configs = message.content["secaggplus_configs"]
+            if message.metadata.dst_node_id == 100 and field in configs:
+                configs[field] = value
+                if field == Field.SOURCE_LIST:
+                    configs[Field.CIPHERTEXT_LIST] = [
+                        configs[Field.CIPHERTEXT_LIST][0] for _ in value
+                    ]
+            if configs["stage"] == Stage.COLLECT_MASKED_VECTORS:
+                configs.update(WELL_SET_UP)  # said too late
+            return message
+
+    _, grid = aggregated(with_shares(tmp_path), grid=Tampers)
+    [refused] = [r for r in grid.replies if r.has_error() and r.metadata.src_node_id == 100][:1]
+    assert said in refused.error.reason
+    assert releases(tmp_path)[0] == 0
+
+
+def test_a_sum_that_could_lack_more_noise_than_the_account_is_refused(tmp_path: Path) -> None:
+    """Flower unmasks a sum of all but one at best, so that one share may always be missing."""
+    found, grid = aggregated(with_shares(tmp_path, dropouts=0))
+    assert found is None
+    said = "unmasks the sum of 2, where at least 3 are needed"
+    assert sum(said in r.error.reason for r in grid.replies if r.has_error()) == CLIENTS
+    assert releases(tmp_path) == [0] * CLIENTS
+
+
+def test_a_round_that_the_server_spoils_after_the_release_is_counted_each_time(
+    tmp_path: Path,
+) -> None:
+    """A key share that cannot be read fails the mask after the update was made and noised."""
+
+    class Spoils(UpToTheMasks):
+        def tampered(self, message: Message) -> Message:
+            try:
+                return super().tampered(message)
+            except Stopped:
+                self.asked.append(message)
+                raise
+
+    kept: list[Spoils] = []
+    with pytest.raises(Stopped):
+        aggregated(
+            with_shares(tmp_path),
+            grid=lambda mods: kept.append(Spoils(mods)) or kept[-1],
+        )
+    [grid] = kept
+    honest = grid.asked[-1]
+    number = honest.metadata.dst_node_id - 100
+    spoilt = copy.deepcopy(honest)
+    ciphertexts = spoilt.content["secaggplus_configs"][Field.CIPHERTEXT_LIST]
+    spoilt.content["secaggplus_configs"][Field.CIPHERTEXT_LIST] = [b"nothing"] * len(ciphertexts)
+    for _ in range(2):
+        with pytest.raises(InvalidToken):
+            grid.answered(spoilt)
+    assert releases(tmp_path)[number] == 2
+    assert not grid.answered(honest).has_error()
+    assert releases(tmp_path)[number] == 3
+
+
+def test_what_flowers_protocol_leaves_to_the_servers_honesty() -> None:
+    """Why docs/federation.md trusts the server to keep to the protocol."""
+    assert not pseudo_rand_gen(b"some", 2, [(1000,)])[0].any()  # a modulus of 2 masks nothing
+    seeds = [b"\1\2\3\4" + b"\0" * 28, b"\0" * 28 + b"\1\2\3\4"]  # of 256 bits, folded to 32
+    one, other = (pseudo_rand_gen(seed, 2**32, [(8,)])[0] for seed in seeds)
+    assert (one == other).all()
+    kept: list[Here] = []
+    with suppress(ValueError):  # this server does not know what to do with all that
+        aggregated(
+            lambda number: [secaggplus_mod],
+            grid=lambda mods: kept.append(BothLivingAndDead(mods)) or kept[-1],
+        )
+    [grid] = kept
+    secrets = [
+        len(r.content["secaggplus_configs"]["shares"])
+        for r in grid.replies
+        if "shares" in r.content.config_records.get("secaggplus_configs", {})
+    ]
+    assert secrets == [2 * CLIENTS] * CLIENTS  # of each client both keys: no mask is left
+
+
+class BothLivingAndDead(Here):
+    def tampered(self, message: Message) -> Message:
+        configs = message.content["secaggplus_configs"]
+        if configs["stage"] == Stage.UNMASK:
+            configs[Field.DEAD_NODE_ID_LIST] = list(configs[Field.ACTIVE_NODE_ID_LIST])
+        return message
 
 
 def test_a_share_of_noise_does_not_leave_unmasked(tmp_path: Path) -> None:
-    def account(where: Context) -> ClientDP:
-        return ClientDP(
-            0.01, 2.0, clients=CLIENTS, target_delta=1e-5, trust="secure_aggregation",
-            ledger=tmp_path / "ledger",
-        )  # fmt: skip
-
     asked, where = fit_asked(trained_state(model())), a_context()
     claims = fit_asked(trained_state(model()))
     claims.content["secaggplus_configs"] = ConfigRecord({"srcs": [1]})
     for unmasked in (asked, claims):
         with pytest.raises(DefenseError, match="nothing here masks"):
-            FedLeakMod(ForClient(tmp_path), dp=account)(unmasked, where, answer)
-    masks = FedLeakMod(ForClient(tmp_path), dp=account, secure_aggregation=True)
+            FedLeakMod(ForClient(tmp_path), dp=account_in(tmp_path))(unmasked, where, answer)
+    masks = FedLeakMod(ForClient(tmp_path), dp=account_in(tmp_path), secure_aggregation=True)
     assert not masks(asked, where, answer).has_error()
 
 

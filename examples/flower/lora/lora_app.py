@@ -15,6 +15,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 
 from lightning_fedleak import Games
 from lightning_fedleak.attacks import PublicText
@@ -106,11 +107,14 @@ def main(grid: Grid, context: Context) -> None:
     strategy = Observed(
         FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes), observer
     )
-    strategy.start(
+    result = strategy.start(
         grid,
         ArrayRecord(trained_state(make_model(context))),
         num_rounds=int(context.run_config["rounds"]),
         timeout=600,
     )
     observer.end()
-    (Path(context.run_config["out"]) / "done.txt").write_text("finished\n")
+    out = Path(context.run_config["out"])
+    # Observed keeps the last model where every client withholds; a bare strategy's would be empty.
+    save_file(result.arrays.to_torch_state_dict(), out / "adapter.safetensors")
+    (out / "done.txt").write_text("finished\n")

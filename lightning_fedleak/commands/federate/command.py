@@ -26,7 +26,6 @@ from lightning_fedleak.commands.federate.server import Server
 from lightning_fedleak.commands.federate.setting import Setting
 from lightning_fedleak.commands.federate.table import HEADLINES, Round, RoundsTable, read_back
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.extras import install
 from lightning_fedleak.federation import SUM, UpdateError
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.report import ReportError, write
@@ -57,10 +56,10 @@ class FederateCommand(Setting):
             AnatomyError: the model's parts could not be found.
         """
         console = console or Console()
+        self.check()
         engine = self._engine()
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self.check_adapters()
-        self._check_account()  # what cannot be meant is refused before anything is written
+        self.account(None)  # what cannot be meant is refused before anything is written
         self._check_gate()
         sizes = [len(rows) for rows in self.rows]
         folder = self.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -77,8 +76,11 @@ class FederateCommand(Setting):
         with _quiet(), RoundsTable(console, self.clients, private=private) as table:
 
             def closed(number: int, server: Server, silent: dict[int, str]) -> None:
+                if number == 0:
+                    table.add(Round(0, server.loss, {}, frozenset(), {}, None))
+                    return
                 spent = self._spent(folder, server) if private else None
-                rounds.append(read_back(folder, number, server.loss, silent, spent))
+                rounds.append(read_back(folder, number, server.loss, silent, spent, server.noise))
                 table.add(rounds[-1])
 
             try:
@@ -111,24 +113,10 @@ class FederateCommand(Setting):
     def _engine(self) -> Run:
         if self.engine == "local":
             return local.run
-        try:
-            import lightning_fedleak.commands.federate.on_flower as on_flower
-        except ImportError as error:
-            raise SourceError(
-                f"--engine flower needs Flower: {install('flower')}. It wants older packages than "
-                "the rest: give it an environment of its own. --engine local trains the same model "
-                "without it."
-            ) from error
+        import lightning_fedleak.commands.federate.on_flower as on_flower
+
         engine: Run = on_flower.run
         return engine
-
-    def _check_account(self) -> None:
-        dp = self.account(None)
-        if self.action == "harden" and self.gate is not None and (dp is None or not dp.can_harden):
-            raise SourceError(
-                "--action harden turns up the noise that clients add themselves: give --epsilon "
-                "and --trust local too."
-            )
 
     def _spent(self, folder: Path, server: Server) -> float:
         """Epsilon so far; where clients add the noise, that of the one that has released most."""
@@ -213,6 +201,13 @@ def summary(rounds: Sequence[Round], clients: int) -> str:
     ]
     if rounds and rounds[-1].epsilon is not None:
         lines.append(f"Epsilon of all rounds: {rounds[-1].epsilon:.2f}.")
+    if rounds and (noise := rounds[-1].noise or 0.0) > 1:
+        lines.append(
+            f"Noise drowned the updates: on their mean it is {noise:.3g} times as long as that "
+            "mean is at most, as each is clipped. Low numbers and a loss that rises may be the "
+            "noise's. More clients in a round, fewer trained numbers (--peft lora) or a larger "
+            "epsilon make it less."
+        )
     if any("auc" in r.found for r in rounds):
         lines.append("An AUC of .5 is what guessing gives; 1 is certainty.")
     lines.append(

@@ -20,7 +20,7 @@ from lightning_fedleak.federation import (
 )
 
 Closed = Callable[[int, Server, dict[int, str]], None]
-"""Is told of each round: its number, the server after it, and who sent nothing, and why."""
+"""Gets each round: its number, the server after it, and who sent nothing, and why; 0 at first."""
 
 
 def run(setting: Setting, folder: Path, closed: Closed) -> Server:
@@ -36,6 +36,7 @@ def run(setting: Setting, folder: Path, closed: Closed) -> Server:
         BudgetSpent: the account allows no more.
     """
     server = Server(setting, folder)
+    closed(0, server, {})
     model = setting.make_model()
     own = [account_of(setting, folder, client) for client in range(setting.clients)]
     watches = setting.attack != "none"

@@ -88,6 +88,7 @@ def _quiet() -> Iterator[None]:
 
 def _serve(setting: Setting, folder: Path, closed: Closed, grid: Grid) -> Server:
     server = Server(setting, folder)
+    closed(0, server, {})
     observer = (
         setting.observer(folder / "server", folder.name) if setting.attack != "none" else None
     )
@@ -140,7 +141,10 @@ def _client_app(setting: Setting, folder: Path) -> ClientApp:
         dp = None if setting.trust == "central" else partial(_account, setting, folder)
         summed = setting.trust == "secure_aggregation"  # which is played here
         make = partial(_observer, setting, folder)
-        mods = [FedLeakMod(make, setting.gates(), dp, secure_aggregation=summed)]
+        # A query is answered with the client's number alone.
+        mods = [
+            FedLeakMod(make, setting.gates(), dp, secure_aggregation=summed, uncovered=("query",))
+        ]
     app = ClientApp(mods=mods)
     app.query()(_tell)
     app.train()(partial(_train, setting, folder))

@@ -47,6 +47,17 @@ class Server:
         """Its account, where it adds the noise."""
         return self._noise
 
+    @property
+    def noise(self) -> float | None:
+        """How many times as long as the mean of clipped updates can be at most the noise on it is.
+
+        It depends on no data. None without differential privacy.
+        """
+        if self._terms is None:
+            return None
+        numbers = sum(tensor.numel() for tensor in self.state.values())
+        return self._terms.mean_noise_std * math.sqrt(numbers) / self._terms.clip
+
     def drawn(self) -> list[int]:
         """The clients of a round."""
         everyone = list(range(self._setting.clients))

@@ -57,21 +57,11 @@ class Setting(FederateOptions):
 
     def make_model(self) -> nn.Module:
         """The model with what is trained of it, in train mode; the same at every call."""
-        self.check_adapters()
         model: nn.Module = load_model(self.model)
         if self.peft == "lora":
             rank = 8 if self.lora_r is None else self.lora_r
             model = with_lora(find_anatomy(model), rank, self.targets, self.seed).model
         return model.train()
-
-    def check_adapters(self) -> None:
-        """Refuses settings of adapters where there are none.
-
-        Raises:
-            SourceError: says which option to add.
-        """
-        if self.peft is None and (self.lora_r is not None or self.targets is not None):
-            raise SourceError("--lora-r and --targets are of adapters: say --peft lora too.")
 
     @property
     def make_optimizer(self) -> partial[torch.optim.Optimizer]:
@@ -91,17 +81,9 @@ class Setting(FederateOptions):
         """Each client's texts by number; all of theirs; calibration's; those in no batch."""
         source = self.text or EMBEDDED_MESSAGES
         if self.partition_by is None:
-            if self.partition == "speaker":
-                raise SourceError(
-                    "--partition speaker deals texts by whose they are: name the column that says "
-                    "so with --partition-by. (Each embedded message is of another customer, so "
-                    "that 'iid' deals these by speaker.)"
-                )
             texts = read_texts(source, self.column, option="--column")
             labels = [""] * len(texts)
         else:
-            if self.partition == "iid":
-                raise SourceError("--partition iid deals texts alike: leave --partition-by out.")
             pairs = read_labelled(
                 source,
                 self.partition_by,
@@ -262,17 +244,10 @@ class Setting(FederateOptions):
         """One for each value that is watched, or none.
 
         Raises:
-            SourceError: a gate without attacks, or settings of a gate without one.
+            SourceError: what is watched has no such threshold.
         """
         if self.gate is None:
-            for option in ("watch", "action"):
-                if getattr(self, option) != getattr(FederateOptions, option):
-                    raise SourceError(f"--{option} is of a gate: give --gate too, 0.5 say.")
             return []
-        if self.attack == "none":
-            raise SourceError(
-                "--gate needs attacks whose results it watches: leave --attack none out."
-            )
         gates = []
         for name in self.watched:
             try:
@@ -290,16 +265,9 @@ class Setting(FederateOptions):
                 nothing is released by it.
 
         Raises:
-            SourceError: settings without noise.
             DefenseError: settings that hold no guarantee.
         """
         if self.epsilon is None and self.noise_multiplier is None:
-            for option in ("clip", "delta", "trust", "sampling", "per_round"):
-                if getattr(self, option) != getattr(FederateOptions, option):
-                    raise SourceError(
-                        f"--{option.replace('_', '-')} is of client-level differential privacy: "
-                        "give --epsilon or --noise-multiplier too."
-                    )
             return None
         filtered = self.action == "harden"
         return ClientDP(

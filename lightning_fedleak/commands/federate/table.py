@@ -26,7 +26,7 @@ _EACH = 8
 
 @dataclass(frozen=True)
 class Round:
-    """A round as the files tell of it.
+    """A round as the files tell of it; round 0 is the model that the first one begins with.
 
     Attributes:
         number: of the round.
@@ -36,6 +36,8 @@ class Round:
         withheld: clients whose update a gate or an error held back.
         absent: why clients sent nothing that counts, by client.
         epsilon: what was spent so far; None without differential privacy.
+        noise: how many times as long as the mean of clipped updates can be at most the noise on it
+            is; None without differential privacy.
     """
 
     number: int
@@ -44,10 +46,16 @@ class Round:
     withheld: frozenset[int]
     absent: Mapping[int, str]
     epsilon: float | None
+    noise: float | None = None
 
 
 def read_back(
-    folder: Path, number: int, loss: float, absent: Mapping[int, str], epsilon: float | None
+    folder: Path,
+    number: int,
+    loss: float,
+    absent: Mapping[int, str],
+    epsilon: float | None,
+    noise: float | None = None,
 ) -> Round:
     """A round, of all files below ``folder``; the rest is as :class:`Round` has it."""
     found: dict[str, dict[str | int, float]] = {name: {} for name in HEADLINES}
@@ -70,7 +78,7 @@ def read_back(
         ):
             withheld.add(line["client"])
     shown = {name: by_client for name, by_client in found.items() if by_client}
-    return Round(number, loss, shown, frozenset(withheld), absent, epsilon)
+    return Round(number, loss, shown, frozenset(withheld), absent, epsilon, noise)
 
 
 def _lines(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -111,7 +119,8 @@ class RoundsTable:
         if self._live is None and not self._rows:
             self._line(self._headers())
         first = [str(round_.number), _number(round_.loss)]
-        epsilon = [_spent(round_.epsilon)] if self._private else []
+        times = "-" if round_.noise is None else f"{round_.noise:.3g}x"
+        epsilon = [times, _spent(round_.epsilon)] if self._private else []
         families = [(HEADLINES[n], self._values(f, round_)) for n, f in round_.found.items()]
         if not families:
             families = [("", ["-"] * len(self._columns()))]
@@ -139,7 +148,7 @@ class RoundsTable:
         return [*map(_number, (min(known), statistics.median(known), max(known))), total]
 
     def _headers(self) -> list[str]:
-        return ["round", "loss", "leaks", *self._columns(), *["epsilon"] * self._private]
+        return ["round", "loss", "leaks", *self._columns(), *["noise", "epsilon"] * self._private]
 
     def _line(self, cells: Sequence[str]) -> None:
         widths = [6, 8, 17, *[10] * (len(cells) - 3)]

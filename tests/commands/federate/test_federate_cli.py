@@ -52,6 +52,9 @@ def test_each_round_is_shown_and_watching_changes_no_bit(
     capsys.readouterr()
     said, watched = federate(tmp_path / "watched", given, partition_by="who")
     assert "RoundObserver" not in capsys.readouterr().err
+    first = said[said.index("\n round ") :].splitlines()[2].split()
+    assert first == ["0", first[1], "-", "-", "-"]  # the loss before anything was trained
+    assert float(first[1]) > 0
     shown = [line.split() for line in said.splitlines() if "words, F1" in line][:2]
     assert [row[0] for row in shown] == ["1", "2"]
     assert all(float(value) > 0.3 for row in shown for value in row[4:])
@@ -109,7 +112,10 @@ def test_what_is_read_without_an_error_does_not_leave(tmp_path: Path) -> None:
 def test_epsilon_is_shown_and_kept(tmp_path: Path, given: dict, trust: str) -> None:
     private = {"noise_multiplier": 2.0, "trust": trust, "attack": "none"}
     said, folder = federate(tmp_path, given, **private)
-    shown = said[said.index("\n round ") :].splitlines()[2:4]
+    start, *shown = said[said.index("\n round ") :].splitlines()[2:5]
+    assert start.split() == ["0", start.split()[1], *"-----"]  # before any noise
+    assert all(x.split()[-2].endswith("x") for x in shown)
+    assert "Noise drowned the updates: on their mean it is" in said
     spent = [float(x.split()[-1]) for x in shown]
     assert [x.split()[0] for x in shown] == ["1", "2"]
     assert 0 < spent[0] < spent[1]
@@ -129,7 +135,8 @@ def test_what_a_table_says_of_many_clients_and_of_what_is_unknown() -> None:
     console = Console(file=io.StringIO(), width=160)
     with RoundsTable(console, 20, private=True) as table:
         found: dict[str, dict[str | int, float]] = {"f1": {c: c / 20 for c in range(20)}}
-        table.add(Round(1, 2.5, {"f1": found["f1"] | {"sum": nan}}, frozenset({3}), {}, 1.5))
+        read = {"f1": found["f1"] | {"sum": nan}}
+        table.add(Round(1, 2.5, read, frozenset({3}), {}, 1.5, 52.73))
     header, row = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert header.split() == [
         "round",
@@ -139,6 +146,7 @@ def test_what_a_table_says_of_many_clients_and_of_what_is_unknown() -> None:
         "median",
         "highest",
         "sum",
+        "noise",
         "epsilon",
     ]
     assert row.split() == [
@@ -150,6 +158,7 @@ def test_what_a_table_says_of_many_clients_and_of_what_is_unknown() -> None:
         "0.475",
         "0.950",
         "unknown",
+        "52.7x",
         "1.50",
     ]
     console = Console(file=io.StringIO(), width=160)
@@ -200,10 +209,11 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
             ],
             "attack's own threshold",
         ),
-        (["--column", "text", "--gate", "0.5", "--watch", "words"], "--watch words: RoundGate"),
+        (["--gate", "0.5", "--watch", "words"], "--watch words: a gate watches a name"),
+        (["--column", "text", "--gate", "0.5", "--watch", "leakage/words"], "words: RoundGate"),
         (["--gate", "0.5", "--action", "harden"], "--trust local too"),
         (["--trust", "local"], "give --epsilon or --noise-multiplier too"),
-        (["--epsilon", "8", "--sampling", "poisson"], "needs per_round"),
+        (["--epsilon", "8", "--sampling", "poisson"], "say how many with --per-round"),
         (["--epsilon", "8", "--delta", "0.9"], "must be below 1 / 4"),
         (["--lora-r", "4", "--column", "text"], "say --peft lora too"),
         (["--column", "text", "--length", "4000"], "more than the"),

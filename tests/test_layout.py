@@ -22,6 +22,7 @@ GROUND = {
     "taps",
     "progress",
     "extras",
+    "private_files",
 }
 # Of the command, what needs no command line.
 STUDIES = {
@@ -44,6 +45,7 @@ ALLOWED = {
     "batches": {"anatomy"},
     "progress": set(),
     "extras": set(),
+    "private_files": set(),
     "snapshots": {"anatomy", "threats", "batches"},
     "model_state": set(),
     "model_runs": {"anatomy", "threats", "batches", "model_state"},

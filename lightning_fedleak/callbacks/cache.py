@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 import lightning_fedleak
 from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.private_files import check_private, hash_of_tensors
 
-FORMAT = 1
-_EMPTY = "empty"
+FORMAT = 2
+_EMPTY, _HASH = "empty", "sha256"
 
 
 def cache_folder() -> Path:
@@ -38,18 +39,14 @@ def hash_of_weights(model: nn.Module, head: nn.Module | None = None) -> str:
     on the head counts always, since the gradient of its B is read through it.
     """
     on_head = set() if head is None else {id(p) for p in head.parameters()}
-    found = hashlib.sha256()
     state = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name in sorted(state):
+    counted = {}
+    for name, tensor in state.items():
         other = state.get(name.replace("lora_A", "lora_B"))
         random = "lora_A" in name and other is not None and not bool(other.detach().any())
-        if random and id(state[name]) not in on_head:
-            continue
-        tensor = state[name].detach().contiguous().cpu()
-        trained = state[name].requires_grad
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {trained}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        if not random or id(tensor) in on_head:
+            counted[f"{name} {tensor.requires_grad}"] = tensor
+    return hash_of_tensors(counted)
 
 
 class CalibrationCache:
@@ -78,26 +75,30 @@ class CalibrationCache:
         """Gives an attack its calibration back.
 
         Returns:
-            False where there is none; a damaged one is said to be, and counts as none.
+            False where there is none. One that is damaged, holds NaN, or could be somebody else's
+            is said to be, and counts as none.
         """
         path = self.path(attack, weights)
-        if path is None or not path.exists():
+        if path is None or not os.path.lexists(path):
             return False
         try:
             attack.load_state_dict(_read(path))
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        except (
+            Exception
+        ) as error:  # whatever is in it: another calibration is only a matter of time
             rank_zero_warn(
-                f"lightning-fedleak: the calibration of '{attack.name}' in {path} cannot be read "
-                f"({type(error).__name__}) and is made anew"
+                f"lightning-fedleak: the calibration of '{attack.name}' in {path} is not used "
+                f"({str(error).splitlines()[0] if str(error) else type(error).__name__}) and is "
+                "made again"
             )
             return False
         return True
 
     def save(self, attack: Attack, weights: str) -> None:
-        """Keeps an attack's calibration; where that fails, says so."""
+        """Keeps an attack's calibration, unless it holds NaN; where that fails, says so."""
         path = self.path(attack, weights)
         state = attack.state_dict()
-        if path is None or not state:
+        if path is None or not state or _holds_nan(state):
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -119,7 +120,7 @@ def _write(path: Path, state: Mapping[str, Tensor]) -> None:
     os.close(descriptor)
     try:
         held = {name: t for name, t in tensors.items() if name not in empty}
-        save_file(held, draft, metadata={_EMPTY: json.dumps(empty)})
+        save_file(held, draft, {_EMPTY: json.dumps(empty), _HASH: _hash(path, tensors)})
         os.chmod(draft, 0o600)
         os.replace(draft, path)
     except BaseException:
@@ -129,12 +130,32 @@ def _write(path: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
+    """Return what :func:`_write` wrote.
+
+    Raises:
+        ValueError: it is another user's, not what was written there, or holds NaN.
+        Exception: it is no such file.
+    """
+    check_private(path)
     with safe_open(path, "pt") as file:
         state: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        empty = json.loads((file.metadata() or {}).get(_EMPTY, "{}"))
-    for name, (dtype, *shape) in empty.items():
+        written = file.metadata() or {}
+    for name, (dtype, *shape) in json.loads(written.get(_EMPTY, "{}")).items():
         state[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+    if written.get(_HASH) != _hash(path, state):
+        raise ValueError("it does not hold what was written")
+    if _holds_nan(state):
+        raise ValueError("it holds NaN")
     return state
+
+
+def _hash(path: Path, state: Mapping[str, Tensor]) -> str:
+    """Of the tensors, and of what they are a calibration of, which the file's name says."""
+    return hash_of_tensors({f"{path.name} {name}": tensor for name, tensor in state.items()})
+
+
+def _holds_nan(state: Mapping[str, Tensor]) -> bool:
+    return any(bool(tensor.isnan().any()) for tensor in state.values())
 
 
 __all__ = ["CalibrationCache", "cache_folder", "hash_of_weights"]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_fedleak import LeakageMonitor
@@ -88,11 +90,103 @@ def test_a_damaged_file_is_said_and_made_anew(tmp_path: Path, folder: Path) -> N
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     Counted.prepared = 0
-    with pytest.warns(UserWarning, match="cannot be read .* and is made anew"):
+    with pytest.warns(UserWarning, match=r"is not used \(.*\) and is made again"):
         fit([LeakageMonitor(counted(), every_n_steps=4)], tmp_path / "b", n=8)
     assert Counted.prepared == 1
     assert path.read_bytes() == whole
     assert list(folder.iterdir()) == [path], "no drafts are left"
+
+
+class Numbers(BagOfWords):
+    """An attack whose calibration is six numbers."""
+
+    def __init__(self, state: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self.state = dict(state or {})
+
+    def calibrated_with(self) -> dict[str, object]:
+        return {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.state = dict(state)
+
+
+def rewritten(path: Path, change: Callable[[Tensor], Any], **metadata: str) -> None:
+    """Another file in its place that is sound in itself, with the same names, types and shapes."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        written = file.metadata() or {}
+    for tensor in tensors.values():
+        change(tensor)
+    save_file(tensors, path, {**written, **metadata})
+    path.chmod(0o600)
+
+
+def replaced_by_a_link(path: Path) -> None:
+    os.replace(path, path.with_suffix(".other"))
+    path.symlink_to(path.with_suffix(".other"))
+
+
+def another_calibration(path: Path) -> None:
+    CalibrationCache().save(Numbers({"numbers": torch.zeros(6)}), "other weights")
+    (other,) = set(path.parent.iterdir()) - {path}
+    os.replace(other, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda path: rewritten(path, Tensor.zero_), "does not hold what was written"),
+        (lambda path: rewritten(path, Tensor.normal_), "does not hold what was written"),
+        (lambda path: rewritten(path, Tensor.clone, sha256="0"), "does not hold what"),
+        (another_calibration, "does not hold what was written"),
+        (lambda path: rewritten(path, Tensor.clone, empty="{"), "Expecting property name"),
+        (lambda path: rewritten(path, Tensor.clone, empty="[1]"), "'list' object has no"),
+        (lambda path: rewritten(path, Tensor.clone, empty='{"a": ["torch.nn", 1]}'), "dtype"),
+        (lambda path: path.write_bytes(b""), "header"),
+        (lambda path: path.chmod(0o640), "others may use it .mode 0640, not 0600"),
+        (replaced_by_a_link, "it is a link, or no file"),
+    ],
+)
+def test_a_calibration_that_is_not_what_was_written_is_not_used(
+    spoil: Callable[[Path], Any], reason: str, folder: Path
+) -> None:
+    cache, numbers = CalibrationCache(), {"numbers": torch.arange(6.0)}
+    cache.save(Numbers(numbers), "weights")
+    loaded = Numbers()
+    assert cache.load(loaded, "weights")
+    assert torch.equal(loaded.state["numbers"], numbers["numbers"])
+    (path,) = folder.iterdir()
+    spoil(path)
+    after = Numbers()
+    with pytest.warns(UserWarning, match=reason) as said:
+        assert not cache.load(after, "weights")
+    assert not after.state
+    assert "\n" not in str(said[0].message)
+
+
+def test_another_users_calibration_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = CalibrationCache()
+    cache.save(Numbers({"numbers": torch.arange(6.0)}), "weights")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.warns(UserWarning, match="it belongs to another user"):
+        assert not cache.load(Numbers(), "weights")
+
+
+def test_nan_is_neither_kept_nor_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, spoilt = CalibrationCache(), Numbers({"numbers": torch.full((6,), torch.nan)})
+    cache.save(spoilt, "weights")
+    assert not folder.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_fedleak.callbacks.cache._holds_nan", lambda state: False)
+        cache.save(spoilt, "weights")
+    with pytest.warns(UserWarning, match="it holds NaN"):
+        assert not cache.load(Numbers(), "weights")
 
 
 def test_a_folder_that_cannot_be_written_is_said(
@@ -168,26 +262,7 @@ def test_a_lora_on_the_head_counts_always() -> None:
 
 
 def test_all_kinds_of_tensors_are_kept(folder: Path) -> None:
-    class Kept(Attack):
-        threat_model = FlatChat.threat_model
-        default_name = "kept"
-        needs = FlatChat.needs
-        run = FlatChat.run  # type: ignore[assignment]
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.state: dict[str, Tensor] = {}
-
-        def calibrated_with(self) -> dict[str, object]:
-            return {}
-
-        def state_dict(self) -> dict[str, Tensor]:
-            return self.state
-
-        def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-            self.state = dict(state)
-
-    saved, loaded = Kept(), Kept()
+    saved, loaded = Numbers(), Numbers()
     whole = torch.arange(6.0)
     saved.state = {
         "none": torch.empty(0, 3),

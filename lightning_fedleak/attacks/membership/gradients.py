@@ -60,6 +60,8 @@ _ROUNDED = 4.0
 _ALLOWANCE = 2.0
 _MOST_LACKING = 0.5
 _TIMED = 2  # public texts that an estimate is made on; more: steadier, and so many times longer
+_LEAST = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
+"""A largest number of a gradient, 1e-31, below which numbers of 1e-7 of it are no longer exact."""
 
 
 class GradientMembership(PassiveMembership):
@@ -248,7 +250,8 @@ class GradientMembership(PassiveMembership):
             gradient.
 
         Raises:
-            UnusableObservation: non-finite or zero gradients.
+            UnusableObservation: gradients that are not finite, zero, or hardly above what float32
+                can hold.
             ValueError: no query.
             RuntimeError: ``prepare`` was not called.
         """
@@ -261,17 +264,17 @@ class GradientMembership(PassiveMembership):
         public = self._texts(self._anatomy, self.controls, behind=self.public_rows)
         texts = (_batch_of(query, self.tokens), public)
         if self._whole is None:
-            scores, others = self._by_tokens(view, *texts)
+            size, scores, others = self._by_tokens(view, *texts)
         else:
             names = self._others(self._anatomy)
-            each = (self._scaled(self._shared(view, name), view, name) for name in names)
-            shared = torch.cat([g.flatten() for g in each])
-            if not bool(shared.any()):
-                raise UnusableObservation("every gradient that is read is zero")
+            each = {name: self._shared(view, name) for name in names}
+            size = _largest(each.values())
+            shared = [self._scaled(g / size, view, name).flatten() for name, g in each.items()]
             scores, others = (
-                self._whole.coefficients(shared, _gradients(self._anatomy, names, batch))
+                self._whole.coefficients(torch.cat(shared), _gradients(self._anatomy, names, batch))
                 for batch in texts
             )
+        scores, others = scores.double() * size, others.double() * size
         told = (labels_of(texts[0])[:, 1:] != IGNORE_INDEX).any(1).to(scores.device)
         scores = torch.where(told, scores, others.mean())
         threshold = others.mean() + _FAR * others.std()
@@ -321,10 +324,11 @@ class GradientMembership(PassiveMembership):
 
     def _by_tokens(
         self, view: Observation, asked: TokenBatch, public: TokenBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Scores of the candidates and of public texts."""
+    ) -> tuple[float, Tensor, Tensor]:
+        """The gradients' size, and in units of it scores of the candidates and of public texts."""
         anatomy, maps = self._anatomy, self._read(self._anatomy)
         given = {m.name: self._shared(view, m.name) for m in maps}
+        size = _largest(given.values())
         there = {name for name, g in given.items() if bool(g.any())}
         if there - self._factors.keys():  # LoRA's A has no slopes as long as B is zero
             self.prepare(anatomy)
@@ -332,10 +336,10 @@ class GradientMembership(PassiveMembership):
         for linear in maps:
             if linear.name in there and (factor := self._factors.get(linear.name)) is not None:
                 whitened[linear.name] = factor.whitened(
-                    self._scaled(given[linear.name], view, linear.name)
+                    self._scaled(given[linear.name] / size, view, linear.name)
                 )
         if not whitened:
-            raise UnusableObservation("every gradient that is read is zero")
+            raise UnusableObservation("the maps with a gradient are reached by no public text")
         read = [m for m in maps if m.name in whitened]
         controls = _joined(
             of_token_parts(
@@ -353,11 +357,28 @@ class GradientMembership(PassiveMembership):
             return _least_coefficient(fit, noise)
 
         scores = of_token_parts(anatomy, read, asked, scored)
-        return torch.cat(scores), _least_coefficient(others, noise)
+        return size, torch.cat(scores), _least_coefficient(others, noise)
 
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""
         return super().config() | {"controls": self.controls}
+
+
+def _largest(gradients: Iterable[Tensor]) -> float:
+    """Return the largest number of shared gradients, by which squares in float32 stay in range.
+
+    Raises:
+        UnusableObservation: it is zero, or so small that float32 has rounded the others off.
+    """
+    largest = max(float(g.abs().max()) for g in gradients)
+    if largest == 0:
+        raise UnusableObservation("every gradient that is read is zero")
+    if largest < _LEAST:
+        raise UnusableObservation(
+            f"the gradients that are read are below {_LEAST:.0e}, where float32 rounds them off: "
+            "scale the loss up"
+        )
+    return largest
 
 
 def _of_prompts(name: str) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
 
 from lightning_fedleak.defenses.accounting.accounting import joint_noise_multiplier
 from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError
@@ -60,6 +61,10 @@ AT_ONCE = 1 << 20
 """Numbers of small parameters that are summed over processes at once."""
 RELATIVE = 1e-2
 """A gradient of less than this share of the largest may be rounding alone (a bias of keys)."""
+FINE, COARSE = 1e-3, 0.05
+"""How far autograd's gradient may be from the sum of the samples' parts, over its size: in float32,
+and where products are rounded to eight or eleven bits, which moves a gradient by up to .0039 of it.
+Along a random direction a chance of more than twelve times that is left out of account."""
 PATIENCE = 3
 
 
@@ -198,7 +203,7 @@ class Gathered:
             parameter that is sharded (FSDP2) this process's part of the sum over all processes.
         seen: parameters that a layer was seen to use.
         along: of each parameter what of its gradient lies along a random direction, and the sum of
-            its terms' absolute values.
+            its terms' squared norms.
         half: gradients came in half precision.
         positions: of all samples, in the layer that has most.
     """
@@ -254,9 +259,9 @@ class Gathered:
             for index, parameter in enumerate(parameters):
                 if parameter in clipped.parts:
                     left, right = random_direction(index, parameter)
-                    value, scale = probe(clipped.parts[parameter], left, right)
+                    value, squares = probe(clipped.parts[parameter], left, right)
                     before = self.along.get(parameter, (0.0, 0.0))
-                    self.along[parameter] = before[0] + float(value), before[1] + float(scale)
+                    self.along[parameter] = before[0] + float(value), before[1] + float(squares)
         sharded = [p for p in parameters if isinstance(p, DTensor)]
         ended = self._of_one_user(clipped, piece) if piece.of else {}
 
@@ -551,12 +556,13 @@ class ClippedSum:
         sums = team.summed(numbers).tolist()
         before = self._gathered
         half = self.half or (before is not None and before.half)
-        coarse = half or context.precision.startswith("bf16")
-        tolerance = 0.05 if team.largest([coarse])[0] else 1e-3
+        coarse = half or context.precision.startswith("bf16") or _rounds_products(context)
+        tolerance = COARSE if team.largest([coarse])[0] else FINE
         known = [(p, row) for p, row in zip(parameters, sums, strict=True) if _finite(row)]
-        largest = max((scale for _, (_, _, scale) in known), default=0.0)
-        for parameter, (found, value, scale) in known:
-            if not abs(found - value) <= tolerance * max(scale, RELATIVE * largest) + 1e-30:
+        sizes = [math.sqrt(squares) for _, (_, _, squares) in known]
+        largest = max(sizes, default=0.0)
+        for (parameter, (found, value, _)), size in zip(known, sizes, strict=True):
+            if not abs(found - value) <= tolerance * max(size, RELATIVE * largest) + 1e-30:
                 name = name_of(parameter, context.root)
                 raise DefenseError(
                     f"DPSGD: the gradient of '{name}' is not the sum of what its layer was seen "
@@ -568,7 +574,9 @@ class ClippedSum:
     def _along_a_direction(
         self, index: int, parameter: nn.Parameter, team: Team
     ) -> tuple[float, float, float]:
-        """This process's addends of the gradient's component, of the parts', and of its terms'."""
+        """This process's addends of the gradient's component, of the parts', and of what rounding
+        is measured by: the squared norms of the gradient and of its terms.
+        """
         gradient = parameter.grad
         parts = self.parts.get(parameter, [])
         known = {} if self._gathered is None else self._gathered.along
@@ -582,13 +590,14 @@ class ClippedSum:
         else:
             direction = own_part(torch.outer(left, right).view(gradient.shape), gradient)
             found = (mine.to(wide) * direction).sum()
-        value, scale = map(float, probe(parts, left, right))
+        value, squares = map(float, probe(parts, left, right))
         earlier = known.get(parameter, (0.0, 0.0))
         share = copies(gradient) if team.size > 1 else 1.0
+        norm = float(torch.linalg.vector_norm(mine, dtype=torch.float64))
         return (
             float(found) / share,
             (value + earlier[0]) / team.size,
-            (scale + earlier[1]) / team.size,
+            norm**2 / share + (squares + earlier[1]) / team.size**2,
         )
 
 
@@ -702,6 +711,16 @@ def name_of(parameter: nn.Parameter, root: nn.Module) -> str:
         if candidate is parameter:
             return name
     return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def _rounds_products(context: DefenseContext) -> bool:
+    """Whether products of float32 may be rounded (TF32; cuDNN does so unless it is forbidden)."""
+    try:
+        rounded = torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # torch cannot tell where a backend's own contradicts it
+        rounded = True
+    on_card = context.device.type == "cuda"
+    return rounded or (on_card and any(isinstance(m, _ConvNd) for m in context.root.modules()))
 
 
 def _finite(numbers: Sequence[float]) -> bool:

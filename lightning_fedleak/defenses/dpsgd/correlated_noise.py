@@ -55,6 +55,7 @@ from lightning_fedleak.defenses.dpsgd.factorization import (
 from lightning_fedleak.defenses.dpsgd.poisson import origins
 from lightning_fedleak.defenses.noise import add_standard_normal, noise_key, standard_normal
 from lightning_fedleak.model_state import process_kept
+from lightning_fedleak.private_files import check_private, hash_of_tensors
 
 Mechanism = Literal["independent", "banded", "banded_inverse"]
 Key = Callable[[bytes, int, int], bytes]
@@ -500,6 +501,7 @@ class StepNoise:
             tensors["bases"] = torch.tensor([[*base] for base, _ in self._draws], dtype=torch.uint8)
             tensors["releases"] = torch.tensor([release for _, release in self._draws])
         told = _told(self.plan, self.row, self.name, releases, self._device)
+        told["sha256"] = hash_of_tensors(tensors)
         if self._places is not None:
             told["places"] = json.dumps(vars(self._places))
         draft = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
@@ -527,17 +529,21 @@ class StepNoise:
             device: the kind on which noise is drawn now. Others draw otherwise.
 
         Returns:
-            Whether it does: after a kill, or without the file, a new mechanism begins.
+            Whether it does: after a kill, without the file, or with one that is damaged or that
+            somebody else could have written, a new mechanism begins.
         """
         try:
+            check_private(path)
             with safetensors.safe_open(path, "pt") as file:
                 told = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, safetensors.SafetensorError):
+        except (OSError, ValueError, safetensors.SafetensorError):
             return False
-        places = told.pop("places", None)
-        if self._saved is None or told != _told(
-            self._saved, self._saved_row, self.name, releases, device
+        places, digest = told.pop("places", None), told.pop("sha256", None)
+        if (
+            digest != hash_of_tensors(tensors)
+            or self._saved is None
+            or told != _told(self._saved, self._saved_row, self.name, releases, device)
         ):
             return False
         self.row, self._loaded, self._file = self._saved_row, True, path

@@ -329,21 +329,29 @@ def probe(parts: Sequence[Part], left: Tensor, right: Tensor) -> tuple[Tensor, T
         right: (n,) of the flattened other dimensions.
 
     Returns:
-        The bilinear form, and the sum of its terms' absolute values, both scalars.
+        The bilinear form, and the sum of the squared norms of all terms (positions, or samples in
+        full): both scalars, the latter in float64. Over random vectors the form of a sum has its
+        norm for a standard deviation, whatever it is by chance along this one.
     """
-    value = scale = left.new_zeros(())
+    value, squares = left.new_zeros(()), left.new_zeros((), dtype=torch.float64)
     for part in parts:
         if isinstance(part, Dense):
-            terms = (
-                _wide(part.values).flatten(2) if part.values.dim() > 2 else part.values[..., None]
-            )
-            numbers = (_wide(terms) @ right[: terms.shape[2]]) @ left
+            terms = _wide(part.values).flatten(1)
+            numbers = (terms.view(len(terms), len(left), -1) @ right) @ left
+            norms = _norms(terms)
         elif isinstance(part, Outer):
             numbers = (_wide(part.left) @ left) * (_wide(part.right) @ right)
+            norms = _norms(part.left) * _norms(part.right)
         else:
             numbers = left[part.ids] * (_wide(part.values) @ right)
-        value, scale = value + numbers.sum(), scale + numbers.abs().sum()
-    return value, scale
+            norms = _norms(part.values)
+        value, squares = value + numbers.sum(), squares + norms.square().sum()
+    return value, squares
+
+
+def _norms(values: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float64)
+    return norms
 
 
 def _squared(parts: Sequence[Part], rows: slice) -> Tensor:

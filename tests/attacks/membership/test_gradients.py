@@ -173,6 +173,28 @@ def test_what_is_no_linear_map_is_compared_as_a_whole(family: Any) -> None:
     assert right / (8 * ROWS * ROWS) > 0.8
 
 
+@pytest.mark.parametrize("family", [gpt2, lora, norms])
+def test_what_the_loss_is_scaled_by_changes_nothing(family: Any) -> None:
+    model = family() if family is not gpt2 else ready(gpt2())
+    anatomy, attack = prepared(model)
+    inside = texts(ROWS, LENGTH)
+    backward(model, inside)
+    query = Query(torch.cat([inside, texts(ROWS, LENGTH)]))
+
+    def said(scale: float) -> Any:
+        names = attack.needs(anatomy).gradients
+        tensors = {name: scale * anatomy.parameter(name).grad for name in names}
+        return attack.run(Observation((GradientSnapshot(0, Stage.SHARED, tensors),)), query)
+
+    plain = said(1.0)
+    for scale in (1e-27, 1e-16, 1e16):
+        scaled = said(scale)
+        torch.testing.assert_close(scaled.scores / scale, plain.scores, rtol=1e-3, atol=1e-5)
+        assert torch.equal(scaled.members, plain.members)
+    with pytest.raises(UnusableObservation, match="below 1e-31, where float32 rounds them off"):
+        said(1e-33)
+
+
 def test_before_its_first_step_a_lora_is_read_by_its_b() -> None:
     inside = texts(ROWS, LENGTH)
     said = asked(untouched(), inside, torch.cat([inside, texts(ROWS, LENGTH)]))

@@ -369,6 +369,7 @@ def test_a_copy_of_the_noise_is_refused_where_the_ledger_knows_of_later_releases
         if more:
             run.noise()
         path.write_bytes(copied)
+        path.chmod(0o600)
         for before_setup in (True, False):
             defense = correlated(bands=2, ledger=ledger)
             if not before_setup:  # as under FSDP2
@@ -388,6 +389,7 @@ def edited(path: Path, change: Callable[[Any, Any], None]) -> None:
         told, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
     change(told, tensors)
     save_file(tensors, path, metadata=told)
+    path.chmod(0o600)
 
 
 @pytest.mark.parametrize(
@@ -398,6 +400,8 @@ def edited(path: Path, change: Callable[[Any, Any], None]) -> None:
         lambda path: edited(path, lambda told, _: told.update(releases="7")),
         lambda path: edited(path, lambda told, _: told.update(examples="41")),
         lambda path: edited(path, lambda told, _: told.update(device="cuda")),
+        lambda path: edited(path, lambda _, tensors: tensors["bases"].zero_()),
+        lambda path: path.chmod(0o604),
         lambda path: path.unlink(),
     ],
 )

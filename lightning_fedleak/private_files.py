@@ -1,0 +1,43 @@
+"""Tensors in files that one user alone can have written: who may write them, and what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def check_private(path: Path) -> None:
+    """Refuses a file that somebody else may have written or may read; modes on POSIX alone.
+
+    Raises:
+        ValueError: it is a link or no file, belongs to another user, or has another mode than 0600.
+        OSError: it cannot be looked at.
+    """
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is a link, or no file")
+    if os.name != "posix":
+        return
+    if found.st_uid != os.geteuid():
+        raise ValueError("it belongs to another user")
+    if found.st_mode & 0o077:
+        raise ValueError(f"others may use it (mode {stat.S_IMODE(found.st_mode):04o}, not 0600)")
+
+
+def hash_of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the names, types, shapes and values of tensors, sorted by name."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous().cpu()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+__all__ = ["check_private", "hash_of_tensors"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 
 from lightning_fedleak.callbacks.channels import Channel
 from lightning_fedleak.callbacks.gate_evidence import Evidence, Verdict, range_of
@@ -26,6 +28,37 @@ _DPSGD_MEND = (
     " DPSGD can be only with accountant='filter' (with target_epsilon and target_delta, and "
     "most_notches above 0): other accountants do not cover noise that is chosen in the run."
 )
+
+
+log = logging.getLogger(__name__)
+
+
+@rank_zero_only
+def announce(text: str) -> None:
+    """Says what a gate did, by logging and once on stderr, whatever filters of warnings are set.
+
+    It is not on stderr where the level of this module's own logger is above ``WARNING``.
+    """
+    log.warning(text)
+    if log.level <= logging.WARNING and not _log_is_on_stderr():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _log_is_on_stderr() -> bool:
+    """Whether a warning in the log is on stderr, by a handler of the user's or by Python's own."""
+    if not log.isEnabledFor(logging.WARNING):
+        return False
+    handlers: list[logging.Handler | None] = []
+    logger: logging.Logger | None = log
+    while logger is not None:
+        handlers += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    return any(
+        isinstance(handler, logging.StreamHandler)
+        and handler.stream is sys.stderr
+        and handler.level <= logging.WARNING
+        for handler in handlers or [logging.lastResort]
+    )
 
 
 class LeakageLimitExceeded(RuntimeError):
@@ -537,13 +570,13 @@ class RiskGate(EitherCallback):
             self.notches += 1
             self._breaches = 0
             self._evidence = self._new_evidence()
-            rank_zero_warn(f"RiskGate '{self.name}' hardened the run {event}")
+            announce(f"RiskGate '{self.name}' hardened the run {event}")
         elif stops:
             trainer.should_stop = self._stopped = True
-            rank_zero_warn(f"RiskGate '{self.name}' stopped training {event}")
+            announce(f"RiskGate '{self.name}' stopped training {event}")
         elif self.action == "warn":
             if first:
-                rank_zero_warn(f"RiskGate '{self.name}' warns {event}")
+                announce(f"RiskGate '{self.name}' warns {event}")
         elif callable(self.action):
             self.action(event)
 
@@ -579,7 +612,7 @@ class RiskGate(EitherCallback):
         if saved is not None and "question" in saved:  # of a version that knew no worst
             saved = {self.metric: saved}
         if not saved or self._evidence is None or not self._goes_on(self._evidence, saved):
-            rank_zero_warn(
+            announce(
                 f"RiskGate '{self.name}': the checkpoint's evidence is for another metric, "
                 "threshold or bound, and is not used; what this gate asks for starts anew"
             )
@@ -729,6 +762,7 @@ __all__ = [
     "GateEvent",
     "LeakageLimitExceeded",
     "RiskGate",
+    "announce",
     "check_threshold",
     "is_worst",
     "names_there_are",

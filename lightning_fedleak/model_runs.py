@@ -147,7 +147,7 @@ def hidden_states(
     texts: list[dict[str, Tensor]] = []
     for a in range(0, len(input_ids), rows):
         text = {"input_ids": input_ids[a : a + rows].to(device)}
-        if attention_mask is not None:
+        if attention_mask is not None and accepts(anatomy.model, "attention_mask"):
             text["attention_mask"] = attention_mask[a : a + rows].to(device)
         if position_ids is not None:
             text["position_ids"] = position_ids[a : a + rows].to(device)
@@ -163,9 +163,9 @@ def hidden_states(
 def sees_no_later(anatomy: Anatomy) -> bool:
     """Whether no hidden state hangs on a later token, seen by running the blocks on two texts.
 
-    False for a model whose blocks are not known.
+    False for a model whose blocks are not known, or which takes no ``input_ids``.
     """
-    if not anatomy.blocks:
+    if not anatomy.blocks or why_not_run(anatomy) is not None:
         return False
     rows = matrix_shape(anatomy.embedding)
     tokens = anatomy.vocab_size if rows is None else rows[0]
@@ -374,6 +374,31 @@ def takes(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(without_peft(model).forward).parameters
 
 
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Whether the model's ``forward`` can be called with an argument of that name."""
+    forward = without_peft(model).forward
+    parameters = inspect.signature(forward).parameters
+    if getattr(forward, "__qualname__", "") == "LightningModule.forward":  # which computes nothing
+        return False
+    return argument in parameters or any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+    )
+
+
+def why_not_run(anatomy: Anatomy) -> str | None:
+    """Why no text can be run through the model, with the mend; None where it takes ``input_ids``.
+
+    Models of Hugging Face do, and a module of one's own whose ``forward`` names them so.
+    """
+    if accepts(anatomy.model, "input_ids"):
+        return None
+    own, around = (type(without_peft(m)).__name__ for m in (anatomy.model, anatomy.root))
+    return (
+        f"{own}.forward takes no input_ids: give {around} a method forward(self, input_ids) that "
+        "returns the logits (B, L, vocabulary) of ids (B, L)"
+    )
+
+
 def is_compiled(root: nn.Module) -> bool:
     """Whether torch.compile runs it, a part of it, or its ``training_step`` (as Lightning does)."""
     return _is_compiled_function(getattr(root, "training_step", None)) or any(
@@ -500,7 +525,7 @@ def run_logits(
 ) -> Tensor:
     """The model's logits at every position, (B, L, V)."""
     kwargs: dict[str, Tensor] = {"input_ids": batch.input_ids}
-    if batch.attention_mask is not None:
+    if batch.attention_mask is not None and accepts(model, "attention_mask"):
         kwargs["attention_mask"] = batch.attention_mask
     if batch.kind == "seq2seq":
         kwargs["labels"] = labels_of(batch)
@@ -566,6 +591,7 @@ class inputs_of:
 __all__ = [
     "LOGITS_AT_ONCE",
     "TOKENS_AT_ONCE",
+    "accepts",
     "called_with",
     "check_text",
     "context_length",
@@ -588,4 +614,5 @@ __all__ = [
     "undisturbed",
     "virtual_tokens",
     "whole_model",
+    "why_not_run",
 ]

@@ -100,9 +100,7 @@ class GateEvent:
     def __str__(self) -> str:
         """What happened, in the words that users see."""
         if math.isnan(self.value):
-            why = self.why or (
-                "the attack gave no result; see monitor/failures and the monitor's warning"
-            )
+            why = self.why or ("the attack gave no result; leakage.jsonl says why")
             found = f"{self.metric} is unknown ({why}). A strict gate treats unknown as a breach"
         else:
             interval = "" if math.isnan(self.low) else f" (95% {self.low:.3f} to {self.high:.3f})"
@@ -304,13 +302,13 @@ class RiskGate(EitherCallback):
             raise ValueError(
                 f"RiskGate('{self.metric}') needs a LeakageMonitor among the Trainer's callbacks"
             )
-        logging = [m for m in monitors if self.metric in m.metric_names()]
-        if len(logging) > 1:
+        logged_by = [m for m in monitors if self.metric in m.metric_names()]
+        if len(logged_by) > 1:
             raise ValueError(
-                f"RiskGate watches '{self.metric}', which {len(logging)} LeakageMonitors of this "
+                f"RiskGate watches '{self.metric}', which {len(logged_by)} LeakageMonitors of this "
                 "run log: give all attacks to one monitor"
             )
-        if not logging:
+        if not logged_by:
             names = [n for m in monitors for n in m.metric_names()]
             said = f"RiskGate watches '{self.metric}', which no LeakageMonitor of this run logs."
             raise ValueError(said + names_there_are(self.metric, names))
@@ -340,7 +338,7 @@ class RiskGate(EitherCallback):
             )
         self._defenses = defenses_to_harden(trainer) if self.action == "harden" else ()
         self.notches = 0
-        self._monitor = logging[0]
+        self._monitor = logged_by[0]
         self._watched = self._monitor.headlines_of(self.metric) or (self.metric,)
         self._check_looks(self._monitor, trainer.world_size)
         self._evidence, self.verdict = self._new_evidence(), None
@@ -362,11 +360,11 @@ class RiskGate(EitherCallback):
         why = self._monitor.unread(self.metric)
         if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
             return
+        others = self._monitor.others_on(self.metric)
+        mend = f"list an attack that reads it: {others}" if others else "no other attack reads it"
         raise ValueError(
-            f"RiskGate watches '{self.metric}': {why}. That is 'unknown', not 'safe': add an "
-            "attack that reads it (SubspaceWords() reads projections and adapters of the first "
-            "block, BagOfWords() trained embeddings, AlignedFlatChat() a language model's trained "
-            "head; LeakageMonitor() alone takes all that can), or leave this gate out"
+            f"RiskGate watches '{self.metric}': {why}. That is 'unknown', not 'safe': {mend}; or "
+            "leave this gate out"
         )
 
     def _about(self) -> dict[str, Any]:

@@ -386,6 +386,7 @@ class Channel(ABC):
     Attributes:
         given: the attacks of this family.
         attacks: those of them that are played in this fit.
+        guesses: the class of what ``run`` of its attacks returns.
         reads: the class of the attacks that it takes (of several channels the one whose class is
             nearest to the attack's own).
         family: its name in the logs.
@@ -405,6 +406,7 @@ class Channel(ABC):
         ValueError: settings that do not fit.
     """
 
+    guesses: ClassVar[type[Guess]] = Guess
     reads: ClassVar[type[Attack]]
     family: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
@@ -687,11 +689,26 @@ def guess(
         return Unknown(f"no gradient of {', '.join(absent)} in this step")
     try:
         with torch.no_grad():
-            return plan.attack.run(Observation((view,)), query)
+            found = plan.attack.run(Observation((view,)), query)
+        check_guess(plan.attack, found, family_of(plan.attack).guesses)
+        return found
     except NotYet as error:
         return Waiting(str(error))
     except Exception as error:
         return Unknown(reason(error), applies=not isinstance(error, Inapplicable))
+
+
+def check_guess(attack: Attack, found: object, wanted: type[Guess]) -> None:
+    """Refuses what an attack's ``run`` returns where it is no guess of its family.
+
+    Raises:
+        UnusableObservation: names both.
+    """
+    if not isinstance(found, wanted):
+        raise UnusableObservation(
+            f"run of attack '{attack.name}' returned a {type(found).__name__}, and must return a "
+            f"{wanted.__name__} ({wanted.__module__})"
+        )
 
 
 def worst_of(each: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -97,6 +97,15 @@ class Lineup:
             if not self._choosing:
                 raise
             self._refused.setdefault(attack.name, in_short(attack.name, str(error)))
+        except Exception as error:
+            if not self._choosing:
+                raise
+            watcher, model = self._run.watcher, type(self._run.anatomy.model).__name__
+            raise ValueError(
+                f"{watcher}: attack '{attack.name}' fails on {model} ({reason(error)}), whose "
+                "forward must take input_ids (B, L) and return logits (B, L, vocabulary). Where it "
+                f"cannot, list the attacks that read this model: {watcher}([BagOfWords()]), say"
+            ) from error
 
     @property
     def exposed(self) -> list[Plan]:
@@ -135,7 +144,7 @@ class Lineup:
             kind = family_of(attack)
             if kind.family != family or type(attack) in used:
                 continue
-            with suppress(ValueError):
+            with suppress(Exception):  # what cannot be tried is not named
                 attack.check_device(run.anatomy)
                 check_forward(attack, run.anatomy)
                 channel = kind([attack], settings)

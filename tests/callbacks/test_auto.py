@@ -485,6 +485,19 @@ def test_a_model_of_ones_own_is_read_by_what_needs_no_text_of_it(
         run(tmp_path, LeakageMonitor(AlignedFlatChat(TEXT), every_n_steps=1), Plain(net()))
 
 
+class Demanding(Plain):
+    """Its forward asks for more than ids."""
+
+    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.net(input_ids)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_fails_is_told_by_the_attack_and_not_by_a_bare_error(tmp_path: Path) -> None:
+    said = r"fails on Demanding \(TypeError at .*list the attacks.*LeakageMonitor\("
+    with pytest.raises(ValueError, match=said):
+        run(tmp_path, auto(), Demanding(Recurrent()))
+
+
 @pytest.mark.parametrize("net", [Decoder, pytest.param(Recurrent, marks=pytest.mark.slow)])
 def test_with_a_forward_of_input_ids_a_model_of_ones_own_is_read_by_all(
     net: type[nn.Module], tmp_path: Path

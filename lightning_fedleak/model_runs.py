@@ -120,7 +120,8 @@ def hidden_states(
             ``input_ids``.
         layer: 0 to the number of blocks.
         input_ids: (B, L) token ids, moved to the model's device.
-        attention_mask: (B, L), 0 where padded, or None where nothing is.
+        attention_mask: (B, L), 0 where padded, or None where nothing is; not given to a model that
+            takes none.
         position_ids: (B, L), for a model whose ``forward`` takes them.
         at_once: tokens in one run at most (at least one row), which bounds the memory.
 
@@ -388,15 +389,21 @@ def accepts(model: nn.Module, argument: str) -> bool:
 def why_not_run(anatomy: Anatomy) -> str | None:
     """Why no text can be run through the model, with the mend; None where it takes ``input_ids``.
 
-    Models of Hugging Face do, and a module of one's own whose ``forward`` names them so.
+    Models of Hugging Face do, and a module of one's own whose ``forward`` names them so. One that
+    takes no mask is run without, as its own training step runs it.
     """
-    if accepts(anatomy.model, "input_ids"):
-        return None
-    own, around = (type(without_peft(m)).__name__ for m in (anatomy.model, anatomy.root))
-    return (
-        f"{own}.forward takes no input_ids: give {around} a method forward(self, input_ids) that "
-        "returns the logits (B, L, vocabulary) of ids (B, L)"
-    )
+    model = anatomy.model
+    own, around = (type(without_peft(m)).__name__ for m in (model, anatomy.root))
+    if not accepts(model, "input_ids"):
+        return (
+            f"{own}.forward takes no input_ids: give {around} a method forward(self, input_ids) "
+            "that returns the logits (B, L, vocabulary) of ids (B, L)"
+        )
+    arguments = inspect.signature(without_peft(model).forward).parameters
+    masks = [name for name in arguments if "mask" in name]
+    if masks and not accepts(model, "attention_mask"):
+        return f"{own}.forward calls a mask '{masks[0]}': padding is told by attention_mask"
+    return None
 
 
 def is_compiled(root: nn.Module) -> bool:
@@ -523,7 +530,7 @@ def predicting(values: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 def run_logits(
     model: nn.Module, batch: TokenBatch, parameters: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """The model's logits at every position, (B, L, V)."""
+    """The model's logits at every position, (B, L, V); without the mask where it takes none."""
     kwargs: dict[str, Tensor] = {"input_ids": batch.input_ids}
     if batch.attention_mask is not None and accepts(model, "attention_mask"):
         kwargs["attention_mask"] = batch.attention_mask

@@ -83,7 +83,8 @@ class Lineup:
             for attack in channel.attacks:
                 with self._left_out(attack):
                     attack.check_device(run.anatomy)
-                    check_forward(attack, run.anatomy)
+                    if choosing:  # one that is listed may be set so that it needs no text
+                        check_forward(attack, run.anatomy)
                     channel.plan(attack)
                     channel.admit(attack)
             channel.leave_out(self._refused.keys())
@@ -99,6 +100,7 @@ class Lineup:
             self._refused.setdefault(attack.name, in_short(attack.name, str(error)))
         except Exception as error:
             if not self._choosing:
+                check_forward(attack, self._run.anatomy)
                 raise
             watcher, model = self._run.watcher, type(self._run.anatomy.model).__name__
             raise ValueError(

@@ -485,6 +485,19 @@ def test_a_model_of_ones_own_is_read_by_what_needs_no_text_of_it(
         run(tmp_path, LeakageMonitor(AlignedFlatChat(TEXT), every_n_steps=1), Plain(net()))
 
 
+class Masked(Plain):
+    """Its mask has another name, so that padding could not be told."""
+
+    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.net(input_ids)  # type: ignore[no-any-return]
+
+
+def test_a_mask_of_another_name_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, auto(), Masked(Recurrent()))
+    assert "Masked.forward calls a mask 'mask': padding is told by" in " ".join(caplog.text.split())
+
+
 class Demanding(Plain):
     """Its forward asks for more than ids."""
 

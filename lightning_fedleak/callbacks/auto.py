@@ -179,7 +179,7 @@ def show(
         lines.append(f"  Names begin with {start}")
     if unread:
         names = listed([name.removeprefix(start) for name in unread])
-        lines += _wrapped("  Shared, read by none of these: ", names)
+        lines += _wrapped("  Shared, tested by no attack: ", names)
     crafted = "" if frozenset(assumed) >= DISHONEST_SERVER else _CRAFTED
     rank_zero_debug("\n".join([*lines, *_wrapped("  ", f"{_ELSEWHERE}{crafted}.")]))
 
@@ -207,7 +207,7 @@ def table(
     lines, ending = [f"{watcher} plays {does}"], []
     if unread and not whole:
         ending.append(
-            f"  Shared, read by none of these: {len(unread)} parameters. "
+            f"  Shared, tested by no attack: {len(unread)} parameters. "
             "Their names: run.jsonl, and the log at level DEBUG."
         )
     spare = MOST_LINES - len([*lines, *rows, *ending])

@@ -100,7 +100,7 @@ class GateEvent:
     def __str__(self) -> str:
         """What happened, in the words that users see."""
         if math.isnan(self.value):
-            why = self.why or ("the attack gave no result; leakage.jsonl says why")
+            why = self.why or "the attack gave no result; leakage.jsonl says why"
             found = f"{self.metric} is unknown ({why}). A strict gate treats unknown as a breach"
         else:
             interval = "" if math.isnan(self.low) else f" (95% {self.low:.3f} to {self.high:.3f})"
@@ -119,8 +119,8 @@ class GateEvent:
         if self.checkpoint is not None:
             saved = f"\n  saved:    {self.checkpoint}"
             go_on = (
-                f" To go on from here: trainer.fit(..., ckpt_path='{self.checkpoint}'); this gate "
-                "judges again at the first look."
+                f" To go on from here: trainer.fit(..., ckpt_path='{self.checkpoint}'). This "
+                "gate checks again at the first measurement after you resume."
             )
         start = (
             f"at step {self.step}\n  measured: {found}\n  allowed:  at most {self.at_most:g}{shown}"

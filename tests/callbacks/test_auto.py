@@ -101,14 +101,14 @@ def test_a_whole_model_is_read_by_all_that_fit_it(
     said = caplog.text
     assert "bias_sign            not played: reads the gradient of the output head's bias" in said
     assert "aligned_flatchat     played, about" in said
-    assert "Shared, read by none of these: " in said
+    assert "Shared, tested by no attack: " in said
     absent = [line for line in lines(tmp_path) if (line["unknown"] or "").startswith("not played")]
     assert {line["attack"] for line in absent} == {"bias_sign", "bag_of_words"}
     short, whole = (r.getMessage() for r in caplog.records if "plays these" in r.getMessage())
     (record,) = tmp_path.rglob("run.jsonl")
     begin = json.loads(record.read_text().splitlines()[0])
     assert f"{len(begin['unread'])} parameters" in short
-    assert re.search(r"Shared, read by none of these:\s+transformer\.", whole)
+    assert re.search(r"Shared, tested by no attack:\s+transformer\.", whole)
     assert "assume=DISHONEST_SERVER" in whole
 
 

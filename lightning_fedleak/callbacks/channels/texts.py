@@ -341,7 +341,7 @@ class TextsChannel(Channel):
             guess = attack.run(Observation(activations=(snapshot,)))
             check_guess(attack, guess, self.guesses)
             if guess.tokens.shape != chosen.input_ids.shape:
-                raise UnusableObservation("the attack guessed other texts than were sent")
+                raise UnusableObservation("the attack guessed texts, but others than were sent")
             found = Inverted(guess, chosen.input_ids, chosen.real, attack.age(step))
             if not bool(found.begun.any()):
                 raise UnusableObservation(

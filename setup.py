@@ -12,6 +12,7 @@ from setuptools import setup
 FOLDER = Path(__file__).parent
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)\n*")
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
+_INSTALL = re.compile(r"<!-- checkout -->\n.*?<!-- index\n(.*?)-->\n", re.DOTALL)
 _REPOSITORY = ("repository", "source", "homepage")
 
 
@@ -20,6 +21,7 @@ def for_the_index(readme: str, urls: Mapping[str, str]) -> str:
 
     Relative links and images become absolute where the project names its repository. Without one, a
     link keeps its text, and the file it leads to where that is named nowhere in it; an image goes.
+    What stands between ``<!-- checkout -->`` and ``<!-- index`` is replaced by what that holds.
 
     Args:
         readme: in Markdown.
@@ -47,6 +49,7 @@ def for_the_index(readme: str, urls: Mapping[str, str]) -> str:
         in_brackets = found.string[: found.start()].endswith("(")
         return f"{label}: `{file}`" if in_brackets else f"{label} (`{file}`)"
 
+    readme = _INSTALL.sub(r"\1", readme)
     parts = re.split(r"(^```.*?^```$)", readme, flags=re.DOTALL | re.MULTILINE)
     parts[::2] = [_LINK.sub(link, _IMAGE.sub(image, part)) for part in parts[::2]]
     return "".join(parts)

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from lightning_fedleak.commands.options import FederateOptions, parse
+from lightning_fedleak.commands.options import FederateOptions, check_defense, parse
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError, check_model
 from lightning_fedleak.finetuning.texts import check_texts
@@ -146,11 +146,14 @@ def _run(
 
 
 def _check_given(options: argparse.Namespace) -> None:
-    """Refuses models and texts that are not there, before libraries are loaded: that takes long.
+    """Refuses defences, models and texts that are not there, before libraries load: that is slow.
 
     Raises:
         SourceError: what is wrong with which of them.
     """
+    given = getattr(options, "defense", None) or ()
+    for defense in (given,) if isinstance(given, str) else given:
+        check_defense(defense)
     check_model(options.model)
     for given, column in (("text", "column"), ("public", "public_column")):
         source, named = (getattr(options, name, None) for name in (given, column))

@@ -74,6 +74,15 @@ def _home(kind: type) -> str | None:
     return next(names, None)
 
 
+def _elsewhere(callback: object, trainer: str) -> str:
+    name = type(callback).__name__
+    return (
+        f"{name} is a callback of Lightning's Trainer and does not work in {trainer}: train the "
+        f"model in Trainer(callbacks=[{name}(...)]) of lightning.pytorch, a causal language model "
+        "by lightning_fedleak.finetuning.CausalLMFineTuning(model)."
+    )
+
+
 # ---- classes that both packages take for their own ------------------------------------------
 
 
@@ -93,7 +102,15 @@ class _OwnFirst(ABCMeta):
 if not TYPE_CHECKING:
 
     class EitherCallback(*both("callbacks.Callback")):
-        """A callback for the Trainers of both packages."""
+        """A callback for the Trainers of both packages, and of no other library."""
+
+        def on_init_end(self, *_: object, **__: object) -> None:
+            """Refuses the Trainer of transformers, which calls this first."""
+            raise TypeError(_elsewhere(self, "transformers.Trainer"))
+
+        def on_after_setup(self, *_: object, **__: object) -> None:
+            """Refuses Fabric, which calls this first."""
+            raise TypeError(_elsewhere(self, "Fabric"))
 
     class EitherStrategy(*both("strategies.Strategy"), metaclass=_OwnFirst):
         """A strategy for the Trainers of both packages.

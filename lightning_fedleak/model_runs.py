@@ -120,7 +120,8 @@ def hidden_states(
             ``input_ids``.
         layer: 0 to the number of blocks.
         input_ids: (B, L) token ids, moved to the model's device.
-        attention_mask: (B, L), 0 where padded, or None where nothing is.
+        attention_mask: (B, L), 0 where padded, or None where nothing is; not given to a model that
+            takes none.
         position_ids: (B, L), for a model whose ``forward`` takes them.
         at_once: tokens in one run at most (at least one row), which bounds the memory.
 
@@ -147,7 +148,7 @@ def hidden_states(
     texts: list[dict[str, Tensor]] = []
     for a in range(0, len(input_ids), rows):
         text = {"input_ids": input_ids[a : a + rows].to(device)}
-        if attention_mask is not None:
+        if attention_mask is not None and accepts(anatomy.model, "attention_mask"):
             text["attention_mask"] = attention_mask[a : a + rows].to(device)
         if position_ids is not None:
             text["position_ids"] = position_ids[a : a + rows].to(device)
@@ -163,9 +164,9 @@ def hidden_states(
 def sees_no_later(anatomy: Anatomy) -> bool:
     """Whether no hidden state hangs on a later token, seen by running the blocks on two texts.
 
-    False for a model whose blocks are not known.
+    False for a model whose blocks are not known, or which takes no ``input_ids``.
     """
-    if not anatomy.blocks:
+    if not anatomy.blocks or why_not_run(anatomy) is not None:
         return False
     rows = matrix_shape(anatomy.embedding)
     tokens = anatomy.vocab_size if rows is None else rows[0]
@@ -374,6 +375,37 @@ def takes(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(without_peft(model).forward).parameters
 
 
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Whether the model's ``forward`` can be called with an argument of that name."""
+    forward = without_peft(model).forward
+    parameters = inspect.signature(forward).parameters
+    if getattr(forward, "__qualname__", "") == "LightningModule.forward":  # which computes nothing
+        return False
+    return argument in parameters or any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+    )
+
+
+def why_not_run(anatomy: Anatomy) -> str | None:
+    """Why no text can be run through the model, with the mend; None where it takes ``input_ids``.
+
+    Models of Hugging Face do, and a module of one's own whose ``forward`` names them so. One that
+    takes no mask is run without, as its own training step runs it.
+    """
+    model = anatomy.model
+    own, around = (type(without_peft(m)).__name__ for m in (model, anatomy.root))
+    if not accepts(model, "input_ids"):
+        return (
+            f"{own}.forward takes no input_ids: give {around} a method forward(self, input_ids) "
+            "that returns the logits (B, L, vocabulary) of ids (B, L)"
+        )
+    arguments = inspect.signature(without_peft(model).forward).parameters
+    masks = [name for name in arguments if "mask" in name]
+    if masks and not accepts(model, "attention_mask"):
+        return f"{own}.forward calls a mask '{masks[0]}': padding is told by attention_mask"
+    return None
+
+
 def is_compiled(root: nn.Module) -> bool:
     """Whether torch.compile runs it, a part of it, or its ``training_step`` (as Lightning does)."""
     return _is_compiled_function(getattr(root, "training_step", None)) or any(
@@ -498,9 +530,9 @@ def predicting(values: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 def run_logits(
     model: nn.Module, batch: TokenBatch, parameters: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """The model's logits at every position, (B, L, V)."""
+    """The model's logits at every position, (B, L, V); without the mask where it takes none."""
     kwargs: dict[str, Tensor] = {"input_ids": batch.input_ids}
-    if batch.attention_mask is not None:
+    if batch.attention_mask is not None and accepts(model, "attention_mask"):
         kwargs["attention_mask"] = batch.attention_mask
     if batch.kind == "seq2seq":
         kwargs["labels"] = labels_of(batch)
@@ -566,6 +598,7 @@ class inputs_of:
 __all__ = [
     "LOGITS_AT_ONCE",
     "TOKENS_AT_ONCE",
+    "accepts",
     "called_with",
     "check_text",
     "context_length",
@@ -588,4 +621,5 @@ __all__ = [
     "undisturbed",
     "virtual_tokens",
     "whole_model",
+    "why_not_run",
 ]

@@ -126,6 +126,11 @@ CHECKED = (
         (["invert", "--model", "."], "holds no model (no config.json), but 'inside' does"),
         (["demo", "--model", "inside/runs"], "'last.ckpt' in it is a checkpoint of a Trainer"),
         (["capacity", "--model", "inside/bare"], "model.save_pretrained(folder) and tokenizer"),
+        (
+            ["sweep", "--defense", "none", "gradient_nose:sigma=1"],
+            "(did you mean 'gradient_noise'?)",
+        ),
+        (["game", "--defense", "grrr:epsilon=5"], "(did you mean 'grr'?)"),
         (["game", "--column", "review"], "--column names a column of --text: give that too"),
         (["federate", "--trust", "local"], "--trust is of client-level differential privacy"),
     ],

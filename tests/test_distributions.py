@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("setuptools", minversion="77")
 
@@ -96,6 +99,9 @@ def test_the_readme_of_an_index_has_no_relative_link(distributions: tuple[Path, 
     assert readme.startswith("# lightning-fedleak")
     assert "docs/dpsgd.md" in readme
     assert RELATIVE.findall(readme) == []
+    assert "pip install 'lightning-fedleak[demo]'" in readme
+    for word in ("make demo", "checkout", "this folder", "index\n"):
+        assert word not in readme, word
     assert RELATIVE.search((ROOT / "README.md").read_text()), "and in the repository it has"
 
 
@@ -119,6 +125,20 @@ def test_links_of_the_readme() -> None:
     assert "![a picture](https://host/r/raw/HEAD/docs/a.png)\n\nSee" in whole
     assert "([measured](https://host/r/blob/HEAD/docs/b.md#c))" in whole
     assert "[below](https://host/r#c)" in whole
+
+
+def test_what_stands_beside_the_code_agrees_with_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+    if not (ROOT / ".github").exists():
+        pytest.skip("an sdist has none")
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert [s["run"] for s in workflow["jobs"]["all"]["steps"] if "run" in s] == [".ci/run"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    for template in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.md"):
+        _, head, _ = template.read_text().split("---\n", 2)
+        assert yaml.safe_load(head).keys() == {"name", "about", "labels"}
 
 
 def test_the_old_place_of_the_recipes_leads_to_them() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from lightning_fedleak import (
     DefendedStrategy,
@@ -296,3 +298,20 @@ def test_what_comes_from_neither_package_is_said() -> None:
     assert twin("trainer.Trainer", Own) is lightning("pytorch_lightning").Trainer
     with pytest.raises(TypeError, match=r"neither lightning\.pytorch nor pytorch_lightning"):
         package_of(object())
+
+
+@pytest.mark.parametrize(
+    "made", [LeakageMonitor, lambda: RiskGate("leakage/worst/words", at_most=0.5)]
+)
+def test_other_trainers_are_refused_in_one_sentence(made: Any, tmp_path: Path) -> None:
+    from lightning.fabric import Fabric
+
+    callback = made()
+    said = f"{type(callback).__name__} is a callback of Lightning's Trainer and does not work in "
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    with pytest.raises(TypeError, match=re.escape(f"{said}transformers.Trainer: ")):
+        transformers.Trainer(torch.nn.Linear(2, 2), arguments, callbacks=[callback])
+    with pytest.raises(TypeError, match=re.escape(f"{said}Fabric: ")):
+        Fabric(accelerator="cpu", devices=1, callbacks=[callback]).setup(torch.nn.Linear(2, 2))

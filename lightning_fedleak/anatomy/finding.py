@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from itertools import takewhile
 from typing import get_args
 
@@ -341,16 +342,19 @@ def _plain_kind(model: nn.Module) -> Kind:
 
 
 def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Module:
-    """The innermost module that holds all parts and can be called."""
+    """The innermost module that holds all parts and is called with ``input_ids``.
+
+    Without one the innermost that can be called.
+    """
     paths = [path_in(root, p, "part").split(".") for p in parts if p is not None]
     levels = takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
     shared = [level[0] for level in levels]
-    while shared:
-        module = root.get_submodule(".".join(shared))
-        if type(module).forward is not nn.Module.forward and module not in parts:
-            return unwrap(module)
-        shared = shared[:-1]
-    return unwrap(root)
+    holders = [root.get_submodule(".".join(shared[:n])) for n in range(len(shared), 0, -1)]
+    called = [
+        unwrap(m) for m in holders if type(m).forward is not nn.Module.forward and m not in parts
+    ]
+    called.append(unwrap(root))
+    return next((m for m in called if "input_ids" in signature(m.forward).parameters), called[0])
 
 
 def _tied(model: nn.Module, embedding: nn.Module, head: nn.Module | None) -> bool:

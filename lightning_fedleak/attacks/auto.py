@@ -11,6 +11,7 @@ from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.direct import BagOfWords, BiasSign
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
@@ -57,4 +58,14 @@ def candidates(
     return attacks
 
 
-__all__ = ["ASSUMED", "candidates"]
+def of_any_adversary(*, rounds: bool) -> list[Attack]:
+    """One attack for each way to read a run that is known here: to be named, not to be played.
+
+    Args:
+        rounds: weight changes are shared.
+    """
+    anybody = DISHONEST_SERVER | ASSUMED
+    return [*candidates(anybody, "sampled", None, rounds=rounds), SubspaceTexts()]
+
+
+__all__ = ["ASSUMED", "candidates", "of_any_adversary"]

@@ -309,7 +309,7 @@ def _sampled(
     if anatomy.kind != "causal":
         raise ValueError(
             f"text can be sampled from a causal language model only, not from a {anatomy.kind!r} "
-            "one: give public text instead"
+            "one: give public_text="
         )
     if n < 1 or length < 2:
         raise ValueError(f"sampling needs n >= 1 and length >= 2, got n={n}, length={length}")

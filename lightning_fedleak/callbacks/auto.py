@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from functools import partial
 from itertools import takewhile
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
@@ -35,11 +37,16 @@ from lightning_fedleak.threats import DISHONEST_SERVER, Capability
 MAX_OVERHEAD = 0.005
 """Share of the training time that looks of ``attacks="auto"`` may take by default."""
 
+MOST_LINES = 10
+"""Of the table that is logged before the first step: half of a small terminal."""
+
 _ELSEWHERE = (
     "Not among these: FlatChat and RevealLabels (AlignedFlatChat reads the same gradient); whole "
     "texts, which take seconds a look (list SubspaceTexts()); attacks on hidden states at a split "
     "(list PrefixInversion(layer=...), say)"
 )
+_WRITTEN = ". Calibrated on text that the model writes itself; public_text= takes yours:"
+_NOTHING = "no attack. Nothing is tested in this run. That is 'unknown', not 'safe'."
 _CRAFTED = "; a server that adds layers of its own (assume=DISHONEST_SERVER)"
 ROWS = 8
 """Texts of the batch that a look is tried on."""
@@ -142,50 +149,82 @@ def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
 def in_short(attack: str, refusal: str) -> str:
     """Why an attack is refused, in one sentence without its name."""
     first, _, _ = refusal.partition(". ")
-    for start in ("LeakageMonitor: ", "RoundObserver: ", f"attack '{attack}' ", f"'{attack}' "):
-        first = first.removeprefix(start)
-    return first.removesuffix(".")
+    first = re.sub(rf"^(LeakageMonitor: |RoundObserver: )?(attack '\w+' |'{attack}' )?", "", first)
+    return first.removesuffix(".").removesuffix(": remove the attack")
+
+
+def show(
+    rows: Sequence[Row],
+    unread: Sequence[str],
+    assumed: Collection[Capability],
+    *,
+    writes: bool = False,
+    watcher: str = "LeakageMonitor",
+) -> None:
+    """Logs before the first step which attacks are played, and at level DEBUG with every name.
+
+    Args:
+        rows: one for each attack.
+        unread: names of shared parameters that none of them reads.
+        assumed: what the adversary has besides what it sees.
+        writes: they are calibrated on text that the model writes itself.
+        watcher: who plays them.
+    """
+    rank_zero_info(table(rows, unread, writes=writes, watcher=watcher))
+    start = _start([name for row in rows for name in row.reads] + list(unread))
+    lines = [table(rows, unread, writes=writes, watcher=watcher, whole=True)]
+    if start:
+        lines.append(f"  Names begin with {start}")
+    if unread:
+        names = listed([name.removeprefix(start) for name in unread])
+        lines += _wrapped("  Shared, tested by no attack: ", names)
+    crafted = "" if frozenset(assumed) >= DISHONEST_SERVER else _CRAFTED
+    rank_zero_debug("\n".join([*lines, *_wrapped("  ", f"{_ELSEWHERE}{crafted}.")]))
 
 
 def table(
     rows: Sequence[Row],
     unread: Sequence[str],
-    text: str | None,
-    assumed: Collection[Capability],
+    *,
+    writes: bool = False,
     watcher: str = "LeakageMonitor",
+    whole: bool = False,
 ) -> str:
-    """What is printed before the first step.
+    """A line for each attack, or a few where it is not played and there is room for the reason.
 
     Args:
-        rows: one for each attack.
-        unread: names of shared parameters that none of them reads.
-        text: what they are calibrated on.
-        assumed: what the adversary has besides what it sees.
-        watcher: who plays them.
+        rows: as of :func:`show`.
+        unread: as there.
+        writes: as there.
+        watcher: as there.
+        whole: nothing is cut; otherwise there are at most ten lines.
     """
-    names = [name for row in rows for name in row.reads] + list(unread)
-    start = _start(names)
-    cut = len(start)
-    lines = [f"{watcher}: what this run shares, and which attacks are played on it"]
+    start = _start([name for row in rows for name in row.reads] + list(unread))
+    played = any(row.why_not is None for row in rows)
+    does = f"these attacks{_WRITTEN if writes else ':'}" if played else _NOTHING
+    lines, ending = [f"{watcher} plays {does}"], []
+    if unread and not whole:
+        ending.append(
+            f"  Shared, tested by no attack: {len(unread)} parameters. "
+            "Their names: run.jsonl, and the log at level DEBUG."
+        )
+    spare = MOST_LINES - len([*lines, *rows, *ending])
     width = max((len(row.attack) for row in rows), default=0)
+    first_with: dict[str, str] = {}
     for row in rows:
-        if row.why_not is not None:
-            said = f"not played: {row.why_not}"
-        else:
-            reads = listed([name[cut:] for name in row.reads]) or "layers of the server's own"
+        if row.why_not is None:
+            reads = listed([name.removeprefix(start) for name in row.reads])
             cost = "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
-            said = f"played{cost}: reads {reads}"
-        lines += _wrapped(f"  {row.attack:<{width}}  ", said)
-    if start:
-        lines.append(f"  Names begin with {start}")
-    if unread:
-        lines += _wrapped("  Shared and read by none: ", listed([n[cut:] for n in unread]))
-    if not any(row.why_not is None for row in rows):
-        lines.append("  Nothing is tested in this run. That is 'unknown', not 'safe'.")
-    if text is not None:
-        lines += _wrapped("  ", text)
-    crafted = "" if frozenset(assumed) >= DISHONEST_SERVER else _CRAFTED
-    return "\n".join([*lines, *_wrapped("  ", f"{_ELSEWHERE}{crafted}.")])
+            text = f"played{cost}: reads {reads or 'layers that the server adds'}"
+        elif first_with.setdefault(row.why_not, row.attack) != row.attack and not whole:
+            text = f"not played, as {first_with[row.why_not]}"
+        else:
+            text = f"not played: {row.why_not}"
+        most = None if whole else 1 + max(0, spare) * (row.why_not is not None)
+        shown = _wrapped(f"  {row.attack:<{width}}  ", text, most)
+        spare -= len(shown) - 1
+        lines += shown
+    return "\n".join([*lines, *ending])
 
 
 def _start(names: Sequence[str]) -> str:
@@ -197,9 +236,15 @@ def _start(names: Sequence[str]) -> str:
     return "".join(f"{column[0]}." for column in same)
 
 
-def _wrapped(start: str, text: str) -> list[str]:
+def _wrapped(start: str, text: str, most: int | None = None) -> list[str]:
     return textwrap.wrap(
-        text, 110, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False
+        text,
+        110,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        max_lines=most,
+        placeholder=" ...",
     )
 
 
@@ -210,5 +255,6 @@ __all__ = [
     "in_short",
     "look_seconds",
     "reads_of",
+    "show",
     "table",
 ]

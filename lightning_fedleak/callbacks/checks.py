@@ -19,6 +19,7 @@ from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import BatchError, adapter_to_copy
 from lightning_fedleak.lightning_packages import EitherStrategy, both
+from lightning_fedleak.model_runs import why_not_run
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import Capability, ThreatModelError, require
@@ -32,6 +33,7 @@ SURFACE_CAPABILITIES = {
     EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
 }
 _LEAST, _MOST, _MARKS_DIFFER = 0.8, 1.05, 2
+_RUNS_THE_MODEL = frozenset((Capability.KNOWS_MODEL, Capability.KNOWS_BOTTOM_MODEL))
 _OF_HEAD = frozenset((Capability.SEES_HEAD_GRADIENT, Capability.SEES_HEAD_BIAS_GRADIENT))
 
 
@@ -184,6 +186,17 @@ def require_capabilities(attack: Attack, run: Run, sees: AbstractSet[Capability]
     if Capability.KNOWS_MODEL in held:
         held.add(Capability.KNOWS_BOTTOM_MODEL)
     require(attack.name, attack.threat_model, held)
+
+
+def check_forward(attack: Attack, anatomy: Anatomy) -> None:
+    """Refuses an attack that runs the model on texts of its own, where that cannot be done.
+
+    Raises:
+        ValueError: names the method to give.
+    """
+    why_not = why_not_run(anatomy) if _RUNS_THE_MODEL & attack.threat_model.needs else None
+    if why_not is not None:
+        raise ValueError(f"attack '{attack.name}' runs the model on texts, and {why_not}")
 
 
 def gradient_plan(attack: Attack, run: Run) -> Plan:
@@ -366,24 +379,6 @@ def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
     """Names of the trained parameters whose gradient no attack reads."""
     tested = _names(anatomy, {r for plan in plans if plan.exposed for r in plan.roles})
     return tuple(n for n in anatomy.trainable_names() if n not in tested)
-
-
-def warn_of_untested(plans: Sequence[Plan], anatomy: Anatomy, watcher: str) -> None:
-    """Says once which attacks have nothing to read, and which surfaces no attack reads."""
-    trained = unread_names(plans, anatomy)
-    which = f" ({listed(trained)})" if trained else ""
-    classes = anatomy.kind == "classifier"
-    other = "BagOfWords() trained embeddings" if classes else "AlignedFlatChat() a trained head"
-    for plan in plans:
-        if not plan.exposed:
-            rank_zero_warn(
-                f"{watcher}: '{plan.attack.name}' reads the gradient of "
-                f"{listed(plan.roles)}, which is not shared in this run (not trained). It is "
-                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': "
-                f"the gradients of {len(trained)} other parameters{which} do leave the client, "
-                "and none of the attacks that were given reads them. SubspaceWords() reads "
-                f"projections and adapters of the first block, {other}."
-            )
 
 
 def listed(names: Sequence[str]) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 
 from lightning_fedleak.callbacks.channels import Channel
 from lightning_fedleak.callbacks.gate_evidence import Evidence, Verdict, range_of
@@ -26,6 +28,37 @@ _DPSGD_MEND = (
     " DPSGD can be only with accountant='filter' (with target_epsilon and target_delta, and "
     "most_notches above 0): other accountants do not cover noise that is chosen in the run."
 )
+
+
+log = logging.getLogger(__name__)
+
+
+@rank_zero_only
+def announce(text: str) -> None:
+    """Says what a gate did, by logging and once on stderr, whatever filters of warnings are set.
+
+    It is not on stderr where the level of this module's own logger is above ``WARNING``.
+    """
+    log.warning(text)
+    if log.level <= logging.WARNING and not _log_is_on_stderr():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _log_is_on_stderr() -> bool:
+    """Whether a warning in the log is on stderr, by a handler of the user's or by Python's own."""
+    if not log.isEnabledFor(logging.WARNING):
+        return False
+    handlers: list[logging.Handler | None] = []
+    logger: logging.Logger | None = log
+    while logger is not None:
+        handlers += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    return any(
+        isinstance(handler, logging.StreamHandler)
+        and handler.stream is sys.stderr
+        and handler.level <= logging.WARNING
+        for handler in handlers or [logging.lastResort]
+    )
 
 
 class LeakageLimitExceeded(RuntimeError):
@@ -67,9 +100,7 @@ class GateEvent:
     def __str__(self) -> str:
         """What happened, in the words that users see."""
         if math.isnan(self.value):
-            why = self.why or (
-                "the attack gave no result; see monitor/failures and the monitor's warning"
-            )
+            why = self.why or "the attack gave no result; leakage.jsonl says why"
             found = f"{self.metric} is unknown ({why}). A strict gate treats unknown as a breach"
         else:
             interval = "" if math.isnan(self.low) else f" (95% {self.low:.3f} to {self.high:.3f})"
@@ -88,8 +119,8 @@ class GateEvent:
         if self.checkpoint is not None:
             saved = f"\n  saved:    {self.checkpoint}"
             go_on = (
-                f" To go on from here: trainer.fit(..., ckpt_path='{self.checkpoint}'); this gate "
-                "judges again at the first look."
+                f" To go on from here: trainer.fit(..., ckpt_path='{self.checkpoint}'). This "
+                "gate checks again at the first measurement after you resume."
             )
         start = (
             f"at step {self.step}\n  measured: {found}\n  allowed:  at most {self.at_most:g}{shown}"
@@ -271,13 +302,13 @@ class RiskGate(EitherCallback):
             raise ValueError(
                 f"RiskGate('{self.metric}') needs a LeakageMonitor among the Trainer's callbacks"
             )
-        logging = [m for m in monitors if self.metric in m.metric_names()]
-        if len(logging) > 1:
+        logged_by = [m for m in monitors if self.metric in m.metric_names()]
+        if len(logged_by) > 1:
             raise ValueError(
-                f"RiskGate watches '{self.metric}', which {len(logging)} LeakageMonitors of this "
+                f"RiskGate watches '{self.metric}', which {len(logged_by)} LeakageMonitors of this "
                 "run log: give all attacks to one monitor"
             )
-        if not logging:
+        if not logged_by:
             names = [n for m in monitors for n in m.metric_names()]
             said = f"RiskGate watches '{self.metric}', which no LeakageMonitor of this run logs."
             raise ValueError(said + names_there_are(self.metric, names))
@@ -307,7 +338,7 @@ class RiskGate(EitherCallback):
             )
         self._defenses = defenses_to_harden(trainer) if self.action == "harden" else ()
         self.notches = 0
-        self._monitor = logging[0]
+        self._monitor = logged_by[0]
         self._watched = self._monitor.headlines_of(self.metric) or (self.metric,)
         self._check_looks(self._monitor, trainer.world_size)
         self._evidence, self.verdict = self._new_evidence(), None
@@ -329,11 +360,11 @@ class RiskGate(EitherCallback):
         why = self._monitor.unread(self.metric)
         if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
             return
+        others = self._monitor.others_on(self.metric)
+        mend = f"list an attack that reads it: {others}" if others else "no other attack reads it"
         raise ValueError(
-            f"RiskGate watches '{self.metric}': {why}. That is 'unknown', not 'safe': add an "
-            "attack that reads it (SubspaceWords() reads projections and adapters of the first "
-            "block, BagOfWords() trained embeddings, AlignedFlatChat() a language model's trained "
-            "head; LeakageMonitor() alone takes all that can), or leave this gate out"
+            f"RiskGate watches '{self.metric}': {why}. That is 'unknown', not 'safe': {mend}; or "
+            "leave this gate out"
         )
 
     def _about(self) -> dict[str, Any]:
@@ -539,13 +570,13 @@ class RiskGate(EitherCallback):
             self.notches += 1
             self._breaches = 0
             self._evidence = self._new_evidence()
-            rank_zero_warn(f"RiskGate '{self.name}' hardened the run {event}")
+            announce(f"RiskGate '{self.name}' hardened the run {event}")
         elif stops:
             trainer.should_stop = self._stopped = True
-            rank_zero_warn(f"RiskGate '{self.name}' stopped training {event}")
+            announce(f"RiskGate '{self.name}' stopped training {event}")
         elif self.action == "warn":
             if first:
-                rank_zero_warn(f"RiskGate '{self.name}' warns {event}")
+                announce(f"RiskGate '{self.name}' warns {event}")
         elif callable(self.action):
             self.action(event)
 
@@ -581,7 +612,7 @@ class RiskGate(EitherCallback):
         if saved is not None and "question" in saved:  # of a version that knew no worst
             saved = {self.metric: saved}
         if not saved or self._evidence is None or not self._goes_on(self._evidence, saved):
-            rank_zero_warn(
+            announce(
                 f"RiskGate '{self.name}': the checkpoint's evidence is for another metric, "
                 "threshold or bound, and is not used; what this gate asks for starts anew"
             )
@@ -731,6 +762,7 @@ __all__ = [
     "GateEvent",
     "LeakageLimitExceeded",
     "RiskGate",
+    "announce",
     "check_threshold",
     "is_worst",
     "names_there_are",

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_fedleak.attacks.auto import of_any_adversary
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.public_text import sampled_once
 from lightning_fedleak.callbacks.auto import ROWS, Row, in_short, look_seconds, reads_of
 from lightning_fedleak.callbacks.cache import CalibrationCache, hash_of_weights
-from lightning_fedleak.callbacks.channels.base import Channel, Run, reason
-from lightning_fedleak.callbacks.checks import Plan, unread_names, warn_of_untested
+from lightning_fedleak.callbacks.channels.base import Channel, Run, family_of, reason
+from lightning_fedleak.callbacks.channels.targets import Games
+from lightning_fedleak.callbacks.checks import Plan, check_forward, listed, unread_names
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.progress import bars, track
+from lightning_fedleak.threats import Capability
 
 _NOT_SHARED = "what it reads is not trained, and so not shared"
 
@@ -83,6 +88,8 @@ class Lineup:
             for attack in channel.attacks:
                 with self._left_out(attack):
                     attack.check_device(run.anatomy)
+                    if choosing:  # one that is listed may be set so that it needs no text
+                        check_forward(attack, run.anatomy)
                     channel.plan(attack)
                     channel.admit(attack)
             channel.leave_out(self._refused.keys())
@@ -96,6 +103,16 @@ class Lineup:
             if not self._choosing:
                 raise
             self._refused.setdefault(attack.name, in_short(attack.name, str(error)))
+        except Exception as error:
+            if not self._choosing:
+                check_forward(attack, self._run.anatomy)
+                raise
+            watcher, model = self._run.watcher, type(self._run.anatomy.model).__name__
+            raise ValueError(
+                f"{watcher}: attack '{attack.name}' fails on {model} ({reason(error)}), whose "
+                "forward must take input_ids (B, L) and return logits (B, L, vocabulary). Where it "
+                f"cannot, list the attacks that read this model: {watcher}([BagOfWords()]), say"
+            ) from error
 
     @property
     def exposed(self) -> list[Plan]:
@@ -117,6 +134,38 @@ class Lineup:
         """Names of the trained parameters."""
         return self._run.anatomy.trainable_names()
 
+    def others_on(self, family: str) -> str:
+        """What else reads this run, as it is written: attacks of a family that are not in use.
+
+        Args:
+            family: its name in the logs.
+
+        Returns:
+            ``"SubspaceWords() or BagOfWords()"``, say; empty where there is none.
+        """
+        used = {type(attack) for attack in self._attacks}
+        run = replace(self._run, assumed=frozenset(Capability))
+        settings = replace(self._channels[0].settings, games=Games(), head_own_part=False)
+        written = []
+        for attack in of_any_adversary(rounds=self._local_steps is not None):
+            kind = family_of(attack)
+            if kind.family != family or type(attack) in used:
+                continue
+            with suppress(Exception):  # what cannot be tried is not named
+                attack.check_device(run.anatomy)
+                check_forward(attack, run.anatomy)
+                channel = kind([attack], settings)
+                channel.open(run)
+                channel.admit(attack)
+                if channel.plan(attack).exposed:
+                    needed = [
+                        f"{name}=..."
+                        for name, parameter in signature(type(attack)).parameters.items()
+                        if parameter.default is parameter.empty or name == "public_text"
+                    ]
+                    written.append(f"{type(attack).__name__}({', '.join(needed)})")
+        return " or ".join(written)
+
     def follow(self) -> bool:
         """Follows what is trained: layers may be frozen and unfrozen while a run goes on.
 
@@ -131,11 +180,28 @@ class Lineup:
         if plans == self.plans:
             return False
         self.plans = plans
-        warn_of_untested(plans, self._run.anatomy, self._run.watcher)
+        self._warn_of_untested()
         for channel in self._channels:
             channel.follow([by_name[a.name] for a in channel.attacks if a.name in by_name])
         self._tell()
         return True
+
+    def _warn_of_untested(self) -> None:
+        """Says once which attacks have nothing to read, and which surfaces no attack reads."""
+        which = f" ({listed(self.unread)})" if self.unread else ""
+        for plan in self.plans:
+            if plan.exposed:
+                continue
+            others = self.others_on(family_of(plan.attack).family)
+            rank_zero_warn(
+                f"{self._run.watcher}: '{plan.attack.name}' reads the gradient of "
+                f"{listed(plan.roles)}, which is not shared in this run (not trained). It is "
+                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': "
+                f"the gradients of {len(self.unread)} other parameters{which} do leave the client, "
+                "and none of the attacks that were given reads them."
+                + f" {others} would read some of this run."
+                * bool(others)
+            )
 
     def begin(self, step: int) -> None:
         """Training starts at ``step``; a fit that is resumed does not know it before."""

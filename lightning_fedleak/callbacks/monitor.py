@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -76,12 +78,6 @@ _MOVED = {
 """Arguments that are the games' now, and their names there."""
 
 
-_WRITTEN = (
-    "Calibrated on text that the model writes itself; public_text= takes texts like the clients', "
-    "which is what an adversary who knows the clients has."
-)
-
-
 _FITS: WeakKeyDictionary[L.Trainer, str] = WeakKeyDictionary()
 """The id of each Trainer's fit that runs: the same for all its monitors."""
 
@@ -140,7 +136,8 @@ class LeakageMonitor(EitherCallback):
     unknown, though it applies, and where something is trained of which none of them reads anything.
 
     Args:
-        attacks: the attacks, each with a name of its own; or ``"auto"``.
+        attacks: the attacks, each with a name of its own, in all monitors of a run (Lightning
+            refuses two with the same attacks); or ``"auto"``.
         every_n_steps: look at optimizer steps 0, n, 2n, ... Default with listed attacks: 50.
         max_overhead: look so seldom that looks cost at most this share of the training time.
             Either this or ``every_n_steps``. Default with ``attacks="auto"``: 0.005.
@@ -458,6 +455,17 @@ class LeakageMonitor(EitherCallback):
             f"{len(trained)} trained parameters are"
         )
 
+    def others_on(self, name: str) -> str:
+        """Attacks that are not in use, read this run, and are of a logged value's family.
+
+        Args:
+            name: of the value in the logs.
+        """
+        assert self._fit is not None
+        root, _, metric = name.rpartition("/")
+        families = {one.log_name: channel.family for one, channel in self._series.items()}
+        return self._fit.lineup.others_on(families.get(root, metric))
+
     # ---- set-up -----------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -544,8 +552,7 @@ class LeakageMonitor(EitherCallback):
         self._results.playing = {s for s in self._series if s.attack in playing}
         if self.auto:
             writes = run.anatomy.kind == "causal" and not self._text_given
-            text = _WRITTEN if writes else None
-            rank_zero_info(auto.table(lineup.rows, lineup.unread, text, self.assume))
+            auto.show(lineup.rows, lineup.unread, self.assume, writes=writes)
             self._report.write_not_played(lineup.rows, trainer.global_step)
         if trainer.is_global_zero:
             shown = {s: c for s, c in self._series.items() if s.attack in playing}
@@ -812,6 +819,9 @@ def _moved(given: Mapping[str, Any]) -> str:
     """Why arguments are refused: with the spelling that does what was meant."""
     games = [f"{_MOVED[name]}=..." for name in given if name in _MOVED]
     if not games:
-        return f"LeakageMonitor() got an unexpected keyword argument '{next(iter(given))}'"
+        name = next(iter(given))
+        close = difflib.get_close_matches(name, signature(LeakageMonitor).parameters, n=1)
+        hint = f". Did you mean {close[0]}=?" if close else ""
+        return f"LeakageMonitor() got an unexpected keyword argument '{name}'{hint}"
     old = ", ".join(f"{name}=" for name in given if name in _MOVED)
     return f"LeakageMonitor({old}) is spelled LeakageMonitor(games=Games({', '.join(games)})) now"

@@ -30,7 +30,32 @@ _TARGETS = (
 PRECISIONS = ("fp32", "bf16", "fp64")
 DEFENSES = ("none", "freeze:part=head+embeddings", "gradient_noise:clip=1,sigma=1e-4/1e-3/1e-2")
 
+DEFENSE_NAMES = (
+    *("none", "activation_compression", "activation_noise", "dpsgd", "freeze", "gradient_noise"),
+    *("token_ldp", "grr", "rappor", "the", "dbitflip"),  # mechanisms of token_ldp
+)
+
 T = TypeVar("T")
+
+
+def check_defense(text: str) -> None:
+    """Refuses a defence on the command line by its name, before libraries load.
+
+    Raises:
+        SourceError: with the name that may be meant, and those that there are.
+    """
+    name = text.strip().partition(":")[0]
+    if name not in DEFENSE_NAMES:
+        raise SourceError(
+            f"there is no defence '{name}'{did_you_mean(name, DEFENSE_NAMES)}. These exist: "
+            f"{', '.join(DEFENSE_NAMES)}"
+        )
+
+
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """The nearest of some names, as the end of a clause; empty where none is near."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def _option(default: T, help: str, metavar: str | None = None, /, **more: Any) -> T:

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fedleak.callbacks.channels.base import reason
 from lightning_fedleak.callbacks.gate import (
     LeakageLimitExceeded,
+    announce,
     check_threshold,
     is_worst,
     names_there_are,
@@ -363,7 +363,7 @@ class OutgoingUpdates:
                 why = f"the look failed: {reason(error)}"
                 if self.gates:
                     return self._nothing(sent, like, why)
-                rank_zero_warn(f"RoundObserver: in round {round_} {why}. The update leaves")
+                announce(f"RoundObserver: in round {round_} {why}. The update leaves")
                 return Leaving(self._released(sent, returned, update, like), False, (), None)
             events = [
                 event
@@ -400,7 +400,7 @@ class OutgoingUpdates:
             if withheld:
                 self._tell(f"RoundGate '{event.gate}' withheld the update {event}")
             else:
-                rank_zero_warn(f"RoundGate '{event.gate}' warns {event}")
+                announce(f"RoundGate '{event.gate}' warns {event}")
         if seconds is not None:
             beside = max(0.0, time.perf_counter() - began - look.seconds)
             observer.paid(self.client, look.seconds, seconds, beside)
@@ -503,7 +503,7 @@ class OutgoingUpdates:
 
     def _tell(self, what: str) -> None:
         hidden = self.own is not None or self.secure_aggregation
-        rank_zero_warn(what if hidden else f"{what}\n  Note: {TELLS}.")
+        announce(what if hidden else f"{what}\n  Note: {TELLS}.")
 
     def _record(self, event: RoundEvent, did: str, hardened: Sequence[str] = ()) -> None:
         self.observer.record_decision(

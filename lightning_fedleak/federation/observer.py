@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -439,10 +439,7 @@ class RoundObserver:
             )
         self._lineup = lineup
         if self._auto:
-            shown = auto.table(
-                lineup.rows, lineup.unread, None, self._run.assumed, self._run.watcher
-            )
-            rank_zero_info(shown)
+            auto.show(lineup.rows, lineup.unread, self._run.assumed, watcher=self._run.watcher)
             every = Report([], self.attacks, self._jsonl, None, client="all", round_of=int)
             every.write_not_played(lineup.rows, round_)
         self._record.begins(

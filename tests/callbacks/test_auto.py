@@ -12,11 +12,13 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning_utilities.core import rank_zero
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak import GradientNoise, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks import AlignedFlatChat, PublicText, SubspaceWords
+from lightning_fedleak.callbacks.auto import Row, table
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
@@ -80,7 +82,7 @@ def test_a_whole_model_is_read_by_all_that_fit_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor = auto()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG, logger=rank_zero.log.name):
         run(tmp_path, monitor, module(gpt2))
     played = {
         "aligned_flatchat",
@@ -99,9 +101,35 @@ def test_a_whole_model_is_read_by_all_that_fit_it(
     said = caplog.text
     assert "bias_sign            not played: reads the gradient of the output head's bias" in said
     assert "aligned_flatchat     played, about" in said
-    assert "Shared and read by none: " in said
+    assert "Shared, tested by no attack: " in said
     absent = [line for line in lines(tmp_path) if (line["unknown"] or "").startswith("not played")]
     assert {line["attack"] for line in absent} == {"bias_sign", "bag_of_words"}
+    short, whole = (r.getMessage() for r in caplog.records if "plays these" in r.getMessage())
+    (record,) = tmp_path.rglob("run.jsonl")
+    begin = json.loads(record.read_text().splitlines()[0])
+    assert f"{len(begin['unread'])} parameters" in short
+    assert re.search(r"Shared, tested by no attack:\s+transformer\.", whole)
+    assert "assume=DISHONEST_SERVER" in whole
+
+
+def test_what_is_said_before_the_first_step_has_at_most_ten_lines() -> None:
+    reasons = ["it is tied " * 40, "it is tied " * 40, "the argument mend= would do " * 3]
+    names = tuple(f"model.layers.{i}.{part}.weight" for i in (0, 2, 4) for part in "abcdefghijkl")
+    for why_not in ([None] * 8, [*reasons, *[None] * 5], [f"{x} " * 50 for x in range(8)]):
+        rows = [
+            Row(f"attack_{i}", names if why is None else (), why, True, 0.1)
+            for i, why in enumerate(why_not)
+        ]
+        said = table(rows, names, writes=True).splitlines()
+        assert len(said) <= 10
+        assert max(map(len, said)) <= 110
+        assert all(any(f"  attack_{i}  " in line for line in said) for i in range(8))
+        assert "36 parameters" in said[-1]
+        whole = " ".join(table(rows, names, writes=True, whole=True).split())
+        assert all(" ".join(why.split()) in whole for why in why_not if why is not None)
+    few = table([Row(f"attack_{i}", (), why, True, None) for i, why in enumerate(reasons)], ())
+    assert "not played, as attack_0" in few
+    assert few.count("the argument mend= would do") == 3, "where there is room, nothing is cut"
 
 
 def test_under_lora_the_head_is_not_tested_and_the_first_block_is(
@@ -162,15 +190,39 @@ def test_where_nothing_can_be_read_a_gate_is_refused_and_a_run_goes_on(
 def test_a_head_alone_that_is_frozen_is_no_pass_for_a_strict_gate(tmp_path: Path) -> None:
     monitor = LeakageMonitor(AlignedFlatChat(TEXT, calibration_tokens=200), every_n_steps=1)
     gate = RiskGate("leakage/aligned_flatchat/f1", at_most=0.5)
-    names = r"SubspaceWords\(\) reads.*BagOfWords\(\) trained embeddings"
-    with pytest.raises(ValueError, match=f"reads anything that is shared.*{names}"):
+    with pytest.raises(
+        ValueError, match=r"an attack that reads it: SubspaceWords\(.*\); or"
+    ) as refused:
         run(tmp_path, monitor, module(lora=True), gate)
+    for name in ("BagOfWords", "AlignedFlatChat", "Membership", "LeakageMonitor()"):
+        assert name not in str(refused.value).partition("'safe'")[2], (
+            "it reads none of this, or other things"
+        )
     both = LeakageMonitor(
         [AlignedFlatChat(TEXT, calibration_tokens=200), SubspaceWords(capacity_seconds=0)],
         every_n_steps=1,
     )
     trainer = run(tmp_path, both, module(lora=True), gate)
     assert trainer.global_step == 4, "another attack reads what is shared, and is gated or not"
+
+
+def test_a_refusal_names_what_reads_a_classifier_and_is_of_the_gates_own_family(
+    tmp_path: Path,
+) -> None:
+    """Not what is in use: there are no further attacks on words, but some on membership."""
+    made = module(tiny_bert_classifier)
+    for parameter in made.parameters():
+        parameter.requires_grad_(parameter is made.model.classifier.bias)  # type: ignore[union-attr]
+    for family, mend in (
+        ("words", "no other attack reads it; or leave this gate out"),
+        (
+            "membership",
+            "reads it: FCMembership(layer=...) or AttentionMembership(layer=..., public_te",
+        ),
+    ):
+        gate = RiskGate(f"leakage/worst/{family}", at_most=0.6)
+        with pytest.raises(ValueError, match=re.escape(mend)):
+            run(tmp_path / family, auto(public_text=None), made, gate)
 
 
 def test_attacks_whose_look_takes_too_long_are_not_played(
@@ -342,3 +394,132 @@ def test_a_batch_is_not_needed_to_tell_what_a_look_costs() -> None:
     assert found.keys() == {"subspace_words"}
     assert all(torch.equal(before[n], p) for n, p in made.named_parameters())
     assert all(p.grad is None for p in made.parameters())
+
+
+# ---- models that are not Hugging Face's ------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    """With a causal mask, and arguments of names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, 16), nn.Embedding(12, 16)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+        states = self.tokens(idx) + self.places(torch.arange(idx.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(idx.shape[1])
+        for block in self.blocks:
+            states = block(states, src_mask=mask)
+        return self.head(states)  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    """PyTorch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.head(self.encoder(self.tokens(x), mask=mask))  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    """An LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 16)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.tokens(x))[0])  # type: ignore[no-any-return]
+
+
+class Plain(L.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        logits = self.net(batch["input_ids"])[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, batch["input_ids"][:, 1:].flatten())
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Adapted(Plain):
+    """With the method that the line-up names."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.net(input_ids)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("net", [Decoder, Encoder, Recurrent])
+def test_a_model_of_ones_own_is_read_by_what_needs_no_text_of_it(
+    net: type[nn.Module], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = auto()
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, monitor, Plain(net()))
+    assert attacks_in(monitor.latest) == {"bias_sign", "bag_of_words", "worst"}
+    assert monitor.latest[WORST] == 1
+    said = " ".join(caplog.text.split())
+    mend = f"{net.__name__}.forward takes no input_ids: give Plain a method forward(self, input_ids"
+    assert f"aligned_flatchat not played: runs the model on texts, and {mend})" in said
+    assert "subspace_membership not played, as aligned_flatchat" in said
+    with pytest.raises(ValueError, match=f"'aligned_flatchat' runs the model.*{net.__name__}.forw"):
+        run(tmp_path, LeakageMonitor(AlignedFlatChat(TEXT), every_n_steps=1), Plain(net()))
+
+
+class Masked(Plain):
+    """Its mask has another name, so that padding could not be told."""
+
+    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.net(input_ids)  # type: ignore[no-any-return]
+
+
+def test_a_mask_of_another_name_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, auto(), Masked(Recurrent()))
+    assert "Masked.forward calls a mask 'mask': padding is told by" in " ".join(caplog.text.split())
+
+
+class Demanding(Plain):
+    """Its forward asks for more than ids."""
+
+    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.net(input_ids)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_fails_is_told_by_the_attack_and_not_by_a_bare_error(tmp_path: Path) -> None:
+    said = r"fails on Demanding \(TypeError at .*list the attacks.*LeakageMonitor\("
+    with pytest.raises(ValueError, match=said):
+        run(tmp_path, auto(), Demanding(Recurrent()))
+
+
+@pytest.mark.parametrize("net", [Decoder, pytest.param(Recurrent, marks=pytest.mark.slow)])
+def test_with_a_forward_of_input_ids_a_model_of_ones_own_is_read_by_all(
+    net: type[nn.Module], tmp_path: Path
+) -> None:
+    watched, monitor = Adapted(net()), auto()
+    plain = Plain(net())
+    plain.load_state_dict(watched.state_dict())
+    alone = fit([], tmp_path / "alone", module=plain, loader=loader())
+    assert_same(alone, run(tmp_path / "watched", monitor, watched))
+    assert {"aligned_flatchat", "gradient_membership"} <= attacks_in(monitor.latest)
+    assert monitor.latest["leakage/gradient_membership/auc"] == 1
+    assert monitor.failures == 0

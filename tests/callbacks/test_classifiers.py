@@ -287,7 +287,7 @@ def test_a_warning_names_attacks_that_read_classifiers(tmp_path: Path) -> None:
     batch = {"input_ids": texts(2), "labels": torch.tensor([0, 1])}
     monitor = LeakageMonitor(SubspaceWords(), every_n_steps=1)
     loader = DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match=r"BagOfWords\(\) trained embeddings"):
+    with pytest.warns(UserWarning, match=r"BagOfWords\(\) would read some"):
         fit([monitor], tmp_path, module=CausalLMModule(model.train()), loader=loader)
 
 

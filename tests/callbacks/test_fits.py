@@ -15,6 +15,7 @@ from lightning_fedleak.callbacks import LeakageLimitExceeded, LeakageMonitor, Ri
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.notices import announced
 
 F1 = "leakage/probe/f1"
 PUBLIC = [[(7 * i + 3 * j) % 94 + 3 for j in range(20)] for i in range(12)]
@@ -90,7 +91,7 @@ def test_a_gate_warns_in_every_fit(tmp_path):
     gate = RiskGate(F1, at_most=0.0, action="warn")
     monitor = LeakageMonitor(Probe(k=20), every_n_steps=100)
     for name in "ab":
-        with pytest.warns(UserWarning, match="warns at step 0"):
+        with announced("warns at step 0"):
             fit([gate, monitor], tmp_path / name)
 
 
@@ -151,7 +152,7 @@ def test_a_resumed_fit_looks_at_its_first_step_and_a_gate_judges_it(tmp_path):
     probe = Probe(k=20)
     gate = RiskGate(F1, at_most=0.1, action="warn")
     monitor = LeakageMonitor(probe, every_n_steps=50)
-    with pytest.warns(UserWarning, match="warns at step 10"):
+    with announced("warns at step 10"):
         fit(
             [gate, monitor], tmp_path / "b", n=40, max_epochs=4, ckpt_path=tmp_path / "10.ckpt"
         )  # fmt: skip

@@ -22,6 +22,7 @@ from lightning_fedleak.threats import Capability, ThreatModel
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.text_counts import CountsChannel, TextCount
 from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.notices import announced
 from tests.helpers.processes import two_processes
 
 RIGHT = "leakage/text_count/right"
@@ -82,7 +83,7 @@ def test_it_is_gated_and_resumed(tmp_path: Path) -> None:
 
     strict = RiskGate("leakage/text_count/wrong", at_most=0.9)
     monitor = LeakageMonitor(TextCount(1e9), every_n_steps=1)
-    with pytest.warns(UserWarning, match="stopped training"):
+    with announced("stopped training"):
         trainer = fit([monitor, strict], tmp_path / "stopped")
     assert trainer.global_step == 1
     assert strict.fired is not None

@@ -1,5 +1,8 @@
 import csv
+import logging
 import math
+import sys
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -9,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import LeakageLimitExceeded, LeakageMonitor, RiskGate
 from tests.callbacks.runs import Probe, fit, logged_losses
+from tests.helpers.notices import announced
 
 F1 = "leakage/probe/f1"
 
@@ -39,7 +43,7 @@ def run(tmp_path, script=None, gate_first=True, every_n_steps=1, n=32, **gate):
 
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_stop_ends_at_the_step_that_breached_wherever_the_gate_stands(tmp_path, gate_first):
-    with pytest.warns(UserWarning, match="stopped training at step 0"):
+    with announced("stopped training at step 0"):
         trainer, gate, monitor = run(tmp_path, gate_first=gate_first)
     assert trainer.global_step == 1
     assert monitor.looks == 1
@@ -49,9 +53,9 @@ def test_stop_ends_at_the_step_that_breached_wherever_the_gate_stands(tmp_path, 
 
 
 def test_what_the_user_sees(tmp_path):
-    with pytest.warns(UserWarning, match="stopped training") as caught:
+    with announced("stopped training") as caught:
         _, gate, _ = run(tmp_path, at_most=0.05)
-    (text,) = [str(w.message) for w in caught if "RiskGate" in str(w.message)]
+    (text,) = [text for text in caught if "RiskGate" in text]
     assert f"{F1} = {gate.fired.value:.3f} (95%" in text
     assert "at most 0.05" in text
     assert str(gate.fired.checkpoint) in text
@@ -59,8 +63,33 @@ def test_what_the_user_sees(tmp_path):
     assert f"ckpt_path='{gate.fired.checkpoint}'" in text
 
 
+@pytest.mark.parametrize("shown", ["by Python", "by a handler", "nowhere", "disabled"])
+def test_a_gate_speaks_once_on_stderr_whatever_filters_of_warnings_are_set(
+    tmp_path, monkeypatch, capsys, shown
+):
+    """A handler of the user's own that writes elsewhere does not make the gate quiet."""
+    log = tmp_path / "log.txt"
+    handlers = {
+        "by Python": [],
+        "by a handler": [logging.StreamHandler(sys.stderr)],
+        "nowhere": [logging.FileHandler(log)],
+        "disabled": [logging.StreamHandler(sys.stderr)],
+    }[shown]
+    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+    logging.disable(logging.ERROR if shown == "disabled" else logging.NOTSET)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(tmp_path, at_most=0.05)
+    finally:
+        logging.disable(logging.NOTSET)
+    assert capsys.readouterr().err.count("RiskGate 'probe/f1' stopped training at step 0") == 1
+    if shown == "nowhere":
+        assert "stopped training at step 0" in log.read_text()
+
+
 def test_the_checkpoint_is_there_and_the_run_goes_on_from_it(tmp_path):
-    with pytest.warns(UserWarning, match="stopped training"):
+    with announced("stopped training"):
         _, gate, _ = run(tmp_path, every_n_steps=3)
     assert gate.fired.checkpoint.exists()
     monitor, gate2 = LeakageMonitor(Probe(k=20), every_n_steps=3), RiskGate(F1, at_most=1.0)
@@ -76,9 +105,9 @@ def test_raise_saves_first_and_reaches_the_caller(tmp_path):
 
 
 def test_warn_warns_once_and_goes_on_without_saving(tmp_path):
-    with pytest.warns(UserWarning, match="warns at step 0") as caught:
+    with announced("warns at step 0") as caught:
         trainer, gate, _ = run(tmp_path, action="warn")
-    assert sum("RiskGate" in str(w.message) for w in caught) == 1
+    assert sum("RiskGate" in text for text in caught) == 1
     assert trainer.global_step == 8
     assert gate.fired.checkpoint is None
     assert not list(tmp_path.rglob("*.ckpt"))
@@ -94,22 +123,22 @@ def test_a_callable_gets_every_event(tmp_path):
 @pytest.mark.parametrize(("patience", "stops_after"), [(0, 1), (1, 5), (2, 6)])
 def test_patience_counts_breaches_in_a_row(tmp_path, patience, stops_after):
     script = [20, 1, 1, 20, 20, 20, 20, 20]
-    with pytest.warns(UserWarning, match="stopped training"):
+    with announced("stopped training"):
         trainer, _, _ = run(tmp_path, script=script, at_most=0.1, patience=patience)
     assert trainer.global_step == stops_after
 
 
 def test_unknown_is_a_breach_for_a_strict_gate(tmp_path):
-    with pytest.warns(UserWarning, match="is unknown"):
+    with announced("is unknown"):
         trainer, gate, _ = run(tmp_path, script=[1, None, 1], at_most=0.5)
     assert trainer.global_step == 2
     assert math.isnan(gate.fired.value)
 
 
 def test_a_stop_at_an_unknown_value_does_not_say_that_too_much_leaked(tmp_path):
-    with pytest.warns(UserWarning, match="stopped training") as caught:
+    with announced("stopped training") as caught:
         run(tmp_path, [None], at_most=0.05)
-    (text,) = [str(w.message) for w in caught if "RiskGate" in str(w.message)]
+    (text,) = [text for text in caught if "RiskGate" in text]
     assert "is unknown" in text
     assert "leakage.jsonl holds the reason" in text
     assert "strict=False" in text
@@ -117,7 +146,7 @@ def test_a_stop_at_an_unknown_value_does_not_say_that_too_much_leaked(tmp_path):
 
 
 def test_unknown_uses_up_patience_together_with_breaches(tmp_path):
-    with pytest.warns(UserWarning, match="stopped training at step 2"):
+    with announced("stopped training at step 2"):
         trainer, *_ = run(tmp_path, script=[20, None, 20], at_most=0.1, patience=2)
     assert trainer.global_step == 3
 
@@ -199,7 +228,7 @@ def test_the_decision_is_logged_and_breaches_survive_a_checkpoint(tmp_path):
 
     monitor = LeakageMonitor(Probe(k=20), every_n_steps=1)
     gate = RiskGate(F1, at_most=0.1, patience=1)
-    with pytest.warns(UserWarning, match="stopped training at step 8"):
+    with announced("stopped training at step 8"):
         fit([gate, monitor], tmp_path / "b", max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
 
 
@@ -212,7 +241,7 @@ def test_a_metric_that_two_monitors_log_is_refused(tmp_path):
 def test_one_client_alone_is_its_own_worst(tmp_path):
     monitor = LeakageMonitor(Probe(k=20))
     gate = RiskGate(f"{F1}_worst_client", at_most=0.1)
-    with pytest.warns(UserWarning, match="stopped training at step 0"):
+    with announced("stopped training at step 0"):
         fit([gate, monitor], tmp_path)
     assert gate.fired.value == monitor.latest[F1]
 
@@ -252,9 +281,9 @@ def test_another_attack_without_a_result_is_nothing_to_a_gate(tmp_path):
 
 
 def test_a_gate_that_has_stopped_the_run_says_nothing_more(tmp_path):
-    with pytest.warns(UserWarning, match="stopped training") as caught:
+    with announced("stopped training") as caught:
         _, gate, _ = beside_games(tmp_path, n=32, at_most=0.0)
-    assert sum("RiskGate" in str(w.message) for w in caught) == 1
+    assert sum("RiskGate" in text for text in caught) == 1
     assert [p.name for p in tmp_path.rglob("*.ckpt")] == ["gate-probe-f1-step=0.ckpt"]
     assert gate.fired.step == 0
 

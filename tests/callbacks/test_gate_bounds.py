@@ -16,6 +16,7 @@ from lightning_fedleak.callbacks.channels.base import Channel
 from lightning_fedleak.callbacks.gate_evidence import RANGES, Evidence, default_warmup
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.test_gate import F1, Scripted
+from tests.helpers.notices import announced
 
 ALPHA = 0.05
 
@@ -207,7 +208,7 @@ def run(tmp_path, script, n=None, ckpt_path=None, **gate):
 
 def test_lower_waits_for_evidence_where_value_stops_at_once(tmp_path):
     script = [LOW, HIGH, LOW, LOW, HIGH, LOW, LOW, LOW]
-    with pytest.warns(UserWarning, match="stopped training at step 1"):
+    with announced("stopped training at step 1"):
         run(tmp_path, script, at_most=0.5)
     trainer, gate, _ = run(tmp_path, script, at_most=0.5, bound="lower")
     assert trainer.global_step == 8
@@ -217,13 +218,13 @@ def test_lower_waits_for_evidence_where_value_stops_at_once(tmp_path):
 
 
 def test_lower_stops_on_evidence_and_says_what_it_means(tmp_path):
-    with pytest.warns(UserWarning, match="stopped training") as caught:
+    with announced("stopped training") as caught:
         trainer, gate, _ = run(tmp_path, [HIGH] * 12, at_most=0.3, bound="lower")
     assert 2 < trainer.global_step < 12
     assert gate.fired.verdict.evidence >= 20
     assert gate.fired.verdict.looks == trainer.global_step
     assert math.isnan(gate.fired.low)
-    (text,) = [str(w.message) for w in caught if "RiskGate" in str(w.message)]
+    (text,) = [text for text in caught if "RiskGate" in text]
     for words in ("at this look", "of 20 needed", "bound='lower'", "alpha=0.05", "mean 0.7"):
         assert words in text
     assert "with probability at most 0.05, however long the run" in text
@@ -241,18 +242,18 @@ def test_upper_lets_the_warmup_pass_and_then_a_run_that_is_shown_safe(tmp_path):
 
 def test_upper_stops_what_is_not_shown_safe_and_does_not_call_it_unsafe(tmp_path):
     script = [LOW, HIGH] * 5
-    with pytest.warns(UserWarning, match="stopped training at step 5") as caught:
+    with announced("stopped training at step 5") as caught:
         trainer, gate, _ = run(tmp_path, script, at_most=0.6, bound="upper", warmup=6)
     assert trainer.global_step == 6
     assert not gate.fired.verdict.above
-    (text,) = [str(w.message) for w in caught if "RiskGate" in str(w.message)]
+    (text,) = [text for text in caught if "RiskGate" in text]
     for words in ("for a mean below 0.6", "After 6 looks", "may give away more", "warmup="):
         assert words in text
     assert "does not say that this run is above" in text
 
 
 def test_upper_stops_within_the_warmup_what_is_shown_unsafe(tmp_path):
-    with pytest.warns(UserWarning, match="stopped training"):
+    with announced("stopped training"):
         trainer, gate, _ = run(tmp_path, [HIGH] * 12, at_most=0.3, bound="upper", warmup=12)
     assert trainer.global_step < 12
     assert gate.fired.verdict.above
@@ -260,7 +261,7 @@ def test_upper_stops_within_the_warmup_what_is_shown_unsafe(tmp_path):
 
 def test_unknown_counts_as_worst_for_upper(tmp_path):
     script = [LOW] * 6 + [None] * 8
-    with pytest.warns(UserWarning, match="unknown and counted as worst"):
+    with announced("unknown and counted as worst"):
         trainer, gate, _ = run(tmp_path, script, at_most=0.3, bound="upper", warmup=14)
     assert 6 < trainer.global_step < 14
     assert gate.fired.verdict.unknown > 0
@@ -268,11 +269,11 @@ def test_unknown_counts_as_worst_for_upper(tmp_path):
 
 def test_unknown_uses_up_the_patience_of_lower_and_is_no_evidence(tmp_path):
     script = [LOW, None, LOW, None, None, LOW, LOW, LOW]
-    with pytest.warns(UserWarning, match="stopped training at step 4") as caught:
+    with announced("stopped training at step 4") as caught:
         trainer, gate, _ = run(tmp_path, script, at_most=0.3, bound="lower", patience=1)
     assert trainer.global_step == 5
     assert gate.verdict.looks == 2
-    text = next(str(w.message) for w in caught if "RiskGate" in str(w.message))
+    text = next(text for text in caught if "RiskGate" in text)
     assert "is unknown" in text
     assert "evidence" not in text
     trainer, gate, _ = run(tmp_path / "b", script, at_most=0.3, bound="lower", strict=False)
@@ -296,13 +297,13 @@ def test_evidence_survives_a_checkpoint_and_starts_anew_for_another_threshold(tm
         trainer = fit([gate, monitor], tmp_path / folder, n=12, max_epochs=8, ckpt_path=path)
         return trainer, gate
 
-    with pytest.warns(UserWarning, match="stopped training"):
+    with announced("stopped training"):
         resumed, gate = resume("b")
     assert gate.fired.verdict.looks == resumed.global_step < 24
     assert before < 20
     with (
-        pytest.warns(UserWarning, match="starts anew"),
-        pytest.warns(UserWarning, match="stopped training"),
+        announced("starts anew"),
+        announced("stopped training"),
     ):
         resumed, gate = resume("c", at_most=0.45)
     assert gate.fired.verdict.looks == resumed.global_step - 3

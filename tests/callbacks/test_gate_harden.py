@@ -17,6 +17,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.notices import announced
 
 F1 = "leakage/probe/f1"
 
@@ -48,12 +49,12 @@ def column(trainer: Any, name: str) -> list[str]:
 
 def test_each_breach_is_a_notch_and_then_it_stops(tmp_path: Path) -> None:
     noise = GradientNoise(clip=None, sigma=1e-9, harden_factor=10.0, most_notches=3)
-    with pytest.warns(UserWarning, match="RiskGate") as caught:
+    with announced("RiskGate") as caught:
         trainer, gate, _, _ = run(tmp_path, noise)
     assert trainer.global_step == 4
     assert (gate.notches, noise.notches) == (3, 3)
     assert noise.standard_deviation == pytest.approx(1e-6)
-    said = [str(w.message) for w in caught if "RiskGate" in str(w.message)]
+    said = [text for text in caught if "RiskGate" in text]
     assert [("hardened" in text, "stopped training" in text) for text in said] == [
         *[(True, False)] * 3,
         (False, True),
@@ -67,7 +68,7 @@ def test_each_breach_is_a_notch_and_then_it_stops(tmp_path: Path) -> None:
 
 
 def test_notches_are_a_curve_that_begins_before_the_first(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="hardened the run"):
+    with announced("hardened the run"):
         trainer, gate, _, _ = run(tmp_path, GradientNoise(clip=None, sigma=1e-9), patience=2)
     notches = ["0.0"] * 2 + ["1.0"] * 3 + ["2.0"] * 3
     assert column(trainer, f"gate/{gate.name}_notches") == notches
@@ -91,7 +92,7 @@ def test_a_look_that_is_just_at_the_threshold_reads_like_it() -> None:
 
 def test_noise_that_is_turned_up_is_in_the_next_update(tmp_path: Path) -> None:
     noise = GradientNoise(clip=None, sigma=1e-3, harden_factor=1000.0, most_notches=1, seed=1)
-    with pytest.warns(UserWarning, match="hardened the run"):
+    with announced("hardened the run"):
         _, _, _, probe = run(tmp_path, noise, at_most=0.0)
     before, after = probe.at("shared")
     assert float(before.std()) < 0.1
@@ -102,18 +103,18 @@ def test_a_head_that_a_strict_gate_froze_is_no_pass_while_all_else_is_shared(
     tmp_path: Path,
 ) -> None:
     freeze = Freeze("head", when="hardened")
-    with pytest.warns(UserWarning, match="RiskGate") as caught:
+    with announced("RiskGate") as caught:
         trainer, gate, monitor, probe = run(tmp_path, freeze)
     assert (trainer.global_step, gate.notches, len(probe.at("shared"))) == (2, 1, 1)
     assert monitor.latest["leakage/probe/exposed"] == 0
     assert math.isnan(monitor.latest["leakage/worst/words"])
-    stopped = str(caught[-1].message)
+    stopped = caught[-1]
     assert "no attack on words of this monitor reads anything that is shared" in stopped
 
 
 def test_what_is_frozen_by_a_gate_is_exposed_no_more_and_the_run_goes_on(tmp_path: Path) -> None:
     freeze = Freeze("head", when="hardened")
-    with pytest.warns(UserWarning, match="is frozen from now on"):
+    with announced("is frozen from now on"):
         trainer, gate, monitor, probe = run(tmp_path, freeze, strict=False)
     assert trainer.global_step == trainer.num_training_batches == 8
     assert len(probe.at("shared")) == 1
@@ -136,7 +137,7 @@ def test_a_resumed_run_stays_hardened_and_says_so(
     def noise() -> GradientNoise:
         return GradientNoise(clip=None, sigma=1e-9, most_notches=2)
 
-    with pytest.warns(UserWarning, match="hardened the run"):
+    with announced("hardened the run"):
         trainer, gate, _, _ = run(
             tmp_path, noise(), Freeze("head", when="hardened"), patience=1, strict=False
         )
@@ -179,7 +180,7 @@ def test_nothing_to_turn_up_is_refused(tmp_path: Path, defenses: list[Defense], 
 
 def test_the_run_is_judged_anew_with_half_the_error(tmp_path: Path) -> None:
     noise = GradientNoise(clip=None, sigma=1e-9)
-    with pytest.warns(UserWarning, match="hardened the run"):
+    with announced("hardened the run"):
         _, gate, _, _ = run(tmp_path, noise, bound="upper", warmup=2, alpha=0.08, at_most=0.01)
     assert gate.notches > 1
     assert gate._evidence is not None

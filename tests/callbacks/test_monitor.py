@@ -747,3 +747,27 @@ def test_the_processor_time_of_looks_is_told(tmp_path, monkeypatch):
     fit([monitor], tmp_path, module=Training(tiny_gpt2().train()))
     assert len(told) > 1
     assert told == [100.0 * (look + 1) for look in range(len(told))]
+
+
+def test_an_argument_that_is_misspelt_is_told_its_nearest():
+    with pytest.raises(TypeError, match=r"argument 'every_n_step'\. Did you mean every_n_steps=\?"):
+        LeakageMonitor(Probe(), every_n_step=5)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'xyz'$"):
+        LeakageMonitor(Probe(), xyz=5)
+
+
+class Listing(Probe):
+    """Returns ids alone, as somebody may who writes a first attack."""
+
+    def run(self, view, query=None):
+        return super().run(view, query).types.tolist()
+
+
+def test_an_attack_of_ones_own_that_returns_no_guess_is_told_what_to_return(tmp_path):
+    monitor = LeakageMonitor(Listing(), every_n_steps=8)
+    said = (
+        r"'probe' returned a list, and must return a WordGuess \(lightning_fedleak\.attacks\.base"
+    )
+    with pytest.warns(UserWarning, match=said):
+        fit([monitor], tmp_path)
+    assert math.isnan(monitor.latest["leakage/probe/f1"])

@@ -13,6 +13,7 @@ import pytest
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.callbacks.report import COLUMNS
 from tests.callbacks.runs import Probe, fit
+from tests.helpers.notices import announced
 
 
 class Crashing(Probe):
@@ -44,7 +45,7 @@ def test_a_monitor_says_its_attacks_and_when_it_looks(tmp_path):
 def test_a_gate_says_what_it_watches_and_whether_it_fired(tmp_path):
     gate = RiskGate("leakage/probe/f1", at_most=0.0, action="warn")
     assert repr(gate) == "RiskGate('leakage/probe/f1', at_most=0, warn)"
-    with pytest.warns(UserWarning, match="RiskGate"):
+    with announced("RiskGate"):
         fit([LeakageMonitor(Probe(), every_n_steps=4), gate], tmp_path)
     assert repr(gate) == "RiskGate('leakage/probe/f1', at_most=0, warn, fired at step 0)"
     bounded = RiskGate("leakage/a/auc", at_most=0.6, action=print, bound="lower")

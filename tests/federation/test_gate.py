@@ -25,6 +25,7 @@ from tests.callbacks.runs import Probe
 from tests.federation.rounds import batches, lora, model, train
 from tests.federation.test_observer import lines, observer
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.notices import announced
 
 F1 = "leakage/probe/f1"
 WORST = "leakage/worst/words"
@@ -86,7 +87,7 @@ def test_what_is_allowed_leaves_as_it_is(tmp_path):
 
 def test_what_is_not_allowed_does_not_leave_and_that_tells_a_bit(tmp_path):
     out = client(tmp_path, RoundGate(WORST, at_most=0.2))
-    with pytest.warns(UserWarning, match="tells the server one bit"):
+    with announced("tells the server one bit"):
         [(_, _, found)] = rounds(out)
     assert (found.state, found.withheld) == (None, True)
     [event] = found.events
@@ -102,16 +103,16 @@ def test_in_a_masked_sum_what_is_withheld_is_zero_and_tells_no_bit(tmp_path):
     net = model()
     watched = observer(tmp_path, net, [Probe(k=14)])
     out = OutgoingUpdates(watched, [RoundGate(F1, at_most=0.2)], secure_aggregation=True)
-    with pytest.warns(UserWarning, match="withheld") as told:
+    with announced("withheld") as told:
         [(sent, _, found)] = rounds(out, net)
     assert found.withheld
     assert same(found.state, sent)
     broken = {n: torch.full_like(t, math.nan) for n, t in sent.items()}
-    with pytest.warns(UserWarning, match="NaN") as more:
+    with announced("NaN") as more:
         left = out.leaves(1, sent, broken, batches(1))
     assert left.withheld
     assert same(left.state, sent)
-    assert not any("one bit" in str(w.message) for w in [*told, *more])
+    assert not any("one bit" in text for text in [*told, *more])
     assert [x["did"] for x in decisions(tmp_path)] == ["withheld"] * 2
 
 
@@ -121,7 +122,7 @@ def test_the_decision_is_in_the_logs(tmp_path):
     net = model()
     watched = observer(tmp_path, net, [Probe(k=14)], tensorboard=True)
     out = OutgoingUpdates(watched, [RoundGate(F1, at_most=0.2, action="warn", name="g")])
-    with pytest.warns(UserWarning, match="warns"):
+    with announced("warns"):
         [(_, returned, found)] = rounds(out, net)
     watched.end()
     assert same(found.state, returned)
@@ -145,7 +146,7 @@ def test_the_strongest_of_several_gates_decides(tmp_path):
         RoundGate(F1, at_most=0.3, name="b"),
         RoundGate(F1, at_most=1.0, action="raise", name="c"),
     ]
-    with pytest.warns(UserWarning, match="RoundGate 'b' withheld"):
+    with announced("RoundGate 'b' withheld"):
         [(_, _, found)] = rounds(client(tmp_path, *gates))
     assert found.state is None
     assert [e.gate for e in found.events] == ["a", "b"]
@@ -160,7 +161,7 @@ class Broken(Probe):
 
 
 def test_unknown_fails_closed(tmp_path):
-    with pytest.warns(UserWarning, match="which counts as a breach"):
+    with announced("which counts as a breach"):
         [(_, _, found)] = rounds(client(tmp_path, RoundGate(F1, at_most=1.0), attack=Broken()))
     assert found.state is None
     [event] = found.events
@@ -179,9 +180,9 @@ def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, own):
 
     out = client(tmp_path, *[RoundGate(F1, at_most=1.0)] * gated, dp=own)
     monkeypatch.setattr(out.observer, "_scored", crashes)
-    with pytest.warns(UserWarning, match="the look failed: RuntimeError at") as told:
+    with announced("the look failed: RuntimeError at") as told:
         [(_, returned, found)] = rounds(out)
-    assert not any("mangrove" in str(w.message) for w in told)
+    assert not any("mangrove" in text for text in told)
     assert (found.withheld, found.look) == (gated, None)
     if own is None:
         assert found.state is None if gated else same(found.state, returned)
@@ -191,7 +192,7 @@ def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, own):
 
 def test_patience_lets_unknown_pass_so_often(tmp_path):
     out = client(tmp_path, RoundGate(F1, at_most=1.0, patience=2), attack=Broken())
-    with pytest.warns(UserWarning, match="withheld"):
+    with announced("withheld"):
         found = [leaving.withheld for _, _, leaving in rounds(out, n=4)]
     assert found == [False, False, True, True]
 
@@ -211,7 +212,7 @@ def test_an_update_that_cannot_be_read_does_not_leave(tmp_path):
     nan = {n: torch.full_like(t, math.nan) for n, t in sent.items()}
     for own in (None, dp()):
         out = client(tmp_path, dp=own, net=net)
-        with pytest.warns(UserWarning, match="did not leave: the client's update holds NaN"):
+        with announced("did not leave: the client's update holds NaN"):
             found = out.leaves(0, sent, nan, data)
         assert found.withheld
         assert found.look is None
@@ -278,9 +279,9 @@ def test_what_is_dropped_returns_as_it_was_sent(tmp_path):
 
 def test_a_withheld_update_is_zero_plus_the_same_noise(tmp_path):
     out = client(tmp_path, RoundGate(F1, at_most=0.0), dp=dp(seed=4))
-    with pytest.warns(UserWarning, match="withheld") as said:
+    with announced("withheld") as said:
         [(sent, _, found)] = rounds(out)
-    assert not any("one bit" in str(w.message) for w in said)
+    assert not any("one bit" in text for text in said)
     twin = dp(seed=4)
     twin.rehearsed(None, sent)
     expected = twin.privatized(None, sent)
@@ -351,7 +352,7 @@ def test_noise_is_turned_up_until_the_update_passes(tmp_path):
 def test_where_noise_cannot_be_turned_up_any_more_the_update_is_withheld(tmp_path):
     own = dp(accountant="filter", target_epsilon=50.0, most_notches=1)
     gate = RoundGate(F1, at_most=0.3, action="harden")
-    with pytest.warns(UserWarning, match="withheld"):
+    with announced("withheld"):
         [(_, _, found)] = rounds(client(tmp_path, gate, attack=Listening(), dp=own))
     assert found.withheld
     assert found.state is not None
@@ -449,6 +450,6 @@ def test_a_gate_that_ends_the_round_is_refused_beside_noise_of_the_clients_own(t
 
 def test_an_attack_of_the_package_is_gated(tmp_path):
     out = client(tmp_path, RoundGate("leakage/bag_of_words/f1", at_most=0.5), attack=BagOfWords())
-    with pytest.warns(UserWarning, match="withheld"):
+    with announced("withheld"):
         [(_, _, found)] = rounds(out)
     assert found.withheld

@@ -41,6 +41,7 @@ from tests.federation.rounds import model
 from tests.federation.rounds import train as trained
 from tests.federation.test_observer import lines
 from tests.flower.apps import F1, ForClient, data_of, faulty, observer, train
+from tests.helpers.notices import announced
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,7 @@ def test_without_a_gate_the_reply_is_that_of_the_client(tmp_path):
 
 def test_a_withheld_update_is_answered_with_an_error_that_holds_no_number(tmp_path):
     mod = FedLeakMod(ForClient(tmp_path), [RoundGate(F1, at_most=0.3)])
-    with pytest.warns(UserWarning, match="tells the server one bit"):
+    with announced("tells the server one bit"):
         reply = mod(message(), context(), train)
     assert reply.has_error()
     assert reply.error.reason == "lightning-fedleak: withheld (bag_of_words/f1)"
@@ -143,7 +144,7 @@ def test_copies_of_a_mod_calibrate_once_in_a_process(tmp_path):
 def test_noise_of_the_clients_own_leaves_with_no_metrics(tmp_path):
     mod = FedLeakMod(ForClient(tmp_path), [RoundGate(F1, at_most=0.01)], ForClient(tmp_path, "dp"))
     for round_ in (1, 2):
-        with pytest.warns(UserWarning, match="withheld"):
+        with announced("withheld"):
             reply = mod(message(round_), context(), train)
         assert not reply.has_error()
         assert dict(reply.content["metrics"]) == {"num-examples": 1.0}
@@ -163,9 +164,9 @@ def test_under_noise_of_its_own_a_client_that_fails_does_not_show(tmp_path, how)
         return Message(Error(0, "mangrove"), reply_to=asked)
 
     mod = FedLeakMod(ForClient(tmp_path), dp=ForClient(tmp_path, "dp"))
-    with pytest.warns(UserWarning, match="did not leave: training failed") as told:
+    with announced("did not leave: training failed") as told:
         failed = mod(message(), context(), fails)
-    assert not any("mangrove" in str(w.message) for w in told)
+    assert not any("mangrove" in text for text in told)
     works = mod(message(2), context(), train)
     assert {n: type(r) for n, r in failed.content.items()} == {
         n: type(r) for n, r in works.content.items()
@@ -203,7 +204,7 @@ def test_what_cannot_be_read_does_not_leave(tmp_path, fault, said):
         return reply
 
     mod = FedLeakMod(ForClient(tmp_path), [RoundGate(F1, at_most=1.0)])
-    with pytest.warns(UserWarning, match=said):
+    with announced(said):
         reply = mod(message(), context(), broken)
     assert reply.error.reason.startswith("lightning-fedleak: withheld (")
 

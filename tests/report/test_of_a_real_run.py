@@ -9,6 +9,7 @@ from lightning_fedleak.cli import main
 from lightning_fedleak.defenses import DPSGD, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
+from tests.helpers.notices import announced
 from tests.report.lines import begin, decision, dpsgd, look, result, spent, written
 
 
@@ -17,7 +18,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     gate = RiskGate("leakage/probe/f1", at_most=0.0, action="warn")
     strategy = DefendedStrategy("auto", [GradientNoise(clip=None, sigma=1e-9)])
-    with pytest.warns(UserWarning, match="RiskGate"):
+    with announced("RiskGate"):
         fit([LeakageMonitor(Probe(), every_n_steps=3), gate], root, strategy=strategy)
     return root
 

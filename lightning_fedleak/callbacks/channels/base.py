@@ -394,6 +394,7 @@ class Channel(ABC):
     Attributes:
         given: the attacks of this family.
         attacks: those of them that are played in this fit.
+        guesses: the class of what ``run`` of its attacks returns.
         reads: the class of the attacks that it takes (of several channels the one whose class is
             nearest to the attack's own).
         family: its name in the logs.
@@ -413,6 +414,7 @@ class Channel(ABC):
         ValueError: settings that do not fit.
     """
 
+    guesses: ClassVar[type[Guess]] = Guess
     reads: ClassVar[type[Attack]]
     family: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
@@ -700,7 +702,9 @@ def guess(
         return Unknown(f"no gradient of {', '.join(absent)} in this step")
     try:
         with torch.no_grad():
-            return plan.attack.run(Observation((view,)), query)
+            found = plan.attack.run(Observation((view,)), query)
+        check_guess(plan.attack, found, family_of(plan.attack).guesses)
+        return found
     except NotYet as error:
         zeros = tuple(role for role in plan.roles if not bool(view.tensors[role].any()))
         return Waiting(str(error), zeros=zeros)
@@ -718,6 +722,19 @@ def no_sum(plan: Plan) -> str | None:
         f"the update of {type(optimizer).__name__} is no sum of gradients, and this attack reads "
         "these; AlignedFlatChat and GradientMembership read such updates"
     )
+
+
+def check_guess(attack: Attack, found: object, wanted: type[Guess]) -> None:
+    """Refuses what an attack's ``run`` returns where it is no guess of its family.
+
+    Raises:
+        UnusableObservation: names both.
+    """
+    if not isinstance(found, wanted):
+        raise UnusableObservation(
+            f"run of attack '{attack.name}' returned a {type(found).__name__}, and must return a "
+            f"{wanted.__name__} ({wanted.__module__})"
+        )
 
 
 def worst_of(each: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from lightning_fedleak.attacks.base import Attack, UnusableObservation
 from lightning_fedleak.attacks.membership.base import (
     CRAFTED,
     MembershipAttack,
+    MembershipGuess,
     PassiveMembership,
 )
 from lightning_fedleak.attacks.membership.insertion import direction_of, upstream_of
@@ -35,6 +36,7 @@ from lightning_fedleak.callbacks.channels.base import (
     Moment,
     Run,
     Settings,
+    check_guess,
     guess,
     reason,
     worst_of,
@@ -220,6 +222,7 @@ class MembershipChannel(Channel):
     client's needs to be trained.
     """
 
+    guesses = MembershipGuess
     reads: ClassVar[Any] = MembershipAttack
     plays_games = True
     family = "membership"
@@ -595,6 +598,7 @@ class MembershipChannel(Channel):
         )
         try:
             said = attack.run(Observation((snapshot,)), games.asked.query())
+            check_guess(attack, said, self.guesses)
         except Exception as error:
             return Unknown(reason(error))
         return _played(said, games.asked.members)

@@ -23,6 +23,7 @@ from lightning_fedleak.callbacks.channels.base import (
     Moment,
     Run,
     Settings,
+    check_guess,
     reason,
     worst_of,
 )
@@ -140,6 +141,7 @@ class TextsChannel(Channel):
     tokens (:func:`~lightning_fedleak.metrics.texts.reconstruction_rates`).
     """
 
+    guesses = TextGuess
     reads = TextAttack
     family = "texts"
     metrics = (
@@ -337,8 +339,9 @@ class TextsChannel(Channel):
         try:
             snapshot = self._snapshot(attack.layer, stage, chosen.rows, step)
             guess = attack.run(Observation(activations=(snapshot,)))
-            if not isinstance(guess, TextGuess) or guess.tokens.shape != chosen.input_ids.shape:
-                raise UnusableObservation("the attack guessed no texts, or others than were sent")
+            check_guess(attack, guess, self.guesses)
+            if guess.tokens.shape != chosen.input_ids.shape:
+                raise UnusableObservation("the attack guessed texts, but others than were sent")
             found = Inverted(guess, chosen.input_ids, chosen.real, attack.age(step))
             if not bool(found.begun.any()):
                 raise UnusableObservation(

@@ -100,6 +100,7 @@ class WordTruth:
 class WordsChannel(Channel):
     """Attacks that name the words of a batch; also of the head's own part of a tied matrix."""
 
+    guesses = WordGuess
     reads = Attack
     family = "words"
     metrics = ("precision", "recall", "f1")

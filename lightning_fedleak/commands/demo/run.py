@@ -23,6 +23,7 @@ from lightning_fedleak.anatomy import AnatomyError, find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import gate as gates
 from lightning_fedleak.callbacks.gate import GateEvent
 from lightning_fedleak.commands.demo.live import LiveTable
 from lightning_fedleak.commands.demo.summary import Reading, read_back, summary
@@ -35,11 +36,13 @@ from lightning_fedleak.threats import ThreatModelError
 UserError = (SourceError, AnatomyError, ThreatModelError)
 INTERRUPTED = 130
 
-_CHATTY = ("lightning.pytorch", "lightning.fabric", "transformers")
+_CHATTY = (
+    *("lightning.pytorch", "lightning.fabric", "transformers"),
+    gates.log.name,  # what the gate says is shown in a frame
+)
 _NOTICES = (
     ".*does not have many workers",
     ".*treespec",
-    ".*RiskGate '.*' stopped training",  # shown in a frame of its own
 )
 _PUBLIC_TEXTS = 256
 _PATIENCE = 1

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lightning_fedleak.anatomy import AnatomyError
+from lightning_fedleak.callbacks import gate as gates
 from lightning_fedleak.callbacks.channels.membership import LEAST_MEMBERS
 from lightning_fedleak.commands.federate import local
 from lightning_fedleak.commands.federate.server import Server
@@ -230,18 +231,18 @@ def _told(values: Sequence[float], of: str) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What each line of a warning says is in the table, and in the files."""
-    told = rank_zero.log  # Lightning's own, where that is loaded
-    level = told.level
-    told.setLevel(logging.WARNING)
+    quiet = {rank_zero.log: logging.WARNING, gates.log: logging.ERROR}
+    levels = {log: log.level for log in quiet}
+    for log, level in quiet.items():
+        log.setLevel(level)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RoundObserver: .* gave no result")
-        warnings.filterwarnings("ignore", message="RoundGate '.*' (withheld|warns)")
-        warnings.filterwarnings("ignore", message="the update of round .* did not leave")
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
         try:
             yield
         finally:
-            told.setLevel(level)
+            for log, level in levels.items():
+                log.setLevel(level)
 
 
 __all__ = ["FederateCommand", "summary"]

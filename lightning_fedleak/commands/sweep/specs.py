@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from lightning_fedleak import defenses as known
+from lightning_fedleak.commands.options import check_defense, did_you_mean
 from lightning_fedleak.defenses import Defense, DefenseError, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Mechanism
+from lightning_fedleak.finetuning.assets import SourceError
 
 NONE = "none"
 GRIDS = {
@@ -89,19 +90,19 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
         SpecError: an unknown defence or setting, or a value that cannot be read.
     """
     kind, _, rest = text.strip().partition(":")
-    if kind == NONE and not rest:
+    if kind == NONE:
+        if rest:
+            raise SpecError(f"'{NONE}' is no defence and takes no settings")
         return [DefenseSpec(NONE, {})]
-    kinds = defense_kinds()
+    try:
+        check_defense(kind)
+    except SourceError as error:
+        raise SpecError(str(error)) from None
     if kind in MECHANISMS:
         kind, rest = TokenLDP.name, ",".join([f"mechanism={kind}", *filter(None, [rest])])
-    if kind not in kinds:
-        names = [NONE, *sorted(kinds), *MECHANISMS]
-        raise SpecError(
-            f"there is no defence '{kind}'{_did_you_mean(kind, names)}. These exist: "
-            f"{', '.join(names)}"
-        )
-    settings = _settings(kind, kinds[kind], rest)
-    _check_complete(kind, kinds[kind], settings)
+    defense = defense_kinds()[kind]
+    settings = _settings(kind, defense, rest)
+    _check_complete(kind, defense, settings)
     specs = [
         DefenseSpec(kind, dict(zip(settings, values, strict=True)))
         for values in itertools.product(*settings.values())
@@ -120,7 +121,7 @@ def _settings(kind: str, of: type[Defense], text: str) -> dict[str, list[Any]]:
             raise SpecError(f"'{part}' of '{kind}:{text}' must be setting=value or setting=a/b/c")
         if name not in allowed:
             raise SpecError(
-                f"'{kind}' has no setting '{name}'{_did_you_mean(name, allowed)}. It has: "
+                f"'{kind}' has no setting '{name}'{did_you_mean(name, allowed)}. It has: "
                 f"{', '.join(allowed)}"
             )
         if name in found:
@@ -169,11 +170,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _did_you_mean(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 __all__ = ["NONE", "DefenseSpec", "SpecError", "defense_kinds", "parse_defenses"]

@@ -35,7 +35,9 @@ def shown(demo: Demo, *, terminal: bool = False) -> tuple[int, str]:
     return code, console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_watches_then_stops_then_sums_up(model: str, text: str, tmp_path: Path) -> None:
+def test_watches_then_stops_then_sums_up(
+    model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     demo = Demo(
         model=model, text=text, steps=4, batch_size=4, length=32, every_n_steps=2, at_most=0.0,
         out=tmp_path / "out",
@@ -59,6 +61,7 @@ def test_watches_then_stops_then_sums_up(model: str, text: str, tmp_path: Path) 
     assert f"tensorboard --logdir {folder}" in printed
     assert "private words" in printed
     assert not list(folder.rglob("revealed*"))
+    assert "RiskGate" not in capsys.readouterr().err  # what it says is printed once
 
 
 def test_says_so_when_the_gate_lets_everything_pass(model: str, text: str, tmp_path: Path) -> None:

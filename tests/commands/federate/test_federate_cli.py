@@ -69,10 +69,11 @@ def test_each_round_is_shown_and_watching_changes_no_bit(
     assert all(torch.equal(one[n], other[n]) for n in one)
 
 
-def test_a_gate_holds_updates_back(tmp_path: Path, given: dict) -> None:
+def test_a_gate_holds_updates_back(tmp_path: Path, given: dict, capsys) -> None:
     words = "leakage/worst/words"
     said, folder = federate(tmp_path, given, gate=0.05, watch=words, rounds=1)
     assert "2 of 2 updates did not leave" in said
+    assert "withheld" not in capsys.readouterr().err  # the table has it
     assert "(" in next(line for line in said.splitlines() if "words, F1" in line)
     gates = [x for x in lines(folder, "run.jsonl") if x["kind"] == "gate"]
     assert [x["did"] for x in gates] == ["withheld"] * 2

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_fedleak.commands.options import DEFENSE_NAMES
 from lightning_fedleak.commands.sweep.specs import (
+    MECHANISMS,
+    NONE,
     DefenseSpec,
     SpecError,
     defense_kinds,
@@ -67,9 +70,13 @@ def test_a_refusal_shows_a_grid_to_copy(kind: str) -> None:
         ("gradient_noise:clip=-1,sigma=1", r"cannot be built: .*clip=-1 must be a positive"),
         ("gradient_noise:clip=1", r"needs sigma: write gradient_noise:clip=1,sigma=VALUE\. "),
         ("dpsgd", r"needs max_grad_norm: write dpsgd:max_grad_norm=VALUE\..* noise_multiplier, "),
-        ("none:sigma=1", r"no defence 'none'"),
+        ("none:sigma=1", r"'none' is no defence and takes no settings"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         parse_defenses(text)
+
+
+def test_the_names_that_are_known_before_libraries_load_are_those_of_the_package() -> None:
+    assert set(DEFENSE_NAMES) == {NONE, *defense_kinds(), *MECHANISMS}

@@ -9,7 +9,7 @@ from lightning_fedleak.cli import main
 from lightning_fedleak.defenses import DPSGD, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
-from tests.report.lines import begin, decision, dpsgd, look, result, spent, written
+from tests.report.lines import begin, decision, dpsgd, end, look, result, spent, written
 
 
 @pytest.fixture(scope="module")
@@ -103,17 +103,21 @@ def test_monitors_of_one_fit_name_it_alike_and_no_two_fits_do(tmp_path):
     assert len(set(of_a)) == 1
 
 
-def test_the_command_writes_three_files(folder, tmp_path, capsys):
+def test_the_command_writes_no_entry_where_no_privacy_was(folder, tmp_path, capsys):
     assert main(["report", str(folder), "--out", str(tmp_path / "out")]) == 0
-    html, found, registered = (
-        tmp_path / "out" / f"report.{end}" for end in ("html", "json", "yaml")
-    )
-    assert capsys.readouterr().out.split() == [str(html), str(found), str(registered)]
+    html, found = (tmp_path / "out" / f"report.{end}" for end in ("html", "json"))
+    assert capsys.readouterr().out.split() == [str(html), str(found)]
+    assert not (tmp_path / "out" / "report.yaml").exists()
     [run] = json.loads(found.read_text())["runs"]
-    assert run["ended"] == "in order"
+    assert run["ended"] == "finished normally"
     assert run["attacks"][0]["looks"] == 3
-    assert yaml.safe_load(registered.read_text())["deployment"]["basic"]["name"].startswith("GPT2")
     assert "probe" in html.read_text()
+
+
+@pytest.fixture
+def private_folder(tmp_path):
+    record = [begin(defenses=[dpsgd()]), look(3, privacy=[spent(2.5, 3)]), end(4)]
+    return written(tmp_path / "private", [result(0, f1=0.5)], record)
 
 
 def test_the_report_of_a_fit_is_of_that_fit_alone_and_never_ends_it(tmp_path):
@@ -132,9 +136,9 @@ def test_the_report_of_a_fit_is_of_that_fit_alone_and_never_ends_it(tmp_path):
     assert str(tmp_path) not in (tmp_path / "report.html").read_text()
 
 
-def test_dates_of_toml_are_dates(folder, tmp_path, capsys):
+def test_dates_of_toml_are_dates(private_folder, tmp_path, capsys):
     (tmp_path / "report.toml").write_text("[basic]\npublication_date = 2026-01-31\n")
-    assert main(["report", str(folder), "--out", str(tmp_path)]) == 0
+    assert main(["report", str(private_folder), "--out", str(tmp_path)]) == 0
     made = yaml.safe_load((tmp_path / "report.yaml").read_text())
     assert made["deployment"]["basic"]["publication_date"] == "2026-01-31"
     capsys.readouterr()

@@ -181,7 +181,7 @@ def table(
     if start:
         lines.append(f"  Names begin with {start}")
     if unread:
-        lines += _wrapped("  Shared and read by none: ", listed([n[cut:] for n in unread]))
+        lines += _wrapped("  Shared, tested by no attack: ", listed([n[cut:] for n in unread]))
     if not any(row.why_not is None for row in rows):
         lines.append("  Nothing is tested in this run. That is 'unknown', not 'safe'.")
     if text is not None:

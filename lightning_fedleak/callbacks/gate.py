@@ -88,8 +88,8 @@ class GateEvent:
         if self.checkpoint is not None:
             saved = f"\n  saved:    {self.checkpoint}"
             go_on = (
-                f" To go on from here: trainer.fit(..., ckpt_path='{self.checkpoint}'); this gate "
-                "judges again at the first look."
+                f" To go on from here: trainer.fit(..., ckpt_path='{self.checkpoint}'). The gate "
+                "checks again at the first measurement after you resume."
             )
         start = (
             f"at step {self.step}\n  measured: {found}\n  allowed:  at most {self.at_most:g}{shown}"

@@ -77,8 +77,8 @@ _MOVED = {
 
 
 _WRITTEN = (
-    "Calibrated on text that the model writes itself; public_text= takes texts like the clients', "
-    "which is what an adversary who knows the clients has."
+    "Calibrated on text that the model writes itself. Pass public_text= with text like your "
+    "clients' to simulate a better-informed attacker."
 )
 
 
@@ -126,7 +126,7 @@ class LeakageMonitor(EitherCallback):
 
     **Attacks that choose themselves.** With ``attacks="auto"``, the default, every attack of an
     adversary as ``assume`` says is played that can read what this model, training and strategy
-    share. What is played, what is not and why, and what is shared and read by none is printed
+    share. What is played, what is not and why, and what is shared and tested by no attack is printed
     before the first step. Attacks that are not played are *not tested*: they log nothing. One that
     begins to be shared later (a layer that is unfrozen) is played from then on.
 

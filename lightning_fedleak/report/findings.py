@@ -609,9 +609,9 @@ def _not_tested(
     said += [f"{name}: {why}" for name, why in not_played.items()]
     unread = begin.get("unread", [])
     if unread:
-        said.append(f"{len(unread)} shared parameters that no attack reads: {_listed(unread)}")
+        said.append(f"{len(unread)} shared parameters, tested by no attack: {_listed(unread)}")
     if not recorded:
-        said.append("which parameters are shared and read by none: not recorded")
+        said.append("which shared parameters no attack tests: not recorded")
     said.append("the trained model itself: extraction and membership by its answers")
     return said
 

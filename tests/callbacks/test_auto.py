@@ -99,7 +99,7 @@ def test_a_whole_model_is_read_by_all_that_fit_it(
     said = caplog.text
     assert "bias_sign            not played: reads the gradient of the output head's bias" in said
     assert "aligned_flatchat     played, about" in said
-    assert "Shared and read by none: " in said
+    assert "Shared, tested by no attack: " in said
     absent = [line for line in lines(tmp_path) if (line["unknown"] or "").startswith("not played")]
     assert {line["attack"] for line in absent} == {"bias_sign", "bag_of_words"}
 

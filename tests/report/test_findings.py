@@ -100,7 +100,7 @@ def test_what_is_not_shared_is_neither_read_nor_tested(tmp_path):
     assert found["verdict"]["level"] == "unknown"
     said = found["runs"][0]["not_tested"]
     assert any(one.startswith("which words are in a batch") for one in said)
-    assert any(one.startswith("2 shared parameters that no attack reads: a, b") for one in said)
+    assert any(one.startswith("2 shared parameters, tested by no attack: a, b") for one in said)
 
 
 def test_epsilon_with_and_without_sampling_and_what_it_implies(tmp_path):

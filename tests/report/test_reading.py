@@ -31,7 +31,7 @@ def test_results_of_the_first_version_are_one_fit(tmp_path):
     assert fit["shared"]["what"] == "not recorded"
     [attack] = fit["attacks"]
     assert (attack["family"], attack["mean"], attack["looks"]) == ("words", 0.25, 3)
-    assert "which parameters are shared and read by none: not recorded" in fit["not_tested"]
+    assert "which shared parameters no attack tests: not recorded" in fit["not_tested"]
     assert "a server could find" in found["verdict"]["sentence"]
 
 

@@ -192,7 +192,7 @@ class SubspaceMembership(PassiveMembership):
         if all(rows is None for rows in shared):
             if any(m.factor == "A" for i in inputs for m in _trained(i, anatomy)):
                 raise NotYet(
-                    "the gradient of LoRA's A is zero, as it is while B is (in the first step)"
+                    "LoRA's A has no gradient until B has moved; with warm-up from 0 that is step 2"
                 )
             raise UnusableObservation("every gradient that is read is zero")
         words = self._bag(view)

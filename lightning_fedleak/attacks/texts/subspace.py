@@ -334,7 +334,7 @@ class SubspaceTexts(TextAttack):
         if not gradients:
             if any(m.factor == "A" for m in readers(known, anatomy)):
                 raise NotYet(
-                    "the gradient of LoRA's A is zero, as it is while B is (in the first step)"
+                    "LoRA's A has no gradient until B has moved; with warm-up from 0 that is step 2"
                 )
             raise UnusableObservation("the gradients of the second block's projections are zero")
         dtypes = [*(g.dtype for g in gradients), self._facts.autocast or torch.float32]

@@ -495,7 +495,7 @@ class _Readable:
         if not gradients:
             if any(m.factor == "A" for m in self.maps):
                 raise NotYet(
-                    "the gradient of LoRA's A is zero, as it is while B is (in the first step)"
+                    "LoRA's A has no gradient until B has moved; with warm-up from 0 that is step 2"
                 )
             raise UnusableObservation("the gradients of the first projections are all zero")
         rounding = _rounding([*(g.dtype for g in gradients), self.dictionary.rows.dtype], facts)

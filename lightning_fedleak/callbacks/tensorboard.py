@@ -43,9 +43,9 @@ def add_pages(
     """Lays out Custom Scalars, and puts leakage beside the settings in HPARAMS.
 
     One line a chart, named in its title, since TensorBoard draws all lines of a run in one colour;
-    rates run from 0 to 1, and they and gates are drawn as charts with a margin, which TensorBoard
-    does not smooth: a gate that fired reads 1. TensorBoard keeps the first table of settings that a run writes, and
-    Lightning writes its own after this: the user's settings are in this one.
+    rates run from 0 to 1. Rates and gates are charts with a margin, which TensorBoard does not
+    smooth: a gate that fired reads 1. TensorBoard keeps the first table of settings that a run
+    writes, and Lightning writes its own after this: the user's settings are in this one.
 
     Args:
         loggers: TensorBoard's.

@@ -208,13 +208,32 @@ def test_compare_tells_runs_of_different_length(tmp_path, capsys, monkeypatch):
     written(tmp_path / "a", [result(0, f1=0.5), result(9, f1=0.5)])
     written(tmp_path / "b", [result(0, f1=0.5)])
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert "Measured until step 9 and until step 0" in capsys.readouterr().out
+    assert "Last measured at step 9 and at step 0" in capsys.readouterr().out
     assert main(["compare", str(tmp_path / "b"), str(tmp_path / "b")]) == 0
-    assert "Measured until" not in capsys.readouterr().out
+    assert "Last measured" not in capsys.readouterr().out
+
+
+def test_compare_cuts_no_name_at_80_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "a_membership_attack_with_a_long_name"
+    for folder in ("lightning_logs", "fedleak_runs"):
+        lines = [result(0, name, auc=(0.9123, 0.812, 0.978)), result(0, f1=(0.5, 0.4, 0.6))]
+        record = [begin(defenses=[dpsgd()]), look(0, privacy=[spent(2.0, 3, rate=1.0)])]
+        written(tmp_path / folder / "version_0", lines, record)
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", "lightning_logs/version_0", "fedleak_runs/version_0"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    first = "".join(line.split("│")[1].strip() for line in out.splitlines() if "│" in line)
+    assert name in first
+    for part in ("mean 0.912", "last 0.912", "(0.812 to 0.978)"):
+        assert part in out
 
 
 def test_compare_puts_two_runs_side_by_side(folder, capsys):
     assert main(["compare", str(folder), str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "probe/f1" in out
+    assert "probe" in out
+    assert "f1, shared" in out
     assert "+0.000" in out

@@ -48,10 +48,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """The page with names where docstrings hold roles of Sphinx, linked where the site has them.
 
-    Names in the logs are long: on a narrow screen they break behind a slash.
+    Names in the logs are long: on a narrow screen they break behind a slash. Code that is wider
+    than the screen can be scrolled by keyboard.
     """
     broken = _INLINE.sub(lambda code: f"<code>{code[1].replace('/', '/<wbr>')}</code>", html)
+    broken = broken.replace("<pre><span></span><code>", '<pre><span></span><code tabindex="0">')
     return _ROLE.sub(_reference, broken)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """The page with a name for the theme's search, for those who cannot see it."""
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
 
 
 def _reference(role: re.Match[str]) -> str:

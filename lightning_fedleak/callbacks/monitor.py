@@ -127,7 +127,7 @@ class LeakageMonitor(EitherCallback):
 
     **Attacks that choose themselves.** With ``attacks="auto"``, the default, every attack of an
     adversary as ``assume`` says is played that can read what this model, training and strategy
-    share. What is played, what is not and why, and what is shared and read by none is printed
+    share. What is played, what is not and why, and what is shared and not tested is printed
     before the first step. Attacks that are not played are *not tested*: they log nothing. One that
     begins to be shared later (a layer that is unfrozen) is played from then on.
 
@@ -175,8 +175,9 @@ class LeakageMonitor(EitherCallback):
             are not played.
         cache: keep calibrations in the user's cache folder (``FEDLEAK_CACHE``), by model, text and
             settings, for the next fit.
-        report: write ``report.html``, ``report.json`` and ``report.yaml`` beside the logs when
-            the fit ends, as ``fedleak report`` does; also after an error or Ctrl-C.
+        report: write ``report.html``, ``report.json``, and of differential privacy
+            ``report.yaml``, beside the logs when the fit ends, as ``fedleak report`` does; also
+            after an error or Ctrl-C.
 
     Raises:
         ValueError: contradictory or unknown arguments.

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from lightning_fedleak.callbacks.channels.base import Channel
 
-FRAME: Mapping[str, float] = {"scale/0": 0.0, "scale/1": 1.0}
+FRAME: Mapping[str, float] = {"axis/0": 0.0, "axis/1": 1.0}
 """Lines that are logged for TensorBoard alone: its charts have no setting for their axes."""
+_PAGE = "leakage and utility (axis/0 and axis/1 are no attacks: they keep the axis from 0 to 1)"
 
 
 def tensorboards(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
@@ -42,8 +43,9 @@ def add_pages(
     """Lays out Custom Scalars, and puts leakage beside the settings in HPARAMS.
 
     One line a chart, named in its title, since TensorBoard draws all lines of a run in one colour;
-    rates run from 0 to 1. TensorBoard keeps the first table of settings that a run writes, and
-    Lightning writes its own after this: the user's settings are in this one.
+    rates run from 0 to 1. Rates and gates are charts with a margin, which TensorBoard does not
+    smooth: a gate that fired reads 1. TensorBoard keeps the first table of settings that a run
+    writes, and Lightning writes its own after this: the user's settings are in this one.
 
     Args:
         loggers: TensorBoard's.
@@ -65,29 +67,31 @@ def add_pages(
     from tensorboard.plugins.custom_scalar import layout_pb2
     from torch.utils.tensorboard.summary import custom_scalars, hparams
 
-    def line(tag: str, *frame: str) -> layout_pb2.Chart:
-        tags = [f"^{re.escape(one)}$" for one in (tag, *frame)]  # read as regular expressions
+    def line(tag: str) -> layout_pb2.Chart:
+        tags = [f"^{re.escape(tag)}$"]  # read as a regular expression
         return layout_pb2.Chart(title=tag, multiline=layout_pb2.MultilineChartContent(tag=tags))
 
-    def interval(root: str, metric: str) -> layout_pb2.Chart:
-        ends = [(f"{root}/{metric}", f"{root}/{metric}_low", f"{root}/{metric}_high")]
-        ends += [(tag, tag, tag) for tag in FRAME]
+    def rate(title: str, tag: str, low: str, high: str) -> layout_pb2.Chart:
         shown = [
-            layout_pb2.MarginChartContent.Series(value=value, lower=low, upper=high)
-            for value, low, high in ends
+            layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
+            for value, lower, upper in [(tag, low, high), *((one, one, one) for one in FRAME)]
         ]
-        title = f"{root}: {metric.replace('_', ' ').upper()}, 95% interval (0 to 1)"
         return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=shown))
+
+    def interval(root: str, metric: str) -> layout_pb2.Chart:
+        title = f"{root}: {metric.replace('_', ' ').upper()}, 95% interval (0 to 1)"
+        tag = f"{root}/{metric}"
+        return rate(title, tag, f"{tag}_low", f"{tag}_high")
 
     headlines = {one: channel.headline for one, channel in series.items()}
     page = [line(f"utility/{name}") for name in utility]
     page += [line(name) for name in privacy]
-    page += [line(name, *FRAME) for name in worst]
+    page += [rate(name, name, name, name) for name in worst]
     page += [interval(one.log_name, headline) for one, headline in headlines.items()]
-    page += [line(name) for name in decisions]
+    page += [rate(name, name, name, name) for name in decisions]
     page += [line("monitor/seconds")]
     more = [interval(one.log_name, m) for one, channel in series.items() for m in channel.charts]
-    named = [("leakage and utility", page), ("more of each attack", more)]
+    named = [(_PAGE, page), ("more of each attack", more)]
     layout = layout_pb2.Layout(
         category=[layout_pb2.Category(title=title, chart=charts) for title, charts in named]
     )

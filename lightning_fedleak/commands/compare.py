@@ -27,10 +27,12 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
     """
     console = console or Console()
     first, second = (_newest(place) for place in (before, after))
-    table = Table("", "stage", escape(str(before)), escape(str(after)), "change")
+    table = Table(show_lines=True)
+    for title in ("measured", escape(str(before)), escape(str(after)), "change"):
+        table.add_column(title, overflow="fold")  # a name is never cut
     for name in dict.fromkeys([*first["utility"], *second["utility"]]):
         ends = [_last(fit["utility"].get(name)) for fit in (first, second)]
-        table.add_row(escape(f"utility/{name}"), "", *map(known, ends), _change(*ends))
+        table.add_row(escape(f"utility/{name}"), *map(known, ends), _change(*ends))
     attacks = [{(a["name"], a["stage"]): a for a in fit["attacks"]} for fit in (first, second)]
     for key in dict.fromkeys([*attacks[0], *attacks[1]]):
         of = [named.get(key) for named in attacks]
@@ -38,19 +40,20 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
         means = [a["mean"] if a and a["exposed"] else None for a in of]
         name, stage = key
         table.add_row(
-            escape(f"{name}/{headline}"), escape(stage), *map(_measured, of),
+            escape(f"{name}\n{headline}, {stage}"),
+            *map(_measured, of),
             _change(*means) + _otherwise(*of),
-        )  # fmt: skip
+        )
     if any(fit["withheld"] for fit in (first, second)):
         kept = [f"{fit['withheld']} of {fit['updates']}" for fit in (first, second)]
-        table.add_row("updates kept back", "", *kept, "")
+        table.add_row("updates kept back", *kept, "")
     spent = [{(p["defense"], p["unit"]): p for p in fit["privacy"]} for fit in (first, second)]
     for key in dict.fromkeys([*spent[0], *spent[1]]) or [("", "")]:
         accounts = [of.get(key) for of in spent]
         of_what = " of ".join(filter(None, ("epsilon", key[1])))
         by = f" ({key[0]})" if key[0] else ""
         told = [escape(claimed(one)) if one else "none accounted" for one in accounts]
-        table.add_row(escape(f"{of_what}{by}"), "", *told, "")
+        table.add_row(escape(f"{of_what}{by}"), *told, "")
     console.print(table)
     for place, fit in ((before, first), (after, second)):
         if fit["of"] > 1:
@@ -61,13 +64,13 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
     lasts = [fit["steps"] for fit in (first, second)]
     if None not in lasts and lasts[0] != lasts[1]:
         console.print(
-            f"Measured until {first['unit']} {lasts[0]} and until {second['unit']} {lasts[1]}: a "
-            "change may be of how long was trained.",
+            f"Last measured at {first['unit']} {lasts[0]} and at {second['unit']} {lasts[1]}: a "
+            "change may come from how long was trained.",
             highlight=False,
         )
     console.print(
-        "Leakage: mean of all looks, then the last known look with its 95% interval. Whether a "
-        "difference is more than chance, two runs cannot show where the intervals overlap.",
+        "Leakage: mean of all measurements, then the latest result with its 95% interval. Where "
+        "intervals overlap, the difference may be chance.",
         highlight=False,
     )
 
@@ -91,9 +94,10 @@ def _measured(attack: Mapping[str, Any] | None) -> str:
         return "not shared"
     if attack["mean"] is None:
         return "unknown"
-    looks = f"{attack['looks']} look{'s' * (attack['looks'] != 1)}"
+    looks = f"{attack['looks']} result{'s' * (attack['looks'] != 1)}"
     unknown = f", unknown at {attack['unknown']} more" if attack["unknown"] else ""
-    return f"{share(attack['mean'])}; {interval(attack['last'])}; {looks}{unknown}"
+    last = interval(attack["last"]).replace(" (", "\n(")
+    return f"mean {share(attack['mean'])}\nlast {last}\n{looks}{unknown}"
 
 
 def _otherwise(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str:

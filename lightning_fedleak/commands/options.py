@@ -662,8 +662,8 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "report",
         help="write what runs showed: a page for people, JSON, an entry for a registry",
         description="Reads the log folders of runs (lightning_logs/version_0, fedleak_runs/...), "
-        "or results of game, invert and sweep, and writes report.html, report.json and "
-        "report.yaml.",
+        "or results of game, invert and sweep, and writes report.html, report.json and, where "
+        "there was differential privacy, report.yaml.",
     )
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder or result file")
     report.add_argument(

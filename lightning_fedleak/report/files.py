@@ -27,7 +27,7 @@ def write(
     *,
     run: str | None = None,
 ) -> list[Path]:
-    """Writes ``report.html``, ``report.json`` and ``report.yaml``.
+    """Writes ``report.html``, ``report.json``, and of differential privacy ``report.yaml``.
 
     Args:
         runs: log folders, or files of results.
@@ -56,8 +56,9 @@ def write(
     files = {
         folder / "report.html": page(said, texts),
         folder / "report.json": json.dumps(said, indent=1, allow_nan=False) + "\n",
-        folder / "report.yaml": registered,
     }
+    if any(spent["holds"] for fit in said["runs"] for spent in fit["privacy"]):
+        files[folder / "report.yaml"] = registered
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, content in files.items():

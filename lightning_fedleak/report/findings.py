@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unicodedata import category
 
+from lightning_fedleak.report.advice import NEXT_TO_NONE, next_steps
 from lightning_fedleak.report.reading import FitLines, Line, Reading, number, spans
 
 SCHEMA = 2
@@ -32,7 +33,6 @@ _FAMILIES = {
     "membership": "whether a given text is in a batch",
     "texts": "whole texts",
 }
-NEXT_TO_NONE = 0.1
 _FPR = 0.01
 _DISHONEST = "chooses"
 _ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError)
@@ -40,12 +40,14 @@ CLIENT, TOKENS = "ClientDP", "TokenLDP"
 """Classes of defences whose account is not one of examples."""
 _UNITS = {"DPSGD": "example", CLIENT: "client", TOKENS: "row"}
 _TRUSTED = {
-    "central": "It holds against whoever sees the models of all rounds; the server, which sees "
-    "each client's update as it is, is trusted. ",
-    "secure_aggregation": "It holds against a server that sees the sum over clients alone. ",
-    "local": "It holds against the server too; each client keeps an account of its own. ",
+    "server": "The server is trusted: it sees each client's update as it is. Epsilon holds "
+    "against whoever sees the models of all rounds.",
+    "sum": "Epsilon holds only if nobody sees more than the sum over clients alone: one client's "
+    "update is not covered.",
+    "client": "Only the client is trusted: epsilon holds against the server too.",
+    NOT_RECORDED: f"Who is trusted is {NOT_RECORDED}.",
 }
-"""Against whom differential privacy of a client holds, by who adds the noise."""
+"""Who must be trusted for an epsilon to hold, in every place that says so."""
 _SUM = "sum"
 """The client whose update is that of all together."""
 _KEPT_BACK = ("withheld", "raise")
@@ -91,6 +93,7 @@ def findings(reading: Reading, people: Mapping[str, Any] | None = None) -> dict[
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "made_by": f"lightning-fedleak {version('lightning-fedleak')}",
         "verdict": _verdict(fits, together) if fits else _only_results(len(tables)),
+        "next_steps": next_steps(fits),
         "runs": fits,
         "privacy_together": together,
         "results": tables,
@@ -167,7 +170,9 @@ def _fit(lines: FitLines) -> dict[str, Any]:
         if (attack["looks"] or attack["withheld"]) and attack["exposed"]
     }
     privacy = _privacy(lines)
-    shared = _shared(begin, len(clients))
+    left_out = begin.get("not_played", _left_out(lines.results))
+    not_played = {one["name"]: one["why"] for one in left_out}
+    shared = _shared(begin, len(clients), privacy)
     return {
         "name": lines.folder.name,
         "folder": lines.folder.name if lines.folder.is_absolute() else str(lines.folder),
@@ -193,18 +198,11 @@ def _fit(lines: FitLines) -> dict[str, Any]:
         "utility": _utility(lines),
         "privacy": privacy,
         "implied": _implied(privacy, attacks, shared.get("clients", 1)),
-        "defenses": _defenses(begin.get("defenses", ())),
-        "gates": [
-            {
-                name: gate.get(name)
-                for name in ("name", "metric", "at_most", "action", "bound", "alpha")
-            }
-            for gate in begin.get("gates", ())
-        ],
+        "defenses": _defenses(begin["defenses"]) if "defenses" in begin else None,
+        "gates": [_gate(gate) for gate in begin["gates"]] if "gates" in begin else None,
         "decisions": [_decision(line) for line in lines.decisions],
-        "not_tested": _not_tested(
-            begin, played, _left_out(lines.results), recorded=lines.begin is not None
-        ),
+        "not_played": not_played,
+        "not_tested": _not_tested(begin, played, not_played, recorded=lines.begin is not None),
     }
 
 
@@ -220,22 +218,35 @@ def _defenses(told: Sequence[Line]) -> list[dict[str, Any]]:
     return found
 
 
+def _gate(gate: Line) -> dict[str, Any]:
+    """Return a gate's settings, and its rule in words."""
+    names = ("name", "metric", "at_most", "action", "bound", "alpha")
+    settings = {name: gate.get(name) for name in names}
+    judged = "each measurement by its value"
+    if settings["bound"] not in (None, "value"):
+        judged = f"all measurements, {settings['bound']} bound, alpha {_said(settings['alpha'])}"
+    rule = (
+        f"{gate['metric']} at most {_said(settings['at_most'])}, else {_said(settings['action'])}"
+    )
+    return settings | {"rule": f"{rule}; judges {judged}"}
+
+
 def _ended(lines: FitLines) -> str:
     if lines.begin is None:
-        return NOT_RECORDED
+        return f"end {NOT_RECORDED}"
     if lines.end is None:
-        how = "unknown" if _is_federation(lines.begin) else "cut off, or still running"
+        how = "end unknown" if _is_federation(lines.begin) else "was cut off, or still runs"
         return f"{how}: no end was recorded"
     how = str(lines.end.get("how"))
     said = {
-        "finished": "in order",
-        "KeyboardInterrupt": "interrupted by hand",
-        "SIGTERMException": "stopped from outside (SIGTERM)",
+        "finished": "finished normally",
+        "KeyboardInterrupt": "was interrupted by hand",
+        "SIGTERMException": "was stopped from outside (SIGTERM)",
     }
     stopped = [line["gate"] for line in lines.decisions if line.get("did") == "stopped"]
     if how == "finished" and stopped:
-        return f"stopped by the gate {', '.join(stopped)}"
-    return said.get(how, f"by an error ({how})")
+        return f"was stopped by the gate {', '.join(stopped)}"
+    return said.get(how, f"ended by an error ({how})")
 
 
 def _is_federation(begin: Line) -> bool:
@@ -286,34 +297,89 @@ def _by_client(
     return rows
 
 
-def _shared(begin: Line, seen: int) -> dict[str, Any]:
-    """What left a client, and who could see it; ``seen`` clients are in the lines."""
+def _shared(begin: Line, seen: int, privacy: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What left a client, after which defences, and who could see it.
+
+    Args:
+        begin: first line of the run.
+        seen: how many clients are in its lines.
+        privacy: what its defences have spent.
+    """
     if not begin:
-        return {"what": NOT_RECORDED, "seen_by": NOT_RECORDED, "trained": []}
+        return {"what": NOT_RECORDED, "seen_by": NOT_RECORDED, "trained": None, "unread": None}
     monitor, model = begin.get("monitor") or {}, begin.get("model") or {}
     rounds = monitor.get("local_steps")
     what = "the gradient of every step"
     if rounds:
         steps = "optimizer step" if rounds == 1 else f"{rounds} optimizer steps"
         what = f"the weights' change after every {steps}"
-    trained, of = model.get("trained_parameters"), model.get("parameters")
-    share = f" of {trained:,} of {of:,} parameters" if trained and of else ""
+    trained, total = model.get("trained_parameters"), model.get("parameters")
+    if trained and total:
+        what += f", of {'all' if trained == total else f'{trained:,} of'} {total:,} parameters"
     peft = f" ({', '.join(model['peft'])})" if model.get("peft") else ""
     clients = max(monitor.get("clients", 1), seen)
     seen_by = "whoever receives a client's update: the server, its staff and storage"
     for defense in begin.get("defenses", ()):
-        trust = (defense.get("settings") or {}).get("trust")
-        if defense.get("class") == CLIENT and trust == "central":
+        trusted = _trusted(defense)
+        if trusted == "server":
             seen_by = "each client's update as it is: a server that is trusted with it"
-        elif trust == "secure_aggregation" or (trust == "central" and clients > 1):
+        elif trusted == "sum":
             seen_by = "the sum over clients only, if a secure aggregation really hides the parts"
     return {
-        "what": f"{what}{share}{peft}",
+        "what": f"{what}{peft}, {_defended(begin.get('defenses'), privacy)}",
         "clients": clients,
         "seen_by": seen_by,
-        "trained": list(model.get("trained", [])),
-        "unread": list(begin.get("unread", [])),
+        "trained": model.get("trained"),
+        "unread": begin.get("unread"),
     }
+
+
+def _defended(defenses: Sequence[Line] | None, privacy: Sequence[Mapping[str, Any]]) -> str:
+    """Return what defences did to what left a client, with the settings that matter."""
+    if defenses is None:
+        return f"defences {NOT_RECORDED}"
+    spent = {one["defense"]: one for one in privacy}
+    acts = dict.fromkeys(_act(one, spent.get(one["name"])) for one in defenses)
+    return "; ".join(acts) or "without a defence"
+
+
+def _act(defense: Line, spent: Mapping[str, Any] | None) -> str:
+    """Return what one defence did."""
+    settings = defense.get("settings") or {}
+    name, kind = defense["name"], defense.get("class", NOT_RECORDED)
+    clip = settings.get("max_grad_norm", settings.get("clip"))
+    at = f"clipped at {_said(clip)}" if clip is not None else "not clipped"
+    noise = _said(settings.get("noise_multiplier", settings.get("sigma")))
+    if spent is not None and spent["noise_multiplier"] is not None:
+        noise = _noise(spent)
+    if kind == TOKENS:
+        per = "token" if settings.get("per") == "token" else "text"
+        return (
+            f"of texts whose tokens {name} replaced before training "
+            f"({_said(settings.get('mechanism'))}, epsilon {_said(settings.get('epsilon'))} for "
+            f"each {per})"
+        )
+    if kind == CLIENT and settings.get("trust") == "central":
+        return (
+            f"as it is; then the server clips it at {_said(clip)} and adds noise {noise} ({name})"
+        )
+    if kind == "DPSGD":
+        return f"each {settings.get('unit', 'example')}'s part {at}, noise {noise} ({name})"
+    if kind in (CLIENT, "GradientNoise"):
+        share = "a share of " if settings.get("trust") == "secure_aggregation" else ""
+        return f"{at}, {share}noise {noise} ({name})"
+    return f"after the defence {name} ({kind})"
+
+
+def _trusted(defense: Line) -> str:
+    """Return who must be trusted for a defence's guarantee to hold, as ``_TRUSTED`` names it."""
+    kind = defense.get("class")
+    trust = (defense.get("settings") or {}).get("trust", "local" if kind == TOKENS else None)
+    if trust == "central" and kind == CLIENT:
+        return "server"
+    return {"central": "sum", "secure_aggregation": "sum", "local": "client"}.get(
+        str(trust), NOT_RECORDED
+    )
 
 
 # ---- attacks ----------------------------------------------------------------------------------
@@ -322,7 +388,7 @@ def _shared(begin: Line, seen: int) -> dict[str, Any]:
 def _attacks(
     lines: FitLines, clients: Sequence[str], kept_back: Collection[tuple[str, int]]
 ) -> list[dict[str, Any]]:
-    """One row for each attack and stage, unknown ones first, then by how much they read."""
+    """One row for each attack and stage: unknown ones first, then the one furthest above chance."""
     about = {one["name"]: one for one in (lines.begin or {}).get("attacks", [])}
     grouped: dict[tuple[str, str], list[Line]] = {}
     for line in lines.results:
@@ -333,7 +399,7 @@ def _attacks(
                 kept_back)
         for (name, stage), of in grouped.items()
     ]  # fmt: skip
-    return sorted(rows, key=lambda row: (row["looks"] > 0, -(row["mean"] or 0.0)))
+    return sorted(rows, key=lambda row: (row["looks"] > 0, -row["above_chance"]))
 
 
 def _attack(
@@ -364,7 +430,7 @@ def _attack(
         newest = {str(one.get("client")): one for one in lines
                   if not math.isnan(_value(one, headline))}  # fmt: skip
         last = max(newest.values(), key=lambda one: _value(one, headline), default=None)
-    return {
+    row = {
         "name": name,
         "stage": stage,
         "family": family,
@@ -373,7 +439,7 @@ def _attack(
         "adversary": known_as.get("adversary", NOT_RECORDED),
         "dishonest": None if needs is None else any(n.startswith(_DISHONEST) for n in needs),
         "reads": list(known_as.get("reads", [])),
-        "config": dict(known_as.get("config") or (every[-1].get("config") or {})),
+        "config": known_as.get("config") or every[-1].get("config"),
         "exposed": any(_left(line) for line in every),
         "looks": len(values),
         "withheld": len(every) - len(lines),
@@ -394,6 +460,30 @@ def _attack(
         },
         "certified": _mean([v for line in lines if not math.isnan(v := _value(line, "certified"))]),
     }
+    return row | {"above_chance": _excess(row), "conclusive": _is_conclusive(row)}
+
+
+def _excess(attack: Mapping[str, Any]) -> float:
+    """Return how far above chance an attack read, up to 1; -1 where that is unknown.
+
+    One look at words or texts counts. One at membership is of few games, so that the highest of
+    many is high by chance: there the mean counts, that of the worst client, and what is pooled.
+    """
+    values = [attack["highest"]]
+    if attack["family"] == "membership":
+        last = (attack["last"] or {}).get("value")
+        values = [attack["mean"], attack["worst_client"], last]
+    chance = float(attack["chance"])
+    known = [float(value) for value in values if value is not None]
+    return (max(known) - chance) / (1 - chance) if known else -1.0
+
+
+def _is_conclusive(attack: Mapping[str, Any]) -> bool | None:
+    """Return whether the last interval of a membership attack leaves guessing out."""
+    low, high = ((attack["last"] or {}).get(end) for end in ("low", "high"))
+    if attack["family"] != "membership" or low is None or high is None:
+        return None
+    return not low <= attack["chance"] <= high
 
 
 def _left(line: Line) -> bool:
@@ -508,7 +598,7 @@ def _utility(lines: FitLines) -> dict[str, Points]:
 
 
 def _not_tested(
-    begin: Line, played: set[str], left_out: Sequence[Line], *, recorded: bool
+    begin: Line, played: set[str], not_played: Mapping[str, str], *, recorded: bool
 ) -> list[str]:
     """What nobody tried, in sentences."""
     said = [
@@ -516,12 +606,12 @@ def _not_tested(
         for family, what in _FAMILIES.items()
         if family not in played
     ]
-    said += [f"{one['name']}: {one['why']}" for one in begin.get("not_played", left_out)]
+    said += [f"{name}: {why}" for name, why in not_played.items()]
     unread = begin.get("unread", [])
     if unread:
-        said.append(f"{len(unread)} shared parameters that no attack reads: {_listed(unread)}")
+        said.append(f"{len(unread)} shared parameters, tested by no attack: {_listed(unread)}")
     if not recorded:
-        said.append("which parameters are shared and read by none: not recorded")
+        said.append("which shared parameters no attack tests: not recorded")
     said.append("the trained model itself: extraction and membership by its answers")
     return said
 
@@ -560,11 +650,11 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
     for line in told:
         for spent in line.get("privacy") or ():
             of = found.setdefault(spent["defense"], {"defense": spent["defense"], "series": {}})
-            epsilon = number(spent.get("epsilon"))
+            epsilon = _rounded_up(number(spent.get("epsilon")))
             most = of["series"].get(int(line["step"]))
             if most is None or _order(most) <= _order(epsilon):
                 of["series"][int(line["step"])] = _plain(epsilon)
-            delta = number(spent.get("delta"))
+            delta = _rounded_up(number(spent.get("delta")))
             known = [number(of["delta"]), delta] if "delta" in of else [delta]
             of["delta"] = None if any(map(math.isnan, known)) else max(known)
             if _order(of.get("epsilon", 0.0)) > _order(_written(epsilon)):
@@ -590,8 +680,9 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
         of["accountant"] = settings.get(
             "accountant", "basic composition" if kind == TOKENS else NOT_RECORDED
         )
-        of["target_epsilon"] = settings.get("target_epsilon")
+        of["target_epsilon"] = settings.get("target_epsilon", "none" if settings else None)
         of["trust"] = settings.get("trust", "local" if kind == TOKENS else NOT_RECORDED)
+        of["trusted"] = _TRUSTED[_trusted(defense)]
         of["sampling"] = _sampling(settings)
         of["poisson"] = settings.get("poisson")
         of["correlated"] = None
@@ -604,13 +695,16 @@ def _privacy(lines: FitLines) -> list[dict[str, Any]]:
             amplified = settings.get("sampling") != "all" and of["trust"] == "central"
             of["poisson"] = amplified and settings.get("sampling") == "poisson"
             of["clients"] = settings.get("clients", clients)
-        of["max_grad_norm"] = settings.get("max_grad_norm", settings.get("clip"))
         of["class"] = kind
         of["holds"] = _holds(of)
-        of |= _ledgers([(one.get("settings") or {}).get("ledger") for one in about.get(name, ())])
+        ledgers = [(one.get("settings") or {}).get("ledger") for one in about.get(name, ())]
+        of |= (
+            _ledgers(ledgers) if settings else {"ledger": None, "ledger_releases": {}, "unread": []}
+        )
         of["until"] = max(step for step, _ in of["series"])
         of["whole"] = _is_whole(of, lines.end)
         of["without_sampling"] = _without_sampling(of)
+        of["limit"], of["limits_little"] = _limit(of)
         of["statement"] = _statement(of)
     return list(found.values())
 
@@ -668,7 +762,7 @@ def _ledgers(paths: Sequence[str | None]) -> dict[str, Any]:
                 hashes[place.name] = "the file is not there"
         except (OSError, ValueError) as error:
             hashes[place.name] = f"cannot be read: {type(error).__name__}"
-    return {"ledger": hashes or None, "ledger_releases": counts, "unread": unread}
+    return {"ledger": hashes, "ledger_releases": counts, "unread": unread}
 
 
 def _released(ledger: bytes) -> tuple[int, list[int]]:
@@ -714,7 +808,32 @@ def _epsilon(
         found = epsilon_of(history, delta, "prv" if accountant == "prv" else "rdp", sampling)
     except (ImportError, ValueError) as error:
         return f"not computed: {error}"
-    return f"more than {LARGEST_EPSILON:g}" if math.isinf(found) else found
+    return f"more than {LARGEST_EPSILON:g}" if math.isinf(found) else _rounded_up(found)
+
+
+def _limit(spent: Mapping[str, Any]) -> tuple[str | None, bool | None]:
+    """Return what an epsilon that holds for the whole run limits, and whether that is little.
+
+    It is the largest TPR at an FPR of 1% of any test of two neighbouring data sets (Kairouz, Oh
+    and Viswanath 2015).
+    """
+    if not (spent["holds"] and spent["whole"]):
+        return None, None
+    from lightning_fedleak.auditing.mechanisms import dp_tpr  # loads torch: seconds
+
+    tpr = dp_tpr(_FPR, min(_over_clients(spent), 50.0), spent["delta"])
+    asked = f"whether {UNIT_IN_WORDS.get(spent['unit'], 'one unit')} was in the training data"
+    others = "that were not", "that were"
+    if spent["class"] == TOKENS:
+        asked = "which of two texts of one length was trained on"
+        others = "of the second", "of the first"
+    most = math.ceil(1e3 * tpr - 1e-9) / 10
+    finds = "may find all" if most >= 100 else f"finds at most {most:g} in 100"
+    text = (
+        f"What this epsilon limits: a test of {asked} that is wrong for 1 in 100 {others[0]} "
+        f"{finds} {others[1]} (guessing finds 1)."
+    )
+    return text + (" That is a weak limit." if tpr > 0.5 else ""), tpr > 0.5
 
 
 def _statement(spent: Mapping[str, Any]) -> str:
@@ -722,11 +841,7 @@ def _statement(spent: Mapping[str, Any]) -> str:
     guarantee = f"The guarantee: {str(spent['guarantee']).strip().rstrip('.')}. "
     if not spent["holds"]:
         return f"No epsilon holds for these releases. {guarantee}"
-    unit = {
-        "client": "one client, with all of its data,",
-        "row": "one text of one client",
-        NOT_RECORDED: f"one unit ({NOT_RECORDED} which)",
-    }.get(spent["unit"], f"one {spent['unit']}")
+    unit = UNIT_IN_WORDS.get(spent["unit"], f"one {spent['unit']}")
     what = "round" if spent["class"] == CLIENT else "release"
     if spent["correlated"]:
         what = "accounted mechanism"
@@ -735,7 +850,7 @@ def _statement(spent: Mapping[str, Any]) -> str:
         after += " of the text that was released most often"
     text = (
         f"After {spent['releases']} {after} the privacy loss of {unit} is at most epsilon = "
-        f"{_bound(spent['epsilon'])} at delta = {_said(spent['delta'])}, by "
+        f"{_said(spent['epsilon'])} at delta = {_said(spent['delta'])}, by "
         + ("basic composition. " if spent["class"] == TOKENS
            else f"the accountant {spent['accountant']}. ")
         + guarantee
@@ -764,25 +879,32 @@ def _statement(spent: Mapping[str, Any]) -> str:
     if spent["without_sampling"] is not None:
         text += (
             "Without counting on the sampling, epsilon of the same releases would be "
-            f"{_bound(spent['without_sampling'])}. "
+            f"{_said(spent['without_sampling'])}. "
         )
-    if spent["class"] == CLIENT:
-        text += _TRUSTED.get(spent["trust"], "")
-    elif spent["class"] == TOKENS and spent["clients"] > 1:
+    if spent["class"] == TOKENS and spent["clients"] > 1:
         text += (
             f"A text that a sampler moves between the {spent['clients']} clients is released by "
             "each that gets it: against whoever sees all of them epsilon is at most "
-            f"{_bound(spent['clients'] * spent['epsilon'])}. "
+            f"{_said(_over_clients(spent))}. "
         )
-    elif spent["trust"] == "central":
-        text += (
-            "It covers the sum over clients: of several clients the update of one alone is not "
-            "covered. "
+    limit = f"{spent['limit']} " if spent["limit"] else ""
+    return (
+        text
+        + f"{spent['trusted']} {limit}"
+        + (
+            "It does not cover the leakage logs, validation metrics, the choice of settings, or "
+            "decisions that people or gates took in sight of private data."
         )
-    return text + (
-        "It does not cover the leakage logs, validation metrics, the choice of settings, or "
-        "decisions that people or gates took in sight of private data."
     )
+
+
+UNIT_IN_WORDS = {
+    "example": "one example",
+    "client": "one client with all of its data",
+    "row": "one text (a row of a batch) of one client",
+    "user": "one user with all of their rows",
+    NOT_RECORDED: f"one unit ({NOT_RECORDED} which)",
+}
 
 
 def _noise(spent: Mapping[str, Any]) -> str:
@@ -889,7 +1011,7 @@ def _together(fits: Sequence[tuple[FitLines, Mapping[str, Any]]]) -> list[dict[s
         ]
         delta = max(spent["delta"] or 0.0 for spent in all_spent)
         added = _sum([spent["epsilon"] for spent in all_spent])
-        deltas = math.fsum(spent["delta"] or 0.0 for spent in all_spent)
+        deltas = _rounded_up(math.fsum(spent["delta"] or 0.0 for spent in all_spent))
         epsilon: float | str | None = "infinite"
         if all(spent["holds"] for spent in all_spent):
             kinds = {spent["accountant"] for spent in all_spent}
@@ -952,7 +1074,7 @@ def _sum(values: Sequence[object]) -> float | str | None:
     if any(math.isnan(value) for value in numbers):
         return None
     total = math.fsum(numbers)
-    return "infinite" if math.isinf(total) else total
+    return "infinite" if math.isinf(total) else _rounded_up(total)
 
 
 # ---- the verdict ------------------------------------------------------------------------------
@@ -970,17 +1092,20 @@ def _verdict(
         held = best.get(attack["family"])
         if held is None or attack["mean"] > held[1]["mean"]:
             best[attack["family"]] = (fit, attack)
-    several = len(fits) > 1
-    sentences: list[str] = []
-    before = ""
-    for family in (name for name in _FAMILIES if name in best):
-        fit, attack = best[family]
-        off = "sum over clients" if attack["stage"] == "aggregate" else "shared update"
-        who = f"Off one {off}, {_who(attack['dishonest'])}"
-        begins = "It could also" if who == before else f"{who} could"
-        named = f", run {_named(fit, fits)}" if several else ""
-        sentences.append(f"{begins} {_could(family, attack)}{named}).")
-        before = who
+    excess = {
+        family: max(a["above_chance"] for _, a in seen if a["family"] == family and a["exposed"])
+        for family in best
+    }
+
+    def rank(family: str) -> tuple[bool, bool, float]:
+        """Sort what was read first, then what is not conclusive, what reassures last."""
+        little = excess[family] <= NEXT_TO_NONE
+        return little, little and best[family][1]["conclusive"] is not False, -excess[family]
+
+    order = sorted(best, key=rank)
+    results = {family: _result(*best[family], seen, fits) for family in order}
+    read = [results[family] for family in order if excess[family] > NEXT_TO_NONE]
+    little = [results[family] for family in order if excess[family] <= NEXT_TO_NONE]
     withheld = sum(fit["withheld"] for fit in fits)
     updates = sum(fit["updates"] for fit in fits if fit["withheld"])
     kept = {a["family"] for _, a in seen if a["withheld"] and a["exposed"]}
@@ -990,15 +1115,16 @@ def _verdict(
     untested = [what for family, what in _FAMILIES.items() if family not in named_ones]
     checked = [
         f"Nobody could compare what {a['name']} read with the texts. Its own check held at "
-        f"{_percent(a['certified'])} of the looks: what it found explains all that was shared."
+        f"{_percent(a['certified'])} of the measurements: what it found explains all that was "
+        "shared."
         for _, a in seen
         if a["mean"] is None and a["certified"]
     ]
     silent = _silent(fits, seen, best.keys())
-    if not sentences and not withheld and not checked:
+    sentences = [*read, *checked, *silent]
+    if not best and not withheld and not checked:
         sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
-        unknown, untested, silent = [], [], []
-    sentences += checked + silent
+        unknown, untested = [], []
     if withheld:
         sentences.append(
             f"Gates kept back {withheld} of {updates} updates: what those would have given away "
@@ -1008,14 +1134,29 @@ def _verdict(
         sentences.append(f"Attacks gave no result, so that it is unknown: {'; '.join(unknown)}.")
     if untested:
         sentences.append(f"Nobody tested {' or '.join(untested)}.")
-    sentences += _accounted(fits, together)
-    level = max((_excess(a) for _, a in best.values()), default=None)
+    sentences += [*little, *_gated(fits), *_accounted(fits, together)]
+    level = max(excess.values(), default=None)
     return {
         "sentence": " ".join(sentences),
         "sentences": sentences,
         "level": "unknown" if level is None else "high" if level > 0.5 else "some",
-        "worst": {family: attack["mean"] for family, (_, attack) in best.items()},
+        "worst": {family: best[family][1]["mean"] for family in order},
     }
+
+
+def _gated(fits: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which gates watched the runs, and how often they acted."""
+    said = []
+    for fit in fits:
+        within = f" in run {_named(fit, fits)}" if len(fits) > 1 else ""
+        if fit["gates"]:
+            acted = len([one for one in fit["decisions"] if one["gate"]])
+            rules = "; ".join(gate["rule"] for gate in fit["gates"])
+            did = f"Acted {acted} time{'s' * (acted != 1)}" if acted else "Never acted"
+            said.append(f"Gates{within}: {rules}. {did}.")
+        elif fit["gates"] is not None and not fit["decisions"]:
+            said.append(f"No gate watched{within or ' this run'}.")
+    return said
 
 
 def _silent(
@@ -1076,13 +1217,14 @@ def _accounted(
         kinds.setdefault((spent["defense"], spent["unit"]), []).append(spent)
     for (defense, unit), of in kinds.items():
         some = "" if len(of) == len(fits) else f" in {len(of)} of {len(fits)} runs"
-        trusted = dict.fromkeys(_AGAINST.get(_seen_by_nobody(one), "") for one in of)
+        worst = max(of, key=_over_clients)
         said.append(
-            f"Differential privacy was accounted{some}: epsilon "
-            f"{_bound(max(map(_over_clients, of)))} at "
+            f"Differential privacy was accounted{some}: epsilon {_said(_over_clients(worst))} at "
             f"delta {_said(max(one['delta'] for one in of))} by {defense}"
-            f"{_FOR.get(unit, '')}.{''.join(trusted)}"
+            f"{_FOR.get(unit, '')}. {' '.join(dict.fromkeys(one['trusted'] for one in of))}"
         )
+        if worst["limit"]:
+            said.append(worst["limit"])
     if any(not p["whole"] for fit in private for p in fit["privacy"] if p["holds"]):
         said.append(
             "How a run with an epsilon ended is not recorded: what it released after its last look "
@@ -1092,7 +1234,7 @@ def _accounted(
         so_far = "" if one["whole"] else ", as far as was recorded"
         said.append(
             f"{one['fits']} fits by {one['defense']}, if on the same examples, cost epsilon "
-            f"{_bound(one['epsilon'])} at delta {_said(one['delta'])} together"
+            f"{_said(one['epsilon'])} at delta {_said(one['delta'])} together"
             f"{_FOR.get(one['unit'], '')}{so_far}."
         )
     if len(private) > 1 and len({defense for defense, _ in kinds}) > 1:
@@ -1108,43 +1250,17 @@ _FOR = {
     "user": ", for a user with all of their rows",
     NOT_RECORDED: ", for a unit that is not recorded",
 }
-_AGAINST = {
-    "server": " The server, which sees each client's update as it is, is trusted with it.",
-    "sum": " It holds only if nobody sees more than the sum over clients.",
-}
-
-
-def _seen_by_nobody(spent: Mapping[str, Any]) -> str:
-    """What must not be seen for an epsilon to hold; empty where it holds for what is shared."""
-    if spent["class"] == CLIENT and spent["trust"] == "central":
-        return "server"
-    summed = spent["trust"] in ("central", "secure_aggregation")
-    return "sum" if summed and spent["clients"] > 1 else ""
 
 
 def _over_clients(spent: Mapping[str, Any]) -> float:
     """Epsilon against whoever sees all clients: of a text each that a sampler moves it to pays."""
     times = spent["clients"] if spent["class"] == TOKENS else 1
-    return float(spent["epsilon"]) * times
+    return _rounded_up(float(spent["epsilon"]) * times)
 
 
 def _only_results(n: int) -> dict[str, Any]:
     said = f"No training run is in this report: it holds the results of {n} command{'s' * (n > 1)}."
     return {"sentence": said, "sentences": [said], "level": "unknown", "worst": {}}
-
-
-def _excess(attack: Mapping[str, Any]) -> float:
-    """How far above chance, from 0 to 1.
-
-    One look at words or texts counts. One at membership is of few games, so that the highest of
-    many is high by chance: there the mean counts, that of the worst client, and what is pooled.
-    """
-    values = [attack["highest"]]
-    if attack["family"] == "membership":
-        last = (attack["last"] or {}).get("value")
-        values = [attack["mean"], attack["worst_client"], last]
-    chance = float(attack["chance"])
-    return (max(float(value) for value in values if value is not None) - chance) / (1 - chance)
 
 
 def _who(dishonest: bool | None) -> str:
@@ -1155,38 +1271,63 @@ def _who(dishonest: bool | None) -> str:
     return "an honest but curious server"
 
 
-def _could(family: str, attack: Mapping[str, Any]) -> str:
-    """What an attack did, as the middle of a sentence that goes on in its last bracket."""
-    of = f"mean of {attack['looks']} looks" if attack["looks"] > 1 else "one look"
-    if len(attack["clients"]) > 1:
-        of += f" at {len(attack['clients'])} clients"
-    if attack["unknown"]:
-        of += f", unknown at {attack['unknown']} more"
-    for what, value in (("at the worst look", "highest"), ("of the worst client", "worst_client")):
-        if attack[value] is not None and attack[value] > attack["mean"] + _FAR:
-            of += f", {attack['headline']} {attack[value]:.2f} {what}"
-    low, high = ((attack["last"] or {}).get(end) for end in ("low", "high"))
-    if family == "membership" and None not in (low, high) and low <= attack["chance"] <= high:
-        of += f", the last 95% interval, {low:.2f} to {high:.2f}, holds a coin"
-    means = attack["means"]
-    if family == "words" and attack["mean"] < NEXT_TO_NONE:
-        done = f"read next to none of the words, with an F1 of {attack['mean']:.2f}"
-    elif family == "words":
+def _result(
+    fit: Mapping[str, Any],
+    attack: Mapping[str, Any],
+    seen: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    fits: Sequence[Mapping[str, Any]],
+) -> str:
+    """Return what the attack that read most of its family did, and how sure that is.
+
+    Args:
+        fit: its run.
+        attack: the attack of the highest mean.
+        seen: every attack of the verdict's stage, with its run.
+        fits: all runs.
+    """
+    means, chance = attack["means"], attack["chance"]
+    if attack["family"] == "words" and attack["mean"] < NEXT_TO_NONE:
+        few = "next to none" if attack["above_chance"] <= NEXT_TO_NONE else "few"
+        done = f"find {few} of a batch's distinct tokens: F1 {attack['mean']:.2f}"
+    elif attack["family"] == "words" and None in (means["recall"], means["precision"]):
+        done = f"find a batch's distinct tokens with an F1 of {attack['mean']:.2f}"
+    elif attack["family"] == "words":
         done = (
-            f"read {_percent(means['recall'])} of the words, where "
-            f"{_percent(means['precision'])} of what it named was right"
+            f"recover {_percent(means['recall'])} of a batch's distinct tokens, without their "
+            f"order; {_percent(means['precision'])} of those it named were correct"
         )
-    elif family == "membership":
+    elif attack["family"] == "membership":
         done = (
-            "tell texts of the batch from others with an AUC of "
-            f"{means['auc']:.2f}, where a coin has 0.50"
+            f"tell texts of the batch from others with an AUC of {means['auc']:.2f}, where "
+            f"guessing has {chance:.2f}"
         )
     else:
         done = (
             f"write down {_percent(means['token_accuracy'])} of the tokens in their places, and "
             f"{_percent(means['exact_sentences'])} of the texts without an error"
         )
-    return f"{done} ({of}, {attack['name']}"
+    sources = "sum over clients" if attack["stage"] == "aggregate" else "shared update"
+    run = f", run {_named(fit, fits)}" if len(fits) > 1 else ""
+    looks = attack["looks"]
+    sure = f"Mean of {looks} measurements" if looks > 1 else "One measurement"
+    if len(attack["clients"]) > 1:
+        sure += f" at {len(attack['clients'])} clients"
+    if attack["unknown"]:
+        sure += f", unknown at {attack['unknown']} more"
+    rivals = [a for _, a in seen if a["family"] == attack["family"] and a["exposed"]]
+    for what, value in (("at the worst one", "highest"), ("of the worst client", "worst_client")):
+        worst = max(rivals, key=lambda a: -1.0 if a[value] is None else a[value])
+        if worst[value] is not None and worst[value] > attack["mean"] + _FAR:
+            by = "" if worst is attack else f" ({worst['name']})"
+            sure += f"; {attack['headline']} {worst[value]:.2f} {what}{by}"
+    if attack["conclusive"] is False:
+        last = attack["last"]
+        sure += (
+            f". The last 95% interval ({last['low']:.2f} to {last['high']:.2f}) includes "
+            f"{chance:.2f}, guessing: not conclusive"
+        )
+    who = f"From one {sources}, {_who(attack['dishonest'])}"
+    return f"{who} could {done} ({attack['name']}{run}). {sure}."
 
 
 def _percent(share: float | None) -> str:
@@ -1233,18 +1374,18 @@ def _plain(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _bound(epsilon: object) -> str:
-    """An upper bound, rounded up."""
-    if not isinstance(epsilon, int | float) or epsilon <= 0:
-        return _said(epsilon)
-    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 2)
-    return f"{math.ceil(epsilon / unit - 1e-9) * unit:.3g}"
+def _rounded_up(bound: float) -> float:
+    """Return an upper bound with three digits, so that every place and format shows the same."""
+    if not math.isfinite(bound) or bound <= 0:
+        return bound
+    unit = 10.0 ** (math.floor(math.log10(bound)) - 2)
+    return float(f"{math.ceil(bound / unit - 1e-9) * unit:.3g}")
 
 
 def _said(value: object) -> str:
     if value is None:
         return NOT_RECORDED
-    return f"{value:.3g}" if isinstance(value, int | float) else str(value)
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 
 def _table(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from lightning_fedleak.report import charts
-from lightning_fedleak.report.findings import CLIENT, NOT_RECORDED, TOKENS
+from lightning_fedleak.report.findings import CLIENT, NOT_RECORDED, TOKENS, UNIT_IN_WORDS
 
 _TEMPLATE = "page.html"
 
@@ -37,7 +37,9 @@ def _template() -> jinja2.Template:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {"known": known, "share": share, "interval": interval, "rates": rates}
+    environment.filters["most"] = lambda rate: share(rate and math.ceil(1e3 * rate - 1e-9) / 1e3)
     environment.globals |= {"account": account, "pictures": pictures, "questions": questions}
+    environment.globals["terms"] = terms
     source = files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(source)
 
@@ -59,7 +61,7 @@ def known(value: object) -> str:
         if {"value", "low", "high"} <= value.keys():
             return interval(value)
         said = (f"{name} {'none' if of is None else known(of)}" for name, of in value.items())
-        return ", ".join(said) or NOT_RECORDED
+        return ", ".join(said) or "none"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(map(known, value)) or "none"
     return str(value)
@@ -98,11 +100,11 @@ def pictures(fit: Mapping[str, Any]) -> dict[str, Markup]:
             decision["step"]
         )
     unit = fit["unit"]
-    shown: dict[str, Markup] = {}
-    if fit["utility"]:
-        shown[f"Utility over {unit}s"] = charts.lines(
-            charts.few(fit["utility"]), label=f"utility over {unit}s", marks=acted, unit=unit
+    shown = {
+        "Each attack: latest result, 95% interval (dashed: guessing)": charts.intervals(
+            fit["attacks"], label="attacks with intervals, unknown ones first"
         )
+    }
     alone = {name: of[""] for name, of in fit["headlines"].items() if set(of) == {""}}
     if alone:
         shown[f"Leakage over {unit}s, of what was shared"] = charts.lines(
@@ -123,9 +125,10 @@ def pictures(fit: Mapping[str, Any]) -> dict[str, Markup]:
                 marks=acted,
                 unit=unit,
             )
-    shown["Each attack: the last known look with its 95% interval (dashed: a coin)"] = (
-        charts.intervals(fit["attacks"], label="attacks with intervals, unknown ones first")
-    )
+    if fit["utility"]:
+        shown[f"Utility over {unit}s"] = charts.lines(
+            charts.few(fit["utility"]), label=f"utility over {unit}s", marks=acted, unit=unit
+        )
     for spent in fit["privacy"]:
         target = spent["target_epsilon"]
         of_what = {"client": ", for a whole client", "row": ", for a text",
@@ -143,11 +146,12 @@ def account(spent: Mapping[str, Any]) -> list[tuple[str, object]]:
     """What stands beside the statement of a defence that accounts."""
     facts: list[tuple[str, object]] = [
         ("Epsilon, delta", claimed(spent)),
-        ("Unit of privacy", _UNITS.get(spent["unit"], spent["unit"])),
+        ("Unit of privacy", UNIT_IN_WORDS.get(spent["unit"], spent["unit"])),
     ]
     settings = spent["settings"]
     if spent["class"] == TOKENS:
         facts += [
+            ("Who is trusted", spent["trusted"]),
             ("Mechanism", settings.get("mechanism")),
             ("Epsilon of one release", settings.get("epsilon")),
             ("For each", "token" if settings.get("per") == "token" else "text"),
@@ -158,19 +162,21 @@ def account(spent: Mapping[str, Any]) -> list[tuple[str, object]]:
             ("Releases of the text that was released most often", spent["releases"]),
         ]
         return facts
-    facts.append(("Without counting on sampling, epsilon", spent["without_sampling"]))
+    facts += [
+        ("Without counting on sampling, epsilon", _without_sampling(spent)),
+        ("Who is trusted", spent["trusted"]),
+    ]
     if spent["class"] == CLIENT:
         facts += [
-            ("Who adds the noise", _NOISED_BY.get(spent["trust"], spent["trust"])),
             ("Clients of the federation, in a round",
              f"{known(settings.get('clients'))}, {known(settings.get('per_round'))}"),
             ("Drawn", settings.get("sampling")),
-            ("Clip norm of an update", settings.get("clip")),
         ]  # fmt: skip
     if spent["correlated"]:
         facts.append(("Noise correlated over steps", spent["correlated"]))
     noise, rate = known(spent["noise_multiplier"]), known(spent["sample_rate"])
     facts += [
+        ("Clip norm", clip_norm(spent)),
         ("Target", spent["target_epsilon"]),
         (
             "Releases, noise multiplier, sample rate",
@@ -184,6 +190,12 @@ def account(spent: Mapping[str, Any]) -> list[tuple[str, object]]:
     return facts
 
 
+def clip_norm(spent: Mapping[str, Any]) -> object:
+    """Return the norm to which a defence that accounts clipped."""
+    settings = spent["settings"]
+    return settings.get("max_grad_norm", settings.get("clip", "none" if settings else None))
+
+
 def claimed(spent: Mapping[str, Any]) -> str:
     """Epsilon at delta, and why it is none of the run where it is not."""
     said = f"{known(spent['epsilon'])} at {known(spent['delta'])}"
@@ -192,17 +204,55 @@ def claimed(spent: Mapping[str, Any]) -> str:
     return said if spent["whole"] else f"{said}, until the last look alone"
 
 
-_UNITS = {
-    "example": "one example",
-    "client": "one client with all of its data",
-    "row": "one text (a row of a batch) of one client",
-    "user": "one user with all of their rows",
-}
-_NOISED_BY = {
-    "central": "the server, which sees each client's update",
-    "local": "each client, all of it",
-    "secure_aggregation": "each client its share",
-}
+def _without_sampling(spent: Mapping[str, Any]) -> object:
+    """Return epsilon without sampling, or why there is none of its own."""
+    if spent["without_sampling"] is not None:
+        return spent["without_sampling"]
+    if not spent["holds"]:
+        return "none holds"
+    if spent["poisson"] is False:
+        return "the same: sampling counts for nothing"
+    return "not computed: the budget is a filter's" if spent["accountant"] == "filter" else None
+
+
+_TERMS = {
+    "words": (
+        ("Words", "Tokens, the pieces of text that a model reads: whole words or parts of words. "
+         "Which distinct tokens are in a batch is tested. Neither their order nor a text is read."),
+        ("F1", "0: no token right. 1: every distinct token of the batch named, and none besides. "
+         "It is the harmonic mean of recall (the share of the batch's tokens that was named) and "
+         "precision (the share of what was named that was right)."),
+    ),
+    "membership": (
+        ("AUC", "How often the attack ranks a text of the batch above one that is not in it. "
+         "0.5 is guessing, 1 is always."),
+        ("TPR at 1% FPR", "The share of the batch's texts that is found while 1 in 100 other texts "
+         "is taken for one of them."),
+    ),
+    "texts": (
+        ("Token accuracy", "The share of tokens that was written down in the right place. 1 is "
+         "every text word for word."),
+    ),
+}  # fmt: skip
+"""What is measured of each family, for people who do not know the words."""
+
+
+def terms(fit: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the words and numbers of a run mean."""
+    families = dict.fromkeys(a["family"] for a in fit["attacks"])
+    explained = [term for family in families for term in _TERMS.get(family, ())]
+    return [
+        *explained,
+        ("n", "How much a number rests on: distinct tokens, texts or tokens that were asked for. A "
+         "small n makes a wide interval."),
+        ("95% interval", "Where the true value lies, in 95 of 100 such measurements. An interval "
+         "that includes guessing shows nothing either way."),
+        ("Certified", "The share of measurements at which the attack's own check held: what it "
+         "found explains all that was shared, so that the attacker too knows that it is right."),
+        ("Unknown", "An attack that applies gave no result. That is not safe."),
+        ("Not recorded", "Nobody wrote it down. It may have been there. Where a run recorded that "
+         "there was nothing, the page says none."),
+    ]  # fmt: skip
 
 
 def questions(found: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, object]]]]:
@@ -214,35 +264,46 @@ def questions(found: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, objec
     fits, people = found["runs"], found["people"]
     spent = [p for fit in fits for p in fit["privacy"]]
     attacks = [a for fit in fits for a in fit["attacks"]]
-    first = fits[0] if fits else {}
-    gates = [g for fit in fits for g in fit["gates"]]
-    versions = first.get("versions") or {}
+    recorded = all(fit["recorded"] for fit in fits)
+    versions: Mapping[str, str] = next((f["versions"] for f in fits if f["versions"]), {})
 
     def of(section: str, name: str) -> object:
         return (people.get(section) or {}).get(name)
 
+    def each(values: Iterable[object]) -> list[object] | None:
+        """Return each value once; None where there is none and a run was not recorded."""
+        return list(dict.fromkeys(values)) or ([] if recorded else None)
+
     claim: list[tuple[str, object]] = [
-        ("Epsilon and delta", [claimed(p) for p in spent]),
-        ("Unit of privacy and neighbours", [p["guarantee"] for p in spent]),
-        ("Accountant, releases", [f"{p['accountant']}, {known(p['releases'])}" for p in spent]),
+        ("Epsilon and delta", each(claimed(p) for p in spent)),
+        ("What it limits", each(p["limit"] or "no epsilon holds for the run" for p in spent)),
+        ("Unit of privacy and neighbours", each(p["guarantee"] for p in spent)),
+        ("Accountant, releases", each(f"{p['accountant']}, {known(p['releases'])}" for p in spent)),
     ]
+    noised = [p for p in spent if p["noise_multiplier"] is not None]
     mechanism: list[tuple[str, object]] = [
         (
             "Clip norm and noise multiplier",
-            [f"{known(p['max_grad_norm'])}, {known(p['noise_multiplier'])}" for p in spent],
+            each(f"{known(clip_norm(p))}, {known(p['noise_multiplier'])}" for p in noised),
         ),
-        ("Library and versions", ", ".join(f"{n} {v}" for n, v in versions.items()) or None),
+        ("Library and versions", ", ".join(f"{n} {v}" for n, v in versions.items())),
         (
             "Utility at the last look",
             {name: line[-1][1] for fit in fits for name, line in fit["utility"].items() if line},
         ),
         ("Bias between groups", of("implementation", "justification")),
     ]
+    rules = [
+        g["rule"] if fit["gates"] else "none"
+        for fit in fits
+        if fit["gates"] is not None
+        for g in fit["gates"] or [{}]
+    ]
     trust: list[tuple[str, object]] = [
-        ("What leaves a client", [fit["shared"]["what"] for fit in fits]),
-        ("Who sees it", list(dict.fromkeys(fit["shared"]["seen_by"] for fit in fits))),
-        ("Who is trusted", list(dict.fromkeys(p["trust"] for p in spent))),
-        ("Gates", [f"{g['metric']} at most {known(g['at_most'])}: {g['action']}" for g in gates]),
+        ("What leaves a client", each(fit["shared"]["what"] for fit in fits)),
+        ("Who sees it", each(fit["shared"]["seen_by"] for fit in fits)),
+        ("Who is trusted", each(p["trusted"] for p in spent)),
+        ("Gates", each(rules)),
     ]
     data: list[tuple[str, object]] = [
         ("Whose data, collected how", of("dp_variant", "data_domain")),
@@ -252,18 +313,20 @@ def questions(found: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, objec
         ),
     ]
     tried: list[tuple[str, object]] = [
-        ("Attacks tried", list(dict.fromkeys(a["name"] for a in attacks))),
-        ("Adversaries", list(dict.fromkeys(a["adversary"] for a in attacks))),
+        ("Attacks tried", each(a["name"] for a in attacks)),
+        ("Adversaries", each(a["adversary"] for a in attacks)),
         ("Their strength", "each attack's settings stand in the table of attacks"),
         (
             "Results",
-            [f"{a['name']} ({a['stage']}): {interval(a['last'])}" for a in attacks if a["last"]],
+            each(
+                f"{a['name']} ({a['stage']}): {interval(a['last'])}" for a in attacks if a["last"]
+            ),
         ),
         ("Unknown results", sum(a["unknown"] for a in attacks)),
-        ("Not tested", list(dict.fromkeys(one for fit in fits for one in fit["not_tested"]))),
+        ("Not tested", each(one for fit in fits for one in fit["not_tested"])),
         ("Direct extraction from the trained model", "not tested here"),
         ("Personal data by queries to the model", "not tested here"),
-        ("Date of the tests", list(dict.fromkeys(fit["began"][:10] for fit in fits))),
+        ("Date of the tests", each(fit["began"][:10] for fit in fits)),
     ]
     return [
         ("The claim (NIST SP 800-226)", claim),

@@ -221,7 +221,6 @@ def _private(
         for name in ("epsilon", "delta")
         if isinstance(total[name], int | float)
     }
-    clients = max(fit["shared"].get("clients", 1) for fit in found["runs"])
     by = "basic composition" if kind == TOKENS else worst["accountant"]
     composed = f"{worst['releases']} releases by {by}. " + (
         f"{together['fits']} fits on the same examples together: epsilon "
@@ -260,8 +259,8 @@ def _private(
             "privacy_parameters_details": worst["statement"],
         },
         "deployment_model": {
-            "model_name": _model_name(worst, clients),
-            "model_name_details": guarantees,
+            "model_name": _model_name(worst),
+            "model_name_details": f"{worst['trusted']} {guarantees}",
             "actors": f"Clients that train; {found['runs'][0]['shared']['seen_by']}.",
             "release_type": "Many releases",
             "release_type_details": releases,
@@ -290,12 +289,11 @@ def _unit(spent: Sequence[Mapping[str, Any]]) -> str:
     return NOT_RECORDED
 
 
-def _model_name(spent: Mapping[str, Any], clients: int) -> str:
-    if spent["class"] == TOKENS:
-        return "Local"
+def _model_name(spent: Mapping[str, Any]) -> str:
+    """Return the registry's name for who is trusted."""
     if spent["class"] == CLIENT:
-        return "Local" if spent["trust"] == "local" else "Federated"
-    return "Federated" if clients > 1 else "Central"
+        return {"central": "Central", "local": "Local"}.get(spent["trust"], "Federated")
+    return "Local" if spent["class"] == TOKENS else "Federated"
 
 
 def _mechanism(spent: Mapping[str, Any]) -> str:

@@ -92,7 +92,8 @@ _SPENT = {
 }
 _SETTINGS = {
     **dict.fromkeys(("trust?", "unit?", "sampling?", "accountant?", "ledger?"), str),
-    **dict.fromkeys(("target_epsilon?", "max_grad_norm?", "clip?"), _amount),
+    **dict.fromkeys(("target_epsilon?", "clip?"), _amount),
+    "max_grad_norm?": (_amount, str),  # "auto", or of norms by layers
     "clients?": int,
     "poisson?": (bool, None),
 }

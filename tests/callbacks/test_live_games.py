@@ -489,15 +489,15 @@ def test_a_run_that_ends_before_there_was_one_is_unknown(tmp_path):
     assert monitor.failures == 1
     [line] = lines(monitor)
     assert line["unknown"] == (
-        "training ended before there was a first result: no text is known that is not in the batch "
-        "(games=Games(held_out=...) gives some)"
+        "training ended before there was a first result: membership needs texts outside this "
+        "batch: later batches bring some, or pass games=Games(held_out=texts)"
     )
 
 
 def test_what_stays_pending_is_unknown(tmp_path):
     rows = [{"input_ids": (ids := torch.arange(3, 12)[None].repeat(4, 1)), "labels": ids}] * 30
     monitor = LeakageMonitor(Recording(), every_n_steps=1)
-    with pytest.warns(UserWarning, match=r"not in the batch .*, for more than 20 looks"):
+    with pytest.warns(UserWarning, match=r"outside this batch: .*, for more than 20 looks"):
         fit_with(rows, monitor, tmp_path, CausalLMModule(tiny_gpt2().train()))
     assert monitor.failures == 10
     assert math.isnan(monitor.latest[AUC])

@@ -117,6 +117,12 @@ def test_roles_of_docstrings_become_names(hooks):
     )
 
 
+def test_search_has_a_name_and_wide_code_is_reached_by_keyboard(hooks):
+    assert hooks.on_post_page('<div role="dialog">') == '<div role="dialog" aria-label="Search">'
+    shown = hooks.on_page_content("<pre><span></span><code>x\n</code></pre>")
+    assert '<code tabindex="0">' in shown
+
+
 def test_long_names_break_behind_a_slash_and_blocks_stay(hooks):
     assert hooks.on_page_content("<td><code>a/&lt;b&gt;/c</code></td>") == (
         "<td><code>a/<wbr>&lt;b&gt;/<wbr>c</code></td>"

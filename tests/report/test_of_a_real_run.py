@@ -10,7 +10,7 @@ from lightning_fedleak.defenses import DPSGD, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.notices import announced
-from tests.report.lines import begin, decision, dpsgd, look, result, spent, written
+from tests.report.lines import begin, decision, dpsgd, end, look, result, spent, written
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +104,21 @@ def test_monitors_of_one_fit_name_it_alike_and_no_two_fits_do(tmp_path):
     assert len(set(of_a)) == 1
 
 
-def test_the_command_writes_three_files(folder, tmp_path, capsys):
+def test_the_command_writes_no_entry_where_no_privacy_was(folder, tmp_path, capsys):
     assert main(["report", str(folder), "--out", str(tmp_path / "out")]) == 0
-    html, found, registered = (
-        tmp_path / "out" / f"report.{end}" for end in ("html", "json", "yaml")
-    )
-    assert capsys.readouterr().out.split() == [str(html), str(found), str(registered)]
+    html, found = (tmp_path / "out" / f"report.{end}" for end in ("html", "json"))
+    assert capsys.readouterr().out.split() == [str(html), str(found)]
+    assert not (tmp_path / "out" / "report.yaml").exists()
     [run] = json.loads(found.read_text())["runs"]
-    assert run["ended"] == "in order"
+    assert run["ended"] == "finished normally"
     assert run["attacks"][0]["looks"] == 3
-    assert yaml.safe_load(registered.read_text())["deployment"]["basic"]["name"].startswith("GPT2")
     assert "probe" in html.read_text()
+
+
+@pytest.fixture
+def private_folder(tmp_path):
+    record = [begin(defenses=[dpsgd()]), look(3, privacy=[spent(2.5, 3)]), end(4)]
+    return written(tmp_path / "private", [result(0, f1=0.5)], record)
 
 
 def test_the_report_of_a_fit_is_of_that_fit_alone_and_never_ends_it(tmp_path):
@@ -133,9 +137,9 @@ def test_the_report_of_a_fit_is_of_that_fit_alone_and_never_ends_it(tmp_path):
     assert str(tmp_path) not in (tmp_path / "report.html").read_text()
 
 
-def test_dates_of_toml_are_dates(folder, tmp_path, capsys):
+def test_dates_of_toml_are_dates(private_folder, tmp_path, capsys):
     (tmp_path / "report.toml").write_text("[basic]\npublication_date = 2026-01-31\n")
-    assert main(["report", str(folder), "--out", str(tmp_path)]) == 0
+    assert main(["report", str(private_folder), "--out", str(tmp_path)]) == 0
     made = yaml.safe_load((tmp_path / "report.yaml").read_text())
     assert made["deployment"]["basic"]["publication_date"] == "2026-01-31"
     capsys.readouterr()
@@ -205,13 +209,32 @@ def test_compare_tells_runs_of_different_length(tmp_path, capsys, monkeypatch):
     written(tmp_path / "a", [result(0, f1=0.5), result(9, f1=0.5)])
     written(tmp_path / "b", [result(0, f1=0.5)])
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert "Measured until step 9 and until step 0" in capsys.readouterr().out
+    assert "Last measured at step 9 and at step 0" in capsys.readouterr().out
     assert main(["compare", str(tmp_path / "b"), str(tmp_path / "b")]) == 0
-    assert "Measured until" not in capsys.readouterr().out
+    assert "Last measured" not in capsys.readouterr().out
+
+
+def test_compare_cuts_no_name_at_80_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "a_membership_attack_with_a_long_name"
+    for folder in ("lightning_logs", "fedleak_runs"):
+        lines = [result(0, name, auc=(0.9123, 0.812, 0.978)), result(0, f1=(0.5, 0.4, 0.6))]
+        record = [begin(defenses=[dpsgd()]), look(0, privacy=[spent(2.0, 3, rate=1.0)])]
+        written(tmp_path / folder / "version_0", lines, record)
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", "lightning_logs/version_0", "fedleak_runs/version_0"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    first = "".join(line.split("│")[1].strip() for line in out.splitlines() if "│" in line)
+    assert name in first
+    for part in ("mean 0.912", "last 0.912", "(0.812 to 0.978)"):
+        assert part in out
 
 
 def test_compare_puts_two_runs_side_by_side(folder, capsys):
     assert main(["compare", str(folder), str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "probe/f1" in out
+    assert "probe" in out
+    assert "f1, shared" in out
     assert "+0.000" in out

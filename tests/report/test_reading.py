@@ -31,8 +31,8 @@ def test_results_of_the_first_version_are_one_fit(tmp_path):
     assert fit["shared"]["what"] == "not recorded"
     [attack] = fit["attacks"]
     assert (attack["family"], attack["mean"], attack["looks"]) == ("words", 0.25, 3)
-    assert "which parameters are shared and read by none: not recorded" in fit["not_tested"]
-    assert "a server could read" in found["verdict"]["sentence"]
+    assert "which shared parameters no attack tests: not recorded" in fit["not_tested"]
+    assert "a server could find" in found["verdict"]["sentence"]
 
 
 def test_fits_of_one_folder_are_told_apart_by_their_ids(tmp_path):

@@ -24,7 +24,8 @@ def test_an_entry_has_what_the_schema_wants(tmp_path):
     for section, fields in deployment.items():
         assert set(fields) <= set(FIELDS[section])
     assert deployment["privacy_loss"]["privacy_parameters"] == {"epsilon": 2.5, "delta": 1e-5}
-    assert deployment["deployment_model"]["model_name"] == "Central"
+    assert deployment["deployment_model"]["model_name"] == "Federated"
+    assert deployment["deployment_model"]["model_name_details"].startswith("Only the client is")
     assert deployment["basic"]["publication_date"] == "2026-01-02"
     assert (made["status"], made["tier"]) == ("Draft", 3)
 
@@ -109,10 +110,11 @@ def test_words_under_local_privacy_are_a_local_deployment(tmp_path):
     assert four["privacy_loss"]["privacy_parameters"]["epsilon"] == 96.0
 
 
-def test_whole_clients_are_a_federated_deployment(tmp_path):
+def test_whole_clients_whose_server_is_trusted_are_a_central_deployment(tmp_path):
     made = yaml.safe_load(entry(client_run(tmp_path)))["deployment"]
     assert made["privacy_loss"]["privacy_unit"].startswith("One client of the federation")
-    assert made["deployment_model"]["model_name"] == "Federated"
+    assert made["deployment_model"]["model_name"] == "Central"
+    assert made["deployment_model"]["model_name_details"].startswith("The server is trusted")
     assert "clipped updates of clients" in made["implementation"]["mechanisms"]
 
 

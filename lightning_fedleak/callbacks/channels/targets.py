@@ -408,7 +408,8 @@ class Sources:
         if outside is not None:
             targets = self._deal.targets(inside, outside, generator)
         return targets or Waiting(
-            "no text is known that is not in the batch (games=Games(held_out=...) gives some)",
+            "membership needs texts outside this batch: later batches bring some, or pass "
+            "games=Games(held_out=texts)",
             soon=outside is None,
         )
 

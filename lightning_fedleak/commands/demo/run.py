@@ -110,8 +110,7 @@ class Demo(DemoOptions):
         console.print(
             f"\nLoss and leakage of {'the run' if second is None else 'both runs'} on one page:\n"
             f"  {_tensorboard_command(folder)}\n"
-            "then open http://localhost:6006, tab 'Custom Scalars' (with Smoothing at 0 a gate "
-            "that fired reads 1).",
+            "then open http://localhost:6006, tab 'Custom Scalars'.",
             highlight=False,
             soft_wrap=True,
         )

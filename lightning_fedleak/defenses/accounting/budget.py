@@ -371,6 +371,7 @@ def guarantee_of(
     )
     how = "added or removed" if poisson else "put in the place of nothing"
     one = "one example" if unit == "example" else "one user with all of their rows,"
+    shared = "an example" if unit == "example" else "a user"
     budget = (
         "with the budget (`target_epsilon`, `target_delta`) that was fixed before the run, at "
         "whatever step it ends, also where noise was turned up in sight of earlier releases"
@@ -379,9 +380,8 @@ def guarantee_of(
     )
     return (
         f"against {server}: (epsilon, delta)-differential privacy of {one} {how}, for all "
-        f"releases together, {budget}. {'An example' if unit == 'example' else 'A user'} that "
-        "several clients hold pays at each of them: the loader must be split among them. Not "
-        "covered: what is logged or sent otherwise, and "
+        f"releases together, {budget}. If several clients hold {shared}, add their epsilons. "
+        "Give each client separate data. Not covered: what is logged or sent otherwise, and "
         "decisions taken in sight of the data."
     )
 

@@ -217,7 +217,7 @@ def test_under_central_trust_all_clients_divide_alike() -> None:
 @pytest.mark.parametrize("poisson", [True, False])
 def test_clients_that_may_share_examples_are_warned(poisson: bool) -> None:
     defense = DPSGD(CLIP, noise_multiplier=1.0, poisson=poisson)
-    assert "pays at each of them" in defense.guarantee
+    assert "If several clients hold an example, add their epsilons." in defense.guarantee
     with pytest.warns(UserWarning, match="2 clients, and no DistributedSampler splits"):
         Run(defense, clients=2)
     with warnings.catch_warnings():

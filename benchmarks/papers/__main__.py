@@ -232,7 +232,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="rows of the tables that are shown")
     args = parser.parse_args(argv)
     try:
-        sizes = {paper.name: sized(paper, args.size, args.set) for paper in PAPERS}
+        # Papers have settings of one name and another type: only the chosen one's are changed.
+        sizes = {
+            paper.name: sized(
+                paper, args.size, args.set if args.paper in (None, paper.name) else ()
+            )
+            for paper in PAPERS
+        }
         models = pairs(args.model)
     except ValueError as error:
         parser.error(str(error))

@@ -299,6 +299,22 @@ def test_list_names_every_table_with_its_time(
     assert "games=7" in said
 
 
+def test_the_page_leaves_out_models_of_which_a_table_was_measured_in_part(tmp_path: Path) -> None:
+    log = Log.read(tmp_path / "log.jsonl")
+    paper, table = inversion.PAPER, inversion.PAPER.table("fig1")
+    size = inversion.SIZES["smoke"]
+    rows = [{"task": 0.5}]
+    first, *rest = table.cells(size, ["begun"])
+    log.add(first, rows=rows)
+    assert door.models_of(paper, table, size, log) == ["begun"]
+    for cell in table.cells(size, ["done"]):
+        log.add(cell, rows=rows)
+    assert door.models_of(paper, table, size, log) == ["done"]
+    for cell in rest:
+        log.add(cell, rows=rows)
+    assert door.models_of(paper, table, size, log) == ["begun", "done"]
+
+
 def test_a_setting_of_one_paper_may_have_another_type_in_another(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -3,11 +3,13 @@
 A cell is a federation of clients that train a causal model for a round of local steps. Attacked are
 the update of one client and the mean of all: by the attacks that choose themselves on updates of a
 causal model with a tied head, and by :class:`~lightning_fedleak.attacks.SubspaceTexts` within
-``--budget`` seconds of wall time. A round of one step comes before and is left out, because a
-LoRA's B is zero in it::
+``--budget`` seconds of wall time. A round of ``--before`` steps comes before and is left out: a
+LoRA's B is zero in its first step, and how much an update says depends on how far it is trained::
 
     OMP_NUM_THREADS=1 python benchmarks/federation_table.py --model DIR --text FILE --log FILE
     python benchmarks/federation_table.py --log FILE --show
+    python benchmarks/federation_table.py --model DIR --text FILE --log FILE --clients 1 \
+        --optimizers adamw --steps 1 --ranks 8 32 --before 5 30 100 300
 
 Words: F1. Texts: share of tokens in their places, and of texts that are exact, of up to four texts
 a look. Membership: AUC. Each is the median over rounds, with the lowest and highest. Of several
@@ -129,7 +131,9 @@ def mean_of(updates: Sequence[Update]) -> dict[str, Tensor]:
     return {n: torch.stack([u[n] for u in updates]).mean(0) for n in updates[0]}
 
 
-def cell(args: argparse.Namespace, optimizer: str, steps: int, rank: int) -> dict[str, Any]:
+def cell(
+    args: argparse.Namespace, optimizer: str, steps: int, rank: int, before: int
+) -> dict[str, Any]:
     """What was found by row, the losses of one client's rounds, and the settings of DP."""
     tokenizer = load_tokenizer(args.model)
     bos = [] if args.bos is None else [args.bos]
@@ -171,7 +175,7 @@ def cell(args: argparse.Namespace, optimizer: str, steps: int, rank: int) -> dic
             drawn, updates = [], []
             for client, source in enumerate(sources):
                 model.load_state_dict(sent, strict=False)
-                drawn.append(list(itertools.islice(source, steps if round_ else 1)))
+                drawn.append(list(itertools.islice(source, steps if round_ else before)))
                 loss = train(model, drawn[-1], make)
                 losses += [loss] if client == 0 and round_ else []
                 updates.append(difference(sent, trained_state(model)))
@@ -289,15 +293,17 @@ def _table(lines: Sequence[dict], family: str, rows: Sequence[str]) -> str:
     names = [f"{'whole' if rank == 0 else f'LoRA {rank}'}, {row}" for rank, row in columns]
     out = [f"| optimizer, local steps | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
     for optimizer in OPTIMIZERS:
-        for steps in sorted({x["steps"] for x in lines if x["optimizer"] == optimizer}):
+        mine = [x for x in lines if x["optimizer"] == optimizer]
+        for steps, before in sorted({(x["steps"], x["before"]) for x in mine}):
             cells = []
             for rank, row in columns:
-                key = {"optimizer": optimizer, "steps": steps, "rank": rank}
+                key = {"optimizer": optimizer, "steps": steps, "rank": rank, "before": before}
                 of = [x for x in lines if key.items() <= x.items() and row in x["found"]]
                 # One client is in a federation of one, and in those with a sum: the latter counts.
                 of.sort(key=lambda x: x["clients"])
                 cells.append(_cell(of[-1], family, row) if of else "not run")
-            out.append(f"| {optimizer}, {steps} | {' | '.join(cells)} |")
+            later = f", after {before}" if before > 1 else ""
+            out.append(f"| {optimizer}, {steps}{later} | {' | '.join(cells)} |")
     return "\n".join(out)
 
 
@@ -370,6 +376,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="texts in a batch")
     parser.add_argument("--length", type=int, default=32, help="tokens of a text, at most")
     parser.add_argument("--rounds", type=int, default=3, help="besides the first")
+    parser.add_argument(
+        "--before", nargs="+", type=int, default=[1], help="steps of the round that is left out"
+    )
     parser.add_argument("--texts", type=int, default=2000)
     parser.add_argument("--targets", type=int, default=16)
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of a look for texts")
@@ -384,18 +393,19 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     lines = []
     if args.log.exists():
-        lines = [json.loads(line) for line in args.log.read_text().splitlines()]
+        # Lines of before --before was there are of one step.
+        lines = [{"before": 1} | json.loads(line) for line in args.log.read_text().splitlines()]
     named = {"model": Path(args.model or "embedded").name, "clients": args.clients}
     named["epsilon"] = args.epsilon
-    grid = itertools.product(args.optimizers, sorted(args.steps), args.ranks)
-    for optimizer, steps, rank in () if args.show else grid:
-        key = {"optimizer": optimizer, "steps": steps, "rank": rank} | named
+    grid = itertools.product(args.optimizers, sorted(args.steps), args.ranks, args.before)
+    for optimizer, steps, rank, before in () if args.show else grid:
+        key = {"optimizer": optimizer, "steps": steps, "rank": rank, "before": before} | named
         if any(key.items() <= line.items() for line in lines):
             continue
         began = time.process_time()
         lines.append(
             key
-            | cell(args, optimizer, steps, rank)
+            | cell(args, optimizer, steps, rank, before)
             | {"seconds": round(time.process_time() - began, 1), "rounds": args.rounds}
             | {"rate": rate_of(optimizer, rank), "without_words": args.without_words}
             | {"shape": f"{args.rows} x {args.length}", "targets": args.targets}

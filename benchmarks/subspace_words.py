@@ -5,9 +5,13 @@
     python benchmarks/subspace_words.py --config gpt2 --rank 8 --targets c_attn --shapes 8x64
     python benchmarks/subspace_words.py --model DIR --rank 0 --noise 0,1e-3,1e-2,1e-1
     python benchmarks/subspace_words.py --model DIR --rank 8 --update AdamW --shapes 1x64,8x64
+    python benchmarks/subspace_words.py --model DIR --rank 8 --update AdamW --shapes 4x32 \
+        --warm 5,30,100,300
 
 ``--rank 0`` trains the projections whole. Adapters are PEFT's, moved by ``--warm`` steps of AdamW
-on ``--public`` text first. ``--config gpt2`` and ``bert`` are those architectures at their own size
+on ``--public`` text first. Several numbers are points of one training: the same private batches are
+read at each of them. ``--dropout`` is that in front of the adapters, in training and in the shared
+gradients. ``--config gpt2`` and ``bert`` are those architectures at their own size
 with random weights and Zipf-distributed tokens. Every shape is texts x tokens; ``--padded`` takes
 shorter texts as they are. ``--noise`` adds Gaussian noise of so many times the rms of the gradients
 that are read, which the attack is told. ``--prior`` tells it how often public text has each token.
@@ -16,8 +20,10 @@ torch.optim, with its own settings and a learning rate of 2e-4, from a fresh sta
 
 Prints for each shape: types in a batch, F1 with its 95% interval over batches (Student's t),
 precision, the share of true types among the n likeliest where n is given, the share of batches with
-a certificate, and seconds of a look on one core. Types are those with a part in the gradient: not a
-causal text's last token.
+a certificate, seconds of a look on one core, and how many looks are unknown. These count in none of
+the means. Unknown is a look at which the attack refuses, and one that names no type without noise:
+something is shared there, so that it is no finding. Types are those with a part in the gradient:
+not a causal text's last token.
 """
 
 from __future__ import annotations
@@ -26,8 +32,10 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -52,7 +60,7 @@ SMOKE = (
     "--model {model} --private {text} --public {text} --rank 4 --targets q_proj,v_proj "
     "--shapes 1x8 --batches 1",
     "--model {model} --private {text} --public {text} --rank 4 --shapes 1x8 --batches 1 "
-    "--update AdamW",
+    "--update AdamW --warm 1,3 --dropout .05",
 )
 RATE = 2e-4
 
@@ -68,9 +76,46 @@ def built(options: argparse.Namespace) -> nn.Module:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     if options.rank:
         targets = options.targets if options.targets == "all-linear" else options.targets.split(",")
-        config = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=targets)
+        config = LoraConfig(
+            r=options.rank,
+            lora_alpha=2 * options.rank,
+            target_modules=targets,
+            lora_dropout=options.dropout,
+        )
         model = get_peft_model(model, config)
-    return model.to(options.device).eval()
+    return model.to(options.device).train(options.dropout > 0)
+
+
+class Training:
+    """Steps of AdamW on public text, which move adapters from their start.
+
+    Args:
+        model: what of it can be trained now is trained.
+        public: gives the batches.
+        shape: texts and tokens of a batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, public: Source, shape: tuple[int, int], device: str
+    ) -> None:
+        self.model, self.public, self.shape, self.device = model, public, shape, device
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=RATE)
+        self.steps = 0
+
+    def until(self, steps: int) -> None:
+        """Train on until so many steps are taken in all."""
+        for parameter in self.trained:
+            parameter.requires_grad_(True)
+        for _ in range(self.steps, steps):
+            backward(self.model, self.public.batch(*self.shape), self.device)
+            self.optimizer.step()
+        self.steps = max(self.steps, steps)
+
+    def read_only(self, roles: Sequence[str]) -> None:
+        """Leave trainable what an attack reads alone."""
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in roles)
 
 
 class Source:
@@ -127,16 +172,36 @@ def observed(anatomy: Anatomy, roles: tuple[str, ...], noise: float, seed: int) 
     return Observation((GradientSnapshot(0, Stage.SHARED, found, noise_std=std),))
 
 
-def updated(anatomy: Anatomy, roles: tuple[str, ...], kind: str) -> Observation:
-    """The weight change of one step with the gradients at hand; the weights are put back."""
+def updated(
+    model: nn.Module,
+    anatomy: Anatomy,
+    roles: tuple[str, ...],
+    kind: str,
+    batches: Sequence[TokenBatch],
+    device: str,
+) -> Observation:
+    """The weight change of a step on each batch; the weights are put back."""
     parameters = {r: anatomy.parameter(r) for r in roles}
     before = {r: p.detach().clone() for r, p in parameters.items()}
-    getattr(torch.optim, kind)(list(parameters.values()), lr=RATE).step()
+    optimizer = getattr(torch.optim, kind)(list(parameters.values()), lr=RATE)
+    for batch in batches:
+        backward(model, batch, device)
+        optimizer.step()
     with torch.no_grad():
         found = {r: (before[r] - p) / RATE for r, p in parameters.items()}
         for r, p in parameters.items():
             p.copy_(before[r])
-    return Observation((UpdateSnapshot(0, Stage.SHARED, found, learning_rate=RATE),))
+    steps = len(batches)
+    update = UpdateSnapshot(0, Stage.SHARED, found, local_steps=steps, learning_rate=RATE)
+    return Observation((update,))
+
+
+def facts_of(kind: str, steps: int) -> RunFacts:
+    """What a server knows of rounds of an optimizer with its own settings."""
+    optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1))], lr=RATE)
+    group = optimizer.param_groups[0]
+    settings = {name: value for name, value in group.items() if name != "params"}
+    return RunFacts(optimizer=kind, optimizer_settings=settings, local_steps=steps)
 
 
 def f1_of(found: set[int], truth: set[int]) -> float:
@@ -147,9 +212,27 @@ def mean_and_half(values: list[float]) -> tuple[float, float]:
     """Mean and half of its 95% interval."""
     x = torch.tensor(values, dtype=torch.float64)
     if len(x) < 2:
-        return float(x.mean()), float("nan")
+        return (float(x.mean()) if values else float("nan")), float("nan")
     half = float(stats.t.ppf(0.975, len(x) - 1)) * float(x.std()) / len(x) ** 0.5
     return float(x.mean()), half
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the model, its adapters, the texts, and the training before."""
+    parser.add_argument("--private", default="imdb")
+    parser.add_argument("--public", default="wikitext2")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--targets", default="q_proj,v_proj")
+    parser.add_argument("--dropout", type=float, default=0.0, help="in front of the adapters")
+    parser.add_argument("--shapes", default="8x64")
+    parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--warm", default="1", help="steps of training before; several: 5,30,100")
+    parser.add_argument("--update", help="an optimizer of torch.optim; default gradients")
+    parser.add_argument("--bos", type=int)
+    parser.add_argument("--pool", type=int, default=2000)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
 
 
 def main() -> None:
@@ -158,22 +241,10 @@ def main() -> None:
     )
     parser.add_argument("--model")
     parser.add_argument("--config", choices=("gpt2", "bert"))
-    parser.add_argument("--private", default="imdb")
-    parser.add_argument("--public", default="wikitext2")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--targets", default="q_proj,v_proj")
-    parser.add_argument("--shapes", default="8x64")
-    parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=1)
+    add_source_options(parser)
     parser.add_argument("--noise", default="0")
-    parser.add_argument("--update")
-    parser.add_argument("--bos", type=int)
     parser.add_argument("--padded", action="store_true")
     parser.add_argument("--prior", action="store_true")
-    parser.add_argument("--pool", type=int, default=2000)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if (options.model is None) == (options.config is None):
@@ -187,71 +258,86 @@ def main() -> None:
         anatomy = find_anatomy(model)
         private = Source(options.private, options, anatomy.vocab_size)
         public = Source(options.public, options, anatomy.vocab_size)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if options.rank:
-            optimizer = torch.optim.AdamW(trained, lr=2e-4)
-            for _ in range(options.warm):
-                backward(model, public.batch(texts, length), options.device)
-                optimizer.step()
-        given = public.ids[:500] if options.prior else None
-        attack = SubspaceWords(given, capacity_seconds=0)
-        if options.update:
-            kind = getattr(torch.optim, options.update)
-            group = kind([nn.Parameter(torch.zeros(1))], lr=RATE).param_groups[0]
-            settings = {k: v for k, v in group.items() if k != "params"}
-            attack.meet(
-                RunFacts(optimizer=options.update, optimizer_settings=settings, local_steps=1)
-            )
-        roles = attack.needs(anatomy).gradients
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in roles)
-        attack.prepare(anatomy)
-        for level in map(float, options.noise.split(",")):
-            scores: dict[str, list[float]] = {
-                k: [] for k in ("types", "f1", "precision", "ranked", "certified", "seconds")
-            }
-            for number in range(options.batches):
-                batch = private.batch(texts, length)
-                backward(model, batch, options.device)
-                truth = set(batch.context_ids().tolist())
-                attack.refresh(anatomy, number)
-                if options.update:
-                    view = updated(anatomy, roles, options.update)
-                else:
-                    view = observed(anatomy, roles, level, number)
-                start = time.perf_counter()
-                guess = _guess(attack, view)
-                scores["seconds"].append(time.perf_counter() - start)
-                found = set(guess.types.tolist())
-                ranked = set() if guess.scores is None else _first(guess.scores, len(truth))
-                scores["types"].append(len(truth))
-                scores["f1"].append(f1_of(found, truth))
-                scores["precision"].append(len(found & truth) / max(1, len(found)))
-                scores["ranked"].append(len(ranked & truth) / len(truth))
-                scores["certified"].append(float(bool(guess.certified)))
-            row = {k: mean_and_half(v) for k, v in scores.items()}
-            rows.append({"shape": shape, "noise": level, "n": options.batches, **row})
-            print(
-                f"{options.config or Path(options.model).name} {options.private} r {options.rank} "
-                f"{options.targets if options.rank else 'whole'} {shape} noise {level:g} "
-                f"{options.update or 'gradient'} | types "
-                f"{row['types'][0]:.0f} | F1 {row['f1'][0]:.4f} +- {row['f1'][1]:.4f} | precision "
-                f"{row['precision'][0]:.3f} | n given {row['ranked'][0]:.3f} | certified "
-                f"{row['certified'][0]:.2f} | {row['seconds'][0]:.1f} s",
-                flush=True,
-            )
+        batches = [private.batch(texts, length) for _ in range(options.batches)]
+        training = Training(model, public, (texts, length), options.device)
+        for warm in map(int, options.warm.split(",")):
+            training.until(warm if options.rank else 0)
+            attack = SubspaceWords(public.ids[:500] if options.prior else None, capacity_seconds=0)
+            if options.update:
+                attack.meet(facts_of(options.update, 1))
+            roles = attack.needs(anatomy).gradients
+            training.read_only(roles)
+            attack.prepare(anatomy)
+            for noise in map(float, options.noise.split(",")):
+                row = measured(attack, model, anatomy, roles, batches, noise, options)
+                rows.append({"shape": shape, "warm": warm, "noise": noise, **row})
+                print(described(rows[-1], options), flush=True)
     if options.json:
         options.json.write_text(
             json.dumps({"options": vars(options) | {"json": None}, "rows": rows})
         )
 
 
-def _guess(attack: SubspaceWords, view: Observation) -> WordGuess:
-    """What the attack says; nothing where it says that it cannot."""
+def measured(
+    attack: SubspaceWords,
+    model: nn.Module,
+    anatomy: Anatomy,
+    roles: tuple[str, ...],
+    batches: Sequence[TokenBatch],
+    noise: float,
+    options: argparse.Namespace,
+) -> dict[str, object]:
+    """Return the means over batches with half of their intervals, and how many are unknown."""
+    scores: dict[str, list[float]] = {
+        name: [] for name in ("types", "f1", "precision", "ranked", "certified", "seconds")
+    }
+    for number, batch in enumerate(batches):
+        truth = set(batch.context_ids().tolist())
+        attack.refresh(anatomy, number)
+        if options.update:
+            view = updated(model, anatomy, roles, options.update, [batch], options.device)
+        else:
+            backward(model, batch, options.device)
+            view = observed(anatomy, roles, noise, number)
+        start = time.perf_counter()
+        guess = _guess(attack, view)
+        scores["seconds"].append(time.perf_counter() - start)
+        scores["types"].append(len(truth))
+        if guess is None or not (len(guess.types) or noise):
+            continue
+        found = set(guess.types.tolist())
+        ranked = set() if guess.scores is None else _first(guess.scores, len(truth))
+        scores["f1"].append(f1_of(found, truth))
+        scores["precision"].append(len(found & truth) / max(1, len(found)))
+        scores["ranked"].append(len(ranked & truth) / len(truth))
+        scores["certified"].append(float(bool(guess.certified)))
+    row: dict[str, object] = {name: mean_and_half(values) for name, values in scores.items()}
+    return row | {"n": len(batches), "unknown": len(batches) - len(scores["f1"])}
+
+
+def described(row: dict[str, Any], options: argparse.Namespace) -> str:
+    """Return a line for people."""
+    known = row["n"] > row["unknown"]
+    words = (
+        f"F1 {row['f1'][0]:.4f} +- {row['f1'][1]:.4f} | precision {row['precision'][0]:.3f} | "
+        f"n given {row['ranked'][0]:.3f} | certified {row['certified'][0]:.2f}"
+    )
+    dropout = f" dropout {options.dropout:g}" if options.dropout else ""
+    return (
+        f"{options.config or Path(options.model).name} {options.private} r {options.rank} "
+        f"{options.targets if options.rank else 'whole'}{dropout} {row['shape']} noise "
+        f"{row['noise']:g} {options.update or 'gradient'} | after {row['warm']} steps | types "
+        f"{row['types'][0]:.0f} | {words if known else 'unknown'} | {row['seconds'][0]:.1f} s | "
+        f"{row['unknown']} of {row['n']} unknown"
+    )
+
+
+def _guess(attack: SubspaceWords, view: Observation) -> WordGuess | None:
+    """What the attack says; None where it says that it cannot."""
     try:
         return attack.run(view)
     except UnusableObservation:
-        return WordGuess(torch.empty(0, dtype=torch.int64))
+        return None
 
 
 def _first(scores: Tensor, n: int) -> set[int]:

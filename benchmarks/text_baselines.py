@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    options.config, options.padded = None, False
+    options.config, options.padded, options.dropout = None, False, 0.0
     torch.set_num_threads(options.threads)
     print(f"# {platform.machine()}, {options.threads} thread(s), {options.device}, {date.today()}")
     for shape in options.shapes.split(","):

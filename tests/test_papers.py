@@ -215,8 +215,9 @@ def test_an_attack_on_states_is_prepared_once_for_a_split(
     text = tmp_path / "text.txt"
     text.write_text("\n".join(TEXTS * 4))
     size = replace(
-        inversion.SIZES["smoke"], text=str(text), noises=(0.0, 1.0), attacks=("descent",), steps=30
-    )
+        inversion.SIZES["smoke"], sources=(str(text),), noises=(0.0, 1.0), attacks=("descent",),
+        steps=30, published_steps=40,
+    )  # fmt: skip
     calls = []
     make = inversion.make_adversary
     monkeypatch.setattr(
@@ -227,12 +228,36 @@ def test_an_attack_on_states_is_prepared_once_for_a_split(
     made = table.cells(size, ["tiny"])
     measures, models = inversion.PAPER.measures, {"tiny": str(folder)}
     assert not run(made, measures, models, log, jobs=0, told=print)
-    assert calls == [("descent", 1)]
+    assert sorted(calls) == [("descent", 1), ("paper", 1)]
     shown = table.show(Found(row for cell in made for row in log.rows(cell) or ()), size)
     clean, noisy = shown.grids[0].rows
-    assert clean[:3] == ["tiny", "1 of 2", "0"]
-    assert clean[4].startswith("1.000 (")
-    assert noisy[4] < clean[4]
+    assert clean[:4] == ["tiny", str(text), "1 of 2", "0"]
+    assert clean[6].startswith("1.000 (")
+    assert noisy[6] < clean[6]
+    (published,) = shown.grids[1].rows
+    assert published[:5] == ["tiny", str(text), "1 of 2", "not run", ""]  # "paper" in 30 steps
+    assert published[5] != "not run"
+    assert 0 < float(published[6]) <= 40
+
+
+def test_the_games_of_a_number_are_those_of_the_papers_table_1() -> None:
+    games = {}
+    for name, table in (("table2", membership.show_table2), ("table3", membership.show_table3)):
+        shown = table(Found([{"model": "m"}]), membership.SIZES["default"])
+        games[name] = {row[-4] for row in shown.grids[0].rows if "paper" in row}
+    assert games == {"table2": {"480"}, "table3": {"480"}}
+
+
+def test_condition_4_counts_each_data_set_once() -> None:
+    """One-hot data stands in two lines of Fig. 5: by the bound, and by a random direction."""
+    value = {"value": 0.0, "low": 0.0, "high": 0.0}
+    rows = [
+        {"law": law, "tokens": 5, "dim": 1_000, "condition_holds": value | {"value": held},
+         "bound": value, "random_direction": value}
+        for law, held in (("one_hot", 1.0), ("gaussian", 0.5))
+    ]  # fmt: skip
+    shown = membership.show_fig5(Found(rows), replace(membership.SIZES["default"], dims=(1_000,)))
+    assert "Condition (4) held in .750 of all data sets." in shown.finding
 
 
 def test_regression_shapes_are_the_papers_for_sizes_like_the_papers() -> None:
@@ -272,6 +297,30 @@ def test_list_names_every_table_with_its_time(
             assert f"| {paper.name} | {table.name} | {table.title} | " in said
     assert "s of one processor, 0 of them measured" in said
     assert "games=7" in said
+
+
+def test_the_page_leaves_out_models_of_which_a_table_was_measured_in_part(tmp_path: Path) -> None:
+    log = Log.read(tmp_path / "log.jsonl")
+    paper, table = inversion.PAPER, inversion.PAPER.table("fig1")
+    size = inversion.SIZES["smoke"]
+    rows = [{"task": 0.5}]
+    first, *rest = table.cells(size, ["begun"])
+    log.add(first, rows=rows)
+    assert door.models_of(paper, table, size, log) == ["begun"]
+    for cell in table.cells(size, ["done"]):
+        log.add(cell, rows=rows)
+    assert door.models_of(paper, table, size, log) == ["done"]
+    for cell in rest:
+        log.add(cell, rows=rows)
+    assert door.models_of(paper, table, size, log) == ["begun", "done"]
+
+
+def test_a_setting_of_one_paper_may_have_another_type_in_another(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["membership", "fig6", "--set", "batches=10,40", "--set", "texts=imdb,yelp", "--list"]
+    assert door.main([*words, "--log", str(tmp_path / "no.jsonl")]) == 0
+    assert "batches=10,40" in capsys.readouterr().out
 
 
 def test_one_table_runs_is_printed_and_goes_on(

@@ -160,13 +160,28 @@ def told_of(cells: Sequence[Cell], log: Log) -> str:
     return " ".join(told)
 
 
+def models_of(paper: Paper, table: Table, size: Any, log: Log) -> list[str]:
+    """The models that a table of the page shows: of which all its cells were measured.
+
+    Where there is none, all that the paper was measured on: a table that was begun is shown too.
+    """
+    known = log.models(paper.measures) or ["MODEL"]
+    whole = [m for m in known if all(log.rows(c) is not None for c in table.cells(size, [m]))]
+    return whole or known
+
+
 def page(sizes: dict[str, Any], log: Log) -> str:
     """docs/papers.md."""
+    names = {
+        (paper.name, table.name): models_of(paper, table, sizes[paper.name], log)
+        for paper in PAPERS
+        for table in paper.tables
+    }
     every = [
         cell
         for paper in PAPERS
         for table in paper.tables
-        for cell in table.cells(sizes[paper.name], log.models(paper.measures) or ["MODEL"])
+        for cell in table.cells(sizes[paper.name], names[paper.name, table.name])
     ]
     parts = [
         "# The tables of the papers",
@@ -183,10 +198,12 @@ def page(sizes: dict[str, Any], log: Log) -> str:
     ]
     for paper in PAPERS:
         size = sizes[paper.name]
-        names = log.models(paper.measures) or ["MODEL"]
         parts.append(f"## {paper.title}")
         parts.append("\n".join(f"- {note}" for note in paper.notes))
-        parts += [text_of(paper, table, size, names, log) for table in paper.tables]
+        parts += [
+            text_of(paper, table, size, names[paper.name, table.name], log)
+            for table in paper.tables
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -232,7 +249,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="rows of the tables that are shown")
     args = parser.parse_args(argv)
     try:
-        sizes = {paper.name: sized(paper, args.size, args.set) for paper in PAPERS}
+        # Papers have settings of one name and another type: only the chosen one's are changed.
+        sizes = {
+            paper.name: sized(
+                paper, args.size, args.set if args.paper in (None, paper.name) else ()
+            )
+            for paper in PAPERS
+        }
         models = pairs(args.model)
     except ValueError as error:
         parser.error(str(error))

@@ -34,20 +34,22 @@ class Size:
     """How much is run.
 
     Attributes:
-        text: a name or a file, as in word_recovery.py.
+        sources: names or files, as in word_recovery.py; Fig. 2 is of the first.
         thirds: of the model's blocks that are below the split; the paper's 10 and 20 of 28.
         texts: attacked in each cell.
         utility_texts: on which the task is measured.
-        steps: most steps of a descent; the paper's 1,000.
+        steps: most steps of a descent.
+        published_steps: the paper's, taken by its attack in the first split without noise.
         length, noises, attacks: of Fig. 1.
         lengths, length_attacks: of Fig. 2, without noise.
     """
 
-    text: str = "imdb"
+    sources: tuple[str, ...] = ("imdb", "tinystories")
     thirds: tuple[int, ...] = (1, 2)
     texts: int = 3
     utility_texts: int = 8
     steps: int = 80
+    published_steps: int = 1000
     length: int = 16
     noises: tuple[float, ...] = (0.0, 0.3, 1.0, 3.0)
     attacks: tuple[str, ...] = ("paper", "relaxation", "descent", "prefix")
@@ -60,7 +62,8 @@ SIZES = {
     "default": Size(),
     "paper": Size(texts=20, utility_texts=20, steps=1000, length=220,
                   noises=(0.0, 0.1, 0.3, 1.0, 2.0, 3.0), lengths=(16, 64, 256, 1000)),
-    "smoke": Size(thirds=(1,), texts=1, utility_texts=1, steps=2, length=8, noises=(0.0,),
+    "smoke": Size(sources=("imdb",), thirds=(1,), texts=1, utility_texts=1, steps=2,
+                  published_steps=3, length=8, noises=(0.0,),
                   attacks=("paper",), lengths=(8,), length_attacks=("paper",)),
 }  # fmt: skip
 
@@ -117,35 +120,38 @@ def measure(
     ]
 
 
-def cells(
-    size: Size, models: Sequence[str], attacks: Sequence[str], lengths: Sequence[int],
-    noises: Sequence[float],
-) -> list[Cell]:  # fmt: skip
-    found = []
-    for model, third, attack, length, noise in product(
-        models, size.thirds, attacks, lengths, noises
-    ):
-        settings = {"model": model, "text": size.text, "attack": attack, "third": third,
-                    "length": length, "noise": noise, "texts": size.texts,
-                    "utility_texts": size.utility_texts, "steps": size.steps,
-                    "seed": size.seed}  # fmt: skip
-        tokens = size.texts * length
-        # Of a model with some hundred million weights.
-        seconds = tokens * (0.05 + 1.5 * bool(noise)) if attack == "prefix" else (
-            tokens * 10 * third * size.steps * 7e-4
-        )  # fmt: skip
-        found.append(
-            Cell("inversion", settings, 20 + seconds, f"{model}, split {third}/3, {attack}")
-        )
-    return found
+def cell(
+    size: Size, model: str, text: str, third: int, attack: str, length: int, noise: float,
+    steps: int,
+) -> Cell:  # fmt: skip
+    settings = {"model": model, "text": text, "attack": attack, "third": third,
+                "length": length, "noise": noise, "texts": size.texts,
+                "utility_texts": size.utility_texts, "steps": steps,
+                "seed": size.seed}  # fmt: skip
+    tokens = size.texts * length
+    # Of a model with some hundred million weights.
+    seconds = tokens * (0.05 + 1.5 * bool(noise)) if attack == "prefix" else (
+        tokens * 10 * third * steps * 7e-4
+    )  # fmt: skip
+    return Cell("inversion", settings, 20 + seconds, f"{model}, split {third}/3, {attack}")
 
 
 def fig1_cells(size: Size, models: Sequence[str]) -> list[Cell]:
-    return cells(size, models, size.attacks, [size.length], size.noises)
+    every = product(models, size.sources, size.thirds, size.attacks, size.noises)
+    return [
+        *(cell(size, m, text, third, attack, size.length, noise, size.steps)
+          for m, text, third, attack, noise in every),
+        *(cell(size, m, text, size.thirds[0], "paper", size.length, 0.0, size.published_steps)
+          for m, text in product(models, size.sources)),
+    ]  # fmt: skip
 
 
 def fig2_cells(size: Size, models: Sequence[str]) -> list[Cell]:
-    return cells(size, models, size.length_attacks, size.lengths, [0.0])
+    every = product(models, size.thirds, size.length_attacks, size.lengths)
+    return [
+        cell(size, model, size.sources[0], third, attack, length, 0.0, size.steps)
+        for model, third, attack, length in every
+    ]
 
 
 def place(rows: Sequence[Row], third: int) -> str:
@@ -159,35 +165,65 @@ def rate(rows: Sequence[Row]) -> str:
 
 def show_fig1(found: Found, size: Size) -> Shown:
     lines, told = [], []
-    for model, third in product(found.values("model") or ["ours"], size.thirds):
-        at = found.where(model=model, third=third, length=size.length)
+    models = found.values("model") or ["ours"]
+    for model, text, third in product(models, size.sources, size.thirds):
+        at = found.where(model=model, text=text, third=third, length=size.length, steps=size.steps)
         clean = next((r["task"] for r in at if r["noise"] == 0.0), None)
         for noise in size.noises:
             rows = [r for r in at if r["noise"] == noise]
-            task = next((r["task"] for r in rows if r["task"] is not None), None)
+            task = next((r for r in rows if r["task"] is not None), None)
             by = {a: [r for r in rows if r["attack"] == a] for a in size.attacks}
             lines.append(
-                [model, place(rows, third), f"{noise:g}",
-                 "not run" if task is None else number(task, 2), *(rate(by[a]) for a in by)]
+                [model, text, place(rows, third), f"{noise:g}",
+                 *_utility(task), *(rate(by[a]) for a in by)]
             )  # fmt: skip
-            if clean and task is not None and task < LOST * clean:
+            if clean and task is not None and task["task"] < LOST * clean:
                 best = {a: rate_of(r[0], "token_accuracy").value for a, r in by.items() if r}
                 told.append(
-                    f"on {model}, behind block {place(rows, third)}, noise {noise:g} leaves "
-                    f"{number(task, 2)} of the task's {number(clean, 2)}, and "
+                    f"on {model} and {text}, behind block {place(rows, third)}, noise {noise:g} "
+                    f"leaves {number(task['task'], 2)} of the task's {number(clean, 2)}, and "
                     + ", ".join(f"`{a}` reads {number(v, 2)}" for a, v in best.items())
                 )
     if any(row["noise"] for row in found.rows) and not told:
         told.append("no noise level that was run takes the task below a tenth of what it was")
-    head = ["model", "split", "noise", "next token", *size.attacks]
-    return Shown([Grid(head, lines)], finding(told))
+    head = ["model", "text", "split", "noise", "next token", "perplexity", *size.attacks]
+    return Shown([Grid(head, lines), published_grid(found, size)], finding(told))
+
+
+def published_grid(found: Found, size: Size) -> Grid:
+    """The paper's attack with its own number of steps beside ours."""
+    third, lines = size.thirds[0], []
+    for model, text in product(found.values("model") or ["ours"], size.sources):
+        at = found.where(
+            model=model, text=text, third=third, length=size.length, noise=0.0, attack="paper"
+        )
+        by = {n: [r for r in at if r["steps"] == n] for n in (size.steps, size.published_steps)}
+        cells = [text for rows in by.values() for text in (rate(rows), str(_steps(rows)))]
+        lines.append([model, text, place(at, third), *cells])
+    head = [f"{n:,} steps" for n in (size.steps, size.published_steps)]
+    columns = [column for name in head for column in (f"at most {name}", "taken")]
+    caption = "The paper's attack, from 'hello' at every position, without noise."
+    return Grid(["model", "text", "split", *columns], lines, caption)
+
+
+def _utility(row: Row | None) -> tuple[str, str]:
+    """Accuracy and perplexity of the task."""
+    if row is None:
+        return "not run", "not run"
+    perplexity = row["perplexity"]
+    if perplexity is None:
+        return number(row["task"], 2), ""
+    return number(row["task"], 2), f"{perplexity:,.0f}" if perplexity >= 10 else f"{perplexity:.1f}"
 
 
 def show_fig2(found: Found, size: Size) -> Shown:
     lines, told = [], []
     for model, third in product(found.values("model") or ["ours"], size.thirds):
         for length in size.lengths:
-            at = found.where(model=model, third=third, length=length, noise=0.0)
+            at = found.where(
+                model=model, third=third, length=length, noise=0.0, steps=size.steps,
+                text=size.sources[0],
+            )  # fmt: skip
             line = [model, place(at, third), str(length)]
             for attack in size.length_attacks:
                 rows = [r for r in at if r["attack"] == attack]
@@ -195,7 +231,8 @@ def show_fig2(found: Found, size: Size) -> Shown:
             lines.append(line)
         for attack in size.length_attacks:
             values = {r["length"]: rate_of(r, "token_accuracy").value
-                      for r in found.where(model=model, third=third, attack=attack, noise=0.0)
+                      for r in found.where(model=model, third=third, attack=attack, noise=0.0,
+                                           steps=size.steps, text=size.sources[0])
                       if r["length"] in size.lengths}  # fmt: skip
             if values:
                 ends = ", ".join(f"{number(v, 2)} at {n}" for n, v in sorted(values.items()))

@@ -68,7 +68,7 @@ class Size:
         mechanisms, epsilons: of Tables 3 and 7 to 11.
         blocks, targets: batches of each text under a mechanism, and games on each.
         dims, runs: of Fig. 5.
-        betas, batches, beta_games, beta_layer: of Fig. 6, on ``beta_text``.
+        betas, batches, beta_games, beta_layer: of Fig. 6, on each of ``beta_texts``.
     """
 
     texts: tuple[str, ...] = ("banking77", "emotion", "imdb", "yelp")
@@ -89,7 +89,7 @@ class Size:
     trained_blocks: int = 3
     dims: tuple[int, ...] = (1_000, 11_000, 41_000, 141_000)
     runs: int = 200
-    beta_text: str = "imdb"
+    beta_texts: tuple[str, ...] = ("imdb",)
     betas: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0)
     one_hot_betas: tuple[float, ...] = (1.0, 3.0, 10.0)
     batches: tuple[int, ...] = (10, 40, 500)
@@ -476,8 +476,8 @@ def blocks_of(
         front = label.split("|")
         values = theirs(table, row)
         if values is not None:
-            games = published()["membership"][table].get("games", "")
-            lines.append([*front, "paper", games, *values])
+            runs = published()["membership"][table].get("runs")
+            lines.append([*front, "paper", str(math.prod(runs)) if runs else "", *values])
             front = [" " for _ in front]
         for model in found.values("model") or ["ours"]:
             for protocol, told in PROTOCOLS.items():
@@ -623,7 +623,8 @@ def fig5_cells(size: Size, models: Sequence[str]) -> list[Cell]:
 
 
 def show_fig5(found: Found, size: Size) -> Shown:
-    lines, held = [], []
+    lines = []
+    held = [r["condition_holds"]["value"] for r in found.rows]
     for law, tokens, which in product(LAWS, LENGTHS, ("bound", "random_direction")):
         if which == "random_direction" and law != "one_hot":
             continue
@@ -631,7 +632,6 @@ def show_fig5(found: Found, size: Size) -> Shown:
         for d in size.dims:
             rows = found.where(law=law, tokens=tokens, dim=d)
             cells.append(wide(rows[0][which]) if rows else "not run")
-            held += [r["condition_holds"]["value"] for r in rows]
         name = law.replace("_", "-") + (", u random" if which != "bound" else "")
         lines.append([name, str(tokens), *cells])
     head = ["law", "l_X", *(f"d = {d:,}" for d in size.dims)]
@@ -660,8 +660,8 @@ def wide(rate: Mapping[str, float]) -> str:
 
 def fig6_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     cells = []
-    for model, batch in product(models, size.batches):
-        shared = {"model": model, "text": size.beta_text, "batch": batch, "tokens": size.tokens,
+    for model, text, batch in product(models, size.beta_texts, size.batches):
+        shared = {"model": model, "text": text, "batch": batch, "tokens": size.tokens,
                   "pool": size.pool, "seed": size.seed}  # fmt: skip
         groups = (
             ("crafted", size.beta_games, 0.002),
@@ -692,9 +692,8 @@ def show_fig6(found: Found, size: Size) -> Shown:
         for (name, what, betas), batch in product(kinds, size.batches):
             for beta in betas:
                 rows = found.where(model=model, batch=batch, beta=beta, **what)
-                cells = [str(rate_of(rows[0], m)) if rows else "not run" for m in METRICS]
-                games = str(rows[0]["games"]) if rows else ""
-                lines.append([model, name, str(batch), f"{beta:g}", games, *cells])
+                games = str(sum(r["games"] for r in rows)) if rows else ""
+                lines.append([model, name, str(batch), f"{beta:g}", games, *rates(rows, False)])
     head = ["model", "embedding", "sentences", "beta", "games", "ACC", "F1", "AUC"]
     largest, told = max(size.batches), []
     for name, what, betas in kinds:

@@ -2,6 +2,10 @@
 
 Nothing is computed: `fedleak` and the scripts of benchmarks/ read their arguments, make finds its
 target. `<folder>` and `...` stand for what a reader puts in, and `[--a | --b]` for a choice.
+
+In running text and tables stand whole commands too, scripts with arguments, and parts of commands
+that begin with an option or a subcommand. A part belongs to a command of its own page: one of the
+page's programs must understand it.
 """
 
 from __future__ import annotations
@@ -12,15 +16,17 @@ import re
 import runpy
 import shlex
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from benchmarks.papers import __main__ as papers
 from lightning_fedleak import cli
 from lightning_fedleak.commands import options
 from lightning_fedleak.commands.recipes import recipes
-from tests.docs.blocks import blocks, inline_code
+from tests.docs.blocks import blocks, blocks_of, inline_code
 from tests.tools.sentences import ROOT, pages
 
 COMMANDS = ("fedleak", "make", "python", "pip")
@@ -30,7 +36,7 @@ SETS = re.compile(r"[A-Z_]+=\S*")
 
 
 class _Read(Exception):
-    """A script has read its arguments."""
+    """A script would read its arguments now; holds its parser."""
 
 
 def lines_of(text: str) -> list[str]:
@@ -109,21 +115,14 @@ def _pip(arguments: list[str]) -> None:
 
 
 def _python(arguments: list[str]) -> None:
-    if arguments[0] == "-m":
-        spec = importlib.util.find_spec(arguments[1])
-        assert spec is not None, arguments
-        if spec.submodule_search_locations is not None:  # a package runs its __main__
-            spec = importlib.util.find_spec(f"{arguments[1]}.__main__")
-            assert spec is not None, arguments
-        assert spec.origin is not None, arguments
-        path, given = Path(spec.origin), arguments[2:]
-    elif arguments[0].startswith("your_"):
+    if arguments[:2] == ["-m", "benchmarks.papers"]:
+        _papers(arguments[2:])
+        return
+    if arguments[0].startswith("your_"):
         assert arguments[1] == "fit"
         _configs(arguments[2:])
         return
-    else:
-        path, given = ROOT / arguments[0], arguments[1:]
-    assert path.is_file(), path
+    path, given = _script(arguments)
     if path.parent == ROOT / "examples":
         assert not given
         assert path.name in (ROOT / "tests" / "test_examples.py").read_text(), "is it run?"
@@ -135,20 +134,53 @@ def _python(arguments: list[str]) -> None:
     _reads(path, given)
 
 
+def _script(arguments: Sequence[str]) -> tuple[Path, list[str]]:
+    """The file that ``python`` runs, and what is left of its arguments."""
+    if arguments[0] == "-m":
+        spec = importlib.util.find_spec(arguments[1])
+        assert spec is not None, arguments
+        if spec.submodule_search_locations is not None:  # a package runs its __main__
+            spec = importlib.util.find_spec(f"{arguments[1]}.__main__")
+            assert spec is not None, arguments
+        assert spec.origin is not None, arguments
+        path, rest = Path(spec.origin), arguments[2:]
+    else:
+        path, rest = ROOT / arguments[0], arguments[1:]
+    assert path.is_file(), path
+    return path, list(rest)
+
+
+def _papers(arguments: list[str]) -> None:
+    """Tables, their size and `--set` are read behind the parser: `--list` reads them, runs none."""
+    parser = _parser_of(ROOT / "benchmarks" / "papers" / "__main__.py")
+    parser.parse_args(arguments)
+    models = arguments.index("--model") if "--model" in arguments else len(arguments)
+    end = next((i for i, w in enumerate(arguments) if i > models and w.startswith("--")), None)
+    rest = [*arguments[:models], *(arguments[end:] if end else [])]
+    assert papers.main([*rest, "--list"]) == 0
+
+
 def _reads(path: Path, arguments: list[str]) -> None:
-    """Runs a script until it has read its arguments."""
-    original = argparse.ArgumentParser.parse_args
+    """Lets a script's parser read arguments."""
+    _parser_of(path).parse_args(arguments)
+
+
+@cache
+def _parser_of(path: Path) -> argparse.ArgumentParser:
+    """A script is run until it reads its arguments, once."""
 
     def parse(self: argparse.ArgumentParser, *args, **kwargs):
-        original(self, *args, **kwargs)
-        raise _Read
+        raise _Read(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse)
-        patch.setattr("sys.argv", [str(path), *arguments])
+        patch.setattr("sys.argv", [str(path)])
         patch.syspath_prepend(str(path.parent))
-        with pytest.raises(_Read):
+        with pytest.raises(_Read) as read:
             runpy.run_path(str(path), run_name="__main__")
+    parser = read.value.args[0]
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser
 
 
 @pytest.mark.parametrize("block", blocks("commands", "bash"), ids=lambda block: block.place)
@@ -185,6 +217,118 @@ def test_commands_in_running_text_are_understood(path):
             _known(arguments)
 
 
+def commands_of(path: Path) -> list[list[str]]:
+    """The commands of a page's blocks and running text; of a script that it names, the name."""
+    found = [
+        words
+        for block in blocks_of(path)
+        if block.language in ("commands", "bash") and not block.skip
+        for line in lines_of(block.text)
+        for words in variants(line)
+    ]
+    for code in filter(str.strip, inline_code(path)):
+        first = code.split()[0]
+        if first in COMMANDS:
+            found += variants(code)
+        elif script_named(first):
+            found.append(["python", f"benchmarks/{Path(first).name}"])
+    programs = [words for words in found if words[0] in ("fedleak", "python") and len(words) > 1]
+    return [words for words in programs if not words[1].startswith("your_")]
+
+
+def script_named(word: str) -> Path | None:
+    """The script of benchmarks/ that a word names, with its folder or without."""
+    path = ROOT / "benchmarks" / Path(word).name
+    there = path.suffix == ".py" and path.is_file()
+    return path if there and "ArgumentParser" in path.read_text("utf-8") else None
+
+
+def parts_of(path: Path) -> Iterator[str]:
+    """Parts of commands in running text and tables: what holds an option behind no program."""
+    for code in inline_code(path):
+        first = code.split()[0] if code.split() else ""
+        if first not in COMMANDS and "=" not in first and re.search(r"(^|\s)--\w", code):
+            yield code
+
+
+def understood(part: str, commands: Sequence[Sequence[str]]) -> bool:
+    """Whether a part is one of a command: by itself, or behind what stands there.
+
+    Capital letters stand for what a reader puts in: a name, or else a number. An option alone is a
+    name, of one of the programs or of `fedleak`.
+    """
+    words = shlex.split(re.sub(r"<[^<>]*>", "placeholder", part))
+    if len(words) == 1:
+        return words[0] in set().union(*map(_option_names, [["fedleak"], *commands]))
+    if script := script_named(words[0]):
+        return _is_read(["python", f"benchmarks/{script.name}", *words[1:]])
+    numbers = [re.sub(r"^[A-Z]+$", "1", word) for word in words]
+    for command in commands:
+        head = 3 if command[1] == "-m" else 2
+        given = command if words[0].startswith("--") else command[:head]
+        if _is_read([*given, *words]) or _is_read([*given, *numbers]):
+            return True
+    return False
+
+
+def _is_read(words: Sequence[str]) -> bool:
+    try:
+        check(words)
+    except (AssertionError, SystemExit, ModuleNotFoundError):
+        return False
+    return True
+
+
+def _option_names(command: Sequence[str]) -> set[str]:
+    """The options of a script with all its subcommands, or of all of `fedleak`."""
+    if command[0] == "fedleak":
+        parsers = list(options.parsers()[1].values())
+    else:
+        path, _ = _script(command[1:])
+        reads = "ArgumentParser" in path.read_text("utf-8")
+        parsers = [_parser_of(path)] if reads else []
+    names: set[str] = set()
+    while parsers:
+        for action in parsers.pop()._actions:
+            names |= {*action.option_strings}
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    return names
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_parts_of_commands_are_understood_by_a_program_of_their_page(path, capsys):
+    commands = commands_of(path)
+    assert [part for part in parts_of(path) if not understood(part, commands)] == []
+
+
+@pytest.mark.parametrize(
+    ("part", "right"),
+    [
+        ("--rank 8 --shapes 8x64", True),
+        ("--rank 8 --layers 1", False),
+        ("passive_membership.py --model DIR --shapes 1x64 --warm 5,30", True),
+        ("passive_membership.py --shapes 1x64", False),
+        ("benchmarks/subspace_words.py --layers 1", False),
+        ("table2 --layers 10 20 30 --paper-games 8", False),
+        ("membership table2 --set layers=10,20,30", True),
+        ("membership table2 --set paper_games=8", False),
+        ("--warm N", True),
+        ("--batches N", True),
+        ("--batches many", False),
+        ("--shapes", True),
+        ("--lora-r", True),
+        ("--no-such", False),
+    ],
+)
+def test_parts_that_no_program_of_the_page_has_are_found(part, right, capsys):
+    commands = [
+        ["python", "benchmarks/subspace_words.py", "--model", "DIR"],
+        ["python", "-m", "benchmarks.papers", "membership", "table2", "--model", "DIR"],
+    ]
+    assert understood(part, commands) is right
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -199,6 +343,8 @@ def test_commands_in_running_text_are_understood(path):
         "python benchmarks/no_such.py",
         "python benchmarks/setups.py --no-such-option",
         "python -m benchmarks.no_such",
+        "python -m benchmarks.papers membership table2 --model DIR --set no_such=1",
+        "python -m benchmarks.papers membership no_such_table --model DIR",
         "python examples/lora.py --rank 8",
         "coffee",
     ],

@@ -42,8 +42,7 @@ from lightning_fedleak.callbacks.results import (
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.strategies import DefendedStrategy, before_real_step
-from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap
-from lightning_fedleak.taps.loss_terms import loss_terms
+from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap, loss_terms
 
 TURN = 2
 """Steps that the next attack's calibration waits for while others can read nothing yet.

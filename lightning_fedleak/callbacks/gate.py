@@ -6,6 +6,7 @@ import difflib
 import logging
 import math
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -388,6 +389,13 @@ class RiskGate(EitherCallback):
         """Refuses a rate that is never known, or not before the gate would act on that."""
         name = self.metric.removesuffix("_worst_client")
         worst = name != self.metric and clients > 1
+        if monitor.is_of_own_threshold(name):
+            root = name.rpartition("/")[0]
+            warnings.warn(
+                f"RiskGate watches '{self.metric}', which is of the attack's own threshold, and may "
+                f"be low though the attack orders all texts rightly: watch '{root}/auc'",
+                stacklevel=2,
+            )
         found = monitor.looks_until_known(name, 1 if worst else clients)
         if found is None:
             return
@@ -397,14 +405,14 @@ class RiskGate(EitherCallback):
         if looks > pooled:
             raise ValueError(
                 f"{why}; with bound='{self.bound}' this value is of {pooled} "
-                f"look{'s' * (pooled > 1)}, and never known. Watch the AUC or the advantage, or "
+                f"look{'s' * (pooled > 1)}, and never known. Watch the AUC, or "
                 "give the monitor more targets= or (for a value pooled over looks, with "
                 "bound='value') a longer window=, in games=Games(...)."
             )
         if self.strict and looks > self.patience + 1:
             raise ValueError(
                 f"{why}, so that it is unknown at the first {looks - 1} looks, which a strict "
-                "gate treats as breaches. Watch the AUC or the advantage, give the monitor more "
+                "gate treats as breaches. Watch the AUC, give the monitor more "
                 "targets= in games=Games(...), or pass strict=False: then the gate does nothing "
                 "until it is known."
             )

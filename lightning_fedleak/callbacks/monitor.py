@@ -378,6 +378,12 @@ class LeakageMonitor(EitherCallback):
                 return channel.canary_scores.of(attack)
         raise ValueError("canaries are scored with games=Games(canaries=..., score_canaries='max')")
 
+    def is_of_own_threshold(self, name: str) -> bool:
+        """Whether a logged value judges an attack's own yes or no, and not its scores."""
+        root, _, metric = name.rpartition("/")
+        channels = (c for series, c in self._series.items() if series.log_name == root)
+        return any(metric in channel.own_threshold for channel in channels)
+
     def looks_until_known(self, name: str, clients: int) -> tuple[int, str] | None:
         """After how many looks a logged value is first known.
 

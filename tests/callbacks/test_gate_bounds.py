@@ -427,6 +427,16 @@ def test_a_rate_that_is_not_known_when_the_gate_acts_is_refused(
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "advantage", "f1", "auc"])
+def test_a_gate_on_the_attacks_own_threshold_is_warned_of(metric):
+    monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=100)
+    gate = RiskGate(f"leakage/fc_membership/{metric}", at_most=0.9)
+    trainer = SimpleNamespace(callbacks=[gate, monitor], world_size=1, min_epochs=0, min_steps=0)
+    said = pytest.warns(UserWarning, match="watch 'leakage/fc_membership/auc'")
+    with said if metric != "auc" else nullcontext():
+        gate.setup(trainer, None, "fit")
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "advantage", "f1", "auc"])
 @pytest.mark.parametrize("bound", ["value", "lower", "upper"])
 def test_rates_of_games_are_known_from_the_first_look_on(tmp_path, metric, bound):
     monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=3)

@@ -28,11 +28,12 @@ from lightning_fedleak import (
     AlignedFlatChat,
     DefendedStrategy,
     Defense,
+    Games,
     GradientNoise,
     LeakageMonitor,
     RiskGate,
-    SubspaceWords,
 )
+from lightning_fedleak.attacks import GradientMembership
 from lightning_fedleak.commands.fit import fit
 from lightning_fedleak.federation import RoundObserver, trained_state
 from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
@@ -40,6 +41,7 @@ from lightning_fedleak.finetuning.data import PadRight, TokenRows
 from lightning_fedleak.report import write
 from tests.docs.blocks import Block, blocks
 from tests.federation import rounds as rounds_
+from tests.federation.test_observer import texts
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
 from tests.report.lines import begin, look, result, written
 from tests.tools.sentences import ROOT
@@ -162,8 +164,11 @@ def rounds() -> Iterator[Names]:
         return rounds_.train(sent_model, data, rounds_.ADAMW), data
 
     clients = [SimpleNamespace(number=number, train=train) for number in range(2)]
-    attack = SubspaceWords(capacity_seconds=0)
-    observer = RoundObserver(language_model(), rounds_.ADAMW, local_steps=10, attacks=attack)
+    attack = GradientMembership(texts(), public_rows=8, controls=4)
+    games = Games(held_out=texts(5, n=64))
+    observer = RoundObserver(
+        language_model(), rounds_.ADAMW, local_steps=10, attacks=attack, games=games
+    )
     observer.begin(0, sent)
     returned, batches = clients[0].train(sent)
     names: Names = {"torch": torch, "own_model": language_model(), "clients": clients, "rounds": 2}

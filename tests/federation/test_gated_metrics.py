@@ -17,7 +17,7 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership
 from lightning_fedleak.callbacks import Games
-from lightning_fedleak.callbacks.channels.membership import OWN_THRESHOLD
+from lightning_fedleak.callbacks.channels.membership import MembershipChannel
 from lightning_fedleak.federation import OutgoingUpdates, RoundGate, trained_state
 from tests.callbacks.runs import Probe
 from tests.federation.rounds import ADAMW, batches, lora, model, train
@@ -68,7 +68,7 @@ def test_an_update_that_is_read_without_an_error_does_not_leave(tmp_path):
     assert (found.withheld, event.value, event.of) == (True, 1.0, AUC)
 
 
-@pytest.mark.parametrize("rate", [*OWN_THRESHOLD, "auc_low", "tpr_at_fpr_0.01"])
+@pytest.mark.parametrize("rate", [*MembershipChannel.own_threshold, "auc_low", "tpr_at_fpr_0.01"])
 def test_rates_that_may_be_low_or_unknown_of_every_update_are_refused(tmp_path, rate):
     with pytest.raises(ValueError, match=f"Watch {MEMBERSHIP} or {AUC}"):
         asked(tmp_path, batches(1, n=4, rows=4), RoundGate(f"leakage/asks/{rate}", at_most=0.9))

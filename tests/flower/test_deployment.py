@@ -88,7 +88,7 @@ def test_faults_end_no_federation_and_no_release_is_forgotten(deployed: Deployed
 @pytest.mark.parametrize(
     ("app", "config"),
     [
-        ("lora", {"at_most": 0.1}),
+        ("lora", {"at_most": 0.5}),
         ("secure_aggregation", {}),
     ],
 )
@@ -103,7 +103,7 @@ def test_an_example_runs_as_it_is(deployed: Deployed, app: str, config: dict) ->
     found = [x for place in out.rglob("leakage.jsonl") for x in lines(place.parent)]
     assert {x["round"] for x in found} >= {1, 2}
     if app == "lora":
-        assert "withheld (gradient_membership/advantage)" in said
+        assert "withheld (worst/membership)" in said
     else:
         assert said.count("3 clients, 1 model to be seen") == 2
         server = [x for place in out.glob("server_*") for x in lines(place)]

@@ -27,12 +27,11 @@ def test_both_engines_train_the_same_model(tmp_path: Path, caplog, capfd) -> Non
         "text": str(tmp_path / "text.txt"),
         "clients": 3,
         "rounds": 2,
-        "local_steps": 2,
-        "batch_size": 2,
+        "local_steps": 4,
+        "batch_size": 4,
         "length": 8,
-        "members": 4,
-        "gate": 0.8,
-        "watch": "leakage/gradient_membership/advantage",
+        "peft": "lora",
+        "gate": 0.75,
     }
     models, tables = [], []
     for engine in ("local", "flower"):

@@ -26,6 +26,7 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 
+from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
 from lightning_fedleak.federation import (
     ClientDP,
@@ -36,6 +37,7 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMean
+from lightning_fedleak.snapshots import NotYet
 from tests.callbacks.runs import Probe
 from tests.federation.rounds import model
 from tests.federation.rounds import train as trained
@@ -125,6 +127,19 @@ def test_patience_is_kept_where_each_round_has_a_process_of_its_own(tmp_path):
             ForClient(tmp_path), lambda where: [RoundGate(F1, at_most=1.0, patience=1)]
         )
         refused.append(mod(message(round_), node, silent).has_error())
+    assert refused == [False, True]
+
+
+def test_one_update_leaves_unread_also_where_each_round_has_a_process_of_its_own(tmp_path):
+    class Later(BagOfWords):
+        def run(self, view, query=None):
+            raise NotYet("nothing moves")
+
+    node, refused = context(), []
+    for round_ in (1, 2):
+        made = observer(tmp_path / str(round_), attacks=[Later()])
+        mod = FedLeakMod(lambda where, made=made: made, lambda where: [RoundGate(F1, at_most=1.0)])
+        refused.append(mod(message(round_), node, train).has_error())
     assert refused == [False, True]
 
 

@@ -57,7 +57,7 @@ def make_observer(context: Context, side: str) -> RoundObserver:
         folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
         side=side,
         public_text=PublicText(rows_of(texts[PUBLIC], context)),
-        games=Games(targets=4, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
+        games=Games(targets=16, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
     )
 
 
@@ -66,7 +66,7 @@ def gates(context: Context) -> list[RoundGate]:
     most = float(context.run_config["at-most"])
     if most >= 1:
         return []
-    return [RoundGate("leakage/gradient_membership/advantage", at_most=most)]
+    return [RoundGate("leakage/worst/membership", at_most=most)]
 
 
 client = ClientApp(mods=[FedLeakMod(partial(make_observer, side="client"), gates)])

@@ -72,7 +72,7 @@ def make_observer(context: Context, side: str) -> RoundObserver:
         side=side,
         federation=f"flower-{context.run_id}",
         public_text=PublicText(rows_of(texts[PUBLIC], context)),
-        games=Games(targets=4, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
+        games=Games(targets=16, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
     )
 
 

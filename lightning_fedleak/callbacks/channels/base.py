@@ -403,6 +403,8 @@ class Channel(ABC):
         charts: the further rates that have a chart.
         width: numbers in a packed result.
         extras: names of its values that have no interval.
+        own_threshold: rates of the attacks' own decisions, which may all be *no* where scores are
+            right without an error.
         parted: each process holds a part of the result, also where all are one client.
         plays_games: its attacks are asked about texts, of the user's own too.
         reads_updates: its attacks can read the weight change of several steps.
@@ -422,6 +424,7 @@ class Channel(ABC):
     charts: ClassVar[tuple[str, ...]] = ()
     width: int
     extras: ClassVar[tuple[str, ...]] = ()
+    own_threshold: ClassVar[tuple[str, ...]] = ()
     parted: ClassVar[bool] = False
     plays_games: ClassVar[bool] = False
     reads_updates: ClassVar[bool] = False

@@ -78,8 +78,6 @@ The standard error of an AUC is at most ``sqrt(.25 / members)`` whatever the law
 Dantzig 1951), 1/8 here. Fewer: an update that is read well may pass by chance. More: rounds of few
 texts can never be judged.
 """
-OWN_THRESHOLD = ("accuracy", "f1", "advantage")
-"""Rates of the attack's own decisions, which may all be *no* where the scores are all right."""
 _EVERY = "every canary"
 _AT_ONCE = 64
 
@@ -229,6 +227,7 @@ class MembershipChannel(Channel):
     metrics = RATES
     headline = "auc"
     charts = ("accuracy", "advantage", "tpr_at_fpr_0.01")
+    own_threshold = ("accuracy", "f1", "advantage")
     adversary = DISHONEST_SERVER
 
     def __init__(self, attacks: Sequence[Any], settings: Settings) -> None:
@@ -270,7 +269,7 @@ class MembershipChannel(Channel):
 
     def never_judged(self, metric: str) -> str | None:
         """Rates of the attack's own threshold, intervals, and what needs more games than a look."""
-        if metric in OWN_THRESHOLD:
+        if metric in self.own_threshold:
             return (
                 "it is of the attack's own threshold, so that it may be 0 of an update that is "
                 "read without an error"

@@ -76,6 +76,8 @@ from lightning_fedleak.federation import (
     difference,
     joint_norm,
     moved,
+    recording,
+    trained_on,
     trained_state,
 )
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
@@ -125,6 +127,15 @@ class Private:
         one = self.by_row[OWN]
         noise = {row: round(dp.noise_multiplier, 3) for row, dp in self.by_row.items()}
         return {"clip": one.clip, "noise_multiplier": noise, "delta": one.target_delta}
+
+
+def side_by_side(drawn: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    """The batches of all clients, who take their steps at the same time."""
+    with recording() as together:
+        for client, batches in enumerate(drawn):
+            for batch in batches:
+                trained_on(batch, step=client == 0)
+    return together
 
 
 def mean_of(updates: Sequence[Update]) -> dict[str, Tensor]:
@@ -195,7 +206,7 @@ def cell(
                         if of_texts and row == MEAN and round_ > 1:
                             continue
                         own = row in (ONE, OWN)
-                        trained = drawn[0] if own else list(itertools.chain(*drawn))
+                        trained = drawn[0] if own else side_by_side(drawn)
                         began = time.process_time()
                         look = observer.look(
                             moved(sent, update),

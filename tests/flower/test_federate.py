@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr")
 pytest.importorskip("ray")
 
+from flwr.app import Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
 from lightning_fedleak.commands.federate.command import FederateCommand
 from tests.federation.test_observer import lines
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
@@ -56,3 +59,19 @@ def test_both_engines_train_the_same_model(tmp_path: Path, caplog, capfd) -> Non
     assert run["ended"] == "in order"
     ends = [x for path in report.parent.rglob("run.jsonl") for x in lines(path.parent, path.name)]
     assert [x["how"] for x in ends if x["kind"] == "end"] == ["finished"]
+
+
+@pytest.mark.parametrize("trust", ["central", "local", "secure_aggregation"])
+def test_a_client_tells_its_number_and_nothing_else_beside_training(
+    tmp_path: Path, trust: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_fedleak.commands.federate.on_flower import _client_app
+    from lightning_fedleak.commands.federate.setting import Setting
+
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+    app = _client_app(Setting(noise_multiplier=2.0, trust=trust), tmp_path)  # type: ignore[arg-type]
+    where = Context(1, 7, {"partition-id": 3}, RecordDict(), {})
+    asked = Message(RecordDict(), dst_node_id=7, message_type="query")
+    reply = app(asked, where)
+    assert {n: dict(r) for n, r in reply.content.items()} == {"client": {"number": 3}}

@@ -126,7 +126,7 @@ class TokenBatch:
         if self.kind != "seq2seq" or labels is None:
             return read
         asked = labels != IGNORE_INDEX
-        return torch.cat([read, labels[asked & _before_last(asked)].long().to(read.device)])
+        return torch.cat([read, labels[asked & before_last(asked)].long().to(read.device)])
 
     def context_mask(self, *, one_way: bool = False) -> Tensor:
         """(B, L) bool, which of the ``input_ids`` a label hangs on.
@@ -144,7 +144,7 @@ class TokenBatch:
         kept = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask != 0
         asked = kept if labels is None else labels != IGNORE_INDEX
         if self.kind == "causal":
-            return kept & _before_last(asked)
+            return kept & before_last(asked)
         if one_way and asked.shape == kept.shape:
             return kept & (asked.flip(1).cumsum(1).flip(1) > 0)
         some = asked.flatten(1).any(1) if asked.dim() > 1 else asked
@@ -427,7 +427,7 @@ def _kept(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
     return kept.to(torch.int64, copy=True)
 
 
-def _before_last(asked: Tensor) -> Tensor:
+def before_last(asked: Tensor) -> Tensor:
     """(B, L) the positions before the last one of each row that is set."""
     after = asked.flip(1).cumsum(1).flip(1) > 0
     return torch.cat([after[:, 1:], torch.zeros_like(after[:, :1])], dim=1)

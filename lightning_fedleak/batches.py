@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_fedleak.anatomy import Kind
 
@@ -46,6 +47,8 @@ class TokenBatch:
             of a classifier. None where the batch has none.
         attention_mask: (B, L) integers or booleans, 0 where padded, or None.
         kind: what the labels mean (:data:`lightning_fedleak.anatomy.Kind`).
+        position_ids: (B, L) or (1, L), of packed texts that attend to themselves alone: one begins
+            where they do not go on by one. None: every row is one text. Batches do not say which.
 
     Raises:
         BatchError: the tensors do not have these shapes and dtypes.
@@ -55,6 +58,7 @@ class TokenBatch:
     labels: Tensor | None
     attention_mask: Tensor | None
     kind: Kind
+    position_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         ids, labels, mask = self.input_ids, self.labels, self.attention_mask
@@ -115,18 +119,22 @@ class TokenBatch:
     def context_ids(self, *, one_way: bool = False) -> Tensor:
         """Those of :meth:`read_ids` that a label hangs on, (n,) int64, repeats included.
 
-        Of an encoder-decoder those that its decoder reads come behind. On CUDA this waits for the
-        device.
+        So does padding whose own prediction the loss counts. Of an encoder-decoder those that its
+        decoder reads come behind. On CUDA this waits for the device.
 
         Args:
             one_way: as of :meth:`context_mask`.
         """
         ids, labels = self.input_ids, self.labels
-        read = ids[self.context_mask(one_way=one_way)].long()
+        reached = self.context_mask(one_way=one_way)
+        if labels is not None and labels.shape == ids.shape and self.kind != "seq2seq":
+            counted = labels != IGNORE_INDEX
+            reached = reached | (_before(counted) if self.kind == "causal" else counted)
+        read = ids[reached].long()
         if self.kind != "seq2seq" or labels is None:
             return read
         asked = labels != IGNORE_INDEX
-        return torch.cat([read, labels[asked & _before_last(asked)].long().to(read.device)])
+        return torch.cat([read, labels[asked & before_last(asked)].long().to(read.device)])
 
     def context_mask(self, *, one_way: bool = False) -> Tensor:
         """(B, L) bool, which of the ``input_ids`` a label hangs on.
@@ -144,11 +152,22 @@ class TokenBatch:
         kept = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask != 0
         asked = kept if labels is None else labels != IGNORE_INDEX
         if self.kind == "causal":
-            return kept & _before_last(asked)
+            return kept & self._before_last_of_text(asked)
         if one_way and asked.shape == kept.shape:
             return kept & (asked.flip(1).cumsum(1).flip(1) > 0)
         some = asked.flatten(1).any(1) if asked.dim() > 1 else asked
         return kept & some.to(kept.device)[:, None]
+
+    def _before_last_of_text(self, asked: Tensor) -> Tensor:
+        """As :func:`before_last`, of each of the texts that are packed in a row."""
+        places = self.position_ids
+        if places is None or self.input_ids.shape[1] == 0:
+            return before_last(asked)
+        begins = functional.pad(places.diff(dim=1) != 1, (1, 0)).expand_as(asked)
+        text = begins.cumsum(1)
+        behind = _before(asked).flip(1).cumsum(1).flip(1)
+        ends = torch.searchsorted(text.contiguous(), text.contiguous(), right=True)
+        return behind > functional.pad(behind, (0, 1)).gather(1, ends)
 
     def check_values(self, readable: int | None, n_labels: int) -> None:
         """Refuses ids that the model does not know, and a mask that hides what is trained on.
@@ -353,9 +372,15 @@ def adapter_to_copy(batch: Any, kind: Kind) -> str:
         fields = getattr(batch, "__dict__", ()) if listed is None else listed
         values, place = {name: getattr(batch, name, None) for name in fields}, "batch.{}"
     names = [name for name in values if all(_key(part) == part for part in name.split(_INNER))]
-    mask = next((n for n in names if "mask" in n.split(_INNER)[-1].lower()), None)
+    masks = [n for n in names if "mask" in n.split(_INNER)[-1].lower()]
+    flat = [n for n in masks if not isinstance(values[n], Tensor) or values[n].dim() == 2]
+    mask = next(iter(flat), None)
     labels = next((n for n in names if re.search(r"label|target|\by$", n.lower())), None)
-    others = [n for n in names if n not in (mask, labels)]
+    others = [n for n in names if n not in (*masks, labels)]
+    packed = bool(masks) and not flat
+    places = next((n for n in others if packed and n.split(_INNER)[-1] == "position_ids"), None)
+    others = [n for n in others if n != places]
+    no_mask = "; not one of attention scores" if packed else ""
 
     def unlikely(name: str) -> tuple[bool, bool]:
         value = values[name]
@@ -365,6 +390,9 @@ def adapter_to_copy(batch: Any, kind: Kind) -> str:
 
     ids = min(others, key=unlikely, default=None)
     shown = [None if n is None else place.format(n) for n in (ids, labels, mask)]
+    inside = ""
+    if places is not None:
+        inside = f"\n            position_ids={place.format(places)},  # of texts packed into a row"
     return f"""
     from lightning_fedleak.batches import TokenBatch
 
@@ -372,8 +400,8 @@ def adapter_to_copy(batch: Any, kind: Kind) -> str:
         return TokenBatch(
             input_ids={shown[0] or "batch.YOUR_IDS"},  # (B, L) integers
             labels={shown[1]},  # {_LABELS[kind]}
-            attention_mask={shown[2]},  # (B, L), 0 where padded
-            kind="{kind}",
+            attention_mask={shown[2]},  # (B, L), 0 where padded{no_mask}
+            kind="{kind}",{inside}
         )
 
     LeakageMonitor(..., batch_adapter=batch_adapter)
@@ -427,10 +455,14 @@ def _kept(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
     return kept.to(torch.int64, copy=True)
 
 
-def _before_last(asked: Tensor) -> Tensor:
+def before_last(asked: Tensor) -> Tensor:
     """(B, L) the positions before the last one of each row that is set."""
-    after = asked.flip(1).cumsum(1).flip(1) > 0
-    return torch.cat([after[:, 1:], torch.zeros_like(after[:, :1])], dim=1)
+    return _before(asked.flip(1).cumsum(1).flip(1) > 0)
+
+
+def _before(asked: Tensor) -> Tensor:
+    """(B, L) the positions right before one of each row that is set."""
+    return torch.cat([asked[:, 1:], torch.zeros_like(asked[:, :1])], dim=1)
 
 
 def _any_outside(ids: Tensor, n: int) -> bool:

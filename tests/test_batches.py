@@ -561,6 +561,42 @@ def test_context_ids_are_those_whose_embedding_has_a_gradient(kind: str) -> None
     assert sorted(batch.context_ids().tolist()) == sorted(ids[expected].tolist())
 
 
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_padding_that_the_loss_counts_is_read(kind: str) -> None:
+    model = (tiny_llama() if kind == "causal" else tiny_bert_mlm(dropout=0.0)).eval()
+    ids = torch.randint(5, 50, (3, 7))
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = mask[1, 6:] = 0
+    ids[mask == 0] = 3
+    labels = ids.clone()
+    labels[2, :5] = -100
+    batch = TokenBatch(ids, labels, mask, kind)
+    expected = _hangs_on(model, batch, attention_mask=mask, labels=labels)
+    assert bool((expected & (mask == 0)).any())
+    assert sorted(batch.context_ids().tolist()) == sorted(ids[expected].tolist())
+
+
+def test_a_packed_texts_last_token_hangs_on_no_label_of_the_next() -> None:
+    """Only where attention is said to stay inside: positions alone do not say so."""
+    ids = torch.randint(5, 50, (1, 10))
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 0, 1]])
+    labels = ids.masked_fill(places == 0, -100)
+    text = (places == 0).cumsum(1)
+    inside = (text[:, :, None] == text[:, None]).tril()[:, None]
+    model = tiny_llama().eval()
+    for ignored in (0, 2, 9):
+        labels[:, ignored] = -100
+        batch = {"input_ids": ids, "labels": labels, "position_ids": places}
+        whole = _hangs_on(model, read_batch(batch, "causal"), labels=labels)
+        assert torch.equal(read_batch(batch, "causal").context_mask(), whole)
+        packed = adapted({**batch, "attention_mask": inside}, batch)
+        expected = _hangs_on(
+            model, packed, labels=labels, position_ids=places, attention_mask=inside
+        )
+        assert torch.equal(packed.context_mask(), expected)
+        assert sorted(packed.context_ids().tolist()) == sorted(ids[expected].tolist())
+
+
 def test_context_ids_of_other_kinds() -> None:
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
     labels = torch.tensor([[11, 12, 13, -100], [-100] * 4])
@@ -608,6 +644,16 @@ def test_the_adapter_that_is_shown_reads_the_batch() -> None:
     assert adapted(nested, nested).input_ids is ids
     assert adapted(nested, nested).attention_mask is mask
     assert adapted(nested, nested).labels is nested["target"]["y"]
+
+
+def test_a_mask_of_attention_scores_is_no_attention_mask() -> None:
+    ids = torch.arange(6).view(2, 3)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.zeros(2, 1, 3, 3)}
+    found = adapted(batch, batch)
+    assert found.input_ids is ids
+    assert found.attention_mask is None
+    padded = {**batch, "padding_mask": torch.ones(2, 3)}
+    assert adapted(padded, padded).attention_mask is padded["padding_mask"]
 
 
 def test_where_no_field_is_known_its_place_is_shown() -> None:

@@ -15,6 +15,7 @@ from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.attention import WIDTHS, AttentionMembership
 from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.insertion import insert
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.auditing import audit_canaries
@@ -226,6 +227,19 @@ def test_batches_without_a_mask_and_of_several_lengths(tmp_path):
     monitor = LeakageMonitor(Recording(), every_n_steps=1)
     fit_with(rows, monitor, tmp_path, NoMask(tiny_gpt2().train()))
     assert (monitor.failures, monitor.latest[AUC]) == (0, 1)
+
+
+@pytest.mark.parametrize("attack", [Recording, GradientMembership])
+def test_rows_without_a_label_are_not_asked_for(attack, tmp_path):
+    """Such a row has no part in the gradient: as a member it would make a sure attack a coin."""
+    rows = list(random_token_loader(32))
+    for batch in rows:
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][1::2] = -100
+    monitor = LeakageMonitor(attack(), every_n_steps=2)
+    fit_with(rows, monitor, tmp_path, still())
+    assert monitor.failures == 0
+    assert monitor.latest[f"leakage/{monitor.attacks[0].name}/auc"] == 1
 
 
 # ---- stages and defences ------------------------------------------------------------------------

@@ -92,9 +92,42 @@ def test_nothing_held_out_is_none_and_nothing_to_ask_for_is_an_error():
     assert Deal(4, causal=True).targets(inside, Rows.of([batch(B, A)]), generator()) is None
     short = Rows.of([batch([3], [4])])
     assert Deal(4, causal=True).targets(inside, short, generator()) is None
-    with pytest.raises(NoTargets, match="two tokens"):
+    with pytest.raises(NoTargets, match="no sentence of the batch has a token before a label"):
         Deal(4, causal=True).targets(short, inside, generator())
     assert Deal(4, causal=False).targets(short, inside, generator()) is not None
+
+
+def labelled(kind, texts, labels):
+    rows = batch(*texts)
+    return TokenBatch(rows.input_ids, torch.tensor(labels), rows.attention_mask, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels"),
+    [
+        ("causal", [[-100, 2, -100, -100], [4, -100, -100, -100], [-100, 2, -100, 9]]),
+        ("masked", [[-100, 2, -100, -100], [-100] * 4, [1, -100, -100, -100]]),
+        ("seq2seq", [[7, -100], [-100, -100], [7, 7]]),
+        ("classifier", [1, -100, 0]),
+        ("classifier", [[1, 0, 1, -100], [-100] * 4, [-100, 0, -100, -100]]),
+    ],
+)
+def test_a_row_without_a_label_is_no_member_and_no_other(kind, labels):
+    """A first label of a causal row counts for nothing, nor does what padding predicts."""
+    inside = Rows.of([labelled(kind, (A, B, C), labels)])
+    outside = Rows.of([batch(B, D, E, [7, 7])])
+    targets = Deal(16, causal=kind == "causal").targets(inside, outside, generator())
+    members = [text for text, m in zip(words(targets.rows), targets.members, strict=True) if m]
+    assert sorted(members) == sorted([A, C])
+    assert B not in words(targets.rows)
+    if kind == "causal":  # the token before the last label, which is before the last token in A
+        assert targets.positions[targets.members].tolist() == [0, 0]
+
+
+def test_a_batch_without_any_label_is_unknown():
+    inside = Rows.of([labelled("causal", (A, B), [[-100] * 4] * 2)])
+    with pytest.raises(NoTargets, match="no sentence of the batch has a token before a label"):
+        Deal(16, causal=True).targets(inside, Rows.of([batch(D)]), generator())
 
 
 def test_a_row_stays_as_it_stands_in_its_batch():

@@ -20,7 +20,6 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 pytest.importorskip("opacus")
 
-pytestmark = pytest.mark.slow
 DELTA = 1e-5
 LIKE = {"a": torch.zeros(3, 2), "b": torch.zeros(4)}
 ONCE = (Phase.explicit, Phase.generate)
@@ -208,7 +207,10 @@ def test_who_withholds_sends_what_nan_sends():
     assert torch.equal(long(a), long(b))
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(
+    "sigma",
+    [pytest.param(0.5, marks=pytest.mark.slow), 1.0, pytest.param(2.0, marks=pytest.mark.slow)],
+)
 def test_a_planted_client_is_found_as_often_as_the_law_says(sigma):
     """AUC of the best test, of a client that is there or not: Phi(1 / (sigma sqrt 2))."""
     n, games = 4, 1200
@@ -249,6 +251,7 @@ def theirs(kind, event, rounds, replace=False, orders=None):
     return account.get_epsilon(DELTA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prv", "rdp"])
 @pytest.mark.parametrize(("sigma", "rate", "rounds"), [(0.8, 0.1, 20), (3, 1, 40)])
 def test_poisson_rounds_cost_what_google_says(kind, sigma, rate, rounds):
@@ -304,6 +307,7 @@ def theorem_27(sigma, rate, order):
         return float(min(mp.log(total) / (order - 1), ratio * order / 2))
 
 
+@pytest.mark.slow
 @given(
     sigma=st.floats(0.3, 60), rate=st.floats(1e-4, 0.999), order=st.sampled_from((2, 3, 8, 33, 64))
 )
@@ -313,6 +317,7 @@ def test_renyi_divergence_without_replacement_is_theorem_27(sigma, rate, order):
     assert found == pytest.approx(theorem_27(sigma, rate, order), rel=1e-9)
 
 
+@pytest.mark.slow
 @given(sigma=st.floats(0.3, 60), rate=st.floats(1e-4, 0.999))
 @settings(max_examples=40, deadline=None, phases=ONCE)
 def test_drawing_a_fixed_number_never_costs_more_than_taking_all(sigma, rate):
@@ -356,6 +361,7 @@ def test_pld_of_a_fixed_number_is_refused():
         dp(sampling="fixed", per_round=2, accountant="prv")
 
 
+@pytest.mark.slow
 def test_noise_is_found_from_a_target():
     for more in (
         {},
@@ -542,6 +548,7 @@ def test_who_adds_the_noise_is_held_to_it():
         dp(trust="local").mean({0: update(0)}, LIKE)
 
 
+@pytest.mark.slow
 def test_it_is_no_defence_of_a_trainers_steps(tmp_path):
     from tests.callbacks.runs import fit
 

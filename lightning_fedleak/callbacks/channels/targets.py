@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch, before_last
 from lightning_fedleak.callbacks.channels.base import NoTargets
 from lightning_fedleak.callbacks.results import Waiting
 from lightning_fedleak.canaries import CanarySet
@@ -100,7 +100,8 @@ class Rows:
         ids: (N, L) int64; where there is no token whatever the batch holds there.
         real: (N, L) bool.
         masked: the batches came with attention masks.
-        labels: (N, L) bool, tokens that the loss of a causal model counts as labels; of others all.
+        labels: (N, L) bool, tokens that the loss of a causal model counts as labels; of other
+            models all of a row that has a label.
     """
 
     ids: Tensor
@@ -129,8 +130,10 @@ class Rows:
             kept = torch.ones_like(batch.input_ids) if mask is None else mask
             real.append(functional.pad(kept != 0, more))
             counted = torch.ones_like(batch.input_ids, dtype=torch.bool)
-            if batch.kind == "causal" and batch.labels is not None:
-                counted = batch.labels != IGNORE_INDEX
+            if batch.labels is not None:
+                asked = (batch.labels != IGNORE_INDEX).to(counted.device)
+                some = asked.reshape(len(counted), -1).any(1, keepdim=True)
+                counted = asked if batch.kind == "causal" else some.expand_as(counted)
             labels.append(functional.pad(counted, more, value=True))
         masked = any(b.attention_mask is not None for b in batches)
         return cls(torch.cat(ids), torch.cat(real), masked, torch.cat(labels))
@@ -176,13 +179,10 @@ class Rows:
         return [tuple(i for i, r in zip(ids, real, strict=True) if r) for ids, real in rows]
 
     def askable(self, special: frozenset[int], *, causal: bool) -> Tensor:
-        """(N, L) bool: tokens that may be asked for, see :class:`Deal`."""
+        """(N, L) bool: tokens that may be asked for, see :class:`Deal`; none without a label."""
         marked = torch.tensor(sorted(special), dtype=torch.int64, device=self.ids.device)
         free = self.real & ~torch.isin(self.ids, marked)
-        if causal:
-            behind = self.real.flip(1).cumsum(1).flip(1) - self.real.long()
-            free &= behind > 0
-        return free
+        return free & (before_last(self.real & self.labels) if causal else self.labels)
 
     def query(self, positions: Tensor) -> Query:
         """As an attack gets them: where there is no token the id is 0, whoever padded."""
@@ -228,10 +228,11 @@ class Targets:
 class Deal:
     """How targets are drawn.
 
-    The token asked for is, in a causal model, the last one that predicts another (behind the last
+    The token asked for is, in a causal model, the last one that predicts a label (behind the last
     one the loss looks away, so that nothing of it would be in a gradient), in other models a
-    random one. None that marks the beginning or the end of every text: early layers make much the
-    same state of it in all of them.
+    random one. A row without a label has no gradient: it is neither asked for as a member, nor as
+    one that is not in the batch. None that marks the beginning or the end of every text: early
+    layers make much the same state of it in all of them.
 
     Attributes:
         most: sentences of the batch, at most, and as many others.
@@ -276,7 +277,7 @@ class Deal:
         members = {text[i]: i for i in asked if long_enough[i]}
         others = {text[i]: i for i in range(n, len(both)) if long_enough[i] and text[i] not in held}
         if not members:
-            needed = "two tokens" if self.causal else "a token"
+            needed = "a token before a label" if self.causal else "a token, and a label,"
             aside = " besides special ones" if self.special else ""
             raise NoTargets(
                 f"no sentence of the batch has {needed}{aside}, so that none can be asked for"

@@ -215,3 +215,23 @@ def test_where_positions_fill_all_directions_nothing_is_told_apart() -> None:
     assert not bool(atoms.usable.any())
     assert bool(atoms.screen.isfinite().all())
     assert measured(atoms, 4, seconds=0.1).types == 0
+
+
+@pytest.mark.parametrize("types", [6, 20])
+@pytest.mark.parametrize("units", [5.0, 12.0, 36.0])
+def test_what_the_right_types_leave_above_the_noise_is_not_certified(
+    types: int, units: float
+) -> None:
+    """A certificate is for rows that are explained to the rounding, not to 40 times of it."""
+    rows = dictionary()
+    gradient, truth = planted(rows, types, 8, seed=types)
+    shared = SharedRows.of([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
+    g = torch.Generator().manual_seed(7)
+    beyond = torch.randn(shared.whole.shape, generator=g, dtype=torch.float64)
+    spoilt = SharedRows(shared.whole + units * beyond, shared.kept, exact=True)
+    odds = torch.full((len(rows),), math.log(20 / V))
+    for what, certified in ((shared, True), (spoilt, False)):
+        found = explain(Atoms(rows, NOTHING), what, odds)
+        assert set(found.types.tolist()) >= set(truth.tolist())
+        assert found.certified == certified
+        assert (found.residual > 4) != certified

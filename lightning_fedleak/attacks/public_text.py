@@ -33,6 +33,10 @@ def sampled_once() -> Iterator[None]:
         _kept.reset(token)
 
 
+class MissingText(ValueError):
+    """An attack that applies has nothing to be calibrated on, which an argument would give it."""
+
+
 class PublicText:
     """Text the adversary owns, as token ids.
 
@@ -158,7 +162,9 @@ class PublicText:
             labels = target.masked_fill(~present, IGNORE_INDEX)
         elif kind == "masked":
             if mask_token_id is None:
-                raise ValueError("a masked language model needs mask_token_id (the tokenizer's)")
+                raise MissingText(
+                    "a masked language model needs mask_token_id: pass its tokenizer="
+                )
             hidden = _masked_positions(real, mask_rate, generator)
             labels = input_ids.masked_fill(~hidden, IGNORE_INDEX)
             input_ids = input_ids.masked_fill(hidden, mask_token_id)
@@ -307,9 +313,9 @@ def _sampled(
     anatomy: Anatomy, n: int, length: int, seed: int, start_token_id: int | None
 ) -> list[Tensor]:
     if anatomy.kind != "causal":
-        raise ValueError(
+        raise MissingText(
             f"text can be sampled from a causal language model only, not from a {anatomy.kind!r} "
-            "one: give public text instead"
+            "one: pass public_text=, texts like the clients'"
         )
     if n < 1 or length < 2:
         raise ValueError(f"sampling needs n >= 1 and length >= 2, got n={n}, length={length}")

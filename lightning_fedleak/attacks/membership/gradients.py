@@ -91,6 +91,7 @@ class GradientMembership(PassiveMembership):
     default_name = "gradient_membership"
     needs_float64 = True
     reads_adaptive_updates = True
+    reads_clipped = True
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ from lightning_fedleak.attacks.base import (
     RunFacts,
     UnusableObservation,
 )
+from lightning_fedleak.attacks.clipping import check_uncut
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks.checks import Plan, gradient_plan, require_capabilities
 from lightning_fedleak.callbacks.results import (
@@ -166,6 +167,11 @@ class Run(ABC):
         """The sum over processes."""
         return value
 
+    @property
+    def clip_value(self) -> float | None:
+        """Size that entries of gradients are cut to before they are shared; None as far as known."""
+        return None
+
     def facts(self, plan: Plan, local_steps: int | None, step: int) -> RunFacts:
         """What an attack is told of this run, see :meth:`Attack.meet`.
 
@@ -191,6 +197,7 @@ class Run(ABC):
             local_steps=local_steps,
             defended=frozenset(defended),
             step=step,
+            clip_value=self.clip_value,
         )
 
     def _settings(self, plan: Plan) -> Mapping[str, Any]:
@@ -249,6 +256,18 @@ class TrainerRun(Run):
     def precision(self) -> str:
         """The Trainer's."""
         return str(self.trainer.precision)
+
+    @property
+    def clip_value(self) -> float | None:
+        """The Trainer's, unless the module clips itself, or DDP has reduced what is shared."""
+        trainer = self.trainer
+        value = float(trainer.gradient_clip_val or math.inf)
+        clips = [kind.configure_gradient_clipping for kind in both("core.LightningModule")]
+        by_value = trainer.gradient_clip_algorithm == "value" and value < math.inf
+        separated = getattr(trainer.strategy, "separates_stages", False)
+        reduced_before = self.under_ddp and self.client == "rank" and not separated
+        own = type(trainer.lightning_module).configure_gradient_clipping not in clips
+        return value if by_value and not own and not reduced_before else None
 
     @property
     def tokenizers(self) -> Sequence[Any]:
@@ -639,7 +658,7 @@ class Channel(ABC):
         for plan in mine:
             first, *others = self.series_at(plan.attack, moment.wanted)
             if first not in moment.look.said:
-                moment.look.said[first] = guess(plan, view)
+                moment.look.said[first] = guess(plan, view, self.run)
             for series in others:
                 moment.look.said.setdefault(series, moment.look.said[first])
 
@@ -670,7 +689,7 @@ def family_of(attack: Attack) -> type[Channel]:
 
 
 def guess(
-    plan: Plan, view: GradientSnapshot | Unknown, query: Query | None = None
+    plan: Plan, view: GradientSnapshot | Unknown, run: Run, query: Query | None = None
 ) -> Guess | Unknown | Waiting:
     """What an attack says of gradients, or why it says nothing (yet)."""
     if isinstance(view, Unknown):
@@ -686,6 +705,8 @@ def guess(
     if absent:
         return Unknown(f"no gradient of {', '.join(absent)} in this step")
     try:
+        if not plan.attack.reads_clipped:
+            check_uncut(view, plan.roles, run.facts(plan, None, view.step))
         with torch.no_grad():
             return plan.attack.run(Observation((view,)), query)
     except NotYet as error:

@@ -121,8 +121,8 @@ class Attack(ABC):
     """Whether it reads weight changes that are no sums of gradients, as Adam's are, or says why it
     does not; else there is no result where such are shared."""
     reads_clipped: ClassVar[bool] = False
-    """Whether it reads gradients whose entries clipping by value has cut to one size, or says why it
-    does not; else there is no result where such are shared."""
+    """Whether it reads gradients whose entries clipping by value has cut to one size, or says why
+    it does not; else there is no result where such are shared."""
     restores_fully: ClassVar[bool] = True
     """Whether :meth:`state_dict` holds all that :meth:`prepare` finds, so that it need not run."""
 

@@ -20,6 +20,7 @@ Sampled = Literal["sampled"]
 """Text that a causal model writes itself."""
 
 
+_TEXTS, _LENGTH = 256, 64  # of sampled text: a calibration of 12,000 tokens draws on all of it
 _kept: ContextVar[dict[Hashable, PublicText] | None] = ContextVar("_kept", default=None)
 
 
@@ -249,9 +250,17 @@ class PublicText:
 
     @classmethod
     def given_or_sampled(
-        cls, given: PublicText | Sampled, anatomy: Anatomy, seed: int = 0
+        cls,
+        given: PublicText | Sampled,
+        anatomy: Anatomy,
+        seed: int = 0,
+        *,
+        or_tokens: bool = False,
     ) -> PublicText:
         """``given`` itself; for ``"sampled"``, 256 texts of up to 64 tokens by the model.
+
+        With ``or_tokens`` random frequent tokens where a model writes no text: of an
+        encoder-decoder independent ones for source and target, of a masked model as texts.
 
         What an attack calls in ``prepare``, so that a config file can ask for sampled text before
         there is a model to sample from.
@@ -263,7 +272,44 @@ class PublicText:
             return given
         if given != "sampled":
             raise ValueError(f"public_text must be a PublicText or 'sampled', got {given!r}")
-        return cls.sampled_from(anatomy, n=256, length=64, seed=seed)
+        if or_tokens and anatomy.kind in ("seq2seq", "masked"):
+            generator = torch.Generator().manual_seed(seed)
+            sizes = [None] if anatomy.kind == "masked" else [None, anatomy.vocab_size]
+            drawn = [
+                frequent_tokens(anatomy, _TEXTS, _LENGTH, generator, size).tolist()
+                for size in sizes
+            ]
+            return cls(drawn[0], targets=drawn[-1] if len(drawn) > 1 else None)
+        return cls.sampled_from(anatomy, n=_TEXTS, length=_LENGTH, seed=seed)
+
+
+def frequent_tokens(
+    anatomy: Anatomy,
+    rows: int,
+    length: int,
+    generator: torch.Generator,
+    size: int | None = None,
+) -> Tensor:
+    """Random token ids (rows, length), frequent ones more often; no marks such as padding.
+
+    Tokenizers number tokens by how frequent they are, roughly: id i has odds of 1 / (10 + i).
+
+    Args:
+        anatomy: the model.
+        rows: texts.
+        length: tokens of each.
+        generator: CPU generator.
+        size: of the vocabulary; by default that of what the model reads.
+    """
+    config = getattr(anatomy.model, "config", None)
+    size = size or getattr(config, "vocab_size", None) or anatomy.vocab_size
+    weights = 1 / (10.0 + torch.arange(size))
+    for mark in ("pad", "bos", "eos", "decoder_start"):
+        number = getattr(config, f"{mark}_token_id", None)
+        if isinstance(number, int) and 0 <= number < len(weights):
+            weights[number] = 0.0
+    drawn = torch.multinomial(weights, rows * length, replacement=True, generator=generator)
+    return drawn.view(rows, length)
 
 
 Given = PublicText | Sampled | Sequence[str] | Sequence[Sequence[int]]

@@ -110,7 +110,8 @@ class AlignedFlatChat(Attack):
 
     Args:
         public_text: text like what the clients train on, or ``"sampled"``: text that a causal
-            model writes itself. Strings and token ids are taken too (strings with ``tokenizer``).
+            model writes itself, of other models random frequent tokens. Strings and token ids are
+            taken too (strings with ``tokenizer``).
         tokenizer: for strings; its ``mask_token_id`` serves a masked language model.
         readout: ``"learned"`` or ``"sign"``.
         n_directions: clusters of hidden states that rows are projected on (learned).
@@ -272,11 +273,14 @@ class AlignedFlatChat(Attack):
             n_directions=self.n_directions,
         )
 
+    def _text(self, anatomy: Anatomy) -> PublicText:
+        return PublicText.given_or_sampled(self.public_text, anatomy, self.seed, or_tokens=True)
+
     def _public_batches(
         self, anatomy: Anatomy, generator: torch.Generator
     ) -> Callable[[int], TokenBatch]:
         """Public batches of any of the lengths, within a bound on their tokens."""
-        text = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+        text = self._text(anatomy)
         lengths = self._lengths(anatomy)
 
         def batch(texts: int) -> TokenBatch:
@@ -551,7 +555,7 @@ class AlignedFlatChat(Attack):
     def _batches(self, anatomy: Anatomy, tokens: int) -> list[TokenBatch]:
         """Public batches of each length, about ``tokens`` tokens in all, no text used twice."""
         generator = torch.Generator().manual_seed(self.seed)
-        text = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+        text = self._text(anatomy)
         if anatomy.kind == "causal":
             text = text.opened_both_ways()
         lengths = self._lengths(anatomy)

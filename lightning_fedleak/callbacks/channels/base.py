@@ -169,7 +169,7 @@ class Run(ABC):
 
     @property
     def clip_value(self) -> float | None:
-        """Size that entries of gradients are cut to before they are shared; None as far as known."""
+        """Size that entries of gradients are cut to before they are shared; None if not known."""
         return None
 
     def facts(self, plan: Plan, local_steps: int | None, step: int) -> RunFacts:

@@ -17,6 +17,8 @@ lora`` the B of a LoRA of ``--rank`` on the head, at its start.
 
 ``--noise`` adds Gaussian noise to every coordinate, its standard deviation in units of what one
 token puts into a row (the mean norm of the hidden states over the number of tokens).
+``--clip-value`` cuts every entry to that size, as a Trainer with gradient_clip_algorithm="value"
+does, and says so to the attacks.
 
 ``blind-oracle`` is what no gradient is needed for: the types that are most frequent in the public
 text, as many as there really were. An attack that does no better has read nothing.
@@ -48,7 +50,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, find_anatomy
-from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.attacks.base import RunFacts, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
@@ -160,6 +162,7 @@ def composed_batches(
     pool: int,
     noise: float = 0.0,
     whole: bool = False,
+    clip_value: float | None = None,
 ):
     """(gradient, types) of ``count`` batches from a pool of sentences, distinct within a batch."""
     size, length = shape
@@ -172,7 +175,7 @@ def composed_batches(
     weight, bias = head_of(anatomy)
     for _ in range(count):
         chosen = parts.of(torch.randperm(parts.n_sentences, generator=generator)[:size])
-        gradient = chosen.gradient(weight, bias)
+        gradient = chosen.clipped(weight, bias, None, clip_value)
         if noise:
             one_token = chosen.read.norm(dim=1).mean() / len(chosen.labels)
             gradient += noise * one_token * torch.randn(gradient.shape, generator=generator)
@@ -251,6 +254,7 @@ def runners(names, anatomy, public: PublicText, args):
             lengths=args.lengths,
             seed=args.seed,
         )
+        attack.meet(RunFacts(clip_value=args.clip_value))
         attack.prepare(anatomy)
         seconds[name] = attack.calibration_seconds
         made[name] = lambda view, truth, attack=attack: attack.run(view)
@@ -307,6 +311,7 @@ def main() -> None:
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--label-smoothing", type=float, default=0.0)
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0], help="see above")
+    parser.add_argument("--clip-value", type=float, help="see above")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -316,6 +321,8 @@ def main() -> None:
         parser.error("--surface lora goes with neither --local-steps nor --label-smoothing")
     if any(args.noise) and (args.local_steps or args.label_smoothing):
         parser.error("--noise goes with neither --local-steps nor --label-smoothing")
+    if args.clip_value is not None and (args.local_steps or args.label_smoothing):
+        parser.error("--clip-value goes with neither --local-steps nor --label-smoothing")
     names = args.attacks.split(",")
     if args.whole and (args.local_steps or args.label_smoothing):
         parser.error("--whole goes with neither --local-steps nor --label-smoothing")
@@ -354,7 +361,15 @@ def main() -> None:
             )
         else:
             batches = composed_batches(
-                anatomy, private, shape, args.batches, args.seed, args.pool, noise, args.whole
+                anatomy,
+                private,
+                shape,
+                args.batches,
+                args.seed,
+                args.pool,
+                noise,
+                args.whole,
+                args.clip_value,
             )
         scores = {name: [] for name in names}
         for gradient, truth, options in batches:

@@ -90,6 +90,8 @@ class RunFacts:
         local_steps: optimizer steps whose weight change is shared; None where single gradients are.
         defended: what the run's defences rewrite.
         step: optimizer step that the fit begins at; not 0 where it was resumed.
+        clip_value: size that entries of a step's gradient are cut to before it is shared; None
+            where they are not cut, or it is not known.
     """
 
     precision: str | None = None
@@ -99,6 +101,7 @@ class RunFacts:
     local_steps: int | None = None
     defended: frozenset[Literal["gradients", "batches", "activations"]] = frozenset()
     step: int = 0
+    clip_value: float | None = None
 
 
 class Attack(ABC):
@@ -120,6 +123,9 @@ class Attack(ABC):
     removes_loss_terms: ClassVar[bool] = False
     """Whether it takes off what a loss term of a parameter alone adds to its gradient
     (``snapshot.loss_terms``), or says why it cannot; else there is no result behind one."""
+    reads_clipped: ClassVar[bool] = False
+    """Whether it reads gradients whose entries clipping by value has cut to one size, or says why
+    it does not; else there is no result where such are shared."""
     restores_fully: ClassVar[bool] = True
     """Whether :meth:`state_dict` holds all that :meth:`prepare` finds, so that it need not run."""
 

@@ -69,11 +69,13 @@ class LocalSteps:
         optimizer: of torch.optim.
         settings: its arguments.
         steps: of a round.
+        clip_value: size that entries of each step's gradient are cut to; None where none are.
     """
 
     optimizer: type[Optimizer]
     settings: Mapping[str, Any]
     steps: int
+    clip_value: float | None = None
 
     @classmethod
     def of(cls, facts: RunFacts) -> LocalSteps | None:
@@ -100,7 +102,7 @@ class LocalSteps:
             settings["lr"] = given.get("initial_lr", 0.0)
         if settings.get("lr") == 0.0:
             del settings["lr"]
-        return cls(kind, settings, facts.local_steps)
+        return cls(kind, settings, facts.local_steps, facts.clip_value)
 
     @property
     def linear(self) -> bool:
@@ -232,6 +234,7 @@ class LocalSteps:
         return {
             "optimizer": self.optimizer.__name__,
             "steps": self.steps,
+            "clip_value": self.clip_value,
             **{f"optimizer_{name}": value for name, value in self.settings.items()},
         }
 

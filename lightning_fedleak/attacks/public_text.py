@@ -20,6 +20,7 @@ Sampled = Literal["sampled"]
 """Text that a causal model writes itself."""
 
 
+_TEXTS, _LENGTH = 256, 64  # of sampled text: a calibration of 12,000 tokens draws on all of it
 _kept: ContextVar[dict[Hashable, PublicText] | None] = ContextVar("_kept", default=None)
 
 
@@ -31,6 +32,10 @@ def sampled_once() -> Iterator[None]:
         yield
     finally:
         _kept.reset(token)
+
+
+class MissingText(ValueError):
+    """An attack that applies has nothing to be calibrated on, which an argument would give it."""
 
 
 class PublicText:
@@ -158,7 +163,9 @@ class PublicText:
             labels = target.masked_fill(~present, IGNORE_INDEX)
         elif kind == "masked":
             if mask_token_id is None:
-                raise ValueError("a masked language model needs mask_token_id (the tokenizer's)")
+                raise MissingText(
+                    "a masked language model needs mask_token_id: pass its tokenizer="
+                )
             hidden = _masked_positions(real, mask_rate, generator)
             labels = input_ids.masked_fill(~hidden, IGNORE_INDEX)
             input_ids = input_ids.masked_fill(hidden, mask_token_id)
@@ -243,9 +250,18 @@ class PublicText:
 
     @classmethod
     def given_or_sampled(
-        cls, given: PublicText | Sampled, anatomy: Anatomy, seed: int = 0, *, n: int = 256
+        cls,
+        given: PublicText | Sampled,
+        anatomy: Anatomy,
+        seed: int = 0,
+        *,
+        n: int = 256,
+        or_tokens: bool = False,
     ) -> PublicText:
         """``given`` itself; for ``"sampled"``, ``n`` texts of up to 64 tokens by the model.
+
+        With ``or_tokens`` random frequent tokens where a model writes no text: of an
+        encoder-decoder independent ones for source and target, of a masked model as texts.
 
         What an attack calls in ``prepare``, so that a config file can ask for sampled text before
         there is a model to sample from.
@@ -257,7 +273,43 @@ class PublicText:
             return given
         if given != "sampled":
             raise ValueError(f"public_text must be a PublicText or 'sampled', got {given!r}")
-        return cls.sampled_from(anatomy, n=n, length=64, seed=seed)
+        if or_tokens and anatomy.kind in ("seq2seq", "masked"):
+            generator = torch.Generator().manual_seed(seed)
+            sizes = [None] if anatomy.kind == "masked" else [None, anatomy.vocab_size]
+            drawn = [
+                frequent_tokens(anatomy, n, _LENGTH, generator, size).tolist() for size in sizes
+            ]
+            return cls(drawn[0], targets=drawn[-1] if len(drawn) > 1 else None)
+        return cls.sampled_from(anatomy, n=n, length=_LENGTH, seed=seed)
+
+
+def frequent_tokens(
+    anatomy: Anatomy,
+    rows: int,
+    length: int,
+    generator: torch.Generator,
+    size: int | None = None,
+) -> Tensor:
+    """Random token ids (rows, length), frequent ones more often; no marks such as padding.
+
+    Tokenizers number tokens by how frequent they are, roughly: id i has odds of 1 / (10 + i).
+
+    Args:
+        anatomy: the model.
+        rows: texts.
+        length: tokens of each.
+        generator: CPU generator.
+        size: of the vocabulary; by default that of what the model reads.
+    """
+    config = getattr(anatomy.model, "config", None)
+    size = size or getattr(config, "vocab_size", None) or anatomy.vocab_size
+    weights = 1 / (10.0 + torch.arange(size))
+    for mark in ("pad", "bos", "eos", "decoder_start"):
+        number = getattr(config, f"{mark}_token_id", None)
+        if isinstance(number, int) and 0 <= number < len(weights):
+            weights[number] = 0.0
+    drawn = torch.multinomial(weights, rows * length, replacement=True, generator=generator)
+    return drawn.view(rows, length)
 
 
 Given = PublicText | Sampled | Sequence[str] | Sequence[Sequence[int]]
@@ -307,9 +359,9 @@ def _sampled(
     anatomy: Anatomy, n: int, length: int, seed: int, start_token_id: int | None
 ) -> list[Tensor]:
     if anatomy.kind != "causal":
-        raise ValueError(
+        raise MissingText(
             f"text can be sampled from a causal language model only, not from a {anatomy.kind!r} "
-            "one: give public_text="
+            "one: pass public_text=, texts like the clients'"
         )
     if n < 1 or length < 2:
         raise ValueError(f"sampling needs n >= 1 and length >= 2, got n={n}, length={length}")

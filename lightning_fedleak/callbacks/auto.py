@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query
+from lightning_fedleak.attacks.public_text import frequent_tokens
 from lightning_fedleak.attacks.words.public_gradients import (
     begun,
     gradient_of,
@@ -110,12 +111,8 @@ def look_seconds(
 
 
 def _tokens(anatomy: Anatomy, rows: int, generator: torch.Generator) -> Tensor:
-    config = getattr(anatomy.model, "config", None)
     length = min(_LENGTH, context_length(anatomy) or _LENGTH)
-    size = getattr(config, "vocab_size", None) or anatomy.vocab_size
-    weights = 1 / (10.0 + torch.arange(size))
-    drawn = torch.multinomial(weights, rows * length, replacement=True, generator=generator)
-    return drawn.view(rows, length)
+    return frequent_tokens(anatomy, rows, length, generator)
 
 
 # ---- the table ------------------------------------------------------------------------------

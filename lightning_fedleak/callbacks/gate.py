@@ -488,9 +488,13 @@ class RiskGate(EitherCallback):
             at_least = values.get(f"{self.metric}_at_least", math.nan)
             if at_least > self.at_most:
                 name, value = f"{self.metric}_at_least", at_least
+            elif self.bound == "upper" and monitor.untested(self.metric):
+                watched = dict.fromkeys(watched, math.nan)  # what is not played may read more
         else:  # what is unknown then is of methods that do not apply
             watched = {n: v for n, v in watched.items() if not math.isnan(v)}
-        return _Seen(name, value, watched, next((n for n, v in watched.items() if v == value), ""))
+        of = next((n for n, v in watched.items() if v == value), "")
+        why = monitor.untested(self.metric) if math.isnan(value) else ""
+        return _Seen(name, value, watched, of, why)
 
     def _judge(self, seen: _Seen) -> bool:
         """Whether to act on one more look."""
@@ -504,7 +508,8 @@ class RiskGate(EitherCallback):
                     self._evidence[name].update(value)
             self.verdict = self._verdict_of(self._evidence)
             shown = self.verdict.fires
-            unknown = any(math.isnan(value) for value in seen.watched.values())
+            unknown |= seen.name != self.metric  # what is read at least, of a worst that is unknown
+            unknown |= any(math.isnan(value) for value in seen.watched.values())
             breach = unknown and self.strict and self.bound == "lower"
         if breach:
             self._breaches += 1

@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.attacks.auto import of_any_adversary
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.public_text import sampled_once
+from lightning_fedleak.attacks.public_text import MissingText, sampled_once
 from lightning_fedleak.callbacks.auto import ROWS, Row, in_short, look_seconds, reads_of
 from lightning_fedleak.callbacks.cache import CalibrationCache, hash_of_weights
 from lightning_fedleak.callbacks.channels.base import Channel, Run, family_of, reason
@@ -74,6 +74,7 @@ class Lineup:
         self._choosing = choosing
         self._most_seconds = most_seconds
         self._refused = dict(refused)
+        self._without_text: set[str] = set()
         self._ever_exposed: set[str] = set()
         self._cache = cache
         self._weights: str | None = None
@@ -102,6 +103,8 @@ class Lineup:
         except ValueError as error:
             if not self._choosing:
                 raise
+            if isinstance(error, MissingText):
+                self._without_text.add(attack.name)
             self._refused.setdefault(attack.name, in_short(attack.name, str(error)))
         except Exception as error:
             if not self._choosing:
@@ -113,6 +116,16 @@ class Lineup:
                 "forward must take input_ids (B, L) and return logits (B, L, vocabulary). Where it "
                 f"cannot, list the attacks that read this model: {watcher}([BagOfWords()]), say"
             ) from error
+
+    @property
+    def untested(self) -> dict[str, str]:
+        """Families of which an attack that applies is not played for want of text, and why."""
+        return {
+            c.family: f"'{a.name}', which applies, is not played: {self._refused[a.name]}"
+            for c in self._channels
+            for a in c.given
+            if a.name in self._without_text
+        }
 
     @property
     def exposed(self) -> list[Plan]:

@@ -133,7 +133,9 @@ class LeakageMonitor(EitherCallback):
 
     **The worst.** ``leakage/worst/<family>`` is the highest headline of a family's attacks at a
     look (F1 of words, AUC of membership, token accuracy of texts): unknown where one of them is
-    unknown, though it applies, and where something is trained of which none of them reads anything.
+    unknown, though it applies, or is not played for want of ``public_text`` (unless another is
+    certified, or reads all), and where something is trained of which none of them reads anything.
+    What is known then is ``leakage/worst/<family>_at_least``.
 
     Args:
         attacks: the attacks, each with a name of its own, in all monitors of a run (Lightning
@@ -432,6 +434,10 @@ class LeakageMonitor(EitherCallback):
             return ()
         return self._results.headlines(family)
 
+    def untested(self, name: str) -> str:
+        """Which attack on the family of ``leakage/worst/<family>`` lacks text; empty: none does."""
+        return self._results.untested.get(name.removeprefix(f"{WORST}/"), "")
+
     def unread(self, name: str) -> str | None:
         """Why a logged value says nothing of what is shared now; None where it says something.
 
@@ -557,6 +563,7 @@ class LeakageMonitor(EitherCallback):
         self._fit.calibrate(restored)
         playing = lineup.playing
         self._results.playing = {s for s in self._series if s.attack in playing}
+        self._results.untested = lineup.untested
         if self.auto:
             writes = run.anatomy.kind == "causal" and not self._text_given
             auto.show(lineup.rows, lineup.unread, self.assume, writes=writes)

@@ -198,6 +198,8 @@ class Results:
     Attributes:
         playing: the series that have results in this fit.
         families: those of which the worst is logged.
+        untested: families of which an attack that applies is not played for want of text, and why:
+            their worst is unknown, unless another attack is certain.
         latest: the newest value by log name; NaN is unknown. Empty before the first look.
         look_values: the values of the newest look alone, by log name.
         pending: log names that have no value at the newest look, and will have one later.
@@ -213,6 +215,7 @@ class Results:
         self._channels = channels
         self._most_waited = most_waited
         self.playing = set(channels)
+        self.untested: Mapping[str, str] = {}
         self.reset_families()
         self._waits: dict[Series, int] = {}
         self._since: dict[Series, int] = {}
@@ -358,8 +361,11 @@ class Results:
             ]
             if family not in asked:
                 continue
-            values |= _worst(family, headline, of, shared, of_look=False)
-            now |= _worst(family, headline, of, shared, of_look=True)
+            complete = family not in self.untested or any(
+                o.extra.get("certified") == 1.0 for _, o in of if o.exposed
+            )
+            values |= _worst(family, headline, of, shared, complete, of_look=False)
+            now |= _worst(family, headline, of, shared, complete, of_look=True)
         self.failures += sum(outcome.unknown is not None for outcome in known.values())
         values |= beside
         values["monitor/failures"] = float(self.failures)
@@ -442,10 +448,14 @@ def _worst(
     headline: str,
     of: Sequence[tuple[str, Outcome]],
     shared: bool,
+    complete: bool,
     *,
     of_look: bool,
 ) -> dict[str, float]:
-    """The highest headline of a family, or what it is at least; nothing where none is played."""
+    """The highest headline of a family, or what it is at least; nothing where none is played.
+
+    Unknown where an attack that is not played may read more (not ``complete``).
+    """
     exposed = [(root, outcome) for root, outcome in of if outcome.exposed]
     name = f"{WORST}/{family}"
     if not of:
@@ -461,7 +471,7 @@ def _worst(
         if not math.isnan(value := values[f"{root}/{headline}"]):
             known.append(value)
     missing = any(o.unknown is not None and o.applies for _, o in exposed) or not known
-    if not missing and not waits:
+    if not missing and not waits and (complete or max(known) >= 1.0):
         return {name: max(known)}
     at_least = {f"{name}_at_least": max(known)} if known else {}
     return at_least if waits else {name: math.nan} | at_least

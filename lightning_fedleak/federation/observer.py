@@ -752,6 +752,7 @@ class RoundObserver:
             channel.follow([playing[a.name] for a in channel.attacks])
         series = _series(channels, stage)
         results = Results(series, most_waited=MAX_WAITS)
+        results.untested = self._lineup.untested
         results.begin()
         report = Report(
             self._boards(client),

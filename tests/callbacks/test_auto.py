@@ -21,7 +21,7 @@ from lightning_fedleak.attacks import AlignedFlatChat, PublicText, SubspaceWords
 from lightning_fedleak.callbacks.auto import Row, table
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
-from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
+from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama, t5
 from tests.callbacks.runs import assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_bert_classifier
@@ -261,10 +261,19 @@ def test_masked_models_need_text_for_what_calibrates(
     monitor = auto(public_text=None)
     with caplog.at_level(logging.INFO):
         run(tmp_path, monitor, module(bert))
-    assert "aligned_flatchat     not played: text can be sampled from a causal" in caplog.text
+    assert "not played: a masked language model needs mask_token_id: pass its tok" in caplog.text
+    assert "pass its tokenizer=" in monitor.untested(WORST)
     assert "Calibrated on text that the model writes itself" not in caplog.text
     assert monitor.latest[WORST] == 1
     assert {"subspace_words", "bias_sign"} <= attacks_in(monitor.latest)
+
+
+def test_an_encoder_decoder_is_calibrated_on_frequent_tokens(tmp_path: Path) -> None:
+    monitor = auto(public_text=None)
+    run(tmp_path, monitor, module(t5, optimizer="sgd"))
+    assert not monitor.untested(WORST)
+    assert monitor.latest["leakage/aligned_flatchat/f1"] >= 0.95
+    assert monitor.latest[WORST] >= 0.95
 
 
 def test_the_words_that_a_classifier_reads_are_counted(tmp_path: Path) -> None:

@@ -371,6 +371,7 @@ def look(gate, evidence_metric="auc", **monitor):
     gate._monitor = SimpleNamespace(
         **({"latest": {}, "look_values": {}, "pending": frozenset(), "last_step": 0} | monitor),
         unread=lambda name: None,
+        untested=lambda name: "",
         record_decision=lambda facts: None,
     )
     if gate._evidence is None and gate.bound != "value":

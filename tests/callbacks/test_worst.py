@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,9 +35,14 @@ def read(f1: float) -> Outcome:
     return Outcome(dict.fromkeys(METRICS, rate), 3)
 
 
-def worst(outcomes: dict[Series, Outcome], shared: bool = True) -> dict[str, float]:
+def worst(
+    outcomes: dict[Series, Outcome],
+    shared: bool = True,
+    untested: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, float]:
     channel = SimpleNamespace(family="words", headline="f1", metrics=METRICS)
     results = Results({A: channel, B: channel, LOCAL: channel})  # type: ignore[dict-item]
+    results.untested = untested
     results.add(Look(0), outcomes, {}, shared=shared)
     found = {n: v for n, v in results.latest.items() if n.startswith(WORDS)}
     now = {n: v for n, v in results.look_values.items() if n.startswith(WORDS)}
@@ -68,6 +75,43 @@ def test_the_worst(
     assert worst(outcomes, shared) == pytest.approx(expected, nan_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ({A: read(0.3), B: read(0.7)}, {WORDS: math.nan, f"{WORDS}_at_least": 0.7}),
+        ({A: read(0.3), B: read(1.0)}, {WORDS: 1.0}),
+        ({A: read(0.3), B: replace(read(0.9), extra={"certified": 1.0})}, {WORDS: 0.9}),
+        (
+            {A: read(0.3), B: replace(read(0.9), extra={"certified": 0.5})},
+            {WORDS: math.nan, f"{WORDS}_at_least": 0.9},
+        ),
+        ({A: FAILED}, {WORDS: math.nan}),
+        ({}, {}),
+    ],
+)
+def test_it_is_unknown_where_what_applies_is_not_played_for_want_of_text(
+    outcomes: dict[Series, Outcome], expected: dict[str, float]
+) -> None:
+    untested = {"words": "'c' is not played: pass public_text="}
+    assert worst(outcomes, untested=untested) == pytest.approx(expected, nan_ok=True)
+    assert WORDS in worst(outcomes, untested={"texts": "why"}) or not outcomes
+
+
+@pytest.mark.parametrize("bound", ["value", "lower", "upper"])
+def test_a_gate_names_the_argument_that_is_missing(bound: str) -> None:
+    why = "'c' is not played: pass public_text="
+    low = {**values(0.1, 0.2, at_least=0.2), WORDS: math.nan}
+    gate = RiskGate(WORDS, at_most=0.5, action=(events := []).append, bound=bound)  # type: ignore[arg-type]
+    for _ in range(200):
+        look(gate, low, why)
+    assert events
+    assert all(math.isnan(event.value) for event in events)
+    assert "pass public_text=" in str(events[0])
+    look(gate, {**values(0.1, 0.9, at_least=0.9), WORDS: math.nan}, why)
+    assert bound == "upper" or len(events) == 201  # which lets a warm-up pass
+    assert bound != "value" or events[-1].value == 0.9
+
+
 def test_it_stays_where_only_another_family_has_news() -> None:
     words = SimpleNamespace(family="words", headline="f1", metrics=METRICS)
     other = SimpleNamespace(family="membership", headline="f1", metrics=METRICS)
@@ -78,12 +122,15 @@ def test_it_stays_where_only_another_family_has_news() -> None:
     assert math.isnan(results.latest["leakage/worst/membership"])
 
 
-def monitor_of(values: dict[str, float], names: tuple[str, ...] = ("a", "b")) -> SimpleNamespace:
+def monitor_of(
+    values: dict[str, float], names: tuple[str, ...] = ("a", "b"), why: str = ""
+) -> SimpleNamespace:
     return SimpleNamespace(
         latest=values,
         look_values=values,
         last_step=0,
         unread=lambda name: None,
+        untested=lambda name: why,
         record_decision=lambda facts: None,
         headlines=tuple(f"leakage/{name}/f1" for name in names),
     )
@@ -96,8 +143,8 @@ def gate_on(values: dict[str, float], **settings: Any) -> tuple[RiskGate, list[A
     return gate, events
 
 
-def look(gate: RiskGate, values: dict[str, float]) -> None:
-    gate._monitor = monitor_of(values)  # type: ignore[assignment]
+def look(gate: RiskGate, values: dict[str, float], why: str = "") -> None:
+    gate._monitor = monitor_of(values, why=why)  # type: ignore[assignment]
     gate._watched = gate._monitor.headlines  # type: ignore[union-attr]
     if gate._evidence is None:
         gate._evidence = gate._new_evidence()

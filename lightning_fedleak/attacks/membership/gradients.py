@@ -101,6 +101,7 @@ class GradientMembership(PassiveMembership):
     needs_float64 = True
     reads_adaptive_updates = True
     removes_loss_terms = True
+    reads_clipped = True
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ _ROUNDS = 10
 _MOST_ROWS = 256
 _RIDGE = 1e-9
 _WELL_KNOWN = 0.9
+_SPARE = 1.5  # known entries of a row over atoms, from which a fit of it says that they are right
 
 Find = Callable[[Sequence[Tensor], Sequence[float]], tuple[Found, Tensor]]
 """Explains rows with a noise of so much each; what was found, and its atoms (k, d) float64."""
@@ -86,4 +87,23 @@ def _filled(rows: Tensor, errors: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor
     return out, off
 
 
-__all__ = ["explained_by_turns"]
+def left_open(rows: Sequence[Tensor], errors: Sequence[Tensor], atoms: Tensor) -> float:
+    """Share of the norm of known entries that atoms do not explain; 1 where too few are known.
+
+    Args:
+        rows: each (n_i, d).
+        errors: of their entries; infinite where one is not known.
+        atoms: (k, d) float64.
+    """
+    left, whole = 0.0, 0.0
+    for y, e in (_best(y.double(), e.double()) for y, e in zip(rows, errors, strict=True)):
+        for row, known in zip(y, e.isfinite(), strict=True):
+            if int(known.sum()) > _SPARE * len(atoms):  # else atoms fit whatever it is
+                part = atoms[:, known].T
+                fit = part @ torch.linalg.lstsq(part, row[known][:, None]).solution
+                left += float((row[known] - fit[:, 0]).square().sum())
+                whole += float(row[known].square().sum())
+    return (left / whole) ** 0.5 if whole else 1.0
+
+
+__all__ = ["explained_by_turns", "left_open"]

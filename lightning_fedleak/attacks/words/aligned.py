@@ -20,6 +20,7 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
+from lightning_fedleak.attacks.clipping import ROUNDED, cut_size
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.attacks.words.aligned_direction import turned, turned_on_long_rows
@@ -48,12 +49,19 @@ from lightning_fedleak.attacks.words.public_gradients import (
 )
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.progress import track
-from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.snapshots import (
+    GradientSnapshot,
+    Observation,
+    UpdateSnapshot,
+    whole_tensor,
+)
 from lightning_fedleak.threats import Capability, ThreatModel
 
 LENGTHS = (8, 12, 16, 25, 50, 100)
 _SIGN_TOKENS = 2048
 _ONE_SIDED = 0.95
+_LONGEST = 512
+"""Rows that show whether entries were cut to one size: those of used types, the longest."""
 _RULED_OUT = -30.0
 _NOT_OF_LORA = (
     "updates of {} of a LoRA on the head are not rehearsed: measure the gradients of single steps "
@@ -102,7 +110,8 @@ class AlignedFlatChat(Attack):
 
     Args:
         public_text: text like what the clients train on, or ``"sampled"``: text that a causal
-            model writes itself. Strings and token ids are taken too (strings with ``tokenizer``).
+            model writes itself, of other models random frequent tokens. Strings and token ids are
+            taken too (strings with ``tokenizer``).
         tokenizer: for strings; its ``mask_token_id`` serves a masked language model.
         readout: ``"learned"`` or ``"sign"``.
         n_directions: clusters of hidden states that rows are projected on (learned).
@@ -136,6 +145,7 @@ class AlignedFlatChat(Attack):
     default_name = "aligned_flatchat"
     needs_float64 = True
     reads_adaptive_updates = True
+    reads_clipped = True
 
     def __init__(
         self,
@@ -184,7 +194,9 @@ class AlignedFlatChat(Attack):
         self.batch_texts = batch_texts
         self.steps = self._given_steps = local_steps
         self._role = HEAD_WEIGHT
+        self._clip: dict[str, Any] = {}
         self._unread: str | None = None
+        self._not_fitted: str | None = None
         self._before: Tensor | None = None
         self.seed = seed
         self.calibration_seconds = 0.0
@@ -194,8 +206,10 @@ class AlignedFlatChat(Attack):
         self._aligned_at = 0
 
     def meet(self, facts: RunFacts) -> None:
-        """Learns what makes an update, where updates are shared."""
-        self._unread = None
+        """Learns to what size entries are cut, and what makes an update, where these are shared."""
+        self._unread, self._clip = None, {}
+        if facts.clip_value is not None:
+            self._clip = {"clip_value": facts.clip_value, "steps": facts.local_steps or 1}
         try:
             self.steps = LocalSteps.of(facts) or self._given_steps
         except UnusableObservation as error:
@@ -234,7 +248,10 @@ class AlignedFlatChat(Attack):
                 )
         else:
             generator = torch.Generator().manual_seed(self.seed)
-            self._rehearsed = self._rehearse(anatomy, generator)
+            try:
+                self._rehearsed = self._rehearse(anatomy, generator)
+            except UnusableObservation as error:
+                self._not_fitted = str(error)
             self._keep_weights(anatomy)
         self.calibration_seconds = time.perf_counter() - began
 
@@ -242,7 +259,8 @@ class AlignedFlatChat(Attack):
         parts = self._parts(anatomy)
         steps = self._fitted_on
         if steps is None:
-            return rehearse(parts, *head_of(anatomy), generator, n_directions=self.n_directions)
+            many = self.n_directions
+            return rehearse(parts, *head_of(anatomy), generator, n_directions=many, **self._clip)
         texts = _TEXTS if self.batch_texts is None else (self.batch_texts,)
         return rehearse_updates(
             anatomy,
@@ -255,11 +273,14 @@ class AlignedFlatChat(Attack):
             n_directions=self.n_directions,
         )
 
+    def _text(self, anatomy: Anatomy) -> PublicText:
+        return PublicText.given_or_sampled(self.public_text, anatomy, self.seed, or_tokens=True)
+
     def _public_batches(
         self, anatomy: Anatomy, generator: torch.Generator
     ) -> Callable[[int], TokenBatch]:
         """Public batches of any of the lengths, within a bound on their tokens."""
-        text = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+        text = self._text(anatomy)
         lengths = self._lengths(anatomy)
 
         def batch(texts: int) -> TokenBatch:
@@ -335,7 +356,7 @@ class AlignedFlatChat(Attack):
             rounding = 0.0
             if isinstance(last, UpdateSnapshot):
                 rounding = self._rounding * last.local_steps**0.5 / last.learning_rate
-            return self._by_sign(gradient, rounding)
+            return _known(self._by_sign(gradient, rounding), last)
         if isinstance(last, UpdateSnapshot) and self._fitted_on is not None:
             return self._by_update_readout(gradient)
         if self._fitted_on is not None:
@@ -343,7 +364,7 @@ class AlignedFlatChat(Attack):
                 f"the readout is fitted on updates of {self._fitted_on.optimizer.__name__}, and "
                 "this is a gradient: leave local_steps out to read gradients"
             )
-        return self._by_readout(gradient)
+        return _known(self._by_readout(gradient), last)
 
     def _readable(self, update: Tensor, snapshot: UpdateSnapshot) -> Tensor:
         """An update in the form that the readout was fitted on; of SGD's a sum of gradients."""
@@ -389,15 +410,19 @@ class AlignedFlatChat(Attack):
             raise RuntimeError(self._unprepared())
         self._u = self._u.to(gradient.device)
         summary, u = turned_on_long_rows(gradient, self._u)
+        self._check_clip(gradient, summary.norms)
         types = significant(summary.along, summary.doubt(u, rounding))
         return WordGuess(types=types, scores=-summary.along, n_types=float(len(types)))
 
     def _by_readout(self, gradient: Tensor) -> WordGuess:
+        if self._rehearsed is None and self._not_fitted is not None:
+            raise UnusableObservation(self._not_fitted)
         if self._rehearsed is None:
             raise RuntimeError(self._unprepared())
         known = self._rehearsed = self._rehearsed.to(gradient.device)
         directions, expected = known.directions, known.expected
         summary = RowSummary.of(gradient, directions.u)
+        self._check_clip(gradient, summary.norms)
         summary, _ = turned(gradient, summary, directions.u, expected.reference)
         units = Units.of(summary, expected, expected.reference)
         scores = torch.full_like(summary.along, _RULED_OUT)
@@ -416,6 +441,23 @@ class AlignedFlatChat(Attack):
             scores=scores,
             n_types=float(used.sum()),
         )
+
+    def _check_clip(self, gradient: Tensor, norms: Tensor) -> None:
+        """Refuses entries that were cut to a size which no readout was fitted on."""
+        sign = self.readout == "sign"
+        if self._clip and not sign:
+            return
+        longest = gradient.index_select(0, norms.topk(min(_LONGEST, len(norms))).indices)
+        if cut_size(longest, ROUNDED if self.steps is not None else 0.0) is not None:
+            raise UnusableObservation(
+                "clipping by value has cut entries of the head's gradient to one size, "
+                + (
+                    "which turns rows: use readout='learned'"
+                    if sign
+                    else "of which the run says nothing: clip with Trainer(gradient_clip_val=..., "
+                    "gradient_clip_algorithm='value'), on whose value the readout is fitted then"
+                )
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
         """The calibration."""
@@ -451,19 +493,23 @@ class AlignedFlatChat(Attack):
         """The settings, and the public text."""
         mask = getattr(self.tokenizer, "mask_token_id", None)
         steps = self._fitted_on
-        return self.config() | {
-            "steps": None if steps is None else sorted(steps.described().items()),
-            "updates": self.updates,
-            "batch_texts": self.batch_texts,
-            "lengths": self.lengths,
-            "public_text": PublicText.name_of(self.public_text),
-            "mask": mask,
-        }
+        return (
+            self.config()
+            | self._clip
+            | {
+                "steps": None if steps is None else sorted(steps.described().items()),
+                "updates": self.updates,
+                "batch_texts": self.batch_texts,
+                "lengths": self.lengths,
+                "public_text": PublicText.name_of(self.public_text),
+                "mask": mask,
+            }
+        )
 
     def given(self) -> dict[str, object]:
         """The settings, and what makes the updates that the readout is fitted on."""
         steps = self._fitted_on
-        return self.config() | ({} if steps is None else steps.described())
+        return self.config() | self._clip | ({} if steps is None else steps.described())
 
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""
@@ -509,7 +555,7 @@ class AlignedFlatChat(Attack):
     def _batches(self, anatomy: Anatomy, tokens: int) -> list[TokenBatch]:
         """Public batches of each length, about ``tokens`` tokens in all, no text used twice."""
         generator = torch.Generator().manual_seed(self.seed)
-        text = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+        text = self._text(anatomy)
         if anatomy.kind == "causal":
             text = text.opened_both_ways()
         lengths = self._lengths(anatomy)
@@ -526,3 +572,17 @@ class AlignedFlatChat(Attack):
             for i, length in enumerate(lengths)
             if order[i * each : (i + 1) * each]
         ]
+
+
+def _known(guess: WordGuess, snapshot: GradientSnapshot) -> WordGuess:
+    """The guess, unless it names nothing of rows that noise does not account for.
+
+    Raises:
+        UnusableObservation: no type is named, and no defence says that it added noise.
+    """
+    if not len(guess.types) and not snapshot.noise_std > 0:
+        raise UnusableObservation(
+            "the rows of the head's gradient are not zero, and none can be told to be of a used "
+            "type, though no defence says that it added noise: it is unknown what they give away"
+        )
+    return guess

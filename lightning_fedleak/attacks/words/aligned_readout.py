@@ -24,6 +24,7 @@ from lightning_fedleak.attacks.words.aligned_rows import (
 )
 from lightning_fedleak.attacks.words.public_gradients import GradientParts
 from lightning_fedleak.progress import track
+from lightning_fedleak.snapshots import UnusableObservation
 
 _LAYERS = 3
 
@@ -211,6 +212,8 @@ def rehearse(
     *,
     n_directions: int,
     n_principal: int = 64,
+    clip_value: float | None = None,
+    steps: int = 1,
 ) -> Rehearsed:
     """Fits a readout on batches put together from public sentences.
 
@@ -224,9 +227,12 @@ def rehearse(
         generator: CPU generator.
         n_directions: centres of hidden states that rows are projected on.
         n_principal: principal directions of hidden states that rows are projected on.
+        clip_value: size that entries of each step's gradient are cut to; None where none are.
+        steps: whose gradients are added, where they are cut.
 
     Raises:
         ValueError: too few sentences.
+        UnusableObservation: clipping leaves nothing to fit on.
     """
     if parts.n_sentences < 4:
         raise ValueError(
@@ -242,9 +248,18 @@ def rehearse(
     first = ExpectedRows.of(one, weight, bias, directions, clusters)
     second = ExpectedRows.of(other, weight, bias, directions, clusters)
     rows = [
-        *_rehearsals(other, weight, bias, directions, first, generator),
-        *_rehearsals(one, weight, bias, directions, second, generator),
+        rehearsal
+        for half, known in ((other, first), (one, second))
+        for rehearsal in _rehearsals(
+            half, weight, bias, directions, known, generator, clip_value, steps
+        )
     ]
+    if not rows:
+        raise UnusableObservation(
+            f"clipping by value at {clip_value:g} leaves every row of a public gradient the same "
+            "size, so that no readout can be fitted: raise gradient_clip_val, or clip by norm "
+            "(gradient_clip_algorithm='norm')"
+        )
     features, used, importance = (torch.cat(c) for c in zip(*rows, strict=True))
     expected = ExpectedRows.averaged(first, second)
     return Rehearsed(
@@ -270,6 +285,8 @@ def _rehearsals(
     directions: Directions,
     expected: ExpectedRows,
     generator: torch.Generator,
+    clip_value: float | None,
+    steps: int,
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(features, used, importance) of the plausible rows of each batch."""
     found = []
@@ -281,7 +298,7 @@ def _rehearsals(
         if len(batch.labels) == 0:
             continue
         types, importance = _sampled_types(batch, expected, generator)
-        gradient = batch.gradient(weight, bias, types)
+        gradient = batch.clipped(weight, bias, types, clip_value, steps)
         token = directions.norm * abs(parts.logit_map.scale) / len(batch.labels)
         gradient += _noise_like(gradient, token, generator)
         summary = RowSummary.of(gradient, directions.u)

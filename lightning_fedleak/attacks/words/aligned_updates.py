@@ -88,7 +88,7 @@ def one_step(
         chosen = among[torch.randperm(len(among), generator=generator)[:size]]
         batch = parts.of(chosen.to(parts.labels.device))
         moved = nn.Parameter(weight.clone())
-        moved.grad = batch.gradient(weight, bias)
+        moved.grad = batch.clipped(weight, bias, None, steps.clip_value)
         steps.over([moved]).step()
         yield _of(weight, moved.detach(), batch.labels, steps)
 
@@ -124,6 +124,8 @@ def several_steps(
             gradients = gradient_of(anatomy, public, list(trained.values()), instead=copies)
             for name, copy in copies.items():
                 copy.grad = gradients[trained[name]]
+                if steps.clip_value is not None:
+                    copy.grad.clamp_(-steps.clip_value, steps.clip_value)
             optimizer.step()
             labels.append(public.target_ids())
         yield _of(weight, copies[head].detach().float(), torch.cat(labels), steps)

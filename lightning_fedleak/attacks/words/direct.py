@@ -85,6 +85,7 @@ class BagOfWords(Attack):
     )
     default_name = "bag_of_words"
     reads_adaptive_updates = True
+    reads_clipped = True
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
@@ -242,6 +243,7 @@ class BiasSign(Attack):
         Capability.SEES_HEAD_BIAS_GRADIENT,
     )
     default_name = "bias_sign"
+    reads_clipped = True
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """The head's bias.

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -345,6 +346,23 @@ class GradientParts:
             at = place[at]
             grads, at = grads[at >= 0], at[at >= 0]
         return out.index_add_(0, at, grads).div_(max(1, len(self.labels)))
+
+    def clipped(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: Tensor | None,
+        clip_value: float | None,
+        steps: int = 1,
+    ) -> Tensor:
+        """As :meth:`gradient`; with entries cut to a size, the mean over steps of equal shares."""
+        if clip_value is None:
+            return self.gradient(weight, bias, rows)
+        number = min(steps, self.n_sentences)
+        shares = torch.arange(self.n_sentences, device=self.labels.device).tensor_split(number)
+        gradients = (self.of(share).gradient(weight, bias, rows) for share in shares)
+        cut = (g.clamp_(-clip_value, clip_value) for g in gradients)
+        return reduce(Tensor.add_, cut).div_(number)
 
     @classmethod
     def joined(cls, parts: Sequence[GradientParts]) -> GradientParts:

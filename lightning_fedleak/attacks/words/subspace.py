@@ -21,6 +21,7 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
+from lightning_fedleak.attacks.clipping import WHY_CUT, check_uncut, entry_errors
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.attacks.row_space.capacity import measured, seconds_of_a_set
@@ -40,7 +41,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     vocabulary,
 )
 from lightning_fedleak.attacks.row_space.pursuit import Atoms, Found, SharedRows, explain
-from lightning_fedleak.attacks.row_space.uneven import Find, explained_by_turns
+from lightning_fedleak.attacks.row_space.uneven import Find, explained_by_turns, left_open
 from lightning_fedleak.attacks.words.aligned_rows import rounding_error
 from lightning_fedleak.snapshots import (
     Inapplicable,
@@ -57,6 +58,7 @@ _PROBED = 32
 _LENGTH = 32
 _SAME = 5e-7
 _ROUNDED = 4.0
+_OPEN = 1e-3  # share of entries' norm, where others were cut: rounding leaves less, a type more
 _AT_ONCE = 1024
 
 NO_GRADIENT_YET = (
@@ -109,6 +111,7 @@ read_alone`), or one side alone of an encoder-decoder.
     needs_float64 = True
     reads_adaptive_updates = True
     removes_loss_terms = True
+    reads_clipped = True
     restores_fully = False
 
     def __init__(
@@ -260,6 +263,10 @@ read_alone`), or one side alone of an encoder-decoder.
             if errors is None:
                 scale = snapshot.local_steps**0.5 / snapshot.learning_rate
                 noise |= {name: stored * scale for name, stored in self._stored.items()}
+        of_words = [r for r in self._readable if not r.of_b] or self._readable
+        roles = [m.name for readable in of_words for m in readable.maps]
+        uneven, errors = errors, entry_errors(snapshot, roles, self._facts, noise, errors)
+        cut = errors is not uneven
         found: dict[bool, Found] = {}
         refusals: list[UnusableObservation] = []
         for readable in self._readable:
@@ -269,7 +276,9 @@ read_alone`), or one side alone of an encoder-decoder.
             if readable.of_b and side in found:
                 continue
             try:
-                said = readable.read(view, noise, self._facts, errors)
+                if readable.of_b:
+                    check_uncut(snapshot, [m.name for m in readable.maps], self._facts)
+                said = readable.read(view, noise, self._facts, errors, cut=cut)
             except UnusableObservation as error:
                 refusals.append(error)
                 continue
@@ -500,6 +509,8 @@ class _Readable:
         noise: Mapping[str, float],
         facts: RunFacts,
         errors: Mapping[str, Tensor] | None = None,
+        *,
+        cut: bool = False,
     ) -> Found:
         """Explains what these maps shared.
 
@@ -508,6 +519,7 @@ class _Readable:
             noise: standard deviation of what was added to each entry, by parameter.
             facts: of the run.
             errors: standard deviation of each entry's error, by parameter, where they differ.
+            cut: clipping by value has cut entries to one size; the others must all be explained.
 
         Raises:
             UnusableObservation: as :meth:`SubspaceWords.run`.
@@ -546,10 +558,16 @@ class _Readable:
             raise Inapplicable(
                 "of an update of Adam's, LoRA's B alone has too few directions to tell words apart"
             )
-        if uneven:
-            find = self._finder(seen, rounding, beside)
+        find = self._finder(seen, rounding, beside)
+        hidden_by = "the rounding of what was shared"
+        if cut:
+            hidden_by = "what clipping by value left of the gradient"
+            found = self._words(self._past_cuts(gradients, uneven, find))
+        elif uneven:
+            hidden_by = "what the optimizer's step left of the gradient"
             found = self._words(explained_by_turns(gradients, uneven, find))
         else:
+            hidden_by = "what dropout adds" if dropped else hidden_by
             found = self._explained(gradients, seen, rounding, levels, beside)
             if seen and not found.certified and not any(levels):
                 longer = seen * 8 // 5 + 8
@@ -557,17 +575,30 @@ class _Readable:
                 found = further if further.certified else found
             found = replace(self._words(found), certified=found.certified and every_token)
         if not len(found.types) and (uneven or not declared):
-            raise UnusableObservation(
-                "no token stands out of "
-                + (
-                    "what the optimizer's step has left of the gradient"
-                    if uneven
-                    else "what dropout adds"
-                    if dropped
-                    else "the rounding of what was shared"
-                )
-            )
+            raise UnusableObservation(f"no token stands out of {hidden_by}")
         return found
+
+    def _past_cuts(
+        self, gradients: Sequence[Tensor], errors: Sequence[Tensor], find: Find
+    ) -> Found:
+        """Explains rows with entries that were cut: by rows that have none, or else by turns.
+
+        Raises:
+            Inapplicable: neither explains all entries that were not cut.
+        """
+        kept = [g[e.isfinite().all(1)] for g, e in zip(gradients, errors, strict=True)]
+        uncut = [rows for rows in kept if bool(rows.any())]
+        ways = [lambda: explained_by_turns(gradients, errors, find)]
+        if uncut:
+            ways.insert(0, lambda: find(uncut, [0.0] * len(uncut))[0])
+        for way in ways:
+            found = way()
+            assert self._atoms is not None
+            atoms = self._atoms[1]
+            named = torch.cat([atoms.rows(found.types), atoms.beside])
+            if left_open(gradients, errors, named) <= _OPEN:
+                return replace(found, certified=False)
+        raise Inapplicable(WHY_CUT)
 
     def _finder(self, positions: int, rounding: float, beside: Mapping[str, Tensor]) -> Find:
         """Explains rows, and gives the atoms that do, those that are no words among them."""

@@ -31,6 +31,7 @@ from lightning_fedleak.attacks.base import (
     RunFacts,
     UnusableObservation,
 )
+from lightning_fedleak.attacks.clipping import check_uncut
 from lightning_fedleak.attacks.local_steps import stale_optimizer
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks.checks import Plan, gradient_plan, require_capabilities
@@ -168,6 +169,11 @@ class Run(ABC):
         """The sum over processes."""
         return value
 
+    @property
+    def clip_value(self) -> float | None:
+        """Size that entries of gradients are cut to before they are shared; None if not known."""
+        return None
+
     def facts(self, plan: Plan, local_steps: int | None, step: int) -> RunFacts:
         """What an attack is told of this run, see :meth:`Attack.meet`.
 
@@ -193,6 +199,7 @@ class Run(ABC):
             local_steps=local_steps,
             defended=frozenset(defended),
             step=step,
+            clip_value=self.clip_value,
         )
 
     def _settings(self, plan: Plan) -> Mapping[str, Any]:
@@ -251,6 +258,18 @@ class TrainerRun(Run):
     def precision(self) -> str:
         """The Trainer's."""
         return str(self.trainer.precision)
+
+    @property
+    def clip_value(self) -> float | None:
+        """The Trainer's, unless the module clips itself, or DDP has reduced what is shared."""
+        trainer = self.trainer
+        value = float(trainer.gradient_clip_val or math.inf)
+        clips = [kind.configure_gradient_clipping for kind in both("core.LightningModule")]
+        by_value = trainer.gradient_clip_algorithm == "value" and value < math.inf
+        separated = getattr(trainer.strategy, "separates_stages", False)
+        reduced_before = self.under_ddp and self.client == "rank" and not separated
+        own = type(trainer.lightning_module).configure_gradient_clipping not in clips
+        return value if by_value and not own and not reduced_before else None
 
     @property
     def tokenizers(self) -> Sequence[Any]:
@@ -656,7 +675,7 @@ class Channel(ABC):
         for plan in mine:
             series = self.series_at(plan.attack, moment.wanted)
             if silent := [s for s in series if s not in moment.look.said]:
-                moment.look.said |= dict.fromkeys(silent, guess(plan, view))
+                moment.look.said |= dict.fromkeys(silent, guess(plan, view, self.run))
 
 
 def channels_of(attacks: Sequence[Attack], settings: Settings) -> list[Channel]:
@@ -685,7 +704,10 @@ def family_of(attack: Attack) -> type[Channel]:
 
 
 def guess(
-    plan: Plan, view: GradientSnapshot | Unknown | Waiting, query: Query | None = None
+    plan: Plan,
+    view: GradientSnapshot | Unknown | Waiting,
+    run: Run,
+    query: Query | None = None,
 ) -> Guess | Unknown | Waiting:
     """What an attack says of gradients, or why it says nothing (yet)."""
     if isinstance(view, Unknown | Waiting):
@@ -704,6 +726,8 @@ def guess(
     if absent:
         return Unknown(f"no gradient of {', '.join(absent)} in this step")
     try:
+        if not plan.attack.reads_clipped:
+            check_uncut(view, plan.roles, run.facts(plan, None, view.step))
         with torch.no_grad():
             found = plan.attack.run(Observation((view,)), query)
         check_guess(plan.attack, found, family_of(plan.attack).guesses)

@@ -729,7 +729,7 @@ class PassiveMembershipChannel(MembershipChannel):
     ) -> Played | Unknown | Waiting:
         if not isinstance(asked, Targets):
             return asked
-        said = guess(plan, moment.gradients(), asked.query())
+        said = guess(plan, moment.gradients(), self.run, asked.query())
         if isinstance(said, Unknown | Waiting):
             return said
         return _played(said, asked.members)

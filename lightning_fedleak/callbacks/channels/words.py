@@ -181,7 +181,7 @@ class WordsChannel(Channel):
             if plan.roles == (HEAD_WEIGHT,) and plan.exposed and mine:
                 series = self._own_series[plan.attack.name]
                 if series not in look.said:
-                    look.said[series] = guess(plan, view)
+                    look.said[series] = guess(plan, view, self.run)
 
     def series_of(self, plan: Plan) -> list[Series]:
         """Those at the stages, and that of the head's own part."""

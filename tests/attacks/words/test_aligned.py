@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+import math
 import warnings
 from dataclasses import replace
 
@@ -112,8 +113,8 @@ def by_sign(trained, public):
     return attack
 
 
-def seen(gradient, step=0):
-    return Observation((GradientSnapshot(step, Stage.SHARED, {"head.weight": gradient}),))
+def seen(gradient, step=0, **more):
+    return Observation((GradientSnapshot(step, Stage.SHARED, {"head.weight": gradient}, **more),))
 
 
 def state_of(u):
@@ -238,7 +239,7 @@ def test_rounding_error_is_that_of_storing():
 
 
 def test_noise_alone_names_next_to_nothing(learned, by_sign):
-    noise = seen(torch.randn(VOCAB, WIDTH, generator=generator(13)))
+    noise = seen(torch.randn(VOCAB, WIDTH, generator=generator(13)), noise_std=1.0)
     assert len(by_sign.run(noise).types) <= 3
     assert len(learned.run(noise).types) <= 0.05 * VOCAB
 
@@ -278,9 +279,12 @@ def test_unusable_gradients_are_refused(attack, value, private, request):
         request.getfixturevalue(attack).run(seen(gradient))
 
 
-def test_a_gradient_without_a_negative_row_names_nothing(learned):
-    u = learned.state_dict()["directions.u"]
-    guess = learned.run(seen(u.repeat(VOCAB, 1)))
+def test_a_gradient_without_a_negative_row_is_unknown_unless_noise_explains_it(learned):
+    rows = learned.state_dict()["directions.u"].repeat(VOCAB, 1)
+    for std in (0.0, math.nan):
+        with pytest.raises(UnusableObservation, match="no defence says that it added noise"):
+            learned.run(seen(rows, noise_std=std))
+    guess = learned.run(seen(rows, noise_std=0.1))
     assert len(guess.types) == 0
     assert guess.n_types == 0
 

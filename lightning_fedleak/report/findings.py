@@ -827,7 +827,8 @@ def _limit(spent: Mapping[str, Any]) -> tuple[str | None, bool | None]:
     if spent["class"] == TOKENS:
         text = (
             "a test of which of two texts of one length was trained on. If it is wrong about the "
-            f"second 1 time in 100, it is right about the first {share} times (guessing: 1)."
+            f"second 1 time in 100, it is right about the first at most {most:g} times in 100 "
+            "(guessing: 1)."
         )
     else:
         text = (

@@ -348,7 +348,9 @@ def _act(defense: Line, spent: Mapping[str, Any] | None) -> str:
     settings = defense.get("settings") or {}
     name, kind = defense["name"], defense.get("class", NOT_RECORDED)
     clip = settings.get("max_grad_norm", settings.get("clip"))
-    at = f"clipped at {_said(clip)}" if clip is not None else "not clipped"
+    at = "not clipped" if clip is None else f"clipped at {_said(clip)}"
+    if clip == "auto":
+        at = "clipped to a norm below 1"
     noise = _said(settings.get("noise_multiplier", settings.get("sigma")))
     if spent is not None and spent["noise_multiplier"] is not None:
         noise = _noise(spent)

@@ -86,7 +86,7 @@ def test_what_left_is_named_with_what_defences_did(tmp_path, defenses, said):
 
 def test_noise_that_was_found_for_a_target_is_named(tmp_path):
     found = private(tmp_path, dpsgd(target_epsilon=8.0, max_grad_norm="auto"))
-    assert found["runs"][0]["shared"]["what"].endswith("clipped at auto, noise 1 (dpsgd)")
+    assert found["runs"][0]["shared"]["what"].endswith("clipped to a norm below 1, noise 1 (dpsgd)")
 
 
 def test_a_run_without_a_record_had_unknown_defences_and_gates(tmp_path):

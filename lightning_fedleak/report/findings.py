@@ -348,7 +348,9 @@ def _act(defense: Line, spent: Mapping[str, Any] | None) -> str:
     settings = defense.get("settings") or {}
     name, kind = defense["name"], defense.get("class", NOT_RECORDED)
     clip = settings.get("max_grad_norm", settings.get("clip"))
-    at = f"clipped at {_said(clip)}" if clip is not None else "not clipped"
+    at = "not clipped" if clip is None else f"clipped at {_said(clip)}"
+    if clip == "auto":
+        at = "clipped to a norm below 1"
     noise = _said(settings.get("noise_multiplier", settings.get("sigma")))
     if spent is not None and spent["noise_multiplier"] is not None:
         noise = _noise(spent)
@@ -822,18 +824,22 @@ def _limit(spent: Mapping[str, Any]) -> tuple[str | None, bool | None]:
     from lightning_fedleak.auditing.mechanisms import dp_tpr  # loads torch: seconds
 
     tpr = dp_tpr(_FPR, min(_over_clients(spent), 50.0), spent["delta"])
-    asked = f"whether {UNIT_IN_WORDS.get(spent['unit'], 'one unit')} was in the training data"
-    others = "that were not", "that were"
-    if spent["class"] == TOKENS:
-        asked = "which of two texts of one length was trained on"
-        others = "of the second", "of the first"
     most = math.ceil(1e3 * tpr - 1e-9) / 10
-    finds = "may find all" if most >= 100 else f"finds at most {most:g} in 100"
-    text = (
-        f"What this epsilon limits: a test of {asked} that is wrong for 1 in 100 {others[0]} "
-        f"{finds} {others[1]} (guessing finds 1)."
-    )
-    return text + (" That is a weak limit." if tpr > 0.5 else ""), tpr > 0.5
+    share = f"at most {most:g} in 100" if most < 100 else "up to all"
+    if spent["class"] == TOKENS:
+        text = (
+            "a test of which of two texts of one length was trained on. If it is wrong about the "
+            f"second 1 time in 100, it is right about the first at most {most:g} times in 100 "
+            "(guessing: 1)."
+        )
+    else:
+        text = (
+            f"a test of whether {UNIT_IN_WORDS.get(spent['unit'], 'one unit')} was in the training "
+            f"data. If it wrongly names 1 in 100 that were not, it finds {share} that were "
+            "(guessing: 1)."
+        )
+    weak = " That is a weak limit." if tpr > 0.5 else ""
+    return f"What this epsilon limits: {text}{weak}", tpr > 0.5
 
 
 def _statement(spent: Mapping[str, Any]) -> str:

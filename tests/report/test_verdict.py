@@ -86,7 +86,7 @@ def test_what_left_is_named_with_what_defences_did(tmp_path, defenses, said):
 
 def test_noise_that_was_found_for_a_target_is_named(tmp_path):
     found = private(tmp_path, dpsgd(target_epsilon=8.0, max_grad_norm="auto"))
-    assert found["runs"][0]["shared"]["what"].endswith("clipped at auto, noise 1 (dpsgd)")
+    assert found["runs"][0]["shared"]["what"].endswith("clipped to a norm below 1, noise 1 (dpsgd)")
 
 
 def test_a_run_without_a_record_had_unknown_defences_and_gates(tmp_path):
@@ -160,10 +160,10 @@ def test_gates_are_the_same_in_every_place_and_format(tmp_path):
 @pytest.mark.parametrize(
     ("epsilon", "said"),
     [
-        (1.0, "finds at most 2.8 in 100 that were (guessing finds 1)."),  # .01 e + 1e-5
-        (3.0, "finds at most 20.1 in 100 that were (guessing finds 1)."),
-        (4.5, "finds at most 90.1 in 100 that were (guessing finds 1). That is a weak limit."),
-        (8.0, "may find all that were (guessing finds 1). That is a weak limit."),
+        (1.0, "finds at most 2.8 in 100 that were (guessing: 1)."),  # .01 e + 1e-5
+        (3.0, "finds at most 20.1 in 100 that were (guessing: 1)."),
+        (4.5, "finds at most 90.1 in 100 that were (guessing: 1). That is a weak limit."),
+        (8.0, "finds up to all that were (guessing: 1). That is a weak limit."),
     ],
 )
 def test_what_epsilon_limits_is_said_in_one_sentence(tmp_path, epsilon, said):

@@ -30,6 +30,8 @@ def short(text: str, digits: int = 3) -> str:
 
 def cell_of(line: str) -> str | None:
     """What a table says of a printed line; None where it says nothing."""
+    if line.startswith("| ") and " Fig. 2 | " in line:  # a table of papers: its last column, AUC
+        return line.strip("| ").rsplit(" | ", 1)[-1]
     found = PRINTED.search(line)
     if found is None:
         return None

@@ -769,5 +769,8 @@ PAPER = Paper(
         "every position, the batch's own ids as the domain), which holds no guarantee.",
         "Under LDP the FC adversaries have a ladder that reaches randomised text; ACC and F1 are "
         "of a threshold fitted on other games, in the authors' protocol of theirs.",
+        "App. D finds GPTs more resilient against the attention adversary than BERTs. In Tables 2 "
+        "and 3 that is GPT2 alone, and [a causal model of "
+        "ours](membership.md#a-causal-model-under-ldp) does not show it.",
     ),
 )  # fmt: skip

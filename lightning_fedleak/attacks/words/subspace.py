@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -588,7 +588,7 @@ class _Readable:
         """
         kept = [g[e.isfinite().all(1)] for g, e in zip(gradients, errors, strict=True)]
         uncut = [rows for rows in kept if bool(rows.any())]
-        ways = [lambda: explained_by_turns(gradients, errors, find)]
+        ways: list[Callable[[], Found]] = [lambda: explained_by_turns(gradients, errors, find)]
         if uncut:
             ways.insert(0, lambda: find(uncut, [0.0] * len(uncut))[0])
         for way in ways:

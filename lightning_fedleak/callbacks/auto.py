@@ -40,6 +40,8 @@ MAX_OVERHEAD = 0.005
 
 MOST_LINES = 10
 """Of the table that is logged before the first step: half of a small terminal."""
+WIDTH = 110
+"""Columns of that table."""
 
 _ELSEWHERE = (
     "Not among these: FlatChat and RevealLabels (AlignedFlatChat reads the same gradient); whole "
@@ -217,8 +219,10 @@ def table(
             text = f"not played, as {first_with[row.why_not]}"
         else:
             text = f"not played: {row.why_not}"
-        most = None if whole else 1 + max(0, spare) * (row.why_not is not None)
-        shown = _wrapped(f"  {row.attack:<{width}}  ", text, most)
+        begin = f"  {row.attack:<{width}}  "
+        if row.why_not is None and not whole and len(begin + text) > WIDTH:
+            text = f"{text[: WIDTH - len(begin) - 4]} ..."  # within a name, where it is long
+        shown = _wrapped(begin, text, None if whole else 1 + max(0, spare))
         spare -= len(shown) - 1
         lines += shown
     return "\n".join([*lines, *ending])
@@ -236,7 +240,7 @@ def _start(names: Sequence[str]) -> str:
 def _wrapped(start: str, text: str, most: int | None = None) -> list[str]:
     return textwrap.wrap(
         text,
-        110,
+        WIDTH,
         initial_indent=start,
         subsequent_indent=" " * len(start),
         break_long_words=False,

@@ -392,8 +392,8 @@ class RiskGate(EitherCallback):
         if monitor.is_of_own_threshold(name):
             root = name.rpartition("/")[0]
             warnings.warn(
-                f"RiskGate watches '{self.metric}', of the attack's own threshold, which may "
-                f"be low though the attack orders all texts rightly: watch '{root}/auc'",
+                f"RiskGate watches '{self.metric}', which is of the attack's own threshold, and "
+                f"may be low though the attack orders all texts rightly: watch '{root}/auc'",
                 stacklevel=2,
             )
         found = monitor.looks_until_known(name, 1 if worst else clients)

@@ -127,7 +127,8 @@ class TokenBatch:
         """
         ids, labels = self.input_ids, self.labels
         reached = self.context_mask(one_way=one_way)
-        if labels is not None and labels.shape == ids.shape and self.kind != "seq2seq":
+        beside = labels is not None and labels.shape == ids.shape and _holds_ids(labels)
+        if labels is not None and beside and self.kind != "seq2seq":
             counted = labels != IGNORE_INDEX
             reached = reached | (_before(counted) if self.kind == "causal" else counted)
         read = ids[reached].long()

@@ -124,6 +124,13 @@ def test_a_row_without_a_label_is_no_member_and_no_other(kind, labels):
         assert targets.positions[targets.members].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("kind", ["causal", "masked", "classifier"])
+def test_an_empty_micro_batch_adds_no_row(kind):
+    labels = torch.empty(0, dtype=torch.long) if kind == "classifier" else torch.empty(0, 4).long()
+    empty = TokenBatch(torch.empty(0, 4, dtype=torch.long), labels, None, kind)
+    assert words(Rows.of([empty, batch(A)])) == [A]
+
+
 def test_a_batch_without_any_label_is_unknown():
     inside = Rows.of([labelled("causal", (A, B), [[-100] * 4] * 2)])
     with pytest.raises(NoTargets, match="no sentence of the batch has a token before a label"):

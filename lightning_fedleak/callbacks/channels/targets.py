@@ -132,8 +132,8 @@ class Rows:
             counted = torch.ones_like(batch.input_ids, dtype=torch.bool)
             if batch.labels is not None:
                 asked = (batch.labels != IGNORE_INDEX).to(counted.device)
-                some = asked.reshape(len(counted), -1).any(1, keepdim=True)
-                counted = asked if batch.kind == "causal" else some.expand_as(counted)
+                some = asked.flatten(1).any(1) if asked.dim() > 1 else asked
+                counted = asked if batch.kind == "causal" else some[:, None].expand_as(counted)
             labels.append(functional.pad(counted, more, value=True))
         masked = any(b.attention_mask is not None for b in batches)
         return cls(torch.cat(ids), torch.cat(real), masked, torch.cat(labels))

@@ -403,7 +403,7 @@ class Results:
 
     def _how_long(self, series: Series) -> str:
         if series in self._since:
-            return f"for more than {self._most_waited} steps"
+            return f"for more than {self._most_waited} steps (or rounds)"
         return f"for more than {MAX_WAITS} looks"
 
     def state_dict(self) -> dict[str, Any]:

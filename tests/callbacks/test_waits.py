@@ -355,7 +355,7 @@ def test_a_wait_is_kept_in_checkpoints_and_ends() -> None:
     settled = again.settled(tried, alone)
     assert settled == alone
     [outcome] = again.add(tried, settled, {}).values()
-    assert outcome.unknown == "b, for more than 1000 steps"
+    assert outcome.unknown == "b, for more than 1000 steps (or rounds)"
     assert again.waiting == frozenset()
 
 

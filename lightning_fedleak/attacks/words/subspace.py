@@ -588,15 +588,19 @@ class _Readable:
         """
         kept = [g[e.isfinite().all(1)] for g, e in zip(gradients, errors, strict=True)]
         uncut = [rows for rows in kept if bool(rows.any())]
-        ways: list[Callable[[], Found]] = [lambda: explained_by_turns(gradients, errors, find)]
+        atoms: list[Tensor] = []
+
+        def keep(rows: Sequence[Tensor], noise: Sequence[float]) -> tuple[Found, Tensor]:
+            found, named = find(rows, noise)
+            atoms[:] = [named]
+            return found, named
+
+        ways: list[Callable[[], Found]] = [lambda: explained_by_turns(gradients, errors, keep)]
         if uncut:
-            ways.insert(0, lambda: find(uncut, [0.0] * len(uncut))[0])
+            ways.insert(0, lambda: keep(uncut, [0.0] * len(uncut))[0])
         for way in ways:
             found = way()
-            assert self._atoms is not None
-            atoms = self._atoms[1]
-            named = torch.cat([atoms.rows(found.types), atoms.beside])
-            if left_open(gradients, errors, named) <= _OPEN:
+            if left_open(gradients, errors, atoms[0]) <= _OPEN:
                 return replace(found, certified=False)
         raise Inapplicable(WHY_CUT)
 

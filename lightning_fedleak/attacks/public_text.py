@@ -20,7 +20,7 @@ Sampled = Literal["sampled"]
 """Text that a causal model writes itself."""
 
 
-_TEXTS, _LENGTH = 256, 64  # of sampled text: a calibration of 12,000 tokens draws on all of it
+_LENGTH = 64  # tokens of a sampled text, at most
 _kept: ContextVar[dict[Hashable, PublicText] | None] = ContextVar("_kept", default=None)
 
 
@@ -275,11 +275,11 @@ class PublicText:
             raise ValueError(f"public_text must be a PublicText or 'sampled', got {given!r}")
         if or_tokens and anatomy.kind in ("seq2seq", "masked"):
             generator = torch.Generator().manual_seed(seed)
-            sizes = [None] if anatomy.kind == "masked" else [None, anatomy.vocab_size]
-            drawn = [
-                frequent_tokens(anatomy, n, _LENGTH, generator, size).tolist() for size in sizes
-            ]
-            return cls(drawn[0], targets=drawn[-1] if len(drawn) > 1 else None)
+            texts = frequent_tokens(anatomy, n, _LENGTH, generator)
+            if anatomy.kind == "masked":
+                return cls(texts)
+            size = anatomy.vocab_size
+            return cls(texts, targets=frequent_tokens(anatomy, n, _LENGTH, generator, size))
         return cls.sampled_from(anatomy, n=n, length=_LENGTH, seed=seed)
 
 

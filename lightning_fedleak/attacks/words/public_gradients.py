@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -361,8 +360,10 @@ class GradientParts:
         number = min(steps, self.n_sentences)
         shares = torch.arange(self.n_sentences, device=self.labels.device).tensor_split(number)
         gradients = (self.of(share).gradient(weight, bias, rows) for share in shares)
-        cut = (g.clamp_(-clip_value, clip_value) for g in gradients)
-        return reduce(Tensor.add_, cut).div_(number)
+        total, *others = (g.clamp_(-clip_value, clip_value) for g in gradients)
+        for other in others:
+            total += other
+        return total.div_(number)
 
     @classmethod
     def joined(cls, parts: Sequence[GradientParts]) -> GradientParts:

@@ -296,6 +296,8 @@ def loss_terms(loss: Tensor) -> set[int]:
     nodes, visited = [first], {first}
     while nodes:
         node = nodes.pop()
+        if _times_zero(node):  # as some add all parameters, so that each has a gradient
+            continue
         below = [n for n, _ in node.next_functions if n is not None and n not in visited]
         if not reads[node]:
             variable = getattr(node, "variable", None)
@@ -331,6 +333,14 @@ def _batch_readers(first: Node) -> dict[Node, bool]:
         else:
             reads[node] = any(reads[n] for n in below)
     return reads
+
+
+def _times_zero(node: Node) -> bool:
+    """Whether an operation multiplies by a constant 0."""
+    if not node.name().startswith("Mul"):
+        return False
+    factors = (getattr(node, f"_saved_{side}", None) for side in ("self", "other"))
+    return any(isinstance(x, Tensor) and x.dim() == 0 and not bool(x) for x in factors)
 
 
 def _surely_reads_batch(node: Node) -> bool:

@@ -306,6 +306,14 @@ def test_a_dishonest_server_adds_its_layers(tmp_path: Path) -> None:
     assert "fc_membership" in attacks_in(monitor.latest)
 
 
+class FreshOptimizer(L.Callback):
+    """Begins each step as a federated client begins a round."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_rounds_are_read_by_what_reads_rounds(
     optimizer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -316,7 +324,9 @@ def test_rounds_are_read_by_what_reads_rounds(
             attack.updates = 4
     with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit([monitor], tmp_path, module=module(gpt2, optimizer=optimizer), loader=loader())
+        made = module(gpt2, optimizer=optimizer)
+        made.lr = 1e-3  # a rate at which a round's weights are near those it began with
+        fit([FreshOptimizer(), monitor], tmp_path, module=made, loader=loader())
     tried = re.search("aligned_flatchat +played, about", caplog.text)
     assert tried, "its cost is tried on an update"
     assert not [w for w in caught if "could not be tried" in str(w.message)]

@@ -184,9 +184,9 @@ def test_a_report_says_what_clients_have_spent_and_for_whom_it_holds(tmp_path):
     page, found, *_ = write([tmp_path])
     told = json.loads(found.read_text())
     [spent] = told["runs"][1]["privacy"]
-    assert spent["epsilon"] == dp.privacy.epsilon
+    assert spent["epsilon"] == math.ceil(dp.privacy.epsilon * 1e3) / 1e3  # three digits, up
     assert "one client, all of its data, replaced" in spent["statement"]
     [together] = told["privacy_together"]
     expected = epsilon_of([(2.0, 0.1, 4)], 1e-5, "rdp", "without_replacement")
-    assert abs(together["epsilon"] / expected - 1) < 1e-6
+    assert 0 <= together["epsilon"] / expected - 1 < 1e-2  # three digits, up
     assert "client_dp" in page.read_text()

@@ -164,7 +164,7 @@ def test_one_update_leaves_before_words_can_be_read_and_no_second_one(tmp_path, 
     first, second = first_rounds(tmp_path, [gate], optimizer)
     assert WORDS not in first.look.now
     assert (first.withheld, second.withheld) == (False, True)
-    assert "B is" in second.events[0].why
+    assert "until B" in second.events[0].why
     told = [x for x in lines(tmp_path, "run.jsonl") if x["kind"] == "gate"]
     assert [(x["did"], x["measured"]) for x in told] == [("not yet", None), ("withheld", None)]
 

@@ -95,9 +95,18 @@ def test_the_gradient_of_a_term_is_what_is_left_without_a_batch() -> None:
     slopes = []
     for _ in range(2):
         loss = 0 * loss_on(model) + chosen.square().sum()
-        slopes.append(torch.autograd.grad(loss, chosen)[0])
+        slopes.append(torch.autograd.grad(loss, chosen, retain_graph=True)[0])
     assert torch.equal(slopes[0], slopes[1])
     assert named(model, loss) == {n for n, p in model.named_parameters() if p is chosen}
+
+
+def test_a_term_times_zero_is_none() -> None:
+    """As for parameters that a step does not use, under DDP."""
+    model = llama()
+    every = list(model.parameters())
+    for unused in (0.0 * sum(p.sum() for p in every), sum((p * 0).sum() for p in every)):
+        assert not named(model, loss_on(model) + unused)
+        assert not named(model, unused)
 
 
 def test_a_loss_without_a_graph_has_none() -> None:

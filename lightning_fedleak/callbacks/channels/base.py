@@ -259,7 +259,7 @@ class TrainerRun(Run):
         """The Trainer's."""
         return str(self.trainer.precision)
 
-    @property
+    @cached_property
     def clip_value(self) -> float | None:
         """The Trainer's, unless the module clips itself, or DDP has reduced what is shared."""
         trainer = self.trainer

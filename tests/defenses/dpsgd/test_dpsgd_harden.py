@@ -30,6 +30,7 @@ from tests.callbacks.runs import Probe
 from tests.callbacks.runs import fit as fit_watched
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, first, trainer
 from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.notices import announced
 from tests.strategies.dpsgd_runs import CausalLM
 
 EPSILON, DELTA = 3.0, 1e-3
@@ -418,7 +419,7 @@ def test_a_gate_turns_dpsgd_up_and_a_resumed_run_stays_so(tmp_path: Path) -> Non
     # A Poisson batch of 20 of 160 is never empty: an empty one would put a look off.
     data = random_token_loader(160, batch_size=20)
     defense = filtered(20.0, harden_factor=4.0, most_notches=4, **roomy)
-    with pytest.warns(UserWarning, match="dpsgd: noise multiplier 20 -> 80"):
+    with announced("dpsgd: noise multiplier 20 -> 80"):
         run, gate, probe = watched(tmp_path, defense, every=2, max_steps=4, loader=data)
     assert gate.notches == defense.notches == 2
     assert [n for _, _, n in defense.accountant.history] == [1, 2, 1]

@@ -43,7 +43,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from word_recovery import read_texts, score, summary, tokens_of
+from word_recovery import guessed, read_texts, score, summary, tokens_of
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy, find_anatomy
 from lightning_fedleak.attacks import (
@@ -198,7 +198,7 @@ def noise(args: argparse.Namespace) -> None:
                     (GradientSnapshot(0, Stage.SHARED, {HEAD_WEIGHT: seen}, tied=anatomy.tied),)
                 )
                 guesses = {"flatchat": flatchat(seen, len(truth))}
-                guesses |= {name: attack.run(view) for name, attack in aligned.items()}
+                guesses |= {name: guessed(attack, view) for name, attack in aligned.items()}
                 for name, guess in guesses.items():
                     found = scores.setdefault((reading, sigma, name), [])
                     found.append(score(guess, truth)["f1"])

@@ -20,6 +20,7 @@ import warnings
 
 import lightning.pytorch as L
 import torch
+from word_recovery import guessed
 
 from lightning_fedleak import AlignedFlatChat, FlatChat, PublicText
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
@@ -107,7 +108,7 @@ def main() -> None:
                 update, truth = one_round(module, batches, make, arguments.lr)
                 types.append(len(truth))
                 for attack in attacks:
-                    guess = attack.run(Observation((update,)))
+                    guess = guessed(attack, Observation((update,)))
                     counts = word_counts(guess, truth, anatomy.vocab_size)
                     scores[attack.name].append(precision_recall_f1(counts)["f1"].value)
             cells = [_cell(scores[a.name]) for a in attacks]

@@ -50,7 +50,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, find_anatomy
-from lightning_fedleak.attacks.base import RunFacts, WordGuess
+from lightning_fedleak.attacks.base import Attack, RunFacts, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
@@ -257,7 +257,7 @@ def runners(names, anatomy, public: PublicText, args):
         attack.meet(RunFacts(clip_value=args.clip_value))
         attack.prepare(anatomy)
         seconds[name] = attack.calibration_seconds
-        made[name] = lambda view, truth, attack=attack: attack.run(view)
+        made[name] = lambda view, truth, attack=attack: guessed(attack, view)
     return made, seconds
 
 
@@ -270,6 +270,16 @@ def score(guess, truth) -> dict[str, float]:
         "f1": 2 * right / (len(guess.types) + len(truth)),
         "maer": abs(guess.n_types - len(truth)) / len(truth),
     }
+
+
+def guessed(attack: Attack, view: Observation) -> WordGuess:
+    """What an attack names; no type where it refuses, which a table of F1 counts as 0."""
+    try:
+        guess = attack.run(view)
+    except UnusableObservation:
+        return WordGuess(torch.empty(0, dtype=torch.int64))
+    assert isinstance(guess, WordGuess)
+    return guess
 
 
 def summary(values: list[float]) -> tuple[float, float]:

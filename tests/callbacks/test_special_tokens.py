@@ -48,9 +48,7 @@ def test_tokens_asked_for_are_words(causal, left):
 
 def test_a_batch_of_special_tokens_holds_nothing_to_ask_for():
     deal = Deal(4, causal=False, special=frozenset({CLS, SEP}))
-    with pytest.raises(
-        NoTargets, match="has a token, and a label, besides special ones"
-    ):
+    with pytest.raises(NoTargets, match="has a token, and a label, besides special ones"):
         deal.targets(rows([CLS, SEP]), rows([CLS, 5, SEP]), generator())
 
 

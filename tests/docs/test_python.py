@@ -43,7 +43,7 @@ from tests.docs.blocks import Block, blocks
 from tests.federation import rounds as rounds_
 from tests.federation.test_observer import texts
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
-from tests.report.lines import begin, look, result, written
+from tests.report.lines import begin, dpsgd, end, look, result, spent, written
 from tests.tools.sentences import ROOT
 
 pytestmark = pytest.mark.slow
@@ -302,7 +302,8 @@ def test_fragments_of_configs_train(block, reader, monkeypatch):
 def test_what_people_know_of_a_run_is_taken(block, reader):
     (reader / "report.toml").write_text(block.text)
     lines = [result(0, f1=(0.5, 0.4, 0.6))]
-    files = write([written(reader / "run", lines, [begin(), look(0)])], reader)
+    private = [begin(defenses=[dpsgd()]), look(0, privacy=[spent(2.5, 1)]), end(1)]
+    files = write([written(reader / "run", lines, private)], reader)
     assert "Notes of the ward" in next(f for f in files if f.suffix == ".yaml").read_text()
 
 

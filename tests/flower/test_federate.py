@@ -56,7 +56,7 @@ def test_both_engines_train_the_same_model(tmp_path: Path, caplog, capfd) -> Non
     # Workers are not told of the end; the server is, and the report takes its word.
     [report] = (tmp_path / "flower").rglob("report.json")
     [run] = json.loads(report.read_text())["runs"]
-    assert run["ended"] == "in order"
+    assert run["ended"] == "finished normally"
     ends = [x for path in report.parent.rglob("run.jsonl") for x in lines(path.parent, path.name)]
     assert [x["how"] for x in ends if x["kind"] == "end"] == ["finished"]
 

@@ -325,7 +325,6 @@ def test_rounds_are_read_by_what_reads_rounds(
     with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = module(gpt2, optimizer=optimizer)
-        made.lr = 1e-3  # a rate at which a round's weights are near those it began with
         fit([FreshOptimizer(), monitor], tmp_path, module=made, loader=loader())
     tried = re.search("aligned_flatchat +played, about", caplog.text)
     assert tried, "its cost is tried on an update"

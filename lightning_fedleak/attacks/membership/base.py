@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -23,7 +24,14 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import place_of
-from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces, UnusableObservation
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Guess,
+    Query,
+    RunFacts,
+    Surfaces,
+    UnusableObservation,
+)
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import Observation
@@ -104,6 +112,28 @@ class PassiveMembership(Attack):
         self.refresh_every = refresh_every
         self.seed = seed
         self._public: PublicText | None = None
+        self._start: dict[nn.Parameter, Tensor] = {}
+
+    def _round_starts(self, anatomy: Anatomy, facts: RunFacts) -> None:
+        """Keeps the trained weights of a round's start, which the server sent.
+
+        Sharded ones are not kept: candidates are asked for with those of the round's end then.
+        """
+        rounds = facts.local_steps is not None
+        trained = (p for p in anatomy.root.parameters() if rounds and p.requires_grad)
+        self._start = {p: p.detach().clone() for p in trained if not hasattr(p, "full_tensor")}
+
+    @contextmanager
+    def _at_start(self) -> Iterator[None]:
+        """Gives the model the weights of the round's start, within."""
+        now = {parameter: parameter.data for parameter in self._start}
+        try:
+            for parameter, value in self._start.items():
+                parameter.data = value
+            yield
+        finally:
+            for parameter, value in now.items():
+                parameter.data = value
 
     def _texts(self, anatomy: Anatomy, n: int, *, behind: int = 0) -> TokenBatch:
         """Public texts as ids with labels, the same ones every time, behind so many others."""

@@ -238,6 +238,7 @@ class GradientMembership(PassiveMembership):
         if read != self._reads or not 0 <= step - self._prepared_at < self.refresh_every:
             self._prepared_at = step
             self.prepare(anatomy)
+        self._round_starts(anatomy, self._facts)
         if decays_apart(self._facts):
             weights = ((name, anatomy.parameter(name)) for name in read)
             self._before = {n: whole_tensor(p).clone() for n, p in weights if p is not None}
@@ -264,17 +265,20 @@ class GradientMembership(PassiveMembership):
         self._leave_out(view.gradients[-1].loss_terms & frozenset(self._reads))
         public = self._texts(self._anatomy, self.controls, behind=self.public_rows)
         texts = (_batch_of(query, self.tokens), public)
-        if self._whole is None:
-            size, scores, others = self._by_tokens(view, *texts)
-        else:
-            names = self._others(self._anatomy)
-            each = {name: self._shared(view, name) for name in names}
-            size = _largest(each.values())
-            shared = [self._scaled(g / size, view, name).flatten() for name, g in each.items()]
-            scores, others = (
-                self._whole.coefficients(torch.cat(shared), _gradients(self._anatomy, names, batch))
-                for batch in texts
-            )
+        with self._at_start():
+            if self._whole is None:
+                size, scores, others = self._by_tokens(view, *texts)
+            else:
+                names = self._others(self._anatomy)
+                each = {name: self._shared(view, name) for name in names}
+                size = _largest(each.values())
+                shared = [self._scaled(g / size, view, name).flatten() for name, g in each.items()]
+                scores, others = (
+                    self._whole.coefficients(
+                        torch.cat(shared), _gradients(self._anatomy, names, batch)
+                    )
+                    for batch in texts
+                )
         scores, others = scores.double() * size, others.double() * size
         told = (labels_of(texts[0])[:, 1:] != IGNORE_INDEX).any(1).to(scores.device)
         scores = torch.where(told, scores, others.mean())

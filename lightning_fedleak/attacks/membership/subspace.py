@@ -166,6 +166,7 @@ class SubspaceMembership(PassiveMembership):
         """Keeps a copy of the factors A as they are now, which a term of the loss may share."""
         read = [m for known in self._read(anatomy) for m in _trained(known, anatomy)]
         self._factors = factor_rows(anatomy, read)
+        self._round_starts(anatomy, self._facts)
         self._anatomy = anatomy
 
     def _prepare_public(self, anatomy: Anatomy) -> None:
@@ -215,7 +216,8 @@ class SubspaceMembership(PassiveMembership):
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask > 0
         cut = reach(real, self.tokens)
         ids, real = ids[:, :cut], real[:, :cut]
-        states = states_at(anatomy, inputs, ids, None if mask is None else real.long())
+        with self._at_start():
+            states = states_at(anatomy, inputs, ids, None if mask is None else real.long())
         causal = anatomy.kind == "causal"
         public_ids, public_real, public_states = self._others
         asked, other = (

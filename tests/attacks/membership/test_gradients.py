@@ -249,6 +249,30 @@ def test_updates_are_read(family: Any, optimizer: str, more: dict[str, float]) -
     assert right / (8 * ROWS * ROWS) > 0.8
 
 
+@pytest.mark.parametrize("rate", [1e-3, 1e-1])
+def test_a_round_is_asked_about_with_the_weights_that_it_began_with(rate: float) -> None:
+    """Whatever the step has made of them; and the model is left as it was."""
+    model = lora()
+    settings = {"lr": rate}
+    facts = RunFacts(optimizer="AdamW", optimizer_settings=settings, local_steps=1)
+    anatomy, attack = prepared(model, facts)
+    trained = {n: p for n, p in anatomy.root.named_parameters() if p.requires_grad}
+    before = {n: p.detach().clone() for n, p in trained.items()}
+    inside = texts(ROWS, LENGTH)
+    query = Query(torch.cat([inside, texts(ROWS, LENGTH)]))
+    backward(model, inside)
+    torch.optim.AdamW(list(trained.values()), **settings).step()
+    names = attack.needs(anatomy).gradients
+    tensors = {n: (before[n] - trained[n].detach()) / rate for n in names}
+    view = Observation((UpdateSnapshot(0, Stage.SHARED, tensors, learning_rate=rate),))
+    after = {n: p.detach().clone() for n, p in trained.items()}
+    asked_after = attack.run(view, query).scores
+    assert all(torch.equal(p, after[n]) for n, p in trained.items())
+    for name, parameter in trained.items():
+        parameter.data.copy_(before[name])
+    torch.testing.assert_close(asked_after, attack.run(view, query).scores)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "settings"), [("SGD", {"momentum": 0.9}), ("AdamW", {}), ("RMSprop", {})]
 )

@@ -87,7 +87,8 @@ def test_other_text_or_settings_are_another_calibration(
 def content(path: Path) -> tuple[object, dict[str, object]]:
     """Of a file whose header may name things in any order."""
     with safe_open(path, "pt") as file:
-        return file.metadata(), {name: file.get_tensor(name).tolist() for name in file.keys()}
+        names = list(file.keys())
+        return file.metadata(), {name: file.get_tensor(name).tolist() for name in names}
 
 
 def test_a_damaged_file_is_said_and_made_anew(tmp_path: Path, folder: Path) -> None:

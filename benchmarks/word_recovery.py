@@ -277,7 +277,7 @@ def guessed(attack: Attack, view: Observation) -> WordGuess:
     try:
         guess = attack.run(view)
     except UnusableObservation:
-        return WordGuess(torch.empty(0, dtype=torch.int64))
+        return WordGuess(torch.empty(0, dtype=torch.int64), n_types=0)
     assert isinstance(guess, WordGuess)
     return guess
 

@@ -528,7 +528,8 @@ class _Readable:
         every_token = False
         terms = view.gradients[-1].loss_terms
         beside: dict[str, Tensor] = {}
-        declared = dropped = 0.0
+        declared = view.gradients[-1].noise_std  # not what rounding of stored weights adds
+        dropped = 0.0
         for linear in self.maps:
             g = whole_tensor(view.gradient(linear.name))
             g = g if linear.axis == 1 else g.T
@@ -544,7 +545,6 @@ class _Readable:
                 if errors is not None:
                     e = errors[linear.name]
                     uneven.append(e if linear.axis == 1 else e.T)
-                declared = max(declared, noise.get(linear.name, 0.0))
                 variance = lost((*self.known.dropouts, *linear.dropouts))
                 dropped = math.sqrt(variance * float(g.double().square().mean()))
                 levels.append(math.hypot(noise.get(linear.name, 0.0), dropped))

@@ -181,6 +181,15 @@ def test_dropout_that_hides_every_word_is_unknown() -> None:
     assert refused
 
 
+def test_an_update_below_the_rounding_of_stored_weights_is_unknown() -> None:
+    model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
+    attack, anatomy = prepared(model)
+    view = step_of(torch.optim.SGD, model, attack, anatomy, texts(2, 7), weight_decay=0.0)
+    attack._stored = dict.fromkeys(attack._stored, 1.0)
+    with pytest.raises(UnusableObservation, match="no token stands out of the rounding"):
+        attack.run(view)
+
+
 def test_declared_noise_that_hides_every_word_is_a_known_zero() -> None:
     model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
     attack, anatomy = prepared(model)

@@ -11,7 +11,9 @@
 ``--rank 0`` trains the projections whole. Adapters are PEFT's, moved by ``--warm`` steps of AdamW
 on ``--public`` text first. Several numbers are points of one training: the same private batches are
 read at each of them. ``--dropout`` is that in front of the adapters, in training and in the shared
-gradients. ``--config gpt2`` and ``bert`` are those architectures at their own size
+gradients. ``--chat`` trains and shares chats with masked prompts: the first half of a text is the
+user's turn, the second the assistant's, in the tokenizer's chat template, and only the second has
+labels. ``--config gpt2`` and ``bert`` are those architectures at their own size
 with random weights and Zipf-distributed tokens. Every shape is texts x tokens; ``--padded`` takes
 shorter texts as they are. ``--noise`` adds Gaussian noise of so many times the rms of the gradients
 that are read, which the attack is told. ``--prior`` tells it how often public text has each token.
@@ -60,9 +62,11 @@ SMOKE = (
     "--model {model} --private {text} --public {text} --rank 4 --targets q_proj,v_proj "
     "--shapes 1x8 --batches 1",
     "--model {model} --private {text} --public {text} --rank 4 --shapes 1x8 --batches 1 "
-    "--update AdamW --warm 1,3 --dropout .05",
+    "--update AdamW --warm 1,3 --dropout .05 --chat",
 )
 RATE = 2e-4
+# Of tokenizers that have no chat template: turns between words that every vocabulary can spell.
+PLAIN_TURNS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
 def built(options: argparse.Namespace) -> nn.Module:
@@ -127,12 +131,23 @@ class Source:
         self.generator = torch.Generator().manual_seed(options.seed)
         self.ids: list[list[int]] = []
         if options.config is None:
-            tokenizer = AutoTokenizer.from_pretrained(options.model)
+            self.tokenizer = AutoTokenizer.from_pretrained(options.model)
+            self.tokenizer.chat_template = self.tokenizer.chat_template or PLAIN_TURNS
             front = [] if options.bos is None else [options.bos]
             texts = read_texts(name)
             order = torch.randperm(len(texts), generator=self.generator).tolist()
-            self.ids = [front + tokenizer(texts[i])["input_ids"] for i in order[: options.pool]]
+            pool = [texts[i] for i in order[: options.pool]]
+            self.ids = [front + self.tokenizer(text)["input_ids"] for text in pool]
         self.next = 0
+
+    def chat(self, text: list[int], length: int) -> tuple[list[int], int]:
+        """Return a chat of at most so many tokens, and how many of them are the prompt."""
+        half = self.tokenizer.decode(text[: length // 4], skip_special_tokens=True)
+        rest = self.tokenizer.decode(text[length // 4 :], skip_special_tokens=True)
+        user = [{"role": "user", "content": half}]
+        both = [*user, {"role": "assistant", "content": rest}]
+        prompt = self.tokenizer.apply_chat_template(user, return_dict=False)
+        return self.tokenizer.apply_chat_template(both, return_dict=False)[:length], len(prompt)
 
     def batch(self, rows: int, length: int) -> TokenBatch:
         """(rows, length) ids, padded with 0 on the right where ``--padded`` allows it."""
@@ -142,14 +157,21 @@ class Source:
             ids = torch.multinomial(odds, rows * length, True, generator=self.generator)
             return TokenBatch(ids.view(rows, length), ids.view(rows, length), None, kind)
         chosen: list[list[int]] = []
+        prompts: list[int] = []
         while len(chosen) < rows:
-            text = self.ids[self.next % len(self.ids)][:length]
+            text, prompt = self.ids[self.next % len(self.ids)], 0
+            if self.options.chat and len(text) > length:
+                text, prompt = self.chat(text, length)
+            text = text[:length]
             self.next += 1
-            if len(text) == length or (self.options.padded and len(text) > 1):
+            if len(text) == length > prompt or (self.options.padded and len(text) > 1):
                 chosen.append(text)
+                prompts.append(prompt)
         ids = nn.utils.rnn.pad_sequence([torch.tensor(t) for t in chosen], batch_first=True)
-        mask = torch.arange(ids.shape[1])[None] < torch.tensor([[len(t)] for t in chosen])
-        return TokenBatch(ids, ids.masked_fill(~mask, IGNORE_INDEX), mask.long(), kind)
+        place = torch.arange(ids.shape[1])[None]
+        mask = place < torch.tensor([[len(t)] for t in chosen])
+        labelled = mask & (place >= torch.tensor(prompts)[:, None])
+        return TokenBatch(ids, ids.masked_fill(~labelled, IGNORE_INDEX), mask.long(), kind)
 
 
 def backward(model: nn.Module, batch: TokenBatch, device: str) -> None:
@@ -244,6 +266,7 @@ def main() -> None:
     add_source_options(parser)
     parser.add_argument("--noise", default="0")
     parser.add_argument("--padded", action="store_true")
+    parser.add_argument("--chat", action="store_true", help="chats with masked prompts")
     parser.add_argument("--prior", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -323,8 +346,9 @@ def described(row: dict[str, Any], options: argparse.Namespace) -> str:
         f"n given {row['ranked'][0]:.3f} | certified {row['certified'][0]:.2f}"
     )
     dropout = f" dropout {options.dropout:g}" if options.dropout else ""
+    chats = " chats" if options.chat else ""
     return (
-        f"{options.config or Path(options.model).name} {options.private} r {options.rank} "
+        f"{options.config or Path(options.model).name} {options.private}{chats} r {options.rank} "
         f"{options.targets if options.rank else 'whole'}{dropout} {row['shape']} noise "
         f"{row['noise']:g} {options.update or 'gradient'} | after {row['warm']} steps | types "
         f"{row['types'][0]:.0f} | {words if known else 'unknown'} | {row['seconds'][0]:.1f} s | "

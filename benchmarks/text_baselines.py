@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    options.config, options.padded, options.dropout = None, False, 0.0
+    options.config, options.padded, options.dropout, options.chat = None, False, 0.0, False
     torch.set_num_threads(options.threads)
     print(f"# {platform.machine()}, {options.threads} thread(s), {options.device}, {date.today()}")
     for shape in options.shapes.split(","):

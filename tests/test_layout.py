@@ -23,6 +23,7 @@ GROUND = {
     "progress",
     "extras",
     "private_files",
+    "validate",
 }
 # Of the command, what needs no command line.
 STUDIES = {
@@ -46,6 +47,7 @@ ALLOWED = {
     "progress": set(),
     "extras": set(),
     "private_files": set(),
+    "validate": set(),
     "snapshots": {"anatomy", "threats", "batches"},
     "model_state": set(),
     "model_runs": {"anatomy", "threats", "batches", "model_state"},

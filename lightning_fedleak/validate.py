@@ -1,0 +1,131 @@
+"""Checks of arguments, one line each: the message names the argument, its range and the value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+
+def check_integer(
+    name: str,
+    value: Any,
+    *,
+    at_least: int = 1,
+    at_most: int | None = None,
+    optional: bool = False,
+    hint: str = "",
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise an error unless the value is an integer within its bounds.
+
+    True and False are no integers here.
+
+    Args:
+        name: the argument's name, which begins the message.
+        value: what the user passed.
+        at_least: smallest value that is allowed.
+        at_most: largest value that is allowed; None sets no limit.
+        optional: whether None is allowed.
+        hint: ends the message: what the value means, or what to do.
+        error: class of the error.
+
+    Raises:
+        ValueError: or ``error``: the value is not such an integer.
+    """
+    if value is None and optional:
+        return
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if whole and value >= at_least and (at_most is None or value <= at_most):
+        return
+    bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    raise error(_message(name, f"an integer {bounds}", value, optional, hint))
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    optional: bool = False,
+    hint: str = "",
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise an error unless the value is a finite number within its bounds.
+
+    True and False are no numbers here, and neither are NaN and infinities.
+
+    Args:
+        name: the argument's name, which begins the message.
+        value: what the user passed.
+        above: the value must be larger.
+        at_least: smallest value that is allowed.
+        below: the value must be smaller.
+        at_most: largest value that is allowed.
+        optional: whether None is allowed.
+        hint: ends the message: what the value means, or what to do.
+        error: class of the error.
+
+    Raises:
+        ValueError: or ``error``: the value is not such a number.
+    """
+    if value is None and optional:
+        return
+    if (
+        isinstance(value, Real)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and (above is None or value > above)
+        and (at_least is None or value >= at_least)
+        and (below is None or value < below)
+        and (at_most is None or value <= at_most)
+    ):
+        return
+    limits = {"above": above, "of at least": at_least, "below": below, "of at most": at_most}
+    bounds = " and ".join(
+        f"{word} {limit:g}" for word, limit in limits.items() if limit is not None
+    )
+    raise error(_message(name, f"a number {bounds}".rstrip(), value, optional, hint))
+
+
+def check_choice(
+    name: str,
+    value: Any,
+    choices: Sequence[Any],
+    *,
+    optional: bool = False,
+    hint: str = "",
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise an error unless the value is one of a few.
+
+    Args:
+        name: the argument's name, which begins the message.
+        value: what the user passed.
+        choices: the values that are allowed.
+        optional: whether None is allowed.
+        hint: ends the message: what the value means, or what to do.
+        error: class of the error.
+
+    Raises:
+        ValueError: or ``error``: the value is none of them.
+    """
+    if (value is None and optional) or any(
+        isinstance(value, bool) == isinstance(choice, bool) and value == choice
+        for choice in choices
+    ):
+        return
+    raise error(_message(name, " or ".join(map(repr, choices)), value, optional, hint))
+
+
+def _message(name: str, allowed: str, value: Any, optional: bool, hint: str) -> str:
+    """Return the sentence of a refusal."""
+    end = f": {hint}" if hint else ""
+    return f"{name} must be {allowed}{', or None' if optional else ''}, got {value!r}{end}"
+
+
+__all__ = ["check_choice", "check_integer", "check_number"]

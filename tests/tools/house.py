@@ -1,0 +1,624 @@
+"""Count what makes the package easy or hard to read: lines, imports, arguments, names, docstrings.
+
+::
+
+    python -m tests.tools.house                              # the whole package
+    python -m tests.tools.house lightning_fedleak/attacks    # one folder or file of it
+    python -m tests.tools.house ../other                     # another checkout
+    python -m tests.tools.house --list names lightning_fedleak/games    # where each one stands
+
+The source is parsed and never imported. What each row counts:
+
+code        lines with a token that is neither a comment nor part of a docstring
+longest     lines of the longest file
+long        files of more than 600 lines
+imports     files that import eight modules of this package or more, those for types and those
+            inside functions included, an ``__init__.py`` not; ``most_imports`` is the most of one
+callbacks   modules of ``callbacks/`` that ``federation/`` imports
+circles     groups of modules that import each other, for types included, inside functions not; the
+            root, which hands all names on, is left out
+parameters  functions of more than eight parameters, ``self`` and ``cls`` not counted;
+            ``most_parameters`` is the most of one function
+complexity  functions of more than 20 branches. Counted here: one, and one more for each if, loop,
+            handler, assert, case and conditional expression, for each further operand of ``and``
+            and ``or``, for each loop and condition of a comprehension; nested functions included.
+            Ruff's C901 counts no operands, expressions and comprehensions, and finds none.
+public      public classes and functions of modules whose name is defined in two files or more
+private     private ones whose name is defined in three files or more
+names       participles and prepositions (``NAMES``) as variables, arguments, fields and functions,
+            leading underscores aside, as a share of all; ``names_like`` counts ``NAMES_LIKE``
+fragments   docstrings that begin with a word of ``FRAGMENTS``, or have three words or fewer and do
+            not begin with a verb, as a share of all
+no_verb     docstrings of functions that do not begin with a verb (``VERBS``), as a share of all;
+            properties aside
+examples    public names of the package's root without an example (``>>>``) in their docstring
+constants   numbers that a module binds to a name (a tuple of them once) without a comment beside or
+            above, or a docstring below
+any         occurrences of ``[str, Any]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "lightning_fedleak"
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NAMES = _words(
+    """
+    of at by in into onto out on off to from for with within without about along among around
+    between against over under across here there where when which what who whose whom how this
+    that these those then so own mine ours theirs yours said told found given taken moved held
+    kept left asked seen known made gone done got took brought caught heard met shown drawn
+    wanted begun began grew ran thought lost
+    """
+)
+NAMES_LIKE = _words(
+    """
+    before after above below beside besides behind beyond through upon until since inside
+    outside apart aside ahead alike alone both sent spent tried refused chosen gathered written
+    needed named used looked fired broken counted dealt ended failed finished grown hurried
+    joined listed missed noted opened owned paid passed placed planted played pushed put reached
+    rehearsed remembered returned saved settled stated stepped stopped stored swept turned
+    unread unseen
+    """
+)
+FRAGMENTS = _words(
+    """
+    Of That Those As By Which Whose Where With Within Without From For In On At To Is Has Under
+    Over Around Between Against About After Before Inside
+    """
+)
+VERBS = _words(
+    """
+    accept add align allow answer append apply arm ask assert attack begin bind bound bring
+    broadcast build calibrate call carry change check choose clear clip close collect combine
+    compare compute convert copy count create cut date decide decode defend delete depend derive
+    descend describe detach distinguish divide do draw drop embed encode end enter estimate
+    explain fail fill find fine-tune fit fix flip follow forget forward freeze gather generate
+    get give go group hand hash hold ignore insert iterate join judge keep know label lay learn
+    leave let limit list load log look make map mark mean measure meet merge move multiply name
+    normalize note number open order pack parse pass patch pick place plan plant play plot pool
+    prepare print project propose prune put raise rank read reconstruct record recover reduce
+    refuse register release remember remove render renew repeat replace report reset resolve
+    restore return reveal rewrite round run sample save say scale score search see select send
+    separate set show shrink sign sit skip solve sort split stack stand start state step stop
+    store sum take tap tell test tokenise tokenize train try turn undo unwrap update use verify
+    wait warn watch weigh work wrap write yield
+    """
+)
+MOST_LINES, MANY_IMPORTS, MOST_PARAMETERS, MOST_BRANCHES = 600, 8, 8, 20
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = ast.Module | ast.ClassDef | Function
+
+
+class Place(NamedTuple):
+    """A place in the source and what stands there."""
+
+    path: Path
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table.
+
+    Attributes:
+        name: what ``--list`` takes.
+        title: what is counted.
+        target: what issue 31 allows at most; None where it names no number.
+        is_share: whether the value is a share between 0 and 1.
+    """
+
+    name: str
+    title: str
+    target: float | None = None
+    is_share: bool = False
+
+    def written(self, value: float | None) -> str:
+        """Return a value of this row as text, and a dash for None."""
+        if value is None:
+            return "-"
+        return f"{value:.1%}" if self.is_share else f"{value:,}"
+
+
+ROWS = (
+    Row("code", "code lines", 40_800),
+    Row("longest", "lines of the longest file", 700),
+    Row("long", "files above 600 lines", 8),
+    Row("imports", "files with 8 or more own imports", 22),
+    Row("most_imports", "most own imports of a file", 14),
+    Row("callbacks", "modules of callbacks that federation imports", 0),
+    Row("circles", "circles of imports, for types included", 0),
+    Row("parameters", "functions with more than 8 parameters", 25),
+    Row("most_parameters", "most parameters of a function", 12),
+    Row("complexity", "functions with more than 20 branches", 10),
+    Row("public", "public names defined twice", 8),
+    Row("private", "private names defined three times", 5),
+    Row("names", "participles and prepositions as names", 0.01, is_share=True),
+    Row("names_like", "more of their like"),
+    Row("fragments", "fragments as docstrings", 0.01, is_share=True),
+    Row("no_verb", "docstrings of functions without a verb first", is_share=True),
+    Row("examples", "root names without an example", 0),
+    Row("constants", "bare constants", 30),
+    Row("any", "[str, Any]", 90),
+)
+
+
+class Measure(NamedTuple):
+    """The value of a row, and where each one stands."""
+
+    value: float
+    places: list[Place]
+
+
+class Source:
+    """A parsed file of the package.
+
+    Args:
+        path: the file.
+        root: the checkout that it belongs to.
+    """
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self.path = path
+        self.text = path.read_text(encoding="utf-8")
+        self.lines = self.text.splitlines()
+        self.tree = ast.parse(self.text)
+        self.nodes = list(ast.walk(self.tree))
+        parts = path.relative_to(root).with_suffix("").parts
+        self.is_face = parts[-1] == "__init__"
+        self.module = ".".join(parts[:-1] if self.is_face else parts)
+
+    def place(self, line: int, text: str) -> Place:
+        """Return a place in this file."""
+        return Place(self.path, line, text)
+
+    @cached_property
+    def docstrings(self) -> list[tuple[Documented, ast.Constant]]:
+        """What has a docstring, with it."""
+        pairs = []
+        for node in self.nodes:
+            if isinstance(node, Documented) and node.body:
+                first = node.body[0]
+                if (
+                    isinstance(first, ast.Expr)
+                    and isinstance(first.value, ast.Constant)
+                    and isinstance(first.value.value, str)
+                ):
+                    pairs.append((node, first.value))
+        return pairs
+
+    @cached_property
+    def code_lines(self) -> int:
+        """Lines of code without docstrings, comments and blanks."""
+        empty = {
+            tokenize.COMMENT,
+            tokenize.NL,
+            tokenize.NEWLINE,
+            tokenize.INDENT,
+            tokenize.DEDENT,
+            tokenize.ENDMARKER,
+        }
+        lines: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type not in empty:
+                lines.update(range(token.start[0], token.end[0] + 1))
+        for _, text in self.docstrings:
+            lines.difference_update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
+        return len(lines)
+
+    def imports(self, modules: Iterable[str], *, in_functions: bool = True) -> dict[str, int]:
+        """Return the modules of the package that this file imports, with the line of each."""
+        package = self.module.split(".")
+        package = package if self.is_face else package[:-1]
+        lines: dict[str, int] = {}
+
+        def visit(node: ast.AST) -> None:
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    parents = package[: len(package) - node.level + 1]
+                    base = ".".join([*parents, base] if base else parents)
+                for alias in node.names:
+                    whole = f"{base}.{alias.name}"
+                    names.append(whole if whole in modules else base)
+            for name in names:
+                if name in modules and name != self.module:
+                    lines.setdefault(name, node.lineno)  # type: ignore[attr-defined]
+            for child in ast.iter_child_nodes(node):
+                if in_functions or not isinstance(child, Function):
+                    visit(child)
+
+        visit(self.tree)
+        return lines
+
+
+class House:
+    """The package of a checkout.
+
+    Args:
+        path: a checkout, or a folder or file of its package, to which the rows are restricted.
+    """
+
+    def __init__(self, path: Path = ROOT) -> None:
+        path = path.resolve()
+        root = next((p for p in (path, *path.parents) if (p / PACKAGE).is_dir()), None)
+        if root is None:
+            raise FileNotFoundError(f"{path} is no checkout with a folder {PACKAGE}")
+        self.root = root
+        files = sorted((root / PACKAGE).rglob("*.py"))
+        self.sources = {source.module: source for source in (Source(p, root) for p in files)}
+        self.inside = [s for s in self.sources.values() if path == root or self._is_in(s, path)]
+
+    @staticmethod
+    def _is_in(source: Source, path: Path) -> bool:
+        return source.path == path or path in source.path.parents
+
+    def measures(self) -> dict[str, Measure]:
+        """Return the measure of each row, by the row's name."""
+        measures = {
+            "code": self._code(),
+            **self._lines(),
+            **self._imports(),
+            "callbacks": self._callbacks(),
+            "circles": self._circles(),
+            **self._parameters(),
+            "complexity": self._complexity(),
+            **self._definitions(),
+            "names": self._names(NAMES, share=True),
+            "names_like": self._names(NAMES_LIKE, share=False),
+            **self._docstrings(),
+            "examples": self._examples(),
+            "constants": self._constants(),
+            "any": self._any(),
+        }
+        return {row.name: measures[row.name] for row in ROWS}
+
+    def _code(self) -> Measure:
+        files = sorted(((s.code_lines, s) for s in self.inside), key=lambda f: -f[0])
+        return Measure(
+            sum(count for count, _ in files),
+            [s.place(1, f"{count} lines") for count, s in files],
+        )
+
+    def _lines(self) -> dict[str, Measure]:
+        counts = [(len(s.lines), s.place(1, f"{len(s.lines)} lines")) for s in self.inside]
+        return {"longest": _most(counts), "long": _above(counts, MOST_LINES)}
+
+    def _imports(self) -> dict[str, Measure]:
+        counts = []
+        for source in self.inside:
+            if not source.is_face:
+                modules = source.imports(self.sources)
+                names = ", ".join(sorted(m.removeprefix(f"{PACKAGE}.") for m in modules))
+                counts.append((len(modules), source.place(1, f"{len(modules)}: {names}")))
+        return {"imports": _above(counts, MANY_IMPORTS - 1), "most_imports": _most(counts)}
+
+    def _callbacks(self) -> Measure:
+        face = f"{PACKAGE}.callbacks"
+        places = [
+            source.place(line, module)
+            for source in self.inside
+            if source.module.startswith(f"{PACKAGE}.federation")
+            for module, line in source.imports(self.sources).items()
+            if module.startswith(f"{face}.")
+        ]
+        return Measure(len({place.text for place in places}), places)
+
+    def _circles(self) -> Measure:
+        graph = {
+            name: set(source.imports(self.sources, in_functions=False))
+            for name, source in self.sources.items()
+            if name != PACKAGE
+        }
+        inside = {source.module for source in self.inside}
+        circles = [circle for circle in _circles(graph) if inside.intersection(circle)]
+        return Measure(
+            len(circles),
+            [self.sources[circle[0]].place(1, ", ".join(circle)) for circle in circles],
+        )
+
+    def _functions(self) -> Iterator[tuple[Source, Function]]:
+        for source in self.inside:
+            for node in source.nodes:
+                if isinstance(node, Function):
+                    yield source, node
+
+    def _parameters(self) -> dict[str, Measure]:
+        counts = []
+        for source, function in self._functions():
+            arguments = function.args
+            names = [
+                argument.arg
+                for argument in arguments.posonlyargs + arguments.args + arguments.kwonlyargs
+            ]
+            count = len(names) - (names[:1] in (["self"], ["cls"]))
+            counts.append((count, source.place(function.lineno, f"{function.name}: {count}")))
+        return {"parameters": _above(counts, MOST_PARAMETERS), "most_parameters": _most(counts)}
+
+    def _complexity(self) -> Measure:
+        counts = []
+        for source, function in self._functions():
+            count = branches(function)
+            counts.append((count, source.place(function.lineno, f"{function.name}: {count}")))
+        return _above(counts, MOST_BRANCHES)
+
+    def _definitions(self) -> dict[str, Measure]:
+        places: dict[str, list[Place]] = defaultdict(list)
+        for source in self.sources.values():
+            names = {}
+            for node in source.tree.body:
+                if isinstance(node, ast.ClassDef | Function):
+                    names[node.name] = node.lineno
+            for name, line in names.items():
+                places[name].append(source.place(line, name))
+        paths = {source.path for source in self.inside}
+        several = {
+            name: homes
+            for name, homes in places.items()
+            if not name.startswith("__") and paths.intersection(place.path for place in homes)
+        }
+        measures = {}
+        for row, least, is_private in (("public", 2, False), ("private", 3, True)):
+            names_of_row = sorted(
+                name
+                for name, homes in several.items()
+                if len(homes) >= least and name.startswith("_") == is_private
+            )
+            measures[row] = Measure(
+                len(names_of_row), [place for name in names_of_row for place in several[name]]
+            )
+        return measures
+
+    def _names(self, words: frozenset[str], *, share: bool) -> Measure:
+        total = 0
+        places = []
+        for source in self.inside:
+            for line, name in identifiers(source.nodes):
+                total += 1
+                if name.strip("_").lower() in words and not name.startswith("__"):
+                    places.append(source.place(line, name))
+        return Measure(len(places) / max(total, 1) if share else len(places), places)
+
+    def _docstrings(self) -> dict[str, Measure]:
+        total, functions = 0, 0
+        fragments, no_verb = [], []
+        for source in self.inside:
+            for node, docstring in source.docstrings:
+                summary = " ".join(str(docstring.value).split("\n\n")[0].split())
+                place = source.place(docstring.lineno, summary[:100])
+                total += 1
+                if is_fragment(summary):
+                    fragments.append(place)
+                if isinstance(node, Function) and not _is_property(node):
+                    functions += 1
+                    if not begins_with_verb(summary):
+                        no_verb.append(place)
+        return {
+            "fragments": Measure(len(fragments) / max(total, 1), fragments),
+            "no_verb": Measure(len(no_verb) / max(functions, 1), no_verb),
+        }
+
+    def _examples(self) -> Measure:
+        places = []
+        paths = {source.path for source in self.inside}
+        for name in self.public_names():
+            for source in self._homes(name):
+                for node, docstring in source.docstrings:
+                    if (
+                        isinstance(node, ast.ClassDef | Function)
+                        and node.name == name
+                        and ">>>" not in str(docstring.value)
+                        and source.path in paths
+                    ):
+                        places.append(source.place(node.lineno, name))
+        return Measure(len(places), places)
+
+    def public_names(self) -> list[str]:
+        """Return the names of the package's root, its version aside."""
+        for node in self.sources[PACKAGE].tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                names = ast.literal_eval(node.value)
+                return [name for name in names if not name.startswith("__")]
+        return []
+
+    def _homes(self, name: str) -> Iterator[Source]:
+        """Yield the files whose top level defines a name of the root."""
+        root = self.sources[PACKAGE].tree
+        folders = {
+            f"{node.module}."
+            for node in ast.walk(root)
+            if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]
+        }
+        for source in self.sources.values():
+            if source.module.startswith(tuple(folders)):
+                yield source
+
+    def _constants(self) -> Measure:
+        places = []
+        for source in self.inside:
+            body = source.tree.body
+            for node, following in zip_longest(body, body[1:]):
+                if (
+                    isinstance(node, ast.Assign | ast.AnnAssign)
+                    and node.value is not None
+                    and _is_number(node.value)
+                    and "#" not in source.lines[(node.end_lineno or node.lineno) - 1]
+                    and not source.lines[node.lineno - 2].strip().startswith("#")
+                    and not _is_text(following)
+                ):
+                    places.append(source.place(node.lineno, source.lines[node.lineno - 1].strip()))
+        return Measure(len(places), places)
+
+    def _any(self) -> Measure:
+        places = [
+            source.place(number, line.strip())
+            for source in self.inside
+            for number, line in enumerate(source.lines, 1)
+            for _ in range(line.count("[str, Any]"))
+        ]
+        return Measure(len(places), places)
+
+
+def branches(function: ast.AST) -> int:
+    """Return one more than the number of branches of a function."""
+    count = 1
+    for node in ast.walk(function):
+        if isinstance(node, _BRANCHES):
+            count += 1
+        elif isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            count += 1 + len(node.ifs)
+    return count
+
+
+_BRANCHES = (
+    ast.If,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.IfExp,
+    ast.ExceptHandler,
+    ast.Assert,
+    ast.match_case,
+)
+
+
+def identifiers(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each variable, argument, field and function where it is bound."""
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
+            yield node.lineno, node.arg
+        elif isinstance(node, Function):
+            yield node.lineno, node.name
+
+
+def is_fragment(summary: str) -> bool:
+    """Return whether the first paragraph of a docstring is only a part of a sentence."""
+    words = summary.split()
+    return words[0].strip(",.:;") in FRAGMENTS or (
+        len(words) <= 3 and not begins_with_verb(summary)
+    )
+
+
+def begins_with_verb(summary: str) -> bool:
+    """Return whether a docstring begins with one of ``VERBS``, or its third person."""
+    verb = summary.split()[0].strip(",.:;").lower()
+    stems = {verb, verb.removesuffix("s"), verb.removesuffix("es"), verb.replace("ies", "y")}
+    return not VERBS.isdisjoint(stems)
+
+
+def _is_property(function: Function) -> bool:
+    decorators = {ast.unparse(decorator) for decorator in function.decorator_list}
+    return not decorators.isdisjoint({"property", "cached_property"})
+
+
+def _is_number(node: ast.expr) -> bool:
+    """Return whether an expression is a number, arithmetic of numbers, or a tuple with one."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, int | float) and not isinstance(node.value, bool)
+    if isinstance(node, ast.UnaryOp):
+        return _is_number(node.operand)
+    if isinstance(node, ast.BinOp):
+        return _is_number(node.left) and _is_number(node.right)
+    return isinstance(node, ast.Tuple) and any(map(_is_number, node.elts))
+
+
+def _is_text(node: ast.stmt | None) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def _most(counts: list[tuple[int, Place]]) -> Measure:
+    """Return the largest count, with the ten places of the largest."""
+    ordered = sorted(counts, key=lambda entry: -entry[0])
+    return Measure(ordered[0][0] if ordered else 0, [place for _, place in ordered[:10]])
+
+
+def _above(counts: list[tuple[int, Place]], limit: int) -> Measure:
+    """Return how many counts exceed a limit, with their places, the largest first."""
+    ordered = sorted((entry for entry in counts if entry[0] > limit), key=lambda entry: -entry[0])
+    return Measure(len(ordered), [place for _, place in ordered])
+
+
+def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected parts of a graph that have more than one node (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for neighbour in sorted(graph[name] & graph.keys()):
+            if neighbour not in index:
+                visit(neighbour)
+                low[name] = min(low[name], low[neighbour])
+            elif neighbour in stack:
+                low[name] = min(low[name], index[neighbour])
+        if low[name] == index[name]:
+            position = stack.index(name)
+            circle = sorted(stack[position:])
+            del stack[position:]
+            if len(circle) > 1:
+                circles.append(circle)
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return circles
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table, or the places of one row."""
+    parse = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parse.add_argument("path", nargs="?", type=Path, default=ROOT, help="default: this checkout")
+    parse.add_argument("--list", choices=[row.name for row in ROWS], metavar="ROW")
+    options = parse.parse_args(arguments)
+    house = House(options.path)
+    measures = house.measures()
+    if options.list is not None:
+        for place in measures[options.list].places:
+            print(f"{place.path.relative_to(house.root)}:{place.line}: {place.text}")
+        return
+    width = max(len(row.title) for row in ROWS)
+    print(f"{'row':<16}{'':<{width}}{'is':>10}{'at most':>10}")
+    for row in ROWS:
+        value = row.written(measures[row.name].value)
+        print(f"{row.name:<16}{row.title:<{width}}{value:>10}{row.written(row.target):>10}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+from pathlib import Path
+
+import pytest
+
+from tests.tools import house
+
+# What the package holds at most. A ceiling may fall, and never rise.
+CEILINGS = {
+    "code": 44_100,
+    "longest": 1_432,
+    "long": 19,
+    "imports": 38,
+    "most_imports": 24,
+    "callbacks": 13,
+    "circles": 1,
+    "parameters": 38,
+    "most_parameters": 23,
+    "complexity": 41,
+    "public": 29,
+    "private": 30,
+    "names": 0.067,
+    "fragments": 0.085,
+    "examples": 34,
+    "constants": 241,
+    "any": 253,
+}
+
+
+@pytest.fixture(scope="module")
+def measures():
+    return house.House().measures()
+
+
+@pytest.mark.parametrize("row", CEILINGS)
+def test_no_count_rises(measures, row):
+    value, places = measures[row]
+    shown = "\n".join(f"{p.path.relative_to(house.ROOT)}:{p.line}: {p.text}" for p in places[:20])
+    assert value <= CEILINGS[row], (
+        f"{row} is {value}, at most {CEILINGS[row]}; all: make house ARGS='--list {row}'\n{shown}"
+    )
+
+
+def test_every_row_with_a_target_has_a_ceiling():
+    assert {row.name for row in house.ROWS if row.target is not None} <= CEILINGS.keys()
+
+
+def small(tmp_path: Path, **files: str) -> dict[str, house.Measure]:
+    root = tmp_path / house.PACKAGE
+    for name, text in {"__init__": '__all__ = ["__version__"]', **files}.items():
+        path = root / f"{name.replace('__in__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return house.House(tmp_path).measures()
+
+
+def lines(measure: house.Measure) -> list[int]:
+    return [place.line for place in measure.places]
+
+
+def test_docstrings_comments_and_blank_lines_are_no_code(tmp_path):
+    text = '"""One\n\ntwo."""\n\n# three\nx = """a\n\nb"""  # four\n'
+    assert small(tmp_path, a=text)["code"].value == 1 + 3
+
+
+def test_names_are_counted_where_they_are_bound(tmp_path):
+    text = (
+        "def _said(of, *, name, b=1):\n"
+        "    for told, x in ():\n        x.held = told\n    __in__ = x\n"
+    )
+    measures = small(tmp_path, a=text)
+    assert lines(measures["names"]) == [1, 1, 2, 3]
+    assert measures["names"].value == 4 / (1 + 3 + 2 + 1 + 1 + 1)  # the last: __all__
+
+
+@pytest.mark.parametrize(
+    ("summary", "fragment", "verb"),
+    [
+        ("Of the model.", True, False),
+        ("Wall time.", True, False),
+        ("As :meth:`x`, per row of the table.", True, False),
+        ("Remove the hook.", False, True),
+        ("Removes the hook.", False, True),
+        ("Return the clipped sum of all rows.", False, True),
+        ("The clipped sum of all rows.", False, False),
+    ],
+)
+def test_docstrings(tmp_path, summary, fragment, verb):
+    assert house.is_fragment(summary) == fragment
+    assert house.begins_with_verb(summary) == verb
+    measures = small(tmp_path, a=f'def f():\n    """{summary}"""\n')
+    assert (measures["fragments"].value, measures["no_verb"].value) == (fragment, not verb)
+
+
+def test_numbers_need_a_word(tmp_path):
+    text = (
+        'A = 1\nB = 2  # seconds\n# Seconds.\nC = 3\nD = 4\n"""Seconds."""\n'
+        'E, F = 5e-3, "x"\nG = "x"\n'
+    )
+    assert lines(small(tmp_path, a=text)["constants"]) == [1, 7]
+
+
+def test_imports_for_types_close_a_circle_and_count(tmp_path):
+    measures = small(
+        tmp_path,
+        a="if TYPE_CHECKING:\n    from lightning_fedleak import b\n",
+        b="from .c import x\n",
+        c="from lightning_fedleak.a import y\n",
+        d="def f():\n    from lightning_fedleak import a, b, c, federation\n",
+        federation__in__observer="from lightning_fedleak.callbacks.gate import z\n",
+        federation__in____init__="",
+        callbacks__in__gate="from lightning_fedleak import d\n",
+    )
+    assert (
+        measures["circles"].places[0].text
+        == "lightning_fedleak.a, lightning_fedleak.b, lightning_fedleak.c"
+    )
+    assert measures["circles"].value == 1
+    assert measures["most_imports"].value == 4
+    assert measures["callbacks"].value == 1
+
+
+def test_parameters_and_branches(tmp_path):
+    text = (
+        "class A:\n    def f(self, a, b, c, d, *, e, f, g, h, **i):\n        pass\n"
+        "def f(a, b, c, d, e, f, g, h, i):\n"
+        "    return [a for b in c if b and d] if e else (f or g or h)\n"
+    )
+    measures = small(tmp_path, a=text)
+    assert lines(measures["parameters"]) == [4]
+    assert measures["most_parameters"].value == 9
+    tree = house.ast.parse(text)
+    assert house.branches(tree.body[1]) == 1 + 2 + 1 + 1 + 2
+
+
+def test_names_defined_again(tmp_path):
+    a, b, c = "class A: ...\ndef _f(): ...\n", "def A(): ...\ndef _f(): ...\n", "def _f(): ...\n"
+    measures = small(tmp_path, a=a, b=b, c=c)
+    assert [place.text for place in measures["public"].places] == ["A", "A"]
+    assert measures["private"].value == 1
+
+
+def test_one_folder_is_measured_alone(tmp_path, capsys):
+    small(tmp_path, x__in__a="of = 1\n", b="of = 1\n")
+    house.main([str(tmp_path / house.PACKAGE / "x"), "--list", "names"])
+    assert capsys.readouterr().out == f"{house.PACKAGE}/x/a.py:1: of\n"
+    house.main([str(tmp_path)])
+    assert "100.0%" not in capsys.readouterr().out
+
+
+def test_a_folder_without_the_package_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkout"):
+        house.House(tmp_path)

@@ -56,7 +56,11 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.base import Attack, WordGuess
 from lightning_fedleak.attacks.words.flatchat import flatchat
 from lightning_fedleak.callbacks import Games, LeakageMonitor
-from lightning_fedleak.commands.sweep.cell import (
+from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.studies.defense_specs import parse_defenses
+from lightning_fedleak.studies.sweep.cell import (
     Cell,
     CellResult,
     Leakage,
@@ -65,12 +69,8 @@ from lightning_fedleak.commands.sweep.cell import (
     loss_before,
     quiet,
 )
-from lightning_fedleak.commands.sweep.grid import Grid
-from lightning_fedleak.commands.sweep.plots import plot_pareto
-from lightning_fedleak.commands.sweep.specs import parse_defenses
-from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
-from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.studies.sweep.grid import Grid
+from lightning_fedleak.studies.sweep.plots import plot_pareto
 
 SMOKE = (
     "noise --model {model} --private {text} --public {text} --shape 2x8 --batches 2 "
@@ -342,7 +342,7 @@ def untied_copy(model: str, folder: Path) -> tuple[str, bool]:
 
 
 def run_one(cell: Cell, folder: Path, public: PublicText) -> CellResult:
-    """As :func:`~lightning_fedleak.commands.sweep.cell.run_cell`, with public text that is not the
+    """As :func:`~lightning_fedleak.studies.sweep.cell.run_cell`, with public text that is not the
     model's.
 
     Calibrated on little text, since every cell calibrates anew.

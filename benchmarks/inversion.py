@@ -38,16 +38,16 @@ from word_recovery import read_texts
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
-from lightning_fedleak.commands.invert import (
+from lightning_fedleak.metrics.texts import reconstruction_rates, sentence_scores
+from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.studies.invert import (
     ADVERSARIES,
     Cell,
     make_adversary,
     rows_of_length,
     run_cells,
 )
-from lightning_fedleak.commands.invert.plots import draw
-from lightning_fedleak.metrics.texts import reconstruction_rates, sentence_scores
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.studies.invert.plots import draw
 
 SMOKE = (
     "cells --model {model} --text {text} --splits 1 --texts 1 --lengths 8 --noise 0 "

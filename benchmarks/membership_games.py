@@ -43,9 +43,10 @@ from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.commands.game import PLANTED, PRECISIONS, find_model
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
+from lightning_fedleak.studies.membership import PLANTED
+from lightning_fedleak.studies.models import PRECISIONS, find_model
 
 SMOKE = (
     "layers --model {model} --text {text} --public {text} --public-texts 20 --pool 30 "

@@ -59,9 +59,9 @@ from word_recovery import read_texts
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.attacks import PublicText, SubspaceTexts
 from lightning_fedleak.callbacks import Games, LeakageMonitor
-from lightning_fedleak.commands.sweep.cell import quiet
-from lightning_fedleak.commands.sweep.specs import parse_defenses
 from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.studies.defense_specs import parse_defenses
+from lightning_fedleak.studies.sweep.cell import quiet
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "

@@ -9,10 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from lightning_fedleak.commands.options import FederateOptions, check_defense, parse
+from lightning_fedleak.commands.options import FederateOptions
+from lightning_fedleak.commands.parser import parse
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError, check_model
 from lightning_fedleak.finetuning.texts import check_texts
+from lightning_fedleak.studies.names import check_defense
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +62,7 @@ def _game(options: argparse.Namespace) -> int:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    return _run("lightning_fedleak.commands.sweep.command", "SweepCommand", options)
+    return _run("lightning_fedleak.commands.sweep", "SweepCommand", options)
 
 
 def _capacity(options: argparse.Namespace) -> int:
@@ -73,7 +75,7 @@ def _federate(options: argparse.Namespace) -> int:
 
 
 def _invert(options: argparse.Namespace) -> int:
-    return _run("lightning_fedleak.commands.invert.command", "InvertCommand", options)
+    return _run("lightning_fedleak.commands.invert", "InvertCommand", options)
 
 
 def _recipes(options: argparse.Namespace) -> int:

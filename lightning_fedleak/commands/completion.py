@@ -6,7 +6,7 @@ import argparse
 import shlex
 from collections.abc import Iterable, Iterator
 
-from lightning_fedleak.commands.options import parsers
+from lightning_fedleak.commands.parser import parsers
 from lightning_fedleak.commands.recipes import recipes
 
 _FIT = ("--config", "--help", "--print_config", "--model.model", "--data.text", "--data.column")

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -15,26 +15,13 @@ from rich.console import Console
 from rich.progress import Progress, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from lightning_fedleak.anatomy import Anatomy, AnatomyError, Kind, find_anatomy
-from lightning_fedleak.attacks.membership.attention import AttentionMembership
-from lightning_fedleak.attacks.membership.base import MembershipAttack, PassiveMembership
-from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
-from lightning_fedleak.attacks.membership.gradients import GradientMembership
-from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
-from lightning_fedleak.attacks.membership.trained import TrainedMembership
+from lightning_fedleak.anatomy import Anatomy, AnatomyError, Kind
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.words.public_gradients import begun
-from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import GameOptions
 from lightning_fedleak.commands.tables import print_table
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, TokenLDP
-from lightning_fedleak.finetuning.assets import (
-    EMBEDDED_MESSAGES,
-    SourceError,
-    model_source,
-)
+from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.games import GameConfig, GameError, GameResult, SentencePool, play
@@ -42,21 +29,19 @@ from lightning_fedleak.games.deals import AUTHORS_POSITION
 from lightning_fedleak.games.play import Adversary, Defend
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.model_runs import context_length
+from lightning_fedleak.studies.membership import (
+    PASSIVE,
+    PLANTED,
+    MembershipAdversaries,
+    move_from_start,
+)
+from lightning_fedleak.studies.models import PRECISIONS, find_model, with_lora
+from lightning_fedleak.studies.names import SpecError
 
 UserError = (SourceError, AnatomyError, GameError)
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-PLANTED = " ".join(["This is the sentence that is looked for."] * 11)
-"""What the authors' protocol plants: one short sentence again and again, as in their code."""
-
-PASSIVE: dict[str, type[GradientMembership] | type[SubspaceMembership]] = {
-    "gradient": GradientMembership,
-    "subspace": SubspaceMembership,
-}
-"""Attacks that add no layers, by their names on the command line."""
-
-_PUBLIC_SHARE = 0.25
-_PUBLIC_TEXTS = 200
+_PUBLIC_SHARE = 0.25  # of --text that the server gets; not tuned, more leaves fewer sentences
+_PUBLIC_TEXTS = 200  # texts that the server calibrates on, at most; not tuned, more take longer
 _ADDS = (
     "A dishonest server has added layers of its own, and asks whether one sentence is in that "
     "batch. "
@@ -99,7 +84,7 @@ class GameCommand(GameOptions):
         anatomy = find_model(self.model, PRECISIONS[self.precision])
         anatomy = with_lora(anatomy, self.lora_r, self.targets, self.seed)
         if self.lora_r:
-            _move(anatomy, self.seed)
+            move_from_start(anatomy, self.seed)
         context = context_length(anatomy)
         if context is not None and self.tokens > context:
             raise SourceError(
@@ -110,17 +95,10 @@ class GameCommand(GameOptions):
         defense = self._defense(anatomy, tokenizer)
         texts, public = self._texts(anatomy, tokenizer)
         pool = self._pool(texts, tokenizer, anatomy.kind)
-        attacks: list[Adversary] = [
-            make_attack(name, k, self.tokens, public, self.batch, self.seed, defense is not None)
-            for k in layers
-            for name in self.attack
-            if name not in PASSIVE
-        ]
-        attacks += [
-            make_passive(name, self.tokens, public, self.seed)
-            for name in self.attack
-            if name in PASSIVE
-        ]
+        adversaries = MembershipAdversaries(
+            self.tokens, self.batch, public, defense is not None, self.seed
+        )
+        attacks = adversaries.make(self.attack, layers)
         closed = self.gradients == "closed_form"
         config = GameConfig(
             games=self.games,
@@ -157,7 +135,7 @@ class GameCommand(GameOptions):
         """What randomises the client's tokens; anew in every game, unless ``memoize`` is given."""
         if self.defense is None:
             return None
-        from lightning_fedleak.commands.sweep.specs import SpecError, parse_defenses
+        from lightning_fedleak.studies.defense_specs import parse_defenses
 
         try:
             specs = parse_defenses(self.defense)
@@ -316,90 +294,6 @@ class GameCommand(GameOptions):
                 f"'{self.json}' cannot be written to ({error.strerror}): name another file with "
                 "--json."
             ) from error
-
-
-def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
-    """Loads a language model of any of the kinds that a game knows, in eval mode.
-
-    Args:
-        name: folder or name on the hub; None for the embedded model. What it is (causal, masked, an
-            encoder without a head) is taken from the ``architectures`` of its configuration.
-        dtype: of the weights.
-
-    Raises:
-        SourceError: there is no such model, or no way to reach it.
-        AnatomyError: its parts could not be found.
-    """
-    source, settings = model_source(name)
-    try:
-        config = AutoConfig.from_pretrained(source, **settings)
-        settings["dtype"] = dtype
-        kinds = " ".join(getattr(config, "architectures", None) or ())
-        if "MaskedLM" in kinds:
-            model = AutoModelForMaskedLM.from_pretrained(source, **settings)
-        elif "CausalLM" in kinds or "LMHead" in kinds:
-            model = AutoModelForCausalLM.from_pretrained(source, **settings)
-        else:
-            model = AutoModel.from_pretrained(source, **settings)
-            return find_anatomy(model.eval(), kind="classifier")
-    except (OSError, ValueError) as error:
-        raise SourceError(
-            f"no language model could be loaded from '{source}': give a folder that holds one, or "
-            f"a model of the hub (which needs a network the first time). {error}"
-        ) from error
-    return find_anatomy(model.eval())
-
-
-def make_attack(
-    name: str,
-    layer: int,
-    tokens: int,
-    public: PublicText | None,
-    batch: int,
-    seed: int,
-    randomised: bool = False,
-) -> MembershipAttack:
-    """An attack by its name on the command line; it is then called ``name@layer``.
-
-    Args:
-        name: see ``--attack``.
-        layer: that it reads.
-        tokens: of a sentence, at most.
-        public: the server's text, for those that calibrate.
-        batch: sentences of the client's batch.
-        seed: of calibration.
-        randomised: whether the client's tokens are replaced: FC's ladder then reaches that far.
-
-    Raises:
-        SourceError: no public text for an attack that needs it.
-    """
-    granularity: Literal["full", "token"] = "full" if name.endswith("-full") else "token"
-    label = f"{name}@{layer}"
-    if name.startswith("fc"):
-        if randomised:
-            return FCMembership(
-                layer, granularity, tokens=tokens, name=label, ladder=RANDOMISED_LADDER
-            )
-        return FCMembership(layer, granularity, tokens=tokens, name=label)
-    if public is None:
-        raise SourceError(f"--attack {name} calibrates on text that the server owns: give --public")
-    if name.startswith("trained"):
-        return TrainedMembership(layer, public, granularity, tokens=tokens, seed=seed, name=label)
-    return AttentionMembership(layer, public, tokens=tokens, batch=batch, seed=seed, name=label)
-
-
-def make_passive(name: str, tokens: int, public: PublicText | None, seed: int) -> PassiveMembership:
-    """An attack without layers of its own, by its name on the command line."""
-    assert public is not None
-    return PASSIVE[name](public, tokens=tokens, seed=seed, name=name)
-
-
-def _move(anatomy: Anatomy, seed: int) -> None:
-    """Takes a LoRA away from its start, at which its A has no gradient."""
-    parameters = dict(anatomy.model.named_parameters())
-    with torch.no_grad():
-        for name, value in begun(anatomy, torch.Generator().manual_seed(seed)).items():
-            parameters[name].copy_(value)
 
 
 def table(results: Sequence[GameResult], fitted: bool = False) -> Table:

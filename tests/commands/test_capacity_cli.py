@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.capacity import CapacityCommand, Tried, _said
+from lightning_fedleak.commands.capacity import CapacityCommand, explanation
+from lightning_fedleak.studies.capacity import Trial
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 
@@ -22,24 +23,24 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def said(**settings: object) -> str:
+def printed(**settings: object) -> str:
     console = Console(file=io.StringIO(), width=160)
     assert CapacityCommand(**settings).run(console) == 0  # type: ignore[arg-type]
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_finds_where_exact_recovery_ends(model: str, text: str) -> None:
-    found = said(
+    output = printed(
         model=model, text=text, lora_r=2, targets="c_attn", batch="2x8", seconds=0.5
     )  # fmt: skip
-    assert "An update shares 2 rows of 16 numbers" in found
-    assert "by rule; planted at random" in found
-    assert "Exact recovery ends before" in found
-    assert "no larger batch is shown to be safe" in found
+    assert "An update shares 2 rows of 16 numbers" in output
+    assert "by rule; planted at random" in output
+    assert "Exact recovery ends before" in output
+    assert "no larger batch is shown to be safe" in output
 
 
 def test_a_whole_model_and_one_without_a_trained_first_block(model: str, text: str) -> None:
-    assert "An update shares 48 rows of 16 numbers" in said(
+    assert "An update shares 48 rows of 16 numbers" in printed(
         model=model, text=text, lora_r=0, batch="1x6", seconds=0.5
     )
     assert main(["capacity", "--model", model, "--text", text, "--targets", "mlp.c_fc"]) == 1
@@ -64,8 +65,8 @@ def test_errors_say_what_to_change(
 
 
 def test_an_end_that_was_not_reached_is_said() -> None:
-    tried = [Tried(1, 8, 1.0, True, 0.1), Tried(2, 15, 1.0, True, 0.1)]
-    assert "up to 2 texts of 8 tokens; where that ends was not reached" in _said(tried, 1, 8)
-    assert "Exact recovery ends before 1 text of 8 tokens (8 distinct)" in _said(
-        [Tried(1, 8, None, False, 0.1)], 1, 8
+    trials = [Trial(1, 8, 1.0, True, 0.1), Trial(2, 15, 1.0, True, 0.1)]
+    assert "up to 2 texts of 8 tokens; where that ends was not reached" in explanation(trials, 8)
+    assert "Exact recovery ends before 1 text of 8 tokens (8 distinct)" in explanation(
+        [Trial(1, 8, None, False, 0.1)], 8
     )

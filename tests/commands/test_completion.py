@@ -8,7 +8,7 @@ import pytest
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.commands.completion import script
-from lightning_fedleak.commands.options import GAME_ATTACKS
+from lightning_fedleak.studies.names import GAME_ATTACKS
 
 ASK = """
 COMP_WORDS=({words})

@@ -12,9 +12,10 @@ from rich.console import Console
 from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.game import GameCommand, find_model
+from lightning_fedleak.commands.game import GameCommand
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.games import GameError
+from lightning_fedleak.studies.models import find_model
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
 from tests.helpers.models import own_rng
 

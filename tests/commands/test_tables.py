@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.commands import capacity, game
-from lightning_fedleak.commands.capacity import Tried
-from lightning_fedleak.commands.invert import Cell, GradientCell, Utility
-from lightning_fedleak.commands.invert import command as invert
-from lightning_fedleak.commands.sweep import cell as sweep_cell
-from lightning_fedleak.commands.sweep import command as sweep
-from lightning_fedleak.commands.sweep.specs import DefenseSpec
+from lightning_fedleak.commands import invert as invert
+from lightning_fedleak.commands import sweep as sweep
 from lightning_fedleak.commands.tables import print_table
 from lightning_fedleak.games import GameResult
 from lightning_fedleak.metrics.rates import Rate
+from lightning_fedleak.studies.capacity import Trial
+from lightning_fedleak.studies.defense_specs import DefenseSpec
+from lightning_fedleak.studies.invert import Cell, GradientCell, Utility
+from lightning_fedleak.studies.sweep import cell as sweep_cell
 
 RATES = {
     name: Rate(0.9987, 0.9512, 0.9999) for name in ("token_accuracy", "exact_sentences", "rouge_l")
@@ -80,7 +80,7 @@ def of_a_sweep() -> Table:
 
 
 def of_capacity() -> Table:
-    return capacity._table([Tried(4096, 123456, 0.9876, True, 12345.6)], 2048)
+    return capacity.table([Trial(4096, 123456, 0.9876, True, 12345.6)], 2048)
 
 
 @pytest.mark.parametrize(

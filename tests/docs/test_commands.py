@@ -24,7 +24,7 @@ import pytest
 
 from benchmarks.papers import __main__ as papers
 from lightning_fedleak import cli
-from lightning_fedleak.commands import options
+from lightning_fedleak.commands import parser
 from lightning_fedleak.commands.recipes import recipes
 from tests.docs.blocks import blocks, blocks_of, inline_code
 from tests.tools.sentences import ROOT, pages
@@ -83,9 +83,9 @@ def _fedleak(arguments: list[str]) -> None:
         return
     if "--help" in arguments:
         with pytest.raises(SystemExit, match=r"^0$"):
-            options.parse(arguments)
+            parser.parse(arguments)
         return
-    told = options.parse(arguments)
+    told = parser.parse(arguments)
     if told.command == "recipes":
         assert {name.removesuffix(".yaml") for name in told.names} <= recipes().keys()
 
@@ -195,7 +195,7 @@ def test_commands_are_understood(block, capsys):
 
 def _known(arguments: Sequence[str]) -> None:
     """Of a command in running text: the subcommand and each option exist."""
-    _, subcommands = options.parsers()
+    _, subcommands = parser.parsers()
     command = subcommands[arguments[0]]
     names = {name for action in command._actions for name in action.option_strings}
     assert {word.partition("=")[0] for word in arguments if word.startswith("--")} <= names
@@ -282,7 +282,7 @@ def _is_read(words: Sequence[str]) -> bool:
 def _option_names(command: Sequence[str]) -> set[str]:
     """The options of a script with all its subcommands, or of all of `fedleak`."""
     if command[0] == "fedleak":
-        parsers = list(options.parsers()[1].values())
+        parsers = list(parser.parsers()[1].values())
     else:
         path, _ = _script(command[1:])
         reads = "ArgumentParser" in path.read_text("utf-8")

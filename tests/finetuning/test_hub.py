@@ -18,12 +18,12 @@ import torch
 from huggingface_hub import constants
 
 from lightning_fedleak import cli
-from lightning_fedleak.commands.game import find_model
 from lightning_fedleak.finetuning import hub
 from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL, SourceError, model_source
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.module import load_model
 from lightning_fedleak.finetuning.texts import check_texts, read_texts
+from lightning_fedleak.studies.models import find_model
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.callbacks import Games
 from lightning_fedleak.commands.federate.partition import alike, by_dirichlet, by_speaker
-from lightning_fedleak.commands.lora import with_lora
 from lightning_fedleak.commands.options import FederateOptions
 from lightning_fedleak.federation import (
     ClientDP,
@@ -32,6 +31,7 @@ from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
 from lightning_fedleak.finetuning.module import load_model
 from lightning_fedleak.finetuning.texts import read_labelled, read_texts
+from lightning_fedleak.studies.models import with_lora
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, 0.1, {}),

@@ -14,11 +14,11 @@ from transformers import BertConfig, BertForMaskedLM
 
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.invert import Cell, Utility
-from lightning_fedleak.commands.invert import command as invert_cli
-from lightning_fedleak.commands.invert.command import InvertCommand, explanation
+from lightning_fedleak.commands import invert as invert_cli
+from lightning_fedleak.commands.invert import InvertCommand, explanation
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.metrics.rates import Rate
+from lightning_fedleak.studies.invert import Cell, Utility
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
 from tests.helpers.models import own_rng
 

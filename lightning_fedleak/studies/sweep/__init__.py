@@ -1,8 +1,8 @@
 """A grid of defences, their strengths and attacks: what each costs and what it hides."""
 
-from lightning_fedleak.commands.sweep.cell import Cell, CellResult, Leakage, Setting, run_cell
-from lightning_fedleak.commands.sweep.grid import Grid
-from lightning_fedleak.commands.sweep.specs import DefenseSpec, SpecError, parse_defenses
+from lightning_fedleak.studies.defense_specs import DefenseSpec, SpecError, parse_defenses
+from lightning_fedleak.studies.sweep.cell import Cell, CellResult, Leakage, Setting, run_cell
+from lightning_fedleak.studies.sweep.grid import Grid
 
 __all__ = [
     "Cell",

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import BertTokenizer
 
-from lightning_fedleak.commands.invert import Cell, TooLittleText, Utility, rows_of_length
-from lightning_fedleak.commands.invert.plots import draw, worth_drawing
-from lightning_fedleak.commands.invert.texts import special_ends
 from lightning_fedleak.metrics.rates import Rate
+from lightning_fedleak.studies.invert import Cell, TooLittleText, Utility, rows_of_length
+from lightning_fedleak.studies.invert.plots import draw, worth_drawing
+from lightning_fedleak.studies.invert.texts import special_ends
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 
 

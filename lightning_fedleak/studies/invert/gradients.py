@@ -17,7 +17,6 @@ from lightning_fedleak.attacks.texts.base import TextAttack, TextGuess
 from lightning_fedleak.attacks.texts.model_copy import trained_names
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.commands.invert.cells import ROUGE_UP_TO, finite, numbers
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.metrics.texts import TextReconstruction, in_true_order
 from lightning_fedleak.snapshots import (
@@ -26,6 +25,7 @@ from lightning_fedleak.snapshots import (
     Stage,
     UnusableObservation,
 )
+from lightning_fedleak.studies.invert.cells import ROUGE_UP_TO, finite, numbers
 
 LR = 2e-4
 

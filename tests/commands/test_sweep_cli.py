@@ -8,17 +8,18 @@ import pytest
 from rich.console import Console
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.options import DEFENSES, SWEEP_ATTACKS
-from lightning_fedleak.commands.sweep.cell import (
+from lightning_fedleak.commands.options import DEFENSES
+from lightning_fedleak.commands.sweep import SweepCommand, explanation
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.studies.defense_specs import parse_defenses
+from lightning_fedleak.studies.names import SWEEP_ATTACKS
+from lightning_fedleak.studies.sweep.cell import (
     Cell,
     CellResult,
     Setting,
     _leakage,
     run_cell,
 )
-from lightning_fedleak.commands.sweep.command import SweepCommand, explanation
-from lightning_fedleak.commands.sweep.specs import parse_defenses
-from lightning_fedleak.finetuning.assets import SourceError
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from lightning_fedleak import defenses as known
-from lightning_fedleak.commands.options import check_defense, did_you_mean
 from lightning_fedleak.defenses import Defense, DefenseError, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Mechanism
-from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.studies.names import SpecError, check_defense, did_you_mean
 
 NONE = "none"
 GRIDS = {
@@ -29,10 +28,6 @@ GRIDS = {
 MECHANISMS = get_args(Mechanism)
 """Of TokenLDP; each is a word for it with this mechanism."""
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_+*.\- ]*")
-
-
-class SpecError(ValueError):
-    """A defence on the command line that cannot be meant; says what can."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +89,7 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
         if rest:
             raise SpecError(f"'{NONE}' is no defence and takes no settings")
         return [DefenseSpec(NONE, {})]
-    try:
-        check_defense(kind)
-    except SourceError as error:
-        raise SpecError(str(error)) from None
+    check_defense(kind)
     if kind in MECHANISMS:
         kind, rest = TokenLDP.name, ",".join([f"mechanism={kind}", *filter(None, [rest])])
     defense = defense_kinds()[kind]

@@ -23,8 +23,14 @@ from transformers import PreTrainedTokenizerBase
 from lightning_fedleak.anatomy import Anatomy, AnatomyError
 from lightning_fedleak.anatomy.text_layers import place_of
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.commands.game import PRECISIONS, find_model
-from lightning_fedleak.commands.invert import (
+from lightning_fedleak.commands.options import InvertOptions
+from lightning_fedleak.commands.tables import print_table
+from lightning_fedleak.extras import install
+from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
+from lightning_fedleak.finetuning.data import load_tokenizer
+from lightning_fedleak.finetuning.texts import read_texts
+from lightning_fedleak.model_runs import context_length
+from lightning_fedleak.studies.invert import (
     Cell,
     GradientCell,
     TooLittleText,
@@ -36,15 +42,9 @@ from lightning_fedleak.commands.invert import (
     run_gradient_cells,
     step_of_adamw,
 )
-from lightning_fedleak.commands.invert.plots import Axis, draw, worth_drawing
-from lightning_fedleak.commands.lora import with_lora
-from lightning_fedleak.commands.options import GRADIENT_ATTACKS, INVERT_ATTACKS, InvertOptions
-from lightning_fedleak.commands.tables import print_table
-from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
-from lightning_fedleak.finetuning.data import load_tokenizer
-from lightning_fedleak.finetuning.texts import read_texts
-from lightning_fedleak.model_runs import context_length
+from lightning_fedleak.studies.invert.plots import Axis, draw, worth_drawing
+from lightning_fedleak.studies.models import PRECISIONS, find_model, with_lora
+from lightning_fedleak.studies.names import GRADIENT_ATTACKS, INVERT_ATTACKS
 
 UserError = (SourceError, AnatomyError)
 INTERRUPTED = 130

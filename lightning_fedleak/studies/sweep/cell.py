@@ -32,10 +32,10 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.callbacks.channels.base import family_of
-from lightning_fedleak.commands.options import SWEEP_ATTACKS
-from lightning_fedleak.commands.sweep.specs import DefenseSpec
 from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.studies.defense_specs import DefenseSpec
+from lightning_fedleak.studies.names import SWEEP_ATTACKS
 
 _PUBLIC_TEXTS = 256
 _CHATTY = ("lightning.pytorch", "lightning.fabric", "transformers")

@@ -16,7 +16,7 @@ from lightning_fedleak.attacks.texts.gradient_matching import GradientMatching
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
-from lightning_fedleak.commands.options import INVERT_ATTACKS
+from lightning_fedleak.studies.names import INVERT_ATTACKS
 
 ADVERSARIES = INVERT_ATTACKS
 """In the order in which they are tried: ``prefix`` is :class:`PrefixInversion`; ``descent``

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_fedleak.commands.sweep.cell import Cell, CellResult
-from lightning_fedleak.commands.sweep.grid import pareto
+from lightning_fedleak.studies.sweep.cell import Cell, CellResult
+from lightning_fedleak.studies.sweep.grid import pareto
 
 
 def plot_pareto(

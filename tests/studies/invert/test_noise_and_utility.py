@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.commands.invert.noise import gaussian_noise, noised
-from lightning_fedleak.commands.invert.task import chosen_places, utility
 from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.studies.invert.noise import gaussian_noise, noised
+from lightning_fedleak.studies.invert.task import chosen_places, utility
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2
 
 MASK = 4
@@ -67,7 +67,7 @@ def test_noise_goes_in_at_the_split(layer: int) -> None:
 def test_next_token_utility_is_that_of_the_plain_model(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_fedleak.commands.invert.task.LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("lightning_fedleak.studies.invert.task.LOGITS_AT_ONCE", at_once)
     model = tiny_gpt2(layers=3).double()
     anatomy = find_anatomy(model)
     model.train()

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.texts.base import InversionAttack
-from lightning_fedleak.commands.invert.noise import gaussian_noise
-from lightning_fedleak.commands.invert.task import Utility, utility
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.metrics.texts import reconstruction_rates, sentence_scores
 from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.studies.invert.noise import gaussian_noise
+from lightning_fedleak.studies.invert.task import Utility, utility
 
 ROUGE_UP_TO = 512
 """Tokens of a text, above which ROUGE is left out: the time of ROUGE-L grows with the square."""
@@ -127,7 +127,7 @@ def run_cells(
         attacks: names, and how to make each for a split.
         layers: splits.
         sigmas: noise levels.
-        relative: of the noise, see :func:`~lightning_fedleak.commands.invert.noise.gaussian_noise`.
+        relative: of the noise, see :func:`~lightning_fedleak.studies.invert.noise.gaussian_noise`.
         texts: attacked in each cell.
         seed: of the noise.
         mask_token_id: for the task of a masked model.

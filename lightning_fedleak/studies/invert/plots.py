@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_fedleak.commands.invert.adversaries import ADVERSARIES
-from lightning_fedleak.commands.invert.cells import Cell
+from lightning_fedleak.studies.invert.adversaries import ADVERSARIES
+from lightning_fedleak.studies.invert.cells import Cell
 
 COLORS = dict(
     zip(ADVERSARIES, ("tab:green", "tab:cyan", "tab:blue", "tab:red", "tab:orange"), strict=True)
@@ -33,7 +33,7 @@ def draw(cells: Sequence[Cell], against: Axis, path: Path, *, model: str = "") -
     noised states, the grey one its perplexity (right axis).
 
     Args:
-        cells: of one model, from :func:`~lightning_fedleak.commands.invert.cells.run_cells`.
+        cells: of one model, from :func:`~lightning_fedleak.studies.invert.cells.run_cells`.
         against: ``"sigma"`` for Fig. 1, ``"length"`` for Fig. 2.
         path: file that is written, its suffix the format.
         model: its name, for the title.

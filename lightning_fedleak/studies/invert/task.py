@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.commands.invert.noise import gaussian_noise, noised
 from lightning_fedleak.model_runs import hidden_states, undisturbed
+from lightning_fedleak.studies.invert.noise import gaussian_noise, noised
 
 MASKED_SHARE = 0.15
 LOGITS_AT_ONCE = 1 << 25
@@ -57,7 +57,7 @@ def utility(
         anatomy: of the model.
         layer: the split.
         input_ids: (B, L) texts without padding; L at least 2 for a causal model.
-        sigma: of the noise, as in :func:`~lightning_fedleak.commands.invert.noise.gaussian_noise`.
+        sigma: of the noise, as in :func:`~lightning_fedleak.studies.invert.noise.gaussian_noise`.
         relative: as there.
         seed: of the noise, and of the choice of masked tokens.
         mask_token_id: for a masked model.

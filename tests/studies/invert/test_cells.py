@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.texts.base import InversionAttack, Sent, TextGuess
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
-from lightning_fedleak.commands.invert import Cell, make_adversary, run_cells
-from lightning_fedleak.commands.invert.adversaries import ADVERSARIES
-from lightning_fedleak.commands.invert.noise import gaussian_noise
 from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.studies.invert import Cell, make_adversary, run_cells
+from lightning_fedleak.studies.invert.adversaries import ADVERSARIES
+from lightning_fedleak.studies.invert.noise import gaussian_noise
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 

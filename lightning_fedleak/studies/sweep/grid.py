@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from lightning_fedleak.commands.sweep.cell import Cell, CellResult
+from lightning_fedleak.studies.sweep.cell import Cell, CellResult
 
 SCHEMA = 1
 

@@ -21,7 +21,11 @@ from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.attacks.texts.base import NOTHING, TextAttack, TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.invert import (
+from lightning_fedleak.commands import invert as invert_cli
+from lightning_fedleak.commands.invert import InvertCommand, gradient_explanation
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.snapshots import UnusableObservation
+from lightning_fedleak.studies.invert import (
     READERS,
     GradientCell,
     batches_of,
@@ -29,11 +33,7 @@ from lightning_fedleak.commands.invert import (
     run_gradient_cells,
     step_of_adamw,
 )
-from lightning_fedleak.commands.invert import command as invert_cli
-from lightning_fedleak.commands.invert.command import InvertCommand, gradient_explanation
-from lightning_fedleak.commands.options import GRADIENT_ATTACKS
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.snapshots import UnusableObservation
+from lightning_fedleak.studies.names import GRADIENT_ATTACKS
 from lightning_fedleak.threats import Capability, ThreatModel
 from tests.attacks.row_space.models import backward, llama, with_lora
 from tests.helpers.folders import TEXTS, tiny_tokenizer

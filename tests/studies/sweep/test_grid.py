@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.commands.sweep.cell import Cell, CellResult, Leakage, Setting
-from lightning_fedleak.commands.sweep.grid import Grid, key_of, pareto
-from lightning_fedleak.commands.sweep.specs import parse_defenses
+from lightning_fedleak.studies.defense_specs import parse_defenses
+from lightning_fedleak.studies.sweep.cell import Cell, CellResult, Leakage, Setting
+from lightning_fedleak.studies.sweep.grid import Grid, key_of, pareto
 
 SPECS = parse_defenses("gradient_noise:clip=1,sigma=0/1/2")
 CELLS = [Cell(Setting(), spec) for spec in SPECS]

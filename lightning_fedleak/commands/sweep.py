@@ -13,7 +13,12 @@ from rich.table import Table
 
 from lightning_fedleak.anatomy import AnatomyError, find_anatomy
 from lightning_fedleak.commands.options import SweepOptions
-from lightning_fedleak.commands.sweep.cell import (
+from lightning_fedleak.commands.tables import print_table
+from lightning_fedleak.extras import install
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.studies.defense_specs import parse_defenses
+from lightning_fedleak.studies.sweep.cell import (
     Cell,
     CellResult,
     Leakage,
@@ -22,15 +27,10 @@ from lightning_fedleak.commands.sweep.cell import (
     quiet,
     run_cell,
 )
-from lightning_fedleak.commands.sweep.grid import Grid
-from lightning_fedleak.commands.sweep.plots import plot_pareto
-from lightning_fedleak.commands.sweep.specs import SpecError, parse_defenses
-from lightning_fedleak.commands.tables import print_table
-from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.studies.sweep.grid import Grid
+from lightning_fedleak.studies.sweep.plots import plot_pareto
 
-UserError = (SourceError, AnatomyError, SpecError)
+UserError = (SourceError, AnatomyError)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_fedleak.commands.options import DEFENSE_NAMES
-from lightning_fedleak.commands.sweep.specs import (
+from lightning_fedleak.defenses import Freeze, GradientNoise
+from lightning_fedleak.studies.defense_specs import (
     MECHANISMS,
     NONE,
     DefenseSpec,
@@ -11,7 +11,7 @@ from lightning_fedleak.commands.sweep.specs import (
     defense_kinds,
     parse_defenses,
 )
-from lightning_fedleak.defenses import Freeze, GradientNoise
+from lightning_fedleak.studies.names import DEFENSE_NAMES
 
 
 def test_values_make_a_grid_in_order() -> None:

@@ -1,0 +1,169 @@
+"""How many distinct tokens an update's first block tells apart, before any training."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.row_space.capacity import Capacity, measured
+from lightning_fedleak.attacks.row_space.dictionary import NotAdditive, dictionary_of, factor_rows
+from lightning_fedleak.attacks.row_space.linear_maps import (
+    KnownInput,
+    LinearMap,
+    known_inputs,
+    linear_maps,
+)
+from lightning_fedleak.attacks.row_space.pursuit import Atoms
+from lightning_fedleak.attacks.words.public_gradients import begun, gradient_of
+from lightning_fedleak.attacks.words.subspace import SubspaceWords
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.metrics import WordRecovery
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UnusableObservation
+
+MOST_TIMES = 8
+"""The largest batch that is tried, over the first one. Not tuned; larger ones take longer."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One batch of real text whose update was attacked.
+
+    Attributes:
+        texts: in the batch.
+        types: distinct tokens that an update of it can hold.
+        f1: of the attack; None where it has no result.
+        certified: whether the attack itself can tell that nothing is missing.
+        seconds: wall time of the attack.
+    """
+
+    texts: int
+    types: int
+    f1: float | None
+    certified: bool
+    seconds: float
+
+    @property
+    def exact(self) -> bool:
+        """Return whether every token was named, and no other."""
+        return self.f1 == 1.0
+
+
+@dataclass(frozen=True)
+class CapacityStudy:
+    """The rows of one model's updates that depend on the tokens of a batch alone.
+
+    Attributes:
+        anatomy: of the model, with its adapters.
+        length: tokens of a text.
+        mask_token_id: for a masked model.
+        seed: of texts and planted sets.
+    """
+
+    anatomy: Anatomy
+    length: int
+    mask_token_id: int | None = None
+    seed: int = 0
+
+    @cached_property
+    def known_input(self) -> KnownInput:
+        """Return the input of the first block's trained maps.
+
+        Raises:
+            SourceError: no trained map reads an input that tokens determine.
+        """
+        for known in known_inputs(self.anatomy, linear_maps(self.anatomy)):
+            if any(m.factor != "B" for m in known.trained(self.anatomy)):
+                return known
+        raise SourceError(
+            "no trained map of this model reads an input that a token determines: with these "
+            "targets the first block's projections are not trained, and this attack reads nothing. "
+            "That is 'unknown', not 'safe'"
+        )
+
+    @property
+    def maps(self) -> list[LinearMap]:
+        """Return the trained maps whose gradients' rows are sums of the tokens' inputs."""
+        return [m for m in self.known_input.trained(self.anatomy) if m.factor != "B"]
+
+    @property
+    def rows(self) -> int:
+        """Return how many such rows an update shares."""
+        return sum(m.rows for m in self.maps)
+
+    def planted(self, seconds: float) -> Capacity:
+        """Return how many types, planted at random, these rows tell apart.
+
+        Args:
+            seconds: after which no other set is planted.
+
+        Raises:
+            SourceError: the first block's input is no sum over token and position.
+        """
+        try:
+            dictionary = dictionary_of(self.anatomy, self.known_input)
+        except NotAdditive as error:
+            raise SourceError(f"this model cannot be read: {error}") from error
+        trained = self.known_input.trained(self.anatomy)
+        factors = factor_rows(self.anatomy, [m for m in trained if m.regularised])
+        atoms = Atoms(*dictionary.atoms(self.length, tuple(factors.values())))
+        return measured(atoms, self.rows, seconds=seconds, seed=self.seed)
+
+    def trials(self, text: PublicText, size: int) -> list[Trial]:
+        """Return trials around the smallest batch that is not read exactly, by their size.
+
+        Args:
+            text: that batches are drawn from.
+            size: texts of the first batch.
+        """
+        attack = SubspaceWords(capacity_seconds=0)
+        attack.prepare(self.anatomy)
+        trials: dict[int, Trial] = {}
+
+        def exact(texts: int) -> bool:
+            if texts not in trials:
+                trials[texts] = self._trial(attack, text, texts)
+            return trials[texts].exact
+
+        most = min(len(text), MOST_TIMES * size)
+        good, bad = 0, min(size, most)
+        while exact(bad) and bad < most:
+            good, bad = bad, min(2 * bad, most)
+        if not trials[bad].exact:
+            while bad - good > 1:
+                middle = (good + bad) // 2
+                good, bad = (middle, bad) if exact(middle) else (good, middle)
+        return [trials[texts] for texts in sorted(trials)]
+
+    def _trial(self, attack: SubspaceWords, text: PublicText, texts: int) -> Trial:
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = text.draw(texts, generator).tolist()
+        batch = text.rows(
+            rows,
+            self.length,
+            generator,
+            kind=self.anatomy.kind,
+            mask_token_id=self.mask_token_id,
+        )
+        roles = attack.needs(self.anatomy).gradients
+        weights = begun(self.anatomy, generator)
+        gradient = gradient_of(self.anatomy, batch, roles, instead=weights)
+        view = Observation((GradientSnapshot(0, Stage.SHARED, gradient),))
+        truth = torch.unique(batch.context_ids())
+        start = time.perf_counter()
+        guess: WordGuess | None
+        try:
+            guess = attack.run(view)
+        except UnusableObservation:
+            guess = None
+        seconds = time.perf_counter() - start
+        if guess is None:
+            return Trial(texts, len(truth), None, False, seconds)
+        metric = WordRecovery(self.anatomy.vocab_size, sync_on_compute=False)
+        metric.update(guess, truth)
+        return Trial(texts, len(truth), metric.rates()["f1"].value, bool(guess.certified), seconds)

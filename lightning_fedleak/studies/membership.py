@@ -1,0 +1,96 @@
+"""The adversaries of a membership game by the names that users write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
+from lightning_fedleak.attacks.membership.gradients import GradientMembership
+from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
+from lightning_fedleak.attacks.membership.trained import TrainedMembership
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.words.public_gradients import begun
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.games.play import Adversary
+
+PLANTED = " ".join(["This is the sentence that is looked for."] * 11)
+"""The sentence that the authors' protocol plants: a short one many times, as in their code."""
+
+PASSIVE: dict[str, type[GradientMembership] | type[SubspaceMembership]] = {
+    "gradient": GradientMembership,
+    "subspace": SubspaceMembership,
+}
+"""Attacks that add no layers."""
+
+
+@dataclass(frozen=True)
+class MembershipAdversaries:
+    """What all adversaries of one game are built from.
+
+    Attributes:
+        tokens: of a sentence, at most.
+        batch: sentences of the client's batch.
+        public: the server's text, for attacks that calibrate; None without it.
+        randomised: whether the client's tokens are replaced before training. The ladder of
+            FCMembership is then as long as that needs.
+        seed: of calibration.
+    """
+
+    tokens: int
+    batch: int
+    public: PublicText | None = None
+    randomised: bool = False
+    seed: int = 0
+
+    def make(self, names: Sequence[str], layers: Sequence[int]) -> list[Adversary]:
+        """Return the attacks: those on a layer are called ``name@layer``, the passive ones last.
+
+        Raises:
+            SourceError: no public text for an attack that needs it.
+        """
+        active = [self._active(name, k) for k in layers for name in names if name not in PASSIVE]
+        return [*active, *(self._passive(name) for name in names if name in PASSIVE)]
+
+    def _active(self, name: str, layer: int) -> Adversary:
+        granularity: Literal["full", "token"] = "full" if name.endswith("-full") else "token"
+        label = f"{name}@{layer}"
+        tokens, seed = self.tokens, self.seed
+        if name.startswith("fc"):
+            if self.randomised:
+                return FCMembership(
+                    layer, granularity, tokens=tokens, name=label, ladder=RANDOMISED_LADDER
+                )
+            return FCMembership(layer, granularity, tokens=tokens, name=label)
+        public = self._public_text(name)
+        if name.startswith("trained"):
+            return TrainedMembership(
+                layer, public, granularity, tokens=tokens, seed=seed, name=label
+            )
+        return AttentionMembership(
+            layer, public, tokens=tokens, batch=self.batch, seed=seed, name=label
+        )
+
+    def _passive(self, name: str) -> Adversary:
+        public = self._public_text(name)
+        return PASSIVE[name](public, tokens=self.tokens, seed=self.seed, name=name)
+
+    def _public_text(self, name: str) -> PublicText:
+        if self.public is None:
+            raise SourceError(
+                f"--attack {name} calibrates on text that the server owns: give --public"
+            )
+        return self.public
+
+
+def move_from_start(anatomy: Anatomy, seed: int) -> None:
+    """Change a LoRA's weights in place: at their start its A has no gradient."""
+    parameters = dict(anatomy.model.named_parameters())
+    with torch.no_grad():
+        for name, value in begun(anatomy, torch.Generator().manual_seed(seed)).items():
+            parameters[name].copy_(value)

@@ -1,0 +1,84 @@
+"""The models that studies measure: loaded by name, whole or with a LoRA."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.extras import install
+from lightning_fedleak.finetuning.assets import SourceError, model_source
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
+    """Return a language model in eval mode, with the head that its configuration names.
+
+    Args:
+        name: folder or name on the hub; None for the embedded model. The ``architectures`` of its
+            configuration say whether it is causal, masked or an encoder without a head.
+        dtype: of the weights.
+
+    Raises:
+        SourceError: there is no such model, or it cannot be reached.
+        AnatomyError: its parts could not be found.
+    """
+    source, settings = model_source(name)
+    try:
+        config = AutoConfig.from_pretrained(source, **settings)
+        settings["dtype"] = dtype
+        architectures = " ".join(getattr(config, "architectures", None) or ())
+        if "MaskedLM" in architectures:
+            model = AutoModelForMaskedLM.from_pretrained(source, **settings)
+        elif "CausalLM" in architectures or "LMHead" in architectures:
+            model = AutoModelForCausalLM.from_pretrained(source, **settings)
+        else:
+            model = AutoModel.from_pretrained(source, **settings)
+            return find_anatomy(model.eval(), kind="classifier")
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"no language model could be loaded from '{source}': give a folder that holds one, or "
+            f"a model of the hub (which needs a network the first time). {error}"
+        ) from error
+    return find_anatomy(model.eval())
+
+
+def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> Anatomy:
+    """Return the model with PEFT's adapters, the only part that is then trained.
+
+    Args:
+        anatomy: of the model.
+        rank: of the adapters; 0 returns the model unchanged.
+        targets: names of modules separated by commas, or ``all-linear``; None for PEFT's choice.
+        seed: of the adapters.
+
+    Raises:
+        SourceError: peft is not installed, or adapters do not fit such modules.
+    """
+    if rank == 0 and targets is not None:
+        raise SourceError(
+            f"--targets {targets} names modules with a LoRA: give its rank too, --lora-r 8 say"
+        )
+    if rank == 0:
+        return anatomy
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise SourceError(
+            f"--lora-r needs the package peft: {install('peft')} (--lora-r 0 trains the whole "
+            "model)"
+        ) from error
+    names = None if targets is None else targets.split(",")
+    torch.manual_seed(seed)
+    try:
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=2 * rank,
+            target_modules=names if names != ["all-linear"] else "all-linear",
+            fan_in_fan_out=hasattr(anatomy.model, "transformer"),
+        )
+        model = get_peft_model(anatomy.model, config)
+    except ValueError as error:
+        raise SourceError(f"--targets {targets}: {error}") from error
+    return find_anatomy(model.eval(), kind=anatomy.kind)

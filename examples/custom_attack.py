@@ -24,7 +24,7 @@ class LargestRows(Attack):
         n_types: how many it names: a guess of the adversary's, it does not know the number.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "a server that reads one update of the output head", Capability.SEES_HEAD_GRADIENT
     )
     default_name = "largest_rows"

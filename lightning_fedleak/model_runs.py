@@ -22,7 +22,13 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import Place, place_of, states_in, states_out
 from lightning_fedleak.anatomy.wrappers import matrix_shape, unwrap, walk, without_peft
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model_state import HOOKS, hook_home, model_kept, modules_of, process_kept
+from lightning_fedleak.model_state import (
+    HOOKS,
+    hook_home,
+    modules_of,
+    preserve_model,
+    preserve_process,
+)
 
 LOGITS_AT_ONCE = 1 << 26
 TOKENS_AT_ONCE = 1 << 13
@@ -33,7 +39,7 @@ _KEPT = ("torch.distributed", *_OF_WHOLE_MODELS)
 _open: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
 
 
-def is_looked_at() -> bool:
+def is_observed() -> bool:
     """Whether an :func:`undisturbed` is open: what runs is the server's copy, say.
 
     Hooks that stand for what a client does to its own data must do nothing then.
@@ -46,15 +52,15 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     """Yields ``anatomy.model`` in eval mode and puts everything back after, also on an exception.
 
     The door that every forward of ours goes through. Put back are what modules of ``anatomy.root``
-    hold (:func:`~lightning_fedleak.model_state.model_kept` says what: parameters, buffers,
+    hold (:func:`~lightning_fedleak.model_state.preserve_model` says what: parameters, buffers,
     gradients, attributes that a forward or a hook writes) and the state of the process
-    (:func:`~lightning_fedleak.model_state.process_kept`: random generators, autocast), and each
+    (:func:`~lightning_fedleak.model_state.preserve_process`: random generators, autocast), and each
     module's own ``training`` flag, set directly so that no ``train()`` of a user's module runs.
     What FSDP2 had sharded is sharded again. Compiled modules run eagerly, and autocast keeps no
     cast weights. Gradients stay enabled or disabled as they are; a backward belongs inside.
 
     May be nested: the outermost one of a root puts its modules back, each one modes and random
-    generators. Meanwhile :func:`is_looked_at` says so.
+    generators. Meanwhile :func:`is_observed` says so.
 
     Out of reach is what no module holds: files, global variables, closures, class attributes, and
     objects whose state cannot be read.
@@ -66,9 +72,9 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     modules = modules_of(root)
     flags = [m.training for m in modules]
     with ExitStack() as stack:
-        stack.enter_context(process_kept())
+        stack.enter_context(preserve_process())
         if not any(root is other for other in before):
-            stack.enter_context(model_kept(root, anatomy.model))
+            stack.enter_context(preserve_model(root, anatomy.model))
         stack.enter_context(_sharded_again(root))
         stack.enter_context(_compiled_run_eagerly(root))
         stack.enter_context(_casts_not_cached())
@@ -153,9 +159,9 @@ def hidden_states(
         if position_ids is not None:
             text["position_ids"] = position_ids[a : a + rows].to(device)
         texts.append(text)
-    with undisturbed(anatomy) as model, torch.no_grad(), needed_hooks_only(anatomy.root):
+    with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
         options = {"use_cache": False} if takes(model, "use_cache") else {}
-        run = cut_at(model, place)
+        run = stop_at(model, place)
         states = [copy_context().run(run, **text, **options) for text in texts]
     length = input_ids.shape[1]
     return torch.cat([states_of_text(s, length, anatomy, layer) for s in states]).detach()
@@ -173,8 +179,8 @@ def sees_no_later(anatomy: Anatomy) -> bool:
     ids = torch.arange(4, device=anatomy.device).repeat(2, 1) % tokens
     ids[1, -1] = ids[1, 0]
     place = Place("", unwrap(anatomy.blocks[-1]), "output")
-    with undisturbed(anatomy) as model, torch.no_grad(), needed_hooks_only(anatomy.root):
-        states = cut_at(model, place)(input_ids=ids)
+    with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
+        states = stop_at(model, place)(input_ids=ids)
     return bool(torch.equal(states[0, 0], states[1, 0]))
 
 
@@ -186,7 +192,7 @@ def whole_model(root: nn.Module) -> Iterator[None]:
     on the data, and a collective in it would leave the other processes waiting. Gathered are all
     sharded parameters, at the price of their memory on every process. The model's own tensors are
     put back as they were. Of the hooks those of FSDP2 do not run either, see
-    :func:`needed_hooks_only`. What is computed within is in the parameters' own dtype, also where a
+    :func:`only_needed_hooks`. What is computed within is in the parameters' own dtype, also where a
     ``MixedPrecisionPolicy`` of FSDP2 has the client compute in another. Without sharded parameters
     nothing happens.
 
@@ -211,7 +217,7 @@ def whole_model(root: nn.Module) -> Iterator[None]:
     try:
         for module, name, parameter in sharded:
             module._parameters[name] = whole[id(parameter)]
-        with needed_hooks_only(root, _OF_WHOLE_MODELS):
+        with only_needed_hooks(root, _OF_WHOLE_MODELS):
             yield
     finally:
         for module, name, parameter in sharded:
@@ -219,7 +225,7 @@ def whole_model(root: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def needed_hooks_only(root: nn.Module, kept: Sequence[str] = _KEPT) -> Iterator[None]:
+def only_needed_hooks(root: nn.Module, kept: Sequence[str] = _KEPT) -> Iterator[None]:
     """Within it, of the hooks on modules only those run that the model needs to compute at all.
 
     Which these are says :func:`hidden_states`. They run to the end even where the forward is cut
@@ -270,7 +276,7 @@ class _Reached(Exception):
         self.states = states
 
 
-def cut_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
+def stop_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
     """``model`` as a function that stops at ``place`` and returns the hidden states there."""
     block = place.module
 
@@ -422,7 +428,7 @@ def _is_compiled_function(function: object) -> bool:
     )
 
 
-def forget_compiled(root: nn.Module) -> None:
+def reset_compiled(root: nn.Module) -> None:
     """To be called after hooks came or went: what was compiled before would run on as it was."""
     if is_compiled(root):
         torch.compiler.reset()
@@ -536,11 +542,11 @@ def run_logits(
         kwargs["attention_mask"] = batch.attention_mask
     if batch.kind == "seq2seq":
         kwargs["labels"] = labels_of(batch)
-    out = model(**kwargs) if parameters is None else called_with(model, parameters, **kwargs)
+    out = model(**kwargs) if parameters is None else call_with(model, parameters, **kwargs)
     return logits_in(out)
 
 
-def called_with(model: nn.Module, parameters: Mapping[str, Tensor], **kwargs: Any) -> Any:
+def call_with(model: nn.Module, parameters: Mapping[str, Tensor], **kwargs: Any) -> Any:
     """What a model returns with other tensors in place of its parameters.
 
     As ``torch.func.functional_call``, also where a module stands at two places: as the embedding of
@@ -593,33 +599,3 @@ class inputs_of:
 
     def __exit__(self, *_: object) -> None:
         self.handle.remove()
-
-
-__all__ = [
-    "LOGITS_AT_ONCE",
-    "TOKENS_AT_ONCE",
-    "accepts",
-    "called_with",
-    "check_text",
-    "context_length",
-    "cut_at",
-    "forget_compiled",
-    "hidden_states",
-    "inputs_of",
-    "is_compiled",
-    "is_looked_at",
-    "labels_of",
-    "logits_in",
-    "micro_batches",
-    "needed_hooks_only",
-    "predicting",
-    "run_logits",
-    "sees_no_later",
-    "states_of_text",
-    "takes",
-    "token_logits",
-    "undisturbed",
-    "virtual_tokens",
-    "whole_model",
-    "why_not_run",
-]

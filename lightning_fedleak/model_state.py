@@ -57,7 +57,7 @@ class ModelWritten(RuntimeError):
 
 
 @contextmanager
-def process_kept() -> Iterator[None]:
+def preserve_process() -> Iterator[None]:
     """After it the process computes and draws random numbers as before.
 
     Put back are torch's generators (CPU and, where CUDA is in use, every device), numpy's and
@@ -85,7 +85,7 @@ def process_kept() -> Iterator[None]:
 
 
 @contextmanager
-def model_kept(root: nn.Module, runs: nn.Module | None = None) -> Iterator[None]:
+def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[None]:
     """After it every module of ``root`` is as it was, also after an exception.
 
     Put back are the values and the identity of parameters, buffers and tensors, NumPy arrays and
@@ -374,15 +374,3 @@ def _storage(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # no storage: sparse, or a wrapper of others
         return None
-
-
-__all__ = [
-    "HOOKS",
-    "LARGE",
-    "MOST",
-    "ModelWritten",
-    "hook_home",
-    "model_kept",
-    "modules_of",
-    "process_kept",
-]

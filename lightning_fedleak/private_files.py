@@ -30,7 +30,7 @@ def check_private(path: Path) -> None:
         raise ValueError(f"others may use it (mode {stat.S_IMODE(found.st_mode):04o}, not 0600)")
 
 
-def hash_of_tensors(tensors: Mapping[str, Tensor]) -> str:
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of the names, types, shapes and values of tensors, sorted by name."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -38,6 +38,3 @@ def hash_of_tensors(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-__all__ = ["check_private", "hash_of_tensors"]

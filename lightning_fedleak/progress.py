@@ -59,7 +59,7 @@ def bars(shown: bool) -> Iterator[None]:
             progress.stop()
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds that some work takes, without those in which other programs hold up the processor.
 
     Args:
@@ -104,6 +104,3 @@ def track(
             progress.advance(task)
     finally:
         progress.remove_task(task)
-
-
-__all__ = ["bars", "seconds_of", "track"]

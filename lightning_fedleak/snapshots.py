@@ -122,7 +122,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def term_of_weights(role: str) -> str:
+def explain_weight_term(role: str) -> str:
     """Return why a gradient that holds a loss term of the parameter alone cannot be read."""
     return (
         f"the loss has a term of '{role}' alone (an L2 penalty, say), whose weight the attack does "
@@ -147,17 +147,3 @@ class NotYet(UnusableObservation):
 
     The next step is looked at then; a fit that ends so is unknown, not safe.
     """
-
-
-__all__ = [
-    "ActivationSnapshot",
-    "GradientSnapshot",
-    "Inapplicable",
-    "NotYet",
-    "Observation",
-    "Stage",
-    "UnusableObservation",
-    "UpdateSnapshot",
-    "term_of_weights",
-    "whole_tensor",
-]

@@ -51,7 +51,7 @@ class ThreatModel:
     summary: str
 
     @classmethod
-    def of(cls, summary: str, *needs: Capability) -> ThreatModel:
+    def create(cls, summary: str, *needs: Capability) -> ThreatModel:
         """Builds a threat model from its capabilities."""
         return cls(frozenset(needs), summary)
 

@@ -75,10 +75,9 @@ def check_number(
     """
     if value is None and optional:
         return
+    finite = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     if (
-        isinstance(value, Real)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
+        finite
         and (above is None or value > above)
         and (at_least is None or value >= at_least)
         and (below is None or value < below)
@@ -126,6 +125,3 @@ def _message(name: str, allowed: str, value: Any, optional: bool, hint: str) -> 
     """Return the sentence of a refusal."""
     end = f": {hint}" if hint else ""
     return f"{name} must be {allowed}{', or None' if optional else ''}, got {value!r}{end}"
-
-
-__all__ = ["check_choice", "check_integer", "check_number"]

@@ -13,7 +13,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.anatomy.text_layers import states_out, text_blocks, with_states_out
-from lightning_fedleak.model_runs import called_with, context_length, hidden_states
+from lightning_fedleak.model_runs import call_with, context_length, hidden_states
 from tests.helpers.models import (
     DIM,
     POSITIONS,
@@ -463,6 +463,6 @@ def test_every_call_with_other_tensors_replaces_what_is_tied_and_leaves_the_mode
     [wanted] = torch.autograd.grad(model(ids), own)
     other = own.detach().clone().requires_grad_()
     for _ in range(3):
-        [found] = torch.autograd.grad(called_with(model, {"shared.weight": other}, ids=ids), other)
+        [found] = torch.autograd.grad(call_with(model, {"shared.weight": other}, ids=ids), other)
         assert torch.equal(found, wanted)
         assert model.shared.weight is model.head.weight is own

@@ -20,7 +20,7 @@ from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.embedding_descent import StateReadout
 from lightning_fedleak.games.inserted import loss_upstream
 from lightning_fedleak.model_runs import hidden_states, undisturbed
-from lightning_fedleak.model_state import LARGE, ModelWritten, model_kept
+from lightning_fedleak.model_state import LARGE, ModelWritten, preserve_model
 from tests.helpers.models import own_rng, tiny_gpt2
 
 VOCAB, DIM = 24, 8
@@ -358,7 +358,11 @@ def test_what_forward_writes_to_the_process_is_put_back() -> None:
 
 def test_a_write_that_nobody_watched_is_an_error() -> None:
     model = nn.Linear(3, 3)  # all of it torch's own, so that nothing watches
-    with pytest.raises(ModelWritten, match=r"Linear\.weight"), model_kept(model), torch.no_grad():
+    with (
+        pytest.raises(ModelWritten, match=r"Linear\.weight"),
+        preserve_model(model),
+        torch.no_grad(),
+    ):
         model.weight.add_(1)
 
 
@@ -369,7 +373,7 @@ def test_large_tensors_are_copied_only_when_written() -> None:
             self.register_buffer("large", torch.zeros(LARGE // 4 + 1))
 
     model = Keeps()
-    with model_kept(model):
+    with preserve_model(model):
         model.large[3] = 1.0
     assert not model.large.any()
 

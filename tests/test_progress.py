@@ -41,5 +41,5 @@ def test_a_notebook_without_widgets_gets_a_line(capsys: pytest.CaptureFixture[st
 
 def test_seconds_are_those_of_the_work_and_not_of_other_programs() -> None:
     device = torch.device("cpu")
-    assert progress.seconds_of(lambda: time.sleep(0.2), device) < 0.2
-    assert progress.seconds_of(lambda: sum(range(200_000)), device) > 0
+    assert progress.measure_seconds(lambda: time.sleep(0.2), device) < 0.2
+    assert progress.measure_seconds(lambda: sum(range(200_000)), device) > 0

@@ -89,14 +89,3 @@ def with_states_out(output: Any, states: Tensor) -> Any:
     if isinstance(output, tuple | list):
         return type(output)([states, *output[1:]])
     return states
-
-
-__all__ = [
-    "Place",
-    "place_of",
-    "states_in",
-    "states_out",
-    "text_blocks",
-    "with_states_in",
-    "with_states_out",
-]

@@ -39,7 +39,7 @@ def candidates(
     Raises:
         ValueError: a text that is none.
     """
-    given = PublicText.taken(public_text, tokenizer)
+    given = PublicText.parse(public_text, tokenizer)
     text: Given = "sampled" if given is None else given
     attacks: list[Attack] = [
         AlignedFlatChat(text, tokenizer=tokenizer),
@@ -58,7 +58,7 @@ def candidates(
     return attacks
 
 
-def of_any_adversary(*, rounds: bool) -> list[Attack]:
+def every_attack(*, rounds: bool) -> list[Attack]:
     """One attack for each way to read a run that is known here: to be named, not to be played.
 
     Args:
@@ -66,6 +66,3 @@ def of_any_adversary(*, rounds: bool) -> list[Attack]:
     """
     anybody = DISHONEST_SERVER | ASSUMED
     return [*candidates(anybody, "sampled", None, rounds=rounds), SubspaceTexts()]
-
-
-__all__ = ["ASSUMED", "candidates", "of_any_adversary"]

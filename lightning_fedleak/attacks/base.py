@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.snapshots import Observation, UnusableObservation
+from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.snapshots import UnusableObservation as UnusableObservation
 from lightning_fedleak.threats import ThreatModel
 
 WITHOUT_FLOAT64 = frozenset({"mps"})
@@ -200,7 +201,7 @@ class Attack(ABC):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Takes back what ``state_dict`` gave."""
 
-    def calibrated_with(self) -> dict[str, object] | None:
+    def calibration_inputs(self) -> dict[str, object] | None:
         """All that a calibration hangs on besides the model, as plain values.
 
         What is known by these and the model's weights may be kept on disk for another fit.
@@ -212,7 +213,7 @@ class Attack(ABC):
         """Settings that name this attack in reports: plain numbers and strings."""
         return {}
 
-    def given(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, object]:
         """Those of :meth:`config` that were given, which a saved state must have been made with.
 
         Default: all. An attack whose ``config`` tells what was measured leaves that out.
@@ -221,7 +222,4 @@ class Attack(ABC):
 
     def fingerprint(self) -> str:
         """What a saved state must have been made with, as one string."""
-        return repr(sorted(self.given().items()))
-
-
-__all__ = ["Attack", "Guess", "Query", "RunFacts", "Surfaces", "UnusableObservation", "WordGuess"]
+        return repr(sorted(self.arguments().items()))

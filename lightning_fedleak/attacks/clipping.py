@@ -126,6 +126,3 @@ def check_uncut(snapshot: GradientSnapshot, roles: Iterable[str], facts: RunFact
     """
     if shared_cut(snapshot, roles, facts) is not None:
         raise Inapplicable(WHY_CUT)
-
-
-__all__ = ["ROUNDED", "WHY_CUT", "check_uncut", "cut_size", "entry_errors", "shared_cut"]

@@ -35,13 +35,13 @@ def decays_apart(facts: RunFacts) -> bool:
     False where single gradients are shared, or it is not known what the optimizer does.
     """
     try:
-        steps = LocalSteps.of(facts)
+        steps = LocalSteps.from_facts(facts)
     except UnusableObservation:
         return False
     return steps is not None and steps.decays_apart and bool(steps.settings.get("weight_decay"))
 
 
-def stale_optimizer(name: str) -> str:
+def explain_stale_optimizer(name: str) -> str:
     """Return why a round is not read whose optimizer kept its state from the round before."""
     return (
         "call optimizer.state.clear() where a round begins, as a federated client does: "
@@ -56,7 +56,7 @@ def check_fresh(facts: RunFacts, snapshot: GradientSnapshot) -> None:
         UnusableObservation: says what a client does, or that the optimizer is not known.
     """
     if isinstance(snapshot, UpdateSnapshot) and not snapshot.fresh:
-        steps = LocalSteps.of(facts)
+        steps = LocalSteps.from_facts(facts)
         if steps is not None:
             steps.check_fresh(False)
 
@@ -78,7 +78,7 @@ class LocalSteps:
     clip_value: float | None = None
 
     @classmethod
-    def of(cls, facts: RunFacts) -> LocalSteps | None:
+    def from_facts(cls, facts: RunFacts) -> LocalSteps | None:
         """The round of a run; None where single gradients are shared, or nothing is known of it.
 
         Raises:
@@ -169,7 +169,7 @@ class LocalSteps:
             UnusableObservation: says what a client does.
         """
         if self.carries and not fresh:
-            raise UnusableObservation(stale_optimizer(self.optimizer.__name__))
+            raise UnusableObservation(explain_stale_optimizer(self.optimizer.__name__))
 
     @property
     def decays_apart(self) -> bool:
@@ -237,6 +237,3 @@ class LocalSteps:
             "clip_value": self.clip_value,
             **{f"optimizer_{name}": value for name, value in self.settings.items()},
         }
-
-
-__all__ = ["LocalSteps", "check_fresh", "decays_apart", "stale_optimizer"]

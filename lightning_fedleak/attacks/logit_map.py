@@ -49,7 +49,7 @@ class LogitMap:
         return 1.0 if self.softcap is None else 1 - (logits / self.softcap).square()
 
     @classmethod
-    def of(
+    def fit(
         cls,
         model: nn.Module,
         states: Tensor,
@@ -133,6 +133,3 @@ def _softcaps(model: nn.Module) -> list[float]:
         if isinstance(value, int | float) and value > 0
     ]
     return list(dict.fromkeys(found))
-
-
-__all__ = ["PLAIN", "LogitMap"]

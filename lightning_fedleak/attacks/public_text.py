@@ -25,7 +25,7 @@ _kept: ContextVar[dict[Hashable, PublicText] | None] = ContextVar("_kept", defau
 
 
 @contextmanager
-def sampled_once() -> Iterator[None]:
+def share_samples() -> Iterator[None]:
     """Within, a model writes the same text once, or more of it, whoever asks for it."""
     token = _kept.set({})
     try:
@@ -179,7 +179,7 @@ class PublicText:
             input_ids=input_ids, labels=labels, attention_mask=real.to(torch.int64), kind=kind
         )
 
-    def opened_both_ways(self) -> PublicText:
+    def with_and_without_start(self) -> PublicText:
         """With every second text less its first token, if all texts open with the same one.
 
         That is a start token, which the text under attack may or may not have. Where a tied
@@ -191,7 +191,7 @@ class PublicText:
         return PublicText(shortened, targets=self.targets)
 
     @staticmethod
-    def name_of(given: PublicText | Sampled | None) -> str | None:
+    def label(given: PublicText | Sampled | None) -> str | None:
         """What tells one public text from another: its digest, ``"sampled"``, or None."""
         return given.digest if isinstance(given, PublicText) else given
 
@@ -227,7 +227,7 @@ class PublicText:
         return kept[key] if len(kept[key]) == n else cls(kept[key].sentences[:n])
 
     @classmethod
-    def taken(cls, given: Given | None, tokenizer: Any = None) -> PublicText | Sampled | None:
+    def parse(cls, given: Given | None, tokenizer: Any = None) -> PublicText | Sampled | None:
         """The ``public_text`` of an attack, as every attack takes it; None stays None.
 
         Args:
@@ -249,7 +249,7 @@ class PublicText:
         return cls(given, tokenizer)
 
     @classmethod
-    def given_or_sampled(
+    def resolve(
         cls,
         given: PublicText | Sampled,
         anatomy: Anatomy,

@@ -25,7 +25,7 @@ from lightning_fedleak.attacks.words.public_gradients import (
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks.checks import Plan, listed
 from lightning_fedleak.model_runs import context_length
-from lightning_fedleak.progress import seconds_of
+from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     Observation,
@@ -108,7 +108,7 @@ def look_seconds(
             plan.attack.refresh(anatomy, step)  # which sees the weights that a round begins with
         with torch.no_grad(), suppress(UnusableObservation):
             run = partial(plan.attack.run, view, asked)
-            found[plan.attack.name] = seconds_of(run, anatomy.device)
+            found[plan.attack.name] = measure_seconds(run, anatomy.device)
     return found
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lightning_fedleak
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.private_files import check_private, hash_of_tensors
+from lightning_fedleak.private_files import check_private, hash_tensors
 
 FORMAT = 2
 _EMPTY, _HASH = "empty", "sha256"
@@ -46,7 +46,7 @@ def hash_of_weights(model: nn.Module, head: nn.Module | None = None) -> str:
         random = "lora_A" in name and other is not None and not bool(other.detach().any())
         if not random or id(tensor) in on_head:
             counted[f"{name} {tensor.requires_grad}"] = tensor
-    return hash_of_tensors(counted)
+    return hash_tensors(counted)
 
 
 class CalibrationCache:
@@ -64,7 +64,7 @@ class CalibrationCache:
 
     def path(self, attack: Attack, weights: str) -> Path | None:
         """The file of an attack on a model; None where the attack is not kept."""
-        settings = attack.calibrated_with()
+        settings = attack.calibration_inputs()
         if settings is None:
             return None
         kind = f"{type(attack).__module__}.{type(attack).__qualname__}"
@@ -151,7 +151,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _hash(path: Path, state: Mapping[str, Tensor]) -> str:
     """Of the tensors, and of what they are a calibration of, which the file's name says."""
-    return hash_of_tensors({f"{path.name} {name}": tensor for name, tensor in state.items()})
+    return hash_tensors({f"{path.name} {name}": tensor for name, tensor in state.items()})
 
 
 def _holds_nan(state: Mapping[str, Tensor]) -> bool:

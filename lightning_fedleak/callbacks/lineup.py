@@ -13,9 +13,9 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fedleak.attacks.auto import of_any_adversary
+from lightning_fedleak.attacks.auto import every_attack
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.public_text import MissingText, sampled_once
+from lightning_fedleak.attacks.public_text import MissingText, share_samples
 from lightning_fedleak.callbacks.auto import ROWS, Row, in_short, look_seconds, reads_of
 from lightning_fedleak.callbacks.cache import CalibrationCache, hash_of_weights
 from lightning_fedleak.callbacks.channels.base import Channel, Run, family_of, reason
@@ -160,7 +160,7 @@ class Lineup:
         run = replace(self._run, assumed=frozenset(Capability))
         settings = replace(self._channels[0].settings, games=Games(), head_own_part=False)
         written = []
-        for attack in of_any_adversary(rounds=self._local_steps is not None):
+        for attack in every_attack(rounds=self._local_steps is not None):
             kind = family_of(attack)
             if kind.family != family or type(attack) in used:
                 continue
@@ -245,7 +245,7 @@ class Lineup:
         Raises:
             ValueError: an attack does not fit the model.
         """
-        with whole_model(self._run.anatomy.root), sampled_once(), bars(self._run.shows_progress):
+        with whole_model(self._run.anatomy.root), share_samples(), bars(self._run.shows_progress):
             costs: dict[str, float] = {}
             doing = f"{self._run.watcher} calibrates"
             for plan in track(self.exposed, doing, lambda plan: plan.attack.name):
@@ -326,7 +326,7 @@ class Lineup:
                 self.prepared.add(attack.name)
             self._tell()
         cache = self._cache
-        if attack.calibrated_with() is None or attack.name in self.prepared:
+        if attack.calibration_inputs() is None or attack.name in self.prepared:
             cache = None
         kept = False
         if cache is not None:

@@ -870,7 +870,7 @@ class RoundObserver:
             return Unknown(why, applies=False)
         facts, steps = self._run.facts(plan, self.local_steps, 0), None
         with suppress(UnusableObservation):  # some attacks read updates of any optimizer
-            steps = LocalSteps.of(facts)
+            steps = LocalSteps.from_facts(facts)
         try:
             attack.check_updates(facts)
             if steps is not None:

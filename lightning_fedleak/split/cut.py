@@ -15,11 +15,11 @@ from lightning_fedleak.anatomy.text_layers import place_of, states_out
 from lightning_fedleak.anatomy.wrappers import leaf, path_of, without_peft
 from lightning_fedleak.model_runs import (
     context_length,
-    needed_hooks_only,
+    only_needed_hooks,
     undisturbed,
     virtual_tokens,
 )
-from lightning_fedleak.model_state import model_kept, process_kept
+from lightning_fedleak.model_state import preserve_model, preserve_process
 from lightning_fedleak.split.halves import Arrive, Leave, ModelPart, Nothing, SplitError
 
 _AGREE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -175,7 +175,7 @@ def _survey(anatomy: Anatomy) -> _Survey:
     called: dict[str, set[str]] = {"below": set(), "above": set()}
     seen: list[Any] = []
     text = _trial_text(anatomy)
-    with undisturbed(anatomy) as model, torch.no_grad(), needed_hooks_only(anatomy.root):
+    with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
         handles = [
             block.register_forward_hook(lambda _, __, output: seen.append(output))
             for block in anatomy.blocks
@@ -219,7 +219,7 @@ def _part(
 ) -> ModelPart:
     whole, blocks = anatomy.model, _blocks_path(anatomy)
     memo: dict[int, Any] = {id(t): t for t in (*whole.parameters(), *whole.buffers())}
-    with needed_hooks_only(anatomy.root):
+    with only_needed_hooks(anatomy.root):
         model = copy.deepcopy(whole, memo)
     arrive = Arrive(survey.gives) if begins == "states" else None
     leave = Leave() if ends == "states" else None
@@ -273,7 +273,7 @@ def _check(anatomy: Anatomy, split: SplitModel, survey: _Survey) -> None:
     parts = [p for p in (split.bottom, split.top, split.tail) if p is not None]
     given = survey.text["input_ids"]
     try:
-        with process_kept(), model_kept(nn.ModuleList(parts)):
+        with preserve_process(), preserve_model(nn.ModuleList(parts)):
             for part in parts:
                 part.eval()
             for part in parts[:-1]:

@@ -20,7 +20,7 @@ from lightning_fedleak.anatomy.text_layers import (
     with_states_in,
     with_states_out,
 )
-from lightning_fedleak.model_runs import forget_compiled
+from lightning_fedleak.model_runs import reset_compiled
 
 
 class ChangedInPlace(RuntimeError):
@@ -102,7 +102,7 @@ class ActivationTap:
         for layer, place in self._places.items():
             self._handles.append(self._tap(layer, place))
         self._root = anatomy.root
-        forget_compiled(self._root)
+        reset_compiled(self._root)
 
     def _tap(self, layer: int, place: Place) -> RemovableHandle:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -197,7 +197,7 @@ class ActivationTap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        forget_compiled(self._root)
+        reset_compiled(self._root)
         self.disarm()
 
 

@@ -19,7 +19,7 @@ def facts(optimizer: str, steps: int = 1, **made: Any) -> RunFacts:
 
 
 def known(optimizer: str, steps: int = 1, **made: Any) -> LocalSteps:
-    found = LocalSteps.of(facts(optimizer, steps, **made))
+    found = LocalSteps.from_facts(facts(optimizer, steps, **made))
     assert found is not None
     return found
 
@@ -132,12 +132,12 @@ def test_settings_of_a_group_make_the_optimizer_again() -> None:
 )
 def test_what_is_not_known_is_said(given: RunFacts, match: str) -> None:
     with pytest.raises(UnusableObservation, match=match):
-        LocalSteps.of(given)
+        LocalSteps.from_facts(given)
 
 
 def test_single_gradients_are_no_round() -> None:
-    assert LocalSteps.of(RunFacts(optimizer="AdamW")) is None
-    assert LocalSteps.of(RunFacts(local_steps=3)) is None
+    assert LocalSteps.from_facts(RunFacts(optimizer="AdamW")) is None
+    assert LocalSteps.from_facts(RunFacts(local_steps=3)) is None
 
 
 @given(

@@ -22,7 +22,7 @@ from tests.helpers.models import tiny_gpt2
 class Probe(Attack):
     """Names the rows with the largest norm, and keeps a copy of what it was shown."""
 
-    threat_model = ThreatModel.of("a test", Capability.SEES_HEAD_GRADIENT)
+    threat_model = ThreatModel.create("a test", Capability.SEES_HEAD_GRADIENT)
     default_name = "probe"
     reads_adaptive_updates = True
 

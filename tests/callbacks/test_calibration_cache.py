@@ -111,7 +111,7 @@ class Numbers(BagOfWords):
         super().__init__()
         self.state = dict(state or {})
 
-    def calibrated_with(self) -> dict[str, object]:
+    def calibration_inputs(self) -> dict[str, object]:
         return {}
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -142,7 +142,7 @@ def test_a_channel_that_crashes_is_unknown_and_harms_no_other(tmp_path: Path) ->
 class FromGradients(TextAttack):
     """Knows every text of the batch, in another order, and one token of each wrongly."""
 
-    threat_model = ThreatModel.of("a test", Capability.SEES_HEAD_GRADIENT)
+    threat_model = ThreatModel.create("a test", Capability.SEES_HEAD_GRADIENT)
     default_name = "from_gradients"
 
     def __init__(self, batches) -> None:

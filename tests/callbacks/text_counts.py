@@ -38,7 +38,7 @@ class CountGuess(Guess):
 class TextCount(Attack):
     """Takes every so many rows of the head's gradient with a negative sum for one text."""
 
-    threat_model = ThreatModel.of("a test", Capability.SEES_HEAD_GRADIENT)
+    threat_model = ThreatModel.create("a test", Capability.SEES_HEAD_GRADIENT)
     default_name = "text_count"
 
     def __init__(self, types_a_text: float, name: str | None = None) -> None:

@@ -192,7 +192,7 @@ def test_an_interrupt_writes_what_is_done(
 class Known(TextAttack):
     """Says what it was told, and keeps what it was shown."""
 
-    threat_model = ThreatModel.of("a test", Capability.KNOWS_MODEL)
+    threat_model = ThreatModel.create("a test", Capability.KNOWS_MODEL)
     default_name = "known"
     last_token_open = True
     reads = ("model.layers.0.self_attn.q_proj.weight", "lm_head.weight")

@@ -219,7 +219,7 @@ def names_and_states() -> Section:
         found[f"attack {title}"] = [
             f"name {attack.name}",
             f"config {bare(repr(attack.config()))}",
-            f"given {bare(repr(attack.given()))}",
+            f"given {bare(repr(attack.arguments()))}",
             f"threat model {needs}: {attack.threat_model.summary}",
             *runs.shapes(attack.state_dict(), "state"),
         ]

@@ -208,7 +208,7 @@ class AttentionMembership(MembershipAttack):
         ValueError: a setting outside of its range, or two that exclude each other.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "a dishonest server that adds layers of its own, asking for a text it holds",
         *MembershipAttack.threat_model.needs,
         Capability.KNOWS_PUBLIC_TEXT,
@@ -270,7 +270,7 @@ class AttentionMembership(MembershipAttack):
             seed=seed,
         )
         self.reader = RungReader(false_positive_rate, upstream_sign)
-        self.public_text = PublicText.taken(public_text, tokenizer)
+        self.public_text = PublicText.parse(public_text, tokenizer)
         self._text_digest = _digest(self.public_text)
         self.select = select
         self.calibration_tokens = calibration_tokens
@@ -333,7 +333,7 @@ class AttentionMembership(MembershipAttack):
         self._d = anatomy.hidden_size
         if self.public_text is None:
             return
-        text = PublicText.given_or_sampled(self.public_text, anatomy, self.design.seed)
+        text = PublicText.resolve(self.public_text, anatomy, self.design.seed)
         tokens = self.calibration_tokens or max(8192, 4 * anatomy.hidden_size)
         states = PublicStates.of(anatomy, self.layer, text, self.tokens, tokens, self.design.seed)
         self._d = states.hidden.shape[-1]
@@ -489,9 +489,9 @@ class AttentionMembership(MembershipAttack):
         self._calibration = Calibration.from_tensors(state)
         self._prepared_at, self._d = int(state["prepared_at"]), int(state["d"])
 
-    def calibrated_with(self) -> dict[str, object] | None:
+    def calibration_inputs(self) -> dict[str, object] | None:
         """The settings, and the public text."""
-        return None if self.public_text is None else self.given()
+        return None if self.public_text is None else self.arguments()
 
     def config(self) -> dict[str, object]:
         """Settings for reports; of the public text the beginning of its SHA-256."""

@@ -74,7 +74,7 @@ class PassiveMembership(Attack):
         ValueError: a number out of range, or no public text.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads one update and holds the texts it asks about",
         Capability.KNOWS_MODEL,
         Capability.KNOWS_PUBLIC_TEXT,
@@ -103,7 +103,7 @@ class PassiveMembership(Attack):
         ):
             if isinstance(value, bool) or value < least:
                 raise ValueError(f"{argument} must be an integer of at least {least}, got {value}")
-        text = PublicText.taken(public_text, tokenizer)
+        text = PublicText.parse(public_text, tokenizer)
         if text is None:
             raise ValueError(f"{type(self).__name__} needs public_text: texts, or 'sampled'")
         self.public_text = text
@@ -138,7 +138,7 @@ class PassiveMembership(Attack):
     def _texts(self, anatomy: Anatomy, n: int, *, behind: int = 0) -> TokenBatch:
         """Public texts as ids with labels, the same ones every time, behind so many others."""
         if self._public is None:
-            self._public = PublicText.given_or_sampled(
+            self._public = PublicText.resolve(
                 self.public_text, anatomy, self.seed, n=self.public_rows + self.controls
             )
         generator = torch.Generator().manual_seed(self.seed)
@@ -157,7 +157,7 @@ class PassiveMembership(Attack):
         if "public" in state:
             self._public = PublicText([row[row >= 0] for row in state["public"]])
 
-    def calibrated_with(self) -> dict[str, object] | None:
+    def calibration_inputs(self) -> dict[str, object] | None:
         """What text that the model writes hangs on; given text has to be run anew."""
         if self.public_text != "sampled":
             return None
@@ -203,7 +203,7 @@ class MembershipAttack(Attack):
         ValueError: a negative layer, an unknown granularity, or fewer than 1 token.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "a dishonest server that adds layers of its own, asking for a text it holds",
         Capability.CHOOSES_ARCHITECTURE,
         Capability.CHOOSES_WEIGHTS,

@@ -386,7 +386,7 @@ class FCMembership(MembershipAttack):
         """
         return self.reader.guess(gradient, noise_std, self.rungs, self.guess_rung)
 
-    def given(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, object]:
         """The settings without what was measured."""
         measured = ("tau_relative", "rounding")
         return {name: value for name, value in self.config().items() if name not in measured}

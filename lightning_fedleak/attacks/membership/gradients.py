@@ -36,15 +36,15 @@ from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model_runs import (
     labels_of,
     micro_batches,
-    needed_hooks_only,
+    only_needed_hooks,
     token_logits,
     undisturbed,
 )
-from lightning_fedleak.progress import seconds_of
+from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.snapshots import (
     Observation,
     UpdateSnapshot,
-    term_of_weights,
+    explain_weight_term,
     whole_tensor,
 )
 from lightning_fedleak.threats import ThreatModelError
@@ -203,7 +203,7 @@ class GradientMembership(PassiveMembership):
             self._left_out |= terms
             self.prepare(self._anatomy)
         if not self._reads:
-            raise UnusableObservation(term_of_weights(min(self._left_out)))
+            raise UnusableObservation(explain_weight_term(min(self._left_out)))
 
     def estimate(self, anatomy: Anatomy, texts: int) -> float:
         """Nearly all of a look is the model's run on each text, timed on a few public ones."""
@@ -215,7 +215,7 @@ class GradientMembership(PassiveMembership):
             else:
                 _gradients(anatomy, self._others(anatomy), few)
 
-        return seconds_of(run, anatomy.device) / _TIMED * (texts + self.controls)
+        return measure_seconds(run, anatomy.device) / _TIMED * (texts + self.controls)
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Runs the model on public text, forward and backward."""
@@ -307,7 +307,7 @@ class GradientMembership(PassiveMembership):
         So it does with LoRA's A as long as B is zero. What is left of that is no gradient: it says
         how B's step has changed a text's loss, which is the contrary of what a gradient says.
         """
-        steps = LocalSteps.of(self._facts)
+        steps = LocalSteps.from_facts(self._facts)
         if steps is None:
             return g
         if name not in self._before:
@@ -419,7 +419,7 @@ def of_token_parts(
         name: p.detach().requires_grad_(id(p) in wanted)
         for name, p in anatomy.model.named_parameters()
     }
-    with undisturbed(anatomy) as model, torch.enable_grad(), needed_hooks_only(anatomy.root):
+    with undisturbed(anatomy) as model, torch.enable_grad(), only_needed_hooks(anatomy.root):
         for part in micro_batches(anatomy, batch):
             with _calls(maps) as calls:
                 logits, labels = token_logits(model, part, views)

@@ -42,7 +42,7 @@ from lightning_fedleak.snapshots import (
     NotYet,
     Observation,
     UpdateSnapshot,
-    term_of_weights,
+    explain_weight_term,
     whole_tensor,
 )
 from lightning_fedleak.threats import ThreatModelError
@@ -256,7 +256,7 @@ class SubspaceMembership(PassiveMembership):
         for linear in _trained(known, anatomy):
             if linear.regularised or linear.name in view.gradients[-1].loss_terms:
                 if linear.name not in self._factors:
-                    raise UnusableObservation(term_of_weights(linear.name))
+                    raise UnusableObservation(explain_weight_term(linear.name))
                 basis.append(self._factors[linear.name])
         return orthonormal(torch.cat(basis))
 

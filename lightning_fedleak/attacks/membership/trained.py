@@ -282,7 +282,7 @@ class TrainedMembership(MembershipAttack):
         ValueError: a setting outside of its range.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "a dishonest server that adds layers trained on a text it holds and on public text",
         *MembershipAttack.threat_model.needs,
         Capability.KNOWS_PUBLIC_TEXT,
@@ -327,7 +327,7 @@ class TrainedMembership(MembershipAttack):
             raise ValueError(f"margin must be 0 or positive, got {margin}")
         if threshold not in ("midpoint", "trained"):
             raise ValueError(f"threshold must be 'midpoint' or 'trained', got {threshold!r}")
-        text = PublicText.taken(public_text, tokenizer)
+        text = PublicText.parse(public_text, tokenizer)
         if text is None:
             raise ValueError("TrainedMembership needs public_text: texts like the clients'")
         self.public_text = text
@@ -365,7 +365,7 @@ class TrainedMembership(MembershipAttack):
 
     def _embed_public(self, anatomy: Anatomy) -> None:
         generator = torch.Generator().manual_seed(self.seed)
-        text = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+        text = PublicText.resolve(self.public_text, anatomy, self.seed)
         length = min(2 * self.tokens, context_length(anatomy) or 2 * self.tokens)
         found: list[Tensor] = []
         drawn = text.draw(min(len(text), self.public_rows), generator)
@@ -403,9 +403,9 @@ class TrainedMembership(MembershipAttack):
         """The rungs, as parts of the way from the decision to the target's output."""
         return (0.0,) if self._defended else (*HARDER, 0.0, *(-x for x in EASIER))
 
-    def calibrated_with(self) -> dict[str, object]:
+    def calibration_inputs(self) -> dict[str, object]:
         """The settings, and the public text."""
-        return self.config() | {"public_text": PublicText.name_of(self.public_text)}
+        return self.config() | {"public_text": PublicText.label(self.public_text)}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The public samples, and when they were embedded; every neuron follows from them."""

@@ -109,6 +109,3 @@ def _found(
     found = set(explain(atoms, shared, odds).types.tolist())
     both = len(found & set(truth.tolist()))
     return 2 * both / (len(found) + types) >= _EXACT
-
-
-__all__ = ["Capacity", "measured", "predicted", "seconds_of_a_set"]

@@ -25,7 +25,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     to_last_block,
     vocabulary,
 )
-from lightning_fedleak.model_runs import context_length, cut_at, needed_hooks_only, undisturbed
+from lightning_fedleak.model_runs import context_length, only_needed_hooks, stop_at, undisturbed
 from lightning_fedleak.snapshots import whole_tensor
 
 _ADDITIVE = 1e-4
@@ -200,8 +200,8 @@ class _Linear:
 
 def _states(anatomy: Anatomy, place: Place, ids: Tensor) -> Tensor:
     """What passes at a place for short texts, (B, L, d) float64."""
-    run = cut_at(anatomy.model, place)
-    with undisturbed(anatomy), torch.no_grad(), needed_hooks_only(anatomy.root):
+    run = stop_at(anatomy.model, place)
+    with undisturbed(anatomy), torch.no_grad(), only_needed_hooks(anatomy.root):
         x: Tensor = run(**text_for(anatomy, ids))
     return x.reshape(*ids.shape, -1).double()
 

@@ -21,9 +21,9 @@ from lightning_fedleak.anatomy.text_layers import Place, states_in
 from lightning_fedleak.anatomy.wrappers import unwrap, walk
 from lightning_fedleak.model_runs import (
     TOKENS_AT_ONCE,
-    cut_at,
     logits_in,
-    needed_hooks_only,
+    only_needed_hooks,
+    stop_at,
     takes,
     undisturbed,
     virtual_tokens,
@@ -249,7 +249,7 @@ def read_alone(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[str]:
     """
     ids = _distinct(anatomy, 1)[None]
     layers = {id(m.layer): m.layer for m in maps}
-    with undisturbed(anatomy) as model, torch.no_grad(), needed_hooks_only(anatomy.root):
+    with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
         run = to_last_block(anatomy, model)
         plain = run(**text_for(anatomy, ids))
         seen = set()
@@ -276,7 +276,7 @@ def to_last_block(anatomy: Anatomy, model: nn.Module) -> Callable[..., Tensor]:
     a token that ends them, or one that pads them.
     """
     if anatomy.kind == "classifier" and anatomy.blocks:
-        return cut_at(model, Place("", unwrap(anatomy.blocks[-1]), "output"))
+        return stop_at(model, Place("", unwrap(anatomy.blocks[-1]), "output"))
     return lambda **text: logits_in(model(**text))
 
 
@@ -291,13 +291,13 @@ def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[
     with (
         undisturbed(anatomy),
         torch.no_grad(),
-        needed_hooks_only(anatomy.root),
+        only_needed_hooks(anatomy.root),
         ExitStack() as stack,
     ):
         for module in found:
             handle = module.register_forward_pre_hook(lambda m, _: called.append(m))
             stack.callback(handle.remove)
-        cut_at(anatomy.model, Place("", reader, "input"))(**text_for(anatomy, ids))
+        stop_at(anatomy.model, Place("", reader, "input"))(**text_for(anatomy, ids))
     return tuple(dict.fromkeys(called))
 
 
@@ -355,7 +355,7 @@ def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict
     with (
         undisturbed(anatomy) as model,
         torch.no_grad(),
-        needed_hooks_only(anatomy.root),
+        only_needed_hooks(anatomy.root),
         ExitStack() as stack,
     ):
         for module in readers:
@@ -393,10 +393,10 @@ def input_rows(
     Returns:
         (B, L, d) in the dtype that the client multiplies.
     """
-    run = cut_at(anatomy.model, Place("", known.reader, "input"))
+    run = stop_at(anatomy.model, Place("", known.reader, "input"))
     step = max(1, TOKENS_AT_ONCE // ids.shape[1])
     parts = []
-    with undisturbed(anatomy), torch.no_grad(), needed_hooks_only(anatomy.root):
+    with undisturbed(anatomy), torch.no_grad(), only_needed_hooks(anatomy.root):
         for start in range(0, len(ids), step):
             part = ids[start : start + step]
             with torch.autocast(anatomy.device.type, autocast, enabled=autocast is not None):
@@ -430,11 +430,11 @@ def states_at(
     text = text_for(anatomy, ids)
     if mask is not None:
         text["attention_mask"] = mask.to(anatomy.device)
-    run = cut_at(anatomy.model, Place("", last.reader, "input"))
+    run = stop_at(anatomy.model, Place("", last.reader, "input"))
     with (
         undisturbed(anatomy),
         torch.no_grad(),
-        needed_hooks_only(anatomy.root),
+        only_needed_hooks(anatomy.root),
         ExitStack() as stack,
     ):
         for known in before:

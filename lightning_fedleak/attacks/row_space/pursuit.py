@@ -21,8 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.row_space.dictionary import orthonormal
-
 _RIDGE = 0.1
 _AT_FLOOR = 4.0
 _CERTIFIED = 4.0
@@ -499,6 +497,3 @@ class _Pursuit:
             self._append(int(subset[place]), outside[best], float(value[best]))
             rest -= (screen @ self.basis[-1].float()).square()
         return True
-
-
-__all__ = ["Atoms", "Found", "SharedRows", "explain", "orthonormal", "pruned"]

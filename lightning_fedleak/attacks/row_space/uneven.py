@@ -104,6 +104,3 @@ def left_open(rows: Sequence[Tensor], errors: Sequence[Tensor], atoms: Tensor) -
                 left += float((row[known] - fit[:, 0]).square().sum())
                 whole += float(row[known].square().sum())
     return (left / whole) ** 0.5 if whole else 1.0
-
-
-__all__ = ["explained_by_turns", "left_open"]

@@ -102,7 +102,7 @@ class InversionAttack(TextAttack):
         ValueError: a negative layer, or a budget that is not positive.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "the server of a split model, which owns the bottom model too",
         Capability.SEES_ACTIVATIONS,
         Capability.KNOWS_BOTTOM_MODEL,

@@ -71,7 +71,7 @@ class BeamFromWords(TextAttack):
         TypeError: ``words`` is no attack.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads the words of one gradient and is told how long "
         "the texts are",
         Capability.KNOWS_MODEL,
@@ -239,7 +239,7 @@ def _check_update(view: Observation, words: Attack, facts: RunFacts) -> None:
     """Refuses an adaptive optimizer's update where what names the words reads sums of gradients."""
     if not isinstance(view.gradients[-1], UpdateSnapshot) or words.reads_adaptive_updates:
         return
-    steps = LocalSteps.of(facts)
+    steps = LocalSteps.from_facts(facts)
     if steps is None or not steps.linear:
         raise UnusableObservation(
             f"this update is no sum of gradients, which '{words.name}' reads: give "

@@ -33,11 +33,11 @@ from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import (
     check_text,
     context_length,
-    cut_at,
     inputs_of,
-    needed_hooks_only,
+    only_needed_hooks,
     run_logits,
     states_of_text,
+    stop_at,
     takes,
     undisturbed,
 )
@@ -114,7 +114,7 @@ class BottomModel:
         place = place_of(anatomy, self.layer)
         self.anatomy = anatomy
         self.step = step
-        self._run = cut_at(anatomy.model, place)
+        self._run = stop_at(anatomy.model, place)
         self._embedding = unwrap(anatomy.embedding)
         self._no_cache = {"use_cache": False} if takes(anatomy.model, "use_cache") else {}
         self._take_weights()
@@ -167,7 +167,7 @@ class BottomModel:
         other = shallow_copy(self)
         other._inside = False
         other.layer = layer
-        other._run = cut_at(self.anatomy.model, place_of(self.anatomy, layer))
+        other._run = stop_at(self.anatomy.model, place_of(self.anatomy, layer))
         other._try()
         return other
 
@@ -299,7 +299,7 @@ class BottomModel:
             return
         with ExitStack() as stack:
             stack.enter_context(undisturbed(self.anatomy))
-            stack.enter_context(needed_hooks_only(self.anatomy.root))
+            stack.enter_context(only_needed_hooks(self.anatomy.root))
             stack.enter_context(self._own_weights())
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(self.device.type, self.autocast))
@@ -397,7 +397,7 @@ class NextTokens:
         assert anatomy.head is not None
         self._head = unwrap(anatomy.head)
         place = place_of(anatomy, bottom.layer)
-        run = cut_at(anatomy.model, Place("head", self._head, "input"))
+        run = stop_at(anatomy.model, Place("head", self._head, "input"))
         with torch.no_grad(), bottom.session():
             handle = _replaced(place, hidden)
             try:
@@ -431,7 +431,7 @@ class NextTokens:
             batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
             logits = run_logits(anatomy.model, batch)[:, -length:]
         states = seen[-1][:, -length:]
-        return LogitMap.of(anatomy.model, states.flatten(0, 1), logits.flatten(0, 1), self._head)
+        return LogitMap.fit(anatomy.model, states.flatten(0, 1), logits.flatten(0, 1), self._head)
 
 
 def predicts_next(bottom: BottomModel) -> bool:

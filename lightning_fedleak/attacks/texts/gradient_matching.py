@@ -98,7 +98,7 @@ class GradientMatching(TextAttack):
         ValueError: a number out of range, or an unknown word.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads one gradient and is told how many texts it is of "
         "and how long they are",
         Capability.KNOWS_MODEL,
@@ -327,7 +327,7 @@ def _check_update(view: Observation, facts: RunFacts) -> None:
     update = view.gradients[-1]
     if not isinstance(update, UpdateSnapshot):
         return
-    steps = LocalSteps.of(facts)
+    steps = LocalSteps.from_facts(facts)
     plain = (
         steps is not None
         and steps.sums(fresh=update.fresh)

@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.wrappers import matrix_shape, unwrap
 from lightning_fedleak.model_runs import (
-    called_with,
+    call_with,
     logits_in,
-    needed_hooks_only,
+    only_needed_hooks,
     takes,
     undisturbed,
 )
@@ -114,7 +114,7 @@ class ModelCopy:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(undisturbed(self.anatomy))
-            stack.enter_context(needed_hooks_only(self.anatomy.root))
+            stack.enter_context(only_needed_hooks(self.anatomy.root))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(self.device.type, self.autocast))
@@ -147,7 +147,7 @@ class ModelCopy:
     def _called(self, ids: Tensor) -> Tensor:
         options = {"use_cache": False} if takes(self.anatomy.model, "use_cache") else {}
         given = {"input_ids": ids, **options}
-        out = called_with(self.anatomy.model, self._weights, **given)
+        out = call_with(self.anatomy.model, self._weights, **given)
         return logits_in(out)
 
     def _without_padding(self, ids: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class SubspaceTexts(TextAttack):
         ValueError: a number out of range.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads one update of the blocks' projections, or of "
         "adapters on them",
         Capability.KNOWS_MODEL,
@@ -319,7 +319,7 @@ class SubspaceTexts(TextAttack):
         update = view.gradients[-1]
         if not isinstance(update, UpdateSnapshot):
             return
-        steps = LocalSteps.of(self._facts)
+        steps = LocalSteps.from_facts(self._facts)
         if steps is None or not steps.sums(fresh=update.fresh):
             raise UnusableObservation(
                 "whole texts are read off gradients and off rounds of steps of SGD without weight "

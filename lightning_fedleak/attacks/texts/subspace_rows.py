@@ -18,7 +18,7 @@ from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.row_space.linear_maps import LinearMap, SharedInput, block_of
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.model_runs import cut_at
+from lightning_fedleak.model_runs import stop_at
 
 RESIDUAL, CERTAIN = 20.0, 100.0
 """In units of rounding: what a certificate leaves of the rows at most, and what leaving a token out
@@ -58,7 +58,7 @@ class BlockInputs(BottomModel):
     def _bind(self, anatomy: Anatomy, step: int) -> None:
         super()._bind(anatomy, step)
         *before, last = self.inputs
-        cut = cut_at(anatomy.model, Place("", last.reader, "input"))
+        cut = stop_at(anatomy.model, Place("", last.reader, "input"))
 
         def run(**given: Any) -> Tensor:
             seen: dict[int, Tensor] = {}
@@ -87,7 +87,7 @@ class BlockInputs(BottomModel):
         ids = torch.zeros(len(texts), int(ends.max()), dtype=torch.int64, device=tokens.device)
         for row, text in enumerate(texts):
             ids[row, : len(text)] = torch.tensor(text)
-        run = cut_at(self.anatomy.model, Place("head", head, "input"))
+        run = stop_at(self.anatomy.model, Place("head", head, "input"))
         with self.session():
             states = copy_context().run(run, input_ids=ids, **self._no_cache)[:, -ids.shape[1] :]
             logits: Tensor = head(states[torch.arange(len(texts), device=ends.device), ends - 1])

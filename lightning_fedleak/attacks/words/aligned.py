@@ -136,7 +136,7 @@ class AlignedFlatChat(Attack):
         calibration_seconds: time the last ``prepare`` took.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads one update of the output head and has public text",
         Capability.SEES_HEAD_GRADIENT,
         Capability.KNOWS_MODEL,
@@ -178,7 +178,7 @@ class AlignedFlatChat(Attack):
             raise ValueError(f"updates must be at least 2, got {updates}")
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
-        text = PublicText.taken(public_text, tokenizer)
+        text = PublicText.parse(public_text, tokenizer)
         if text is None:
             raise ValueError(
                 "AlignedFlatChat needs public_text: texts like the clients', or 'sampled'"
@@ -211,7 +211,7 @@ class AlignedFlatChat(Attack):
         if facts.clip_value is not None:
             self._clip = {"clip_value": facts.clip_value, "steps": facts.local_steps or 1}
         try:
-            self.steps = LocalSteps.of(facts) or self._given_steps
+            self.steps = LocalSteps.from_facts(facts) or self._given_steps
         except UnusableObservation as error:
             self.steps, self._unread = None, str(error)
 
@@ -274,7 +274,7 @@ class AlignedFlatChat(Attack):
         )
 
     def _text(self, anatomy: Anatomy) -> PublicText:
-        return PublicText.given_or_sampled(self.public_text, anatomy, self.seed, or_tokens=True)
+        return PublicText.resolve(self.public_text, anatomy, self.seed, or_tokens=True)
 
     def _public_batches(
         self, anatomy: Anatomy, generator: torch.Generator
@@ -489,7 +489,7 @@ class AlignedFlatChat(Attack):
         else:
             self._rehearsed = Rehearsed.from_tensors(state)
 
-    def calibrated_with(self) -> dict[str, object]:
+    def calibration_inputs(self) -> dict[str, object]:
         """The settings, and the public text."""
         mask = getattr(self.tokenizer, "mask_token_id", None)
         steps = self._fitted_on
@@ -501,12 +501,12 @@ class AlignedFlatChat(Attack):
                 "updates": self.updates,
                 "batch_texts": self.batch_texts,
                 "lengths": self.lengths,
-                "public_text": PublicText.name_of(self.public_text),
+                "public_text": PublicText.label(self.public_text),
                 "mask": mask,
             }
         )
 
-    def given(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, object]:
         """The settings, and what makes the updates that the readout is fitted on."""
         steps = self._fitted_on
         return self.config() | self._clip | ({} if steps is None else steps.described())
@@ -557,7 +557,7 @@ class AlignedFlatChat(Attack):
         generator = torch.Generator().manual_seed(self.seed)
         text = self._text(anatomy)
         if anatomy.kind == "causal":
-            text = text.opened_both_ways()
+            text = text.with_and_without_start()
         lengths = self._lengths(anatomy)
         order = text.draw(len(text), generator).tolist()
         each = min(max(2, tokens // sum(lengths)), max(1, len(order) // len(lengths)))

@@ -386,13 +386,3 @@ class _Groups:
         plain = self._compared(types, rows)
         apart = (plain[:, :4] - self.mean[group]) / self.deviation[group]
         return torch.cat([plain, apart, self.size[group].log()[:, None]], 1)
-
-
-__all__ = [
-    "PublicUpdate",
-    "comparable",
-    "one_step",
-    "rehearse_updates",
-    "several_steps",
-    "update_features",
-]

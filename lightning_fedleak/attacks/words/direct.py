@@ -79,7 +79,7 @@ class BagOfWords(Attack):
         name: as in the logs.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads one update of the input embeddings",
         Capability.SEES_EMBEDDING_GRADIENT,
     )
@@ -139,7 +139,7 @@ class BagOfWords(Attack):
         shared, update = view.gradient(name), view.gradients[-1]
         if not isinstance(update, UpdateSnapshot):
             return shared
-        steps = LocalSteps.of(self._facts)
+        steps = LocalSteps.from_facts(self._facts)
         if steps is None or steps.plain:
             return shared
         steps.check_fresh(update.fresh)  # else rows of earlier rounds' words move too
@@ -238,7 +238,7 @@ class BiasSign(Attack):
         name: as in the logs.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads one update of the output head's bias",
         Capability.SEES_HEAD_BIAS_GRADIENT,
     )

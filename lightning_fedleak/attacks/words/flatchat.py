@@ -302,7 +302,7 @@ class FlatChat(Attack):
         name: as in the logs.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads one update of the output head",
         Capability.SEES_HEAD_GRADIENT,
         Capability.KNOWS_MODEL,
@@ -336,7 +336,7 @@ class FlatChat(Attack):
             raise ValueError("give n_types or oracle_n_types, not both")
         if degree < 1 or batches_per_shape < 1 or not shapes:
             raise ValueError("degree and batches_per_shape must be at least 1, shapes not empty")
-        self.public_text = PublicText.taken(public_text, tokenizer)
+        self.public_text = PublicText.parse(public_text, tokenizer)
         self.n_types = n_types
         self.oracle_n_types = oracle_n_types
         self.scorer: Scorer = scorer
@@ -445,7 +445,7 @@ class FlatChat(Attack):
         if "regressor" in state:
             self.regressor = TypeCountRegressor(state["regressor"].detach().cpu().double())
 
-    def calibrated_with(self) -> dict[str, object] | None:
+    def calibration_inputs(self) -> dict[str, object] | None:
         """The settings, and the public text; a number that is given needs no calibration."""
         if not self.predicts:
             return None
@@ -455,7 +455,7 @@ class FlatChat(Attack):
             "mask": self.mask_token_id,
             "min_ratio": self.min_ratio,
             "seed": self.seed,
-            "public_text": PublicText.name_of(self.public_text),
+            "public_text": PublicText.label(self.public_text),
         }
 
     def config(self) -> dict[str, object]:

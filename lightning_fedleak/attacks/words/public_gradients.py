@@ -29,14 +29,14 @@ from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import (
     LOGITS_AT_ONCE,
-    called_with,
-    cut_at,
+    call_with,
     inputs_of,
     labels_of,
     micro_batches,
-    needed_hooks_only,
+    only_needed_hooks,
     predicting,
     run_logits,
+    stop_at,
     token_logits,
     undisturbed,
 )
@@ -113,12 +113,12 @@ def gradient_through_blocks(
     """
     views, leaf_of = _leaves(anatomy, roles, instead)
     place = Place("", unwrap(anatomy.blocks[-1]), "output")
-    with undisturbed(anatomy) as model, torch.enable_grad(), needed_hooks_only(anatomy.root):
+    with undisturbed(anatomy) as model, torch.enable_grad(), only_needed_hooks(anatomy.root):
 
         def run(**text: Any) -> Any:
-            return called_with(model, views, **text)
+            return call_with(model, views, **text)
 
-        states: Tensor = cut_at(run, place)(input_ids=ids.to(anatomy.device))
+        states: Tensor = stop_at(run, place)(input_ids=ids.to(anatomy.device))
         weights = torch.randn(states.shape, generator=generator).to(states)
         leaves = list(leaf_of.values())
         grads = torch.autograd.grad((states * weights).sum(), leaves, allow_unused=True)
@@ -418,7 +418,7 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
             kept, labels = predicting(logits, part)
             states, _ = predicting(seen[-1].detach(), part)
             hidden = states.float()
-            logit_map = LogitMap.of(
+            logit_map = LogitMap.fit(
                 model, states, kept, lambda h: F.linear(h.float(), weight, bias)
             )
             input_ids, grads, input_rows, opening = _input_parts(lookups, kept, labels)

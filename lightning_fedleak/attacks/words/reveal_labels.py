@@ -146,7 +146,7 @@ class RevealLabels(Attack):
         name: as in the logs.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads one update of the output head",
         Capability.SEES_HEAD_GRADIENT,
     )

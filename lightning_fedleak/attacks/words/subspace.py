@@ -48,7 +48,7 @@ from lightning_fedleak.snapshots import (
     NotYet,
     Observation,
     UpdateSnapshot,
-    term_of_weights,
+    explain_weight_term,
     whole_tensor,
 )
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
@@ -102,7 +102,7 @@ read_alone`), or one side alone of an encoder-decoder.
         name: as in the logs.
     """
 
-    threat_model = ThreatModel.of(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads one update of the first block's projections, or "
         "of adapters on them",
         Capability.KNOWS_MODEL,
@@ -124,7 +124,7 @@ read_alone`), or one side alone of an encoder-decoder.
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        self.public_text = PublicText.taken(public_text, tokenizer)
+        self.public_text = PublicText.parse(public_text, tokenizer)
         if capacity_seconds < 0:
             raise ValueError(f"capacity_seconds must not be negative, got {capacity_seconds}")
         self.capacity_seconds = capacity_seconds
@@ -210,7 +210,7 @@ read_alone`), or one side alone of an encoder-decoder.
         if self.public_text is None:
             counts = torch.ones(size)
         else:
-            text = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+            text = PublicText.resolve(self.public_text, anatomy, self.seed)
             ids = torch.cat(list(text.sentences))
             counts = torch.bincount(ids, minlength=size)[:size].float()
             counts += counts.sum().clamp_min(1) / size / 10
@@ -328,7 +328,7 @@ read_alone`), or one side alone of an encoder-decoder.
         Raises:
             Inapplicable: several steps of an adaptive optimizer.
         """
-        steps = LocalSteps.of(facts)
+        steps = LocalSteps.from_facts(facts)
         if steps is not None and not steps.linear and not steps.invertible:
             raise Inapplicable(
                 f"a round of {steps.steps} step{'s' * (steps.steps > 1)} of "
@@ -347,7 +347,7 @@ read_alone`), or one side alone of an encoder-decoder.
             UnusableObservation: its rows are no combinations of inputs.
         """
         self.check_updates(self._facts)
-        steps = LocalSteps.of(self._facts)
+        steps = LocalSteps.from_facts(self._facts)
         if steps is None:
             return update, None
         name = steps.optimizer.__name__
@@ -393,7 +393,7 @@ read_alone`), or one side alone of an encoder-decoder.
         if "capacity" in state:
             self._capacity = float(state["capacity"])
 
-    def calibrated_with(self) -> dict[str, object]:
+    def calibration_inputs(self) -> dict[str, object]:
         """What planted sets hang on."""
         return {"seed": self.seed, "capacity_seconds": self.capacity_seconds}
 
@@ -538,7 +538,7 @@ class _Readable:
             if bool(g.any()):
                 if linear.regularised or linear.name in terms:
                     if linear.name not in self._factors:
-                        raise UnusableObservation(term_of_weights(linear.name))
+                        raise UnusableObservation(explain_weight_term(linear.name))
                     beside[linear.name] = self._factors[linear.name]
                 gradients.append(g)
                 every_token |= linear.name in self.known.alone
@@ -671,6 +671,3 @@ def _rounding(dtypes: Sequence[torch.dtype], facts: RunFacts) -> float:
         reduced = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
         return 2.0**-11 if reduced else single
     return largest / 4
-
-
-__all__ = ["SubspaceWords"]

@@ -32,7 +32,7 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
 )
 from lightning_fedleak.attacks.clipping import check_uncut
-from lightning_fedleak.attacks.local_steps import stale_optimizer
+from lightning_fedleak.attacks.local_steps import explain_stale_optimizer
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks.checks import Plan, gradient_plan, require_capabilities
 from lightning_fedleak.callbacks.results import (
@@ -53,7 +53,7 @@ from lightning_fedleak.snapshots import (
     Observation,
     Stage,
     UpdateSnapshot,
-    term_of_weights,
+    explain_weight_term,
 )
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.taps.activations import ChangedInPlace
@@ -718,10 +718,10 @@ def guess(
         groups = plan.optimizer.param_groups if plan.optimizer is not None else ()
         carries = not plan.attack.reads_adaptive_updates and any(g.get("momentum") for g in groups)
         if carries and not view.fresh:
-            return Unknown(stale_optimizer("SGD"))
+            return Unknown(explain_stale_optimizer("SGD"))
     regularised = [r for r in plan.roles if r in view.loss_terms]
     if regularised and not plan.attack.removes_loss_terms:
-        return Unknown(term_of_weights(regularised[0]))
+        return Unknown(explain_weight_term(regularised[0]))
     absent = [r for r in plan.roles if r not in view.tensors]
     if absent:
         return Unknown(f"no gradient of {', '.join(absent)} in this step")

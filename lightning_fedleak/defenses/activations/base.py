@@ -20,7 +20,7 @@ from lightning_fedleak.anatomy.text_layers import (
     with_states_out,
 )
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
-from lightning_fedleak.model_runs import forget_compiled, is_looked_at
+from lightning_fedleak.model_runs import is_observed, reset_compiled
 
 
 class ActivationDefense(Defense):
@@ -97,7 +97,7 @@ class ActivationDefense(Defense):
                 "anatomy={'model': 'model'} say.)"
             ) from error
         self._root, self._context = context.root, context
-        forget_compiled(context.root)
+        reset_compiled(context.root)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +139,7 @@ class ActivationDefense(Defense):
             self._handle.remove()
             self._handle = None
         if self._root is not None:
-            forget_compiled(self._root)
+            reset_compiled(self._root)
         self._root = self._context = None
 
     def _check_passed(self) -> None:
@@ -157,7 +157,7 @@ class ActivationDefense(Defense):
             return None
         recomputed = torch._C._current_graph_task_id() != -1
         training = self._in_step or recomputed
-        if not training and is_looked_at():
+        if not training and is_observed():
             return None
         if not (training or self.acts_in_inference or torch.is_grad_enabled()):
             return None

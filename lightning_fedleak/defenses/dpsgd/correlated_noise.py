@@ -54,8 +54,8 @@ from lightning_fedleak.defenses.dpsgd.factorization import (
 )
 from lightning_fedleak.defenses.dpsgd.poisson import origins
 from lightning_fedleak.defenses.noise import add_standard_normal, noise_key, standard_normal
-from lightning_fedleak.model_state import process_kept
-from lightning_fedleak.private_files import check_private, hash_of_tensors
+from lightning_fedleak.model_state import preserve_process
+from lightning_fedleak.private_files import check_private, hash_tensors
 
 Mechanism = Literal["independent", "banded", "banded_inverse"]
 Key = Callable[[bytes, int, int], bytes]
@@ -109,7 +109,7 @@ def places_of(
         order.update(np.stack((first[number], places)).astype("<i8").tobytes())
     last = len(dataset) - 1
     chosen = sorted({last * i // (READ - 1) for i in range(READ)})
-    with process_kept():
+    with preserve_process():
         once, again = (_contents(dataset, chosen) for _ in range(2))
     return Places(order.hexdigest(), {f: d for f, d in once.items() if again.get(f) == d})
 
@@ -501,7 +501,7 @@ class StepNoise:
             tensors["bases"] = torch.tensor([[*base] for base, _ in self._draws], dtype=torch.uint8)
             tensors["releases"] = torch.tensor([release for _, release in self._draws])
         told = _told(self.plan, self.row, self.name, releases, self._device)
-        told["sha256"] = hash_of_tensors(tensors)
+        told["sha256"] = hash_tensors(tensors)
         if self._places is not None:
             told["places"] = json.dumps(vars(self._places))
         draft = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
@@ -541,7 +541,7 @@ class StepNoise:
             return False
         places, digest = told.pop("places", None), told.pop("sha256", None)
         if (
-            digest != hash_of_tensors(tensors)
+            digest != hash_tensors(tensors)
             or self._saved is None
             or told != _told(self._saved, self._saved_row, self.name, releases, device)
         ):

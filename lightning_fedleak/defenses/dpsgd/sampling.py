@@ -32,7 +32,7 @@ from lightning_fedleak.defenses.dpsgd.poisson import (
     poisson_loader,
 )
 from lightning_fedleak.defenses.processes import Team
-from lightning_fedleak.model_state import process_kept
+from lightning_fedleak.model_state import preserve_process
 
 COMPARED = 5
 """Examples by which it is seen whether the processes of a client hold the same dataset."""
@@ -257,7 +257,7 @@ def _check_order(loader: DataLoader[Any]) -> None:
     Raises:
         DefenseError: it sorts or shuffles, or makes a row of several examples.
     """
-    with process_kept():
+    with preserve_process():
         places = _unlike(loader)
         count = len(places)
         # Of usual orders (sorted, backwards, turned) none but the examples' own goes along.

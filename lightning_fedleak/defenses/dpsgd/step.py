@@ -39,7 +39,7 @@ from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 from lightning_fedleak.defenses.dpsgd.recorder import TELLING, Call, Layout, Recorder
 from lightning_fedleak.defenses.dpsgd.sampling import Sampling
 from lightning_fedleak.defenses.processes import Team, local_part, unshard, whole_layers
-from lightning_fedleak.model_runs import forget_compiled, is_compiled
+from lightning_fedleak.model_runs import is_compiled, reset_compiled
 
 SMALL = 1 << 20
 """Numbers in a buffer up to which it is compared in every step."""
@@ -734,10 +734,10 @@ def _compiled_anew(root: nn.Module) -> Iterator[None]:
     if not is_compiled(root):
         yield
         return
-    forget_compiled(root)
+    reset_compiled(root)
     with functorch.patch(donated_buffer=False):
         yield
-    forget_compiled(root)
+    reset_compiled(root)
 
 
 __all__ = [

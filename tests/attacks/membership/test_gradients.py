@@ -465,7 +465,7 @@ def test_what_the_model_wrote_is_kept_and_not_written_again(
     anatomy = find_anatomy(model)
     first, second = GradientMembership("sampled"), GradientMembership("sampled")
     first.prepare(anatomy)
-    assert first.calibrated_with() == {"seed": 0, "texts": 32}
+    assert first.calibration_inputs() == {"seed": 0, "texts": 32}
     second.load_state_dict(first.state_dict())
 
     def written(*_: Any, **__: Any) -> None:
@@ -482,7 +482,7 @@ def test_what_the_model_wrote_is_kept_and_not_written_again(
     given = GradientMembership(texts(24, LENGTH))
     given.prepare(anatomy)
     assert given.state_dict() == {}
-    assert given.calibrated_with() is None
+    assert given.calibration_inputs() is None
 
 
 def test_what_it_cannot_read_is_refused() -> None:
@@ -521,7 +521,7 @@ def test_a_look_is_estimated_before_anything_is_calibrated(
         ran.append(work())
         return 3.0
 
-    monkeypatch.setattr(gradients, "seconds_of", timed)
+    monkeypatch.setattr(gradients, "measure_seconds", timed)
     attack = GradientMembership(texts(40, LENGTH), controls=6)
     assert attack.estimate(find_anatomy(make()), 16) == 3.0 / 2 * (16 + 6)
     assert len(ran) == 1

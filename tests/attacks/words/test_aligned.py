@@ -493,10 +493,10 @@ def test_hidden_states_on_both_sides_are_warned_of(trained, public, monkeypatch)
 
 
 def test_texts_that_share_their_opening_are_opened_both_ways():
-    text = PublicText([[1, 5, 6], [1, 6, 7], [1, 8], [1, 9]]).opened_both_ways()
+    text = PublicText([[1, 5, 6], [1, 6, 7], [1, 8], [1, 9]]).with_and_without_start()
     assert [s.tolist() for s in text.sentences] == [[1, 5, 6], [6, 7], [1, 8], [1, 9]]
     varied = PublicText([[1, 5, 6], [2, 6, 7]])
-    assert varied.opened_both_ways() is varied
+    assert varied.with_and_without_start() is varied
 
 
 def test_running_unprepared_says_so():

@@ -143,7 +143,7 @@ def test_public_updates_are_those_a_client_would_share(
 ) -> None:
     """Of the same text, against a client's own training."""
     round_ = facts(steps=steps)
-    known = LocalSteps.of(round_)
+    known = LocalSteps.from_facts(round_)
     assert known is not None
     anatomy = trained
     weight, bias = head_of(anatomy)
@@ -198,7 +198,7 @@ def test_what_is_not_rehearsed_is_unknown_with_the_mend(
 
 def test_a_calibration_is_of_its_round(public: PublicText) -> None:
     one, other = attack(public, facts()), attack(public, facts(steps=2))
-    assert one.calibrated_with() != other.calibrated_with()
+    assert one.calibration_inputs() != other.calibration_inputs()
     assert one.fingerprint() != other.fingerprint()
     gradients = AlignedFlatChat(public, calibration_tokens=4000)
     assert gradients.fingerprint() == attack(public, facts("SGD")).fingerprint()

@@ -169,7 +169,7 @@ class PrefixInversion(InversionAttack):
         ):
             if value is not None and value < least:
                 raise ValueError(f"{setting} must be at least {least}, got {value}")
-        self.public_text = PublicText.taken(public_text, tokenizer)
+        self.public_text = PublicText.parse(public_text, tokenizer)
         self.types = types
         self.contexts = contexts
         self.language_model = language_model
@@ -246,7 +246,7 @@ class PrefixInversion(InversionAttack):
             ids = torch.randint(bottom.vocab_size, shape, generator=generator).to(bottom.device)
             return ids, torch.ones_like(ids)
         with bottom.session():
-            text = PublicText.given_or_sampled(self.public_text, anatomy, self.seed)
+            text = PublicText.resolve(self.public_text, anatomy, self.seed)
         order = text.draw(len(text), generator).tolist()
         long = sorted(order, key=lambda i: -min(length, len(text.sentences[i])))[:PUBLIC_TEXTS]
         batch = text.rows(long, max(2, length), generator)

@@ -512,13 +512,13 @@ def test_public_text_is_written_by_the_copy_and_not_by_the_client(monkeypatch) -
     held = own.detach().clone()
     with torch.no_grad():
         own.add_(1.0)
-    given = PublicText.given_or_sampled
+    given = PublicText.resolve
 
     def watched(*args):
         read.append(model.model.layers[0].self_attn.q_proj.weight.detach().clone())
         return given(*args)
 
-    monkeypatch.setattr(PublicText, "given_or_sampled", watched)
+    monkeypatch.setattr(PublicText, "resolve", watched)
     attack.refresh(find_anatomy(model), 1)
     assert torch.equal(read[0], held)
     assert model.model.layers[0].self_attn.q_proj.weight is own

@@ -15,7 +15,7 @@ from tests.helpers.models import VOCAB, tiny_gpt2
 
 def test_given_text_is_handed_back() -> None:
     given = PublicText([[1, 2, 3]])
-    assert PublicText.given_or_sampled(given, find_anatomy(tiny_gpt2())) is given
+    assert PublicText.resolve(given, find_anatomy(tiny_gpt2())) is given
 
 
 def test_sampled_text_follows_from_the_seed_and_leaves_the_model_alone() -> None:
@@ -23,9 +23,9 @@ def test_sampled_text_follows_from_the_seed_and_leaves_the_model_alone() -> None
     model.config.max_position_embeddings = 16
     before = {name: p.clone() for name, p in model.named_parameters()}
     rng = torch.get_rng_state()
-    first = PublicText.given_or_sampled("sampled", find_anatomy(model), seed=3)
-    again = PublicText.given_or_sampled("sampled", find_anatomy(model), seed=3)
-    other = PublicText.given_or_sampled("sampled", find_anatomy(model), seed=4)
+    first = PublicText.resolve("sampled", find_anatomy(model), seed=3)
+    again = PublicText.resolve("sampled", find_anatomy(model), seed=3)
+    other = PublicText.resolve("sampled", find_anatomy(model), seed=4)
     assert torch.equal(torch.get_rng_state(), rng)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert [s.tolist() for s in first.sentences] == [s.tolist() for s in again.sentences]
@@ -53,7 +53,7 @@ def test_second_tokens_follow_the_models_law() -> None:
 
 def test_another_string_is_refused() -> None:
     with pytest.raises(ValueError, match="'sampled', got 'wikitext'"):
-        PublicText.given_or_sampled("wikitext", find_anatomy(tiny_gpt2()))  # type: ignore[arg-type]
+        PublicText.resolve("wikitext", find_anatomy(tiny_gpt2()))  # type: ignore[arg-type]
 
 
 def test_fewer_texts_than_were_written_are_not_written_again(
@@ -68,10 +68,10 @@ def test_fewer_texts_than_were_written_are_not_written_again(
 
     monkeypatch.setattr(public_text, "_sampled", counted)
     anatomy = find_anatomy(tiny_gpt2())
-    with public_text.sampled_once():
-        few = PublicText.given_or_sampled("sampled", anatomy, n=4)
-        many = PublicText.given_or_sampled("sampled", anatomy, n=9)
-        again = PublicText.given_or_sampled("sampled", anatomy, n=4)
+    with public_text.share_samples():
+        few = PublicText.resolve("sampled", anatomy, n=4)
+        many = PublicText.resolve("sampled", anatomy, n=9)
+        again = PublicText.resolve("sampled", anatomy, n=4)
     assert written == [4, 9]
     assert [len(text) for text in (few, many, again)] == [4, 9, 4]
     assert all(map(torch.equal, again.sentences, many.sentences[:4]))

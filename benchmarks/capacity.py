@@ -20,9 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.row_space.capacity import measured
-from lightning_fedleak.attacks.row_space.dictionary import dictionary_of
-from lightning_fedleak.attacks.row_space.linear_maps import known_inputs, linear_maps
+from lightning_fedleak.attacks.row_space.capacity import measure_capacity
+from lightning_fedleak.attacks.row_space.dictionary import build_dictionary
+from lightning_fedleak.attacks.row_space.linear_maps import find_known_inputs, find_linear_maps
 from lightning_fedleak.attacks.row_space.pursuit import Atoms
 
 SMOKE = ("--model {model} --rows 4 --seconds 0",)
@@ -42,13 +42,13 @@ def main() -> None:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     anatomy = find_anatomy(model.to(options.device).eval())
-    inputs = known_inputs(anatomy, linear_maps(anatomy))
+    inputs = find_known_inputs(anatomy, find_linear_maps(anatomy))
     known = next(i for i in inputs if i.width == anatomy.hidden_size)
-    atoms = Atoms(*dictionary_of(anatomy, known).atoms(options.positions))
+    atoms = Atoms(*build_dictionary(anatomy, known).atoms(options.positions))
     print(f"# {platform.machine()}, one thread, {options.device}, {date.today()}")
     for rows in map(int, options.rows.split(",")):
         start = time.perf_counter()
-        capacity = measured(atoms, rows, seconds=options.seconds, seed=options.seed)
+        capacity = measure_capacity(atoms, rows, seconds=options.seconds, seed=options.seed)
         print(
             f"{Path(options.model).name} {rows} rows | found {capacity.types} | missed "
             f"{capacity.failed} | predicted {capacity.predicted:.0f} | "

@@ -411,7 +411,7 @@ class Certificate:
         assert self.causal is not None
         known: set[tuple[int, ...]] = set()
         nothing = tuple(
-            _Left.of(rows.kept[:0], white)
+            _Left.of(rows.principal[:0], white)
             for rows, white in zip(self.causal.shared, self.causal.whitening, strict=True)
         )
         for text in texts:

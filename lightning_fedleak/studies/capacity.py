@@ -11,13 +11,17 @@ import torch
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.row_space.capacity import Capacity, measured
-from lightning_fedleak.attacks.row_space.dictionary import NotAdditive, dictionary_of, factor_rows
+from lightning_fedleak.attacks.row_space.capacity import Capacity, measure_capacity
+from lightning_fedleak.attacks.row_space.dictionary import (
+    NotAdditive,
+    build_dictionary,
+    factor_rows,
+)
 from lightning_fedleak.attacks.row_space.linear_maps import (
     KnownInput,
     LinearMap,
-    known_inputs,
-    linear_maps,
+    find_known_inputs,
+    find_linear_maps,
 )
 from lightning_fedleak.attacks.row_space.pursuit import Atoms
 from lightning_fedleak.attacks.words.public_gradients import begun, gradient_of
@@ -77,8 +81,8 @@ class CapacityStudy:
         Raises:
             SourceError: no trained map reads an input that tokens determine.
         """
-        for known in known_inputs(self.anatomy, linear_maps(self.anatomy)):
-            if any(m.factor != "B" for m in known.trained(self.anatomy)):
+        for known in find_known_inputs(self.anatomy, find_linear_maps(self.anatomy)):
+            if any(m.factor != "B" for m in known.trainable_maps(self.anatomy)):
                 return known
         raise SourceError(
             "no trained map of this model reads an input that a token determines: with these "
@@ -89,7 +93,7 @@ class CapacityStudy:
     @property
     def maps(self) -> list[LinearMap]:
         """Return the trained maps whose gradients' rows are sums of the tokens' inputs."""
-        return [m for m in self.known_input.trained(self.anatomy) if m.factor != "B"]
+        return [m for m in self.known_input.trainable_maps(self.anatomy) if m.factor != "B"]
 
     @property
     def rows(self) -> int:
@@ -106,13 +110,13 @@ class CapacityStudy:
             SourceError: the first block's input is no sum over token and position.
         """
         try:
-            dictionary = dictionary_of(self.anatomy, self.known_input)
+            dictionary = build_dictionary(self.anatomy, self.known_input)
         except NotAdditive as error:
             raise SourceError(f"this model cannot be read: {error}") from error
-        trained = self.known_input.trained(self.anatomy)
+        trained = self.known_input.trainable_maps(self.anatomy)
         factors = factor_rows(self.anatomy, [m for m in trained if m.regularised])
         atoms = Atoms(*dictionary.atoms(self.length, tuple(factors.values())))
-        return measured(atoms, self.rows, seconds=seconds, seed=self.seed)
+        return measure_capacity(atoms, self.rows, seconds=seconds, seed=self.seed)
 
     def trials(self, text: PublicText, size: int) -> list[Trial]:
         """Return trials around the smallest batch that is not read exactly, by their size.

@@ -28,8 +28,8 @@ from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMe
 from lightning_fedleak.attacks.public_text import Given
 from lightning_fedleak.attacks.row_space.linear_maps import (
     LinearMap,
-    block_of,
-    linear_maps,
+    block_name,
+    find_linear_maps,
 )
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
@@ -162,7 +162,7 @@ class GradientMembership(PassiveMembership):
 
     def _maps(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
         if self._found is None or self._found[0] is not anatomy:
-            maps = linear_maps(anatomy)
+            maps = find_linear_maps(anatomy)
             found = tuple(m for m in maps if not m.regularised and not _of_prompts(m.name))
             self._found = (anatomy, found)
         return self._found[1]
@@ -172,7 +172,7 @@ class GradientMembership(PassiveMembership):
         blocks: dict[str, list[LinearMap]] = {}
         for linear in self._maps(anatomy):
             if anatomy.trainable(linear.name) and linear.name not in self._left_out:
-                blocks.setdefault(block_of(linear.name), []).append(linear)
+                blocks.setdefault(block_name(linear.name), []).append(linear)
         if not blocks:
             return []
         largest = max(sum(_numbers(m, anatomy) for m in maps) for maps in blocks.values())

@@ -31,10 +31,10 @@ from lightning_fedleak.attacks.public_text import Given
 from lightning_fedleak.attacks.row_space.dictionary import factor_rows, orthonormal
 from lightning_fedleak.attacks.row_space.linear_maps import (
     SharedInput,
-    block_of,
-    linear_maps,
-    shared_inputs,
-    states_at,
+    block_name,
+    find_linear_maps,
+    find_shared_inputs,
+    input_states,
 )
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.words.subspace import NO_GRADIENT_YET, SubspaceWords
@@ -131,7 +131,9 @@ class SubspaceMembership(PassiveMembership):
     def _read(self, anatomy: Anatomy) -> tuple[SharedInput, ...]:
         """The inputs that are read: of those with trained readers, if there are any."""
         if self._inputs is None or self._inputs[0] is not anatomy:
-            found = shared_inputs(anatomy, [m for m in linear_maps(anatomy) if m.factor != "B"])
+            found = find_shared_inputs(
+                anatomy, [m for m in find_linear_maps(anatomy) if m.factor != "B"]
+            )
             wide = tuple(i for i in found if i.width == anatomy.hidden_size)
             if not wide:
                 raise ThreatModelError(
@@ -173,7 +175,7 @@ class SubspaceMembership(PassiveMembership):
         public = self._texts(anatomy, self.public_rows)
         ids, mask = public.input_ids, public.attention_mask
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask > 0
-        states = states_at(anatomy, self._read(anatomy), ids, real.long())
+        states = input_states(anatomy, self._read(anatomy), ids, real.long())
         flat = (x[real.to(x.device)].double() for x in states)
         self._whitening = [whitening(x.T @ x / len(x)) for x in flat]
         self._others = (ids, real, states)
@@ -217,7 +219,7 @@ class SubspaceMembership(PassiveMembership):
         cut = reach(real, self.tokens)
         ids, real = ids[:, :cut], real[:, :cut]
         with self._at_start():
-            states = states_at(anatomy, inputs, ids, None if mask is None else real.long())
+            states = input_states(anatomy, inputs, ids, None if mask is None else real.long())
         causal = anatomy.kind == "causal"
         public_ids, public_real, public_states = self._others
         asked, other = (
@@ -276,7 +278,7 @@ class SubspaceMembership(PassiveMembership):
         noise = [view.gradients[-1].noise_std] * len(gradients)
         dtypes = [*(g.dtype for g in gradients), self._facts.autocast or torch.float32]
         rounding = max(torch.finfo(d).eps for d in dtypes)
-        rows = SharedRows.of(gradients, beside, rounding=rounding, noise=noise)
+        rows = SharedRows.stack(gradients, beside, rounding=rounding, noise=noise)
         return None if len(beside) and rows.silent else rows
 
     def config(self) -> dict[str, object]:
@@ -297,7 +299,7 @@ def _outside(states: Tensor, basis: Tensor) -> Tensor:
 def _first_of_each_block(inputs: Sequence[SharedInput]) -> list[SharedInput]:
     blocks: dict[str, SharedInput] = {}
     for known in inputs:
-        blocks.setdefault(block_of(known.maps[0].name), known)
+        blocks.setdefault(block_name(known.maps[0].name), known)
     return list(blocks.values())
 
 
@@ -336,7 +338,7 @@ def _evidence(
             first, begun = first + gain, begun + 1
             continue
         deep, blocks = deep + gain, blocks + 1
-        if len(rows.kept) < x.shape[-1] - _MARGIN:
+        if len(rows.principal) < x.shape[-1] - _MARGIN:
             near, close = near + _nearness(rows, x, counted), close + 1
     absent = torch.zeros(len(ids), device=device)
     if words is not None:
@@ -376,7 +378,7 @@ def _log_gain(rows: SharedRows, white: Tensor, x: Tensor, counted: Tensor) -> Te
 
 def _nearness(rows: SharedRows, x: Tensor, counted: Tensor) -> Tensor:
     """(G,) mean of minus the logarithm of a state's distance from the span of the rows."""
-    basis = orthonormal(rows.kept).to(x.device)
+    basis = orthonormal(rows.principal).to(x.device)
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
     left = (1 - (unit @ basis.T).square().sum(-1)).clamp(_CLOSEST, 1.0)
     return (-left.log10() * counted).sum(-1).float() / counted.sum(-1).clamp_min(1)

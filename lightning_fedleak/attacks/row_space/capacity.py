@@ -22,7 +22,7 @@ class Capacity:
     Attributes:
         types: the largest number of planted types of which all but one in a hundred were found.
         failed: the smallest at which they were not; None where none was seen to fail.
-        predicted: by :func:`predicted`.
+        predict_capacity: by :func:`predict_capacity`.
     """
 
     types: int
@@ -30,7 +30,7 @@ class Capacity:
     predicted: float
 
 
-def predicted(width: int, tokens: int, rank: int) -> float:
+def predict_capacity(width: int, tokens: int, rank: int) -> float:
     """Types that ``rank`` rows tell apart: ``width / (1 + ln(tokens) / (2.5 rank))``.
 
     A fit, no theorem: of planted sets of equally likely types (``benchmarks/capacity.py``). Never
@@ -44,7 +44,7 @@ def predicted(width: int, tokens: int, rank: int) -> float:
     return width / (1 + math.log(max(2, tokens)) / (2.5 * max(1, rank)))
 
 
-def measured(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) -> Capacity:
+def measure_capacity(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) -> Capacity:
     """Plants sets of types and looks for them, between the largest found and the smallest missed.
 
     Tokens with (nearly) equal atoms, such as those that were never trained, are not planted: no
@@ -59,7 +59,7 @@ def measured(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) -> Capac
     generator = torch.Generator().manual_seed(seed)
     usable = _distinct(atoms, generator)
     room = atoms.width - len(atoms.beside)
-    guess = predicted(room, len(usable), rank)
+    guess = predict_capacity(room, len(usable), rank)
     low, high = 0, min(room, len(usable))
     types = max(1, min(int(guess), high - 1))
     until = time.monotonic() + seconds
@@ -77,9 +77,9 @@ def measured(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) -> Capac
     return Capacity(low, failed, guess)
 
 
-def seconds_of_a_set(width: int, tokens: int, rank: int) -> float:
+def planted_set_seconds(width: int, tokens: int, rank: int) -> float:
     """Roughly what one planted set of the predicted size costs a core of 10 GFLOP/s."""
-    return predicted(width, tokens, rank) / 8 * (4 * width * tokens / 1e10)
+    return predict_capacity(width, tokens, rank) / 8 * (4 * width * tokens / 1e10)
 
 
 def _distinct(atoms: Atoms, generator: torch.Generator) -> torch.Tensor:
@@ -102,8 +102,8 @@ def _found(
     weights *= torch.randn(types, generator=generator, dtype=torch.float64).exp()
     gradient = (weights.to(device) @ atoms.rows(truth.to(device))).float()
     single = torch.finfo(torch.float32).eps
-    shared = SharedRows.of([gradient], atoms.beside, rounding=single, noise=[0.0])
-    if len(shared.kept) >= atoms.width - len(atoms.beside) - 1:
+    shared = SharedRows.stack([gradient], atoms.beside, rounding=single, noise=[0.0])
+    if len(shared.principal) >= atoms.width - len(atoms.beside) - 1:
         return False
     odds = atoms.screen.new_full((len(atoms.screen),), math.log(types / len(usable)))
     found = set(explain(atoms, shared, odds).types.tolist())

@@ -23,7 +23,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     input_rows,
     text_for,
     to_last_block,
-    vocabulary,
+    vocabulary_size,
 )
 from lightning_fedleak.model_runs import context_length, only_needed_hooks, stop_at, undisturbed
 from lightning_fedleak.snapshots import whole_tensor
@@ -49,7 +49,7 @@ class Dictionary:
     constants: Tensor
     positions: Tensor | None
 
-    def seen_positions(self, rows: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> int:
+    def count_positions(self, rows: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> int:
         """How many of the first positions gradients surely hold, at least one; 0 without positions.
 
         A position that texts have takes more of the rows' energy than a direction does by chance.
@@ -95,7 +95,7 @@ def orthonormal(rows: Tensor, tolerance: float = 1e-9) -> Tensor:
     return basis[s > tolerance * s[0]] if float(s[0]) > 0 else rows[:0]
 
 
-def dictionary_of(
+def build_dictionary(
     anatomy: Anatomy, known: KnownInput, *, autocast: torch.dtype | None = None
 ) -> Dictionary:
     """Runs the model on every token; leaves no trace.
@@ -110,7 +110,10 @@ def dictionary_of(
     """
     device = anatomy.device
     rows = input_rows(
-        anatomy, known, torch.arange(vocabulary(anatomy), device=device)[:, None], autocast=autocast
+        anatomy,
+        known,
+        torch.arange(vocabulary_size(anatomy), device=device)[:, None],
+        autocast=autocast,
     )[:, 0]
     if not known.positional:
         return Dictionary(rows, rows.new_zeros(0, known.width, dtype=torch.float64), None)
@@ -130,7 +133,7 @@ def factor_rows(anatomy: Anatomy, maps: Sequence[LinearMap]) -> dict[str, Tensor
 
 def _positions(anatomy: Anatomy, known: KnownInput) -> tuple[Tensor, Tensor]:
     """Directions (P, d) of the positions, each with the mean word, and others (k, d): float64."""
-    rows = vocabulary(anatomy)
+    rows = vocabulary_size(anatomy)
     length = context_length(anatomy) or 512
     device = anatomy.device
     words = torch.arange(4, device=device) * max(1, rows // 7) + min(5, rows - 1)
@@ -149,7 +152,7 @@ def _positions(anatomy: Anatomy, known: KnownInput) -> tuple[Tensor, Tensor]:
         sums, first, along = (_states(anatomy, place, ids) for ids in (probe, every, repeated))
         made = input_rows(anatomy, known, probe)
         tolerance = max(_ADDITIVE, 4 * torch.finfo(made.dtype).eps)
-        linear = _Linear.of(norm, sums, made.double(), tolerance)
+        linear = _Linear.fit(norm, sums, made.double(), tolerance)
         bias = norm._parameters.get("bias")
         more = first.new_zeros(0, known.width) if bias is None else bias.detach().double()[None]
     other = (sums[0] - sums[1]).flip(0)
@@ -179,7 +182,7 @@ class _Linear:
         return x if self.gain is None else x * self.gain
 
     @classmethod
-    def of(cls, norm: nn.Module, given: Tensor, made: Tensor, tolerance: float) -> _Linear:
+    def fit(cls, norm: nn.Module, given: Tensor, made: Tensor, tolerance: float) -> _Linear:
         """The one that explains what a norm made of its input.
 
         Raises:

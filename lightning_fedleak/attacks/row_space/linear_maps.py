@@ -62,7 +62,7 @@ class LinearMap:
     dropouts: tuple[nn.Module, ...] = ()
 
 
-def linear_maps(anatomy: Anatomy) -> list[LinearMap]:
+def find_linear_maps(anatomy: Anatomy) -> list[LinearMap]:
     """The linear maps of the language model, trained or not, head and inactive adapters left out.
 
     A map with a low-rank adapter gives its own matrix and both factors. A matrix that several maps
@@ -127,7 +127,7 @@ def _dropouts(layer: nn.Module, adapter: str) -> tuple[nn.Module, ...]:
     return (held[adapter],)
 
 
-def lost(dropouts: Sequence[nn.Module]) -> float:
+def dropout_variance(dropouts: Sequence[nn.Module]) -> float:
     """Variance that dropouts which are in training now add, in units of what passes them."""
     shares = [float(getattr(m, "p", 0.0)) for m in dropouts if m.training]
     return sum(p / (1 - p) if p < 1 else math.inf for p in shares)
@@ -151,7 +151,7 @@ class SharedInput:
         whole = (m for m in self.maps if m.factor == "whole")
         return next(whole, self.maps[0]).reader
 
-    def trained(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
+    def trainable_maps(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
         """Those of its maps that are trained now."""
         return tuple(m for m in self.maps if anatomy.trainable(m.name))
 
@@ -162,16 +162,16 @@ class KnownInput(SharedInput):
 
     Attributes:
         positional: whether it hangs on the position too.
-        alone: of :func:`read_alone`.
+        lone_token_maps: result of :func:`lone_token_maps`.
         dropouts: that the model comes to before it, such as that of the embeddings.
     """
 
     positional: bool
-    alone: frozenset[str]
+    lone_token_maps: frozenset[str]
     dropouts: tuple[nn.Module, ...] = ()
 
 
-def shared_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[SharedInput]:
+def find_shared_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[SharedInput]:
     """The inputs that maps of one block share, in the order in which the model comes to them."""
     ids = _distinct(anatomy, 8).view(2, 4)
     seen = _inputs(anatomy, [m.reader for m in maps], ids)
@@ -189,7 +189,7 @@ def _grouped(
     for linear in maps:
         a = seen[id(linear.reader)]
         for x, members in groups:
-            beside = block_of(members[0].name) == block_of(linear.name)
+            beside = block_name(members[0].name) == block_name(linear.name)
             if beside and x.shape == a.shape and torch.equal(x, a):
                 members.append(linear)
                 break
@@ -198,7 +198,7 @@ def _grouped(
     return groups
 
 
-def known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[KnownInput]:
+def find_known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[KnownInput]:
     """The inputs that a token (and its position) determines, widest first.
 
     Found by running the model on texts of four tokens, twice with other tokens around the same
@@ -206,7 +206,7 @@ def known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[KnownInput
 
     Args:
         anatomy: the model.
-        maps: of :func:`linear_maps`.
+        maps: of :func:`find_linear_maps`.
     """
     tokens = _distinct(anatomy, 12)
     ids, around = tokens[:8].view(2, 4), tokens[:8].view(2, 4).clone()
@@ -222,7 +222,7 @@ def known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[KnownInput
         if _equal(a[:, 1::2], b[:, 1::2]) and not _equal(a[:, 1], a[:, 3]):
             own.append(linear)
     found = []
-    alone = read_alone(anatomy, own)
+    alone = lone_token_maps(anatomy, own)
     for x, members in _grouped(own, first):
         repeated = third[id(members[0].reader)]
         positional = not _equal(repeated[:, 1], repeated[:, 3])
@@ -232,7 +232,7 @@ def known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[KnownInput
     return sorted(found, key=lambda known: -known.width)
 
 
-def read_alone(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[str]:
+def lone_token_maps(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[str]:
     """Names of the maps whose gradient shows a token that stands alone.
 
     Values, outputs and feed-forwards do; queries and keys do not, since a softmax over a single key
@@ -245,7 +245,7 @@ def read_alone(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[str]:
 
     Args:
         anatomy: the model.
-        maps: of :func:`linear_maps`.
+        maps: of :func:`find_linear_maps`.
     """
     ids = _distinct(anatomy, 1)[None]
     layers = {id(m.layer): m.layer for m in maps}
@@ -304,7 +304,7 @@ def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[
 def _distinct(anatomy: Anatomy, n: int) -> Tensor:
     """(n,) token ids, of those far from the mean embedding: untrained tokens are all alike."""
     weight = anatomy.parameter(EMBEDDING_WEIGHT)
-    rows = vocabulary(anatomy)
+    rows = vocabulary_size(anatomy)
     ids = torch.arange(0, rows, max(1, rows // 256))
     if weight is not None and weight.is_floating_point():
         some = whole_tensor(weight)[ids.to(weight.device)].float()
@@ -313,14 +313,14 @@ def _distinct(anatomy: Anatomy, n: int) -> Tensor:
     return ids.repeat(-(-n // len(ids)))[:n]
 
 
-def block_of(name: str) -> str:
+def block_name(name: str) -> str:
     """A parameter's name up to its first number: the block, an encoder's or a decoder's."""
     parts = name.split(".")
     ends = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: ends + 1])
 
 
-def vocabulary(anatomy: Anatomy) -> int:
+def vocabulary_size(anatomy: Anatomy) -> int:
     """Token ids that the model reads."""
     weight = anatomy.parameter(EMBEDDING_WEIGHT)
     return anatomy.vocab_size if weight is None else int(weight.shape[0])
@@ -407,14 +407,14 @@ def input_rows(
     return torch.cat(parts)
 
 
-def states_at(
+def input_states(
     anatomy: Anatomy, inputs: Sequence[SharedInput], ids: Tensor, mask: Tensor | None = None
 ) -> list[Tensor]:
     """What several inputs are for texts, by one run as far as the last of them.
 
     Args:
         anatomy: the model.
-        inputs: in the order of :func:`shared_inputs`.
+        inputs: in the order of :func:`find_shared_inputs`.
         ids: (B, L) texts.
         mask: (B, L), 0 where padded.
 

@@ -45,16 +45,16 @@ class SharedRows:
 
     Attributes:
         whole: (n, d) float64, all rows, less what is no word.
-        kept: (k, d) float64, their principal rows that stand out of the noise.
+        principal: (k, d) float64, their principal rows that stand out of the noise.
         exact: whether the noise is single precision's rounding alone, so that a certificate can be.
     """
 
     whole: Tensor
-    kept: Tensor
+    principal: Tensor
     exact: bool
 
     @classmethod
-    def of(
+    def stack(
         cls,
         gradients: Sequence[Tensor],
         beside: Tensor,
@@ -87,7 +87,7 @@ class SharedRows:
     @property
     def silent(self) -> bool:
         """Whether the rows hold nothing but noise."""
-        return not len(self.kept) or float(self.whole.norm()) <= _CERTIFIED * self.floor
+        return not len(self.principal) or float(self.whole.norm()) <= _CERTIFIED * self.floor
 
 
 def _above_noise(rows: Tensor, *, exact: bool) -> Tensor:
@@ -156,7 +156,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class PursuitResult:
     """What a pursuit ended with.
 
     Attributes:
@@ -176,7 +176,7 @@ class Found:
     certified: bool
 
 
-def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> Found:
+def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult:
     """Finds the atoms that shared rows are combinations of.
 
     Args:
@@ -191,7 +191,7 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> Found:
     scores = path.scores.double().nan_to_num(nan=-1e9, posinf=0.0, neginf=-1e9)
     kept, expected, solved = chosen, float(len(chosen)), path.at_floor
     if shared.exact and (solved or _residual(atoms, shared, chosen) <= _NEARLY):
-        fewer = pruned(atoms, shared, chosen)
+        fewer = prune(atoms, shared, chosen)
         fewer = _exchanged(atoms, shared, fewer, path.nearly_explained())
         if solved or _residual(atoms, shared, fewer) <= _CERTIFIED:
             kept, expected, solved = fewer, float(len(fewer)), True
@@ -208,14 +208,14 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> Found:
         and solved
         and len(kept) > 0
         and residual <= _CERTIFIED
-        and (len(kept) <= len(shared.kept) or share <= _LARGEST_SHARE)
+        and (len(kept) <= len(shared.principal) or share <= _LARGEST_SHARE)
         and share < 1
         and _told_from_alike(atoms, shared, kept, torch.cat([chosen, path.nearly_explained()]))
     )
     # What was taken up and dropped again is the least likely of all.
     scores[chosen] = -torch.arange(len(chosen), device=scores.device, dtype=scores.dtype) - 1e6
     scores[kept] = torch.arange(len(kept), 0, -1, device=scores.device, dtype=scores.dtype) + 1e6
-    return Found(kept, scores, expected, residual, certified)
+    return PursuitResult(kept, scores, expected, residual, certified)
 
 
 def _residual(atoms: Atoms, shared: SharedRows, types: Tensor) -> float:
@@ -227,13 +227,13 @@ def _residual(atoms: Atoms, shared: SharedRows, types: Tensor) -> float:
     return float(left.norm()) / shared.floor
 
 
-def pruned(atoms: Atoms, shared: SharedRows, types: Tensor) -> Tensor:
+def prune(atoms: Atoms, shared: SharedRows, types: Tensor) -> Tensor:
     """Types without those that could be left out: what they alone explain is below rounding.
 
     Backward elimination.
     """
     while len(types):
-        own = _left_without(shared.kept, atoms.rows(types))
+        own = _left_without(shared.principal, atoms.rows(types))
         idle = own < shared.floor
         count = int(idle.sum())
         if not count:
@@ -272,13 +272,13 @@ def _exchanged(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) 
         for j in alike.any(1).nonzero()[:, 0].tolist():
             rest = torch.cat([types[:j], types[j + 1 :]])
             basis = torch.linalg.qr(atoms.rows(rest).T).Q
-            left = shared.kept - (shared.kept @ basis) @ basis.T
+            left = shared.principal - (shared.principal @ basis) @ basis.T
             tokens = torch.cat([types[j : j + 1], others[alike[j]]])
             x = atoms.rows(tokens)
             x = x - (x @ basis) @ basis.T
             gain = (x @ left.T).square().sum(1) / x.square().sum(1)
             types[j] = tokens[int(gain.argmax())]
-        types = pruned(atoms, shared, torch.unique(types))
+        types = prune(atoms, shared, torch.unique(types))
         if len(types) == len(before) and bool((types.sort()[0] == before.sort()[0]).all()):
             break
     return types
@@ -323,9 +323,9 @@ class _Pursuit:
 
     def __init__(self, atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> None:
         self.atoms = atoms
-        self.left = shared.kept @ atoms.whitening
-        self._plain = shared.kept
-        self._rows = len(shared.whole) if shared.exact else len(shared.kept)
+        self.left = shared.principal @ atoms.whitening
+        self._plain = shared.principal
+        self._rows = len(shared.whole) if shared.exact else len(shared.principal)
         self._plain_basis = self.left.new_zeros(0, atoms.width)
         self.log_odds = log_odds.float()
         self.noise = float(atoms.whitening.square().sum()) / atoms.width

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.row_space.pursuit import Found
+from lightning_fedleak.attacks.row_space.pursuit import PursuitResult
 
 _ROUNDS = 10
 _MOST_ROWS = 256
@@ -22,11 +22,11 @@ _RIDGE = 1e-9
 _WELL_KNOWN = 0.9
 _SPARE = 1.5  # known entries of a row over atoms, from which a fit of it says that they are right
 
-Find = Callable[[Sequence[Tensor], Sequence[float]], tuple[Found, Tensor]]
+Find = Callable[[Sequence[Tensor], Sequence[float]], tuple[PursuitResult, Tensor]]
 """Explains rows with a noise of so much each; what was found, and its atoms (k, d) float64."""
 
 
-def explained_by_turns(rows: Sequence[Tensor], errors: Sequence[Tensor], find: Find) -> Found:
+def explain_uneven(rows: Sequence[Tensor], errors: Sequence[Tensor], find: Find) -> PursuitResult:
     """Finds the atoms of rows with entries of uneven accuracy.
 
     Args:
@@ -39,7 +39,7 @@ def explained_by_turns(rows: Sequence[Tensor], errors: Sequence[Tensor], find: F
     now = [y * (y.square() / (y.square() + e.square())).where(e.isfinite(), 0.5) for y, e in kept]
     left = [torch.minimum(e, y.abs()) for y, e in zip(now, (e for _, e in kept), strict=True)]
     before: list[set[int]] = []
-    found: Found | None = None
+    found: PursuitResult | None = None
     for _ in range(_ROUNDS):
         latest, atoms = find(now, [float(x.square().mean().sqrt()) for x in left])
         types = set(latest.types.tolist())
@@ -87,7 +87,7 @@ def _filled(rows: Tensor, errors: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor
     return out, off
 
 
-def left_open(rows: Sequence[Tensor], errors: Sequence[Tensor], atoms: Tensor) -> float:
+def unexplained_share(rows: Sequence[Tensor], errors: Sequence[Tensor], atoms: Tensor) -> float:
     """Share of the norm of known entries that atoms do not explain; 1 where too few are known.
 
     Args:

@@ -31,12 +31,12 @@ from lightning_fedleak.attacks.membership.gradients import whitening
 from lightning_fedleak.attacks.row_space.linear_maps import (
     KnownInput,
     SharedInput,
-    block_of,
-    linear_maps,
-    read_alone,
-    shared_inputs,
-    states_at,
-    vocabulary,
+    block_name,
+    find_linear_maps,
+    find_shared_inputs,
+    input_states,
+    lone_token_maps,
+    vocabulary_size,
 )
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextAttack, TextGuess
@@ -186,11 +186,11 @@ class SubspaceTexts(TextAttack):
 
     def _blocks(self, anatomy: Anatomy) -> _Blocks:
         if self._found is None or self._found[0] is not anatomy:
-            maps = [m for m in linear_maps(anatomy) if m.factor != "B"]
+            maps = [m for m in find_linear_maps(anatomy) if m.factor != "B"]
             blocks: dict[str, SharedInput] = {}
-            for known in shared_inputs(anatomy, maps):
+            for known in find_shared_inputs(anatomy, maps):
                 if known.width == anatomy.hidden_size:
-                    blocks.setdefault(block_of(known.maps[0].name), known)
+                    blocks.setdefault(block_name(known.maps[0].name), known)
             own = {name for name, _ in text_blocks(anatomy)}
             inputs = [known for block, known in blocks.items() if block in own]
             if len(inputs) < 2:
@@ -233,7 +233,7 @@ class SubspaceTexts(TextAttack):
             return
         bottom = BlockInputs(anatomy, inputs, self._facts)
         self._bottom = bottom
-        self._alone = read_alone(anatomy, inputs[0].maps)
+        self._alone = lone_token_maps(anatomy, inputs[0].maps)
         self._learn()
 
     def _learn(self) -> None:
@@ -348,7 +348,7 @@ class SubspaceTexts(TextAttack):
             raise UnusableObservation("the gradients of the second block's projections are zero")
         dtypes = [*(g.dtype for g in gradients), self._facts.autocast or torch.float32]
         nothing = torch.zeros(0, known.width, dtype=torch.float64, device=gradients[0].device)
-        return SharedRows.of(
+        return SharedRows.stack(
             gradients,
             nothing,
             rounding=max(torch.finfo(d).eps for d in dtypes),
@@ -380,9 +380,9 @@ class _Blocks(NamedTuple):
 
 def _causal(anatomy: Anatomy, inputs: Sequence[SharedInput]) -> bool:
     """Whether what the second block reads at a place hangs on no later one."""
-    ids = torch.arange(4, device=anatomy.device)[None] % vocabulary(anatomy)
-    one = states_at(anatomy, inputs, ids)[-1]
-    other = states_at(anatomy, inputs, torch.cat([ids[:, :-1], ids[:, :1]], 1))[-1]
+    ids = torch.arange(4, device=anatomy.device)[None] % vocabulary_size(anatomy)
+    one = input_states(anatomy, inputs, ids)[-1]
+    other = input_states(anatomy, inputs, torch.cat([ids[:, :-1], ids[:, :1]], 1))[-1]
     return bool(torch.equal(one[:, 0], other[:, 0]))
 
 
@@ -603,7 +603,7 @@ class _Search:
     @property
     def _few(self) -> bool:
         """Whether the rows are too few to tell each word."""
-        return len(self.shared[0].kept) < len(self.bag)
+        return len(self.shared[0].principal) < len(self.bag)
 
     def _random(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Beginnings of tokens that are drawn from the bag."""
@@ -618,7 +618,7 @@ class _Search:
         None where the bag fills the states, where beginnings make nothing of it, and where there is
         no time to see.
         """
-        kept, width = self.shared[0].kept.shape
+        kept, width = self.shared[0].principal.shape
         if width < 2 * len(self.bag) + kept:
             return None
         behind = self._random([min(n, self.longest - 1) for n in _BEHIND])
@@ -669,7 +669,7 @@ class _Search:
     def found(self, deadline: Deadline) -> tuple[list[_Text], bool]:
         """Finds one text after the other; whether it came to an end by itself."""
         blocks = zip(self.shared, self.whitening, self._measure.means, strict=True)
-        left = tuple(_Left.of(shared.kept, white, known) for shared, white, known in blocks)
+        left = tuple(_Left.of(shared.principal, white, known) for shared, white, known in blocks)
         states = self._tried(self._begun([()]))[0]
         opened = [
             _Branch((), int(token), tuple(x[i] for x in states)) for i, token in enumerate(self.bag)

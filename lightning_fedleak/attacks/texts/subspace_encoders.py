@@ -66,7 +66,7 @@ class EncoderSearch:
         bag: Tensor,
         seed: int,
     ) -> None:
-        if any(len(rows.kept) >= LARGEST_SHARE * rows.whole.shape[1] for rows in shared):
+        if any(len(rows.principal) >= LARGEST_SHARE * rows.whole.shape[1] for rows in shared):
             raise UnusableObservation(
                 "what was shared fills the space of the hidden states: more tokens than its "
                 "directions tell apart"
@@ -80,7 +80,7 @@ class EncoderSearch:
         self._words = bottom.word_embeddings(bag)
         self._explained = [white[:0] for white in whitening[1:]]
         self._directions = [
-            torch.linalg.qr((rows.kept @ white).T).Q.T
+            torch.linalg.qr((rows.principal @ white).T).Q.T
             for rows, white in zip(shared[1:], whitening[1:], strict=True)
         ]
 
@@ -122,7 +122,7 @@ class EncoderSearch:
             self.bottom.anatomy, self.known, ids, autocast=self.bottom.autocast
         ).float()
         unit = nn.functional.normalize(states.double(), dim=2).transpose(0, 1)
-        rows = torch.linalg.qr(shared.kept.T).Q
+        rows = torch.linalg.qr(shared.principal.T).Q
         inside = (unit - (unit @ rows) @ rows.T).norm(dim=2) <= _SPANNED
         left = shared.whole
         if shared.exact and bool(inside.any()):

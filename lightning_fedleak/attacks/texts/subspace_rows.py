@@ -15,7 +15,7 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import Place, states_in, text_blocks
 from lightning_fedleak.anatomy.wrappers import unwrap
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.row_space.linear_maps import LinearMap, SharedInput, block_of
+from lightning_fedleak.attacks.row_space.linear_maps import LinearMap, SharedInput, block_name
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model_runs import stop_at
@@ -43,7 +43,7 @@ class FoundText(NamedTuple):
 
 def readers(known: SharedInput, anatomy: Anatomy) -> list[LinearMap]:
     """Trained maps whose rows are combinations of an input."""
-    return [m for m in known.trained(anatomy) if m.factor != "B"]
+    return [m for m in known.trainable_maps(anatomy) if m.factor != "B"]
 
 
 class BlockInputs(BottomModel):
@@ -52,7 +52,7 @@ class BlockInputs(BottomModel):
     def __init__(self, anatomy: Anatomy, inputs: Sequence[SharedInput], facts: RunFacts) -> None:
         self.inputs = tuple(inputs)
         names = [name for name, _ in text_blocks(anatomy)]
-        deepest = names.index(block_of(inputs[-1].maps[0].name)) + 1
+        deepest = names.index(block_name(inputs[-1].maps[0].name)) + 1
         super().__init__(anatomy, deepest, autocast=facts.autocast)
 
     def _bind(self, anatomy: Anatomy, step: int) -> None:

@@ -24,24 +24,24 @@ from lightning_fedleak.attacks.base import (
 from lightning_fedleak.attacks.clipping import WHY_CUT, check_uncut, entry_errors
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import Given, PublicText
-from lightning_fedleak.attacks.row_space.capacity import measured, seconds_of_a_set
+from lightning_fedleak.attacks.row_space.capacity import measure_capacity, planted_set_seconds
 from lightning_fedleak.attacks.row_space.dictionary import (
     Dictionary,
     NotAdditive,
-    dictionary_of,
+    build_dictionary,
     factor_rows,
 )
 from lightning_fedleak.attacks.row_space.linear_maps import (
     KnownInput,
     LinearMap,
+    dropout_variance,
+    find_known_inputs,
+    find_linear_maps,
     input_rows,
-    known_inputs,
-    linear_maps,
-    lost,
-    vocabulary,
+    vocabulary_size,
 )
-from lightning_fedleak.attacks.row_space.pursuit import Atoms, Found, SharedRows, explain
-from lightning_fedleak.attacks.row_space.uneven import Find, explained_by_turns, left_open
+from lightning_fedleak.attacks.row_space.pursuit import Atoms, PursuitResult, SharedRows, explain
+from lightning_fedleak.attacks.row_space.uneven import Find, explain_uneven, unexplained_share
 from lightning_fedleak.attacks.words.aligned_rows import rounding_error
 from lightning_fedleak.snapshots import (
     Inapplicable,
@@ -89,7 +89,7 @@ class SubspaceWords(Attack):
     these gradients. Dropout before what is read is noise to it, as what a defence adds: the loudest
     tokens are named, and nothing is certified. Nor is it where queries and keys alone are trained,
     which do not show every token (:func:`~lightning_fedleak.attacks.row_space.linear_maps.\
-read_alone`), or one side alone of an encoder-decoder.
+lone_token_maps`), or one side alone of an encoder-decoder.
 
     Args:
         public_text: text like the clients', or ``"sampled"``, for how frequent tokens are. Helps
@@ -149,7 +149,7 @@ read_alone`), or one side alone of an encoder-decoder.
             ThreatModelError: no map of the model does.
         """
         inputs = self.inputs(anatomy)
-        trained = [m.name for known in inputs for m in known.trained(anatomy)]
+        trained = [m.name for known in inputs for m in known.trainable_maps(anatomy)]
         if trained:
             return Surfaces(gradients=tuple(trained))
         return Surfaces(gradients=tuple(m.name for m in inputs[0].maps))
@@ -161,10 +161,10 @@ read_alone`), or one side alone of an encoder-decoder.
             ThreatModelError: it has none.
         """
         if self._inputs is None or self._inputs[0] is not anatomy:
-            maps = linear_maps(anatomy)
+            maps = find_linear_maps(anatomy)
             if anatomy.target_rows is not None:  # a decoder's words are of another vocabulary
                 maps = [m for m in maps if not _of_decoder(m.name)]
-            found = known_inputs(anatomy, maps)
+            found = find_known_inputs(anatomy, maps)
             self._inputs = (anatomy, tuple(sorted(found, key=_preferred(anatomy))))
             self._sides = _sides_read(anatomy)
         inputs = self._inputs[1]
@@ -187,11 +187,11 @@ read_alone`), or one side alone of an encoder-decoder.
         self._readable = []
         refused: list[str] = []
         for known in self.inputs(anatomy):
-            maps = known.trained(anatomy)
+            maps = known.trainable_maps(anatomy)
             if not maps:
                 continue
             try:
-                dictionary = dictionary_of(anatomy, known, autocast=self._facts.autocast)
+                dictionary = build_dictionary(anatomy, known, autocast=self._facts.autocast)
             except NotAdditive as error:
                 refused.append(f"{maps[0].name}: {error}")
                 continue
@@ -206,7 +206,7 @@ read_alone`), or one side alone of an encoder-decoder.
 
     def _log_odds(self, anatomy: Anatomy) -> Tensor:
         """(V,) of a token being in a batch of some hundred types."""
-        size = vocabulary(anatomy)
+        size = vocabulary_size(anatomy)
         if self.public_text is None:
             counts = torch.ones(size)
         else:
@@ -267,7 +267,7 @@ read_alone`), or one side alone of an encoder-decoder.
         roles = [m.name for readable in of_words for m in readable.maps]
         uneven, errors = errors, entry_errors(snapshot, roles, self._facts, noise, errors)
         cut = errors is not uneven
-        found: dict[bool, Found] = {}
+        found: dict[bool, PursuitResult] = {}
         refusals: list[UnusableObservation] = []
         for readable in self._readable:
             side = readable.decoder
@@ -424,7 +424,7 @@ def _hidden(gradient: Tensor, error: Tensor) -> bool:
     return bool((error < 0.3 * gradient.abs()).double().mean() < 0.5)
 
 
-def _joined(parts: Sequence[Found]) -> Tensor:
+def _joined(parts: Sequence[PursuitResult]) -> Tensor:
     """Types of several sides, each once."""
     both = torch.cat([p.types for p in parts])
     return torch.tensor(list(dict.fromkeys(both.tolist())), device=both.device)
@@ -452,7 +452,7 @@ def _preferred(anatomy: Anatomy) -> Any:
 
     def key(known: KnownInput) -> tuple[bool, bool, bool, int]:
         of_b = all(m.factor == "B" for m in known.maps)
-        return of_b, not known.alone, known.width != anatomy.hidden_size, known.width
+        return of_b, not known.lone_token_maps, known.width != anatomy.hidden_size, known.width
 
     return key
 
@@ -499,9 +499,9 @@ class _Readable:
         atoms = self._atoms_beside(_LENGTH if self.dictionary.positions is not None else 0, beside)
         rows = sum(m.rows for m in self.maps if self.of_b or m.factor != "B")
         tokens, width = self.dictionary.rows.shape
-        if atoms.screen.device.type == "cpu" and seconds_of_a_set(width, tokens, rows) > seconds:
+        if atoms.screen.device.type == "cpu" and planted_set_seconds(width, tokens, rows) > seconds:
             return None
-        return float(measured(atoms, rows, seconds=seconds, seed=seed).types)
+        return float(measure_capacity(atoms, rows, seconds=seconds, seed=seed).types)
 
     def read(
         self,
@@ -511,7 +511,7 @@ class _Readable:
         errors: Mapping[str, Tensor] | None = None,
         *,
         cut: bool = False,
-    ) -> Found:
+    ) -> PursuitResult:
         """Explains what these maps shared.
 
         Args:
@@ -541,11 +541,11 @@ class _Readable:
                         raise UnusableObservation(explain_weight_term(linear.name))
                     beside[linear.name] = self._factors[linear.name]
                 gradients.append(g)
-                every_token |= linear.name in self.known.alone
+                every_token |= linear.name in self.known.lone_token_maps
                 if errors is not None:
                     e = errors[linear.name]
                     uneven.append(e if linear.axis == 1 else e.T)
-                variance = lost((*self.known.dropouts, *linear.dropouts))
+                variance = dropout_variance((*self.known.dropouts, *linear.dropouts))
                 dropped = math.sqrt(variance * float(g.double().square().mean()))
                 levels.append(math.hypot(noise.get(linear.name, 0.0), dropped))
         if not gradients:
@@ -553,7 +553,7 @@ class _Readable:
                 raise NotYet(NO_GRADIENT_YET)
             raise UnusableObservation("the gradients of the first projections are all zero")
         rounding = _rounding([*(g.dtype for g in gradients), self.dictionary.rows.dtype], facts)
-        seen = self.dictionary.seen_positions(gradients, tuple(beside.values()))
+        seen = self.dictionary.count_positions(gradients, tuple(beside.values()))
         if uneven and self.of_b:
             raise Inapplicable(
                 "of an update of Adam's, LoRA's B alone has too few directions to tell words apart"
@@ -565,7 +565,7 @@ class _Readable:
             found = self._words(self._past_cuts(gradients, uneven, find))
         elif uneven:
             hidden_by = "what the optimizer's step left of the gradient"
-            found = self._words(explained_by_turns(gradients, uneven, find))
+            found = self._words(explain_uneven(gradients, uneven, find))
         else:
             hidden_by = "what dropout adds" if dropped else hidden_by
             found = self._explained(gradients, seen, rounding, levels, beside)
@@ -580,7 +580,7 @@ class _Readable:
 
     def _past_cuts(
         self, gradients: Sequence[Tensor], errors: Sequence[Tensor], find: Find
-    ) -> Found:
+    ) -> PursuitResult:
         """Explains rows with entries that were cut: by rows that have none, or else by turns.
 
         Raises:
@@ -590,35 +590,35 @@ class _Readable:
         uncut = [rows for rows in kept if bool(rows.any())]
         atoms: list[Tensor] = []
 
-        def keep(rows: Sequence[Tensor], noise: Sequence[float]) -> tuple[Found, Tensor]:
+        def keep(rows: Sequence[Tensor], noise: Sequence[float]) -> tuple[PursuitResult, Tensor]:
             found, named = find(rows, noise)
             atoms[:] = [named]
             return found, named
 
-        ways: list[Callable[[], Found]] = [lambda: explained_by_turns(gradients, errors, keep)]
+        ways: list[Callable[[], PursuitResult]] = [lambda: explain_uneven(gradients, errors, keep)]
         if uncut:
             ways.insert(0, lambda: keep(uncut, [0.0] * len(uncut))[0])
         for way in ways:
             found = way()
-            if left_open(gradients, errors, atoms[0]) <= _OPEN:
+            if unexplained_share(gradients, errors, atoms[0]) <= _OPEN:
                 return replace(found, certified=False)
         raise Inapplicable(WHY_CUT)
 
     def _finder(self, positions: int, rounding: float, beside: Mapping[str, Tensor]) -> Find:
         """Explains rows, and gives the atoms that do, those that are no words among them."""
 
-        def find(rows: Sequence[Tensor], noise: Sequence[float]) -> tuple[Found, Tensor]:
+        def find(rows: Sequence[Tensor], noise: Sequence[float]) -> tuple[PursuitResult, Tensor]:
             found = self._explained(rows, positions, rounding, noise, beside)
             atoms = self._atoms_beside(positions, beside)
             return found, torch.cat([atoms.rows(found.types), atoms.beside])
 
         return find
 
-    def _words(self, found: Found) -> Found:
+    def _words(self, found: PursuitResult) -> PursuitResult:
         """What was found, without what is no word."""
         tokens = len(self.dictionary.rows)
         words = found.types < tokens
-        return Found(
+        return PursuitResult(
             found.types[words],
             found.scores[:tokens],
             max(0.0, found.expected - int((~words).sum())),
@@ -640,22 +640,22 @@ class _Readable:
         rounding: float,
         noise: Sequence[float],
         beside: Mapping[str, Tensor],
-    ) -> Found:
+    ) -> PursuitResult:
         atoms = self._atoms_beside(positions, beside)
-        shared = SharedRows.of(gradients, atoms.beside, rounding=rounding, noise=noise)
+        shared = SharedRows.stack(gradients, atoms.beside, rounding=rounding, noise=noise)
         if beside and not any(noise) and shared.silent:
             raise NotYet(NO_GRADIENT_YET)
         room = atoms.width - len(atoms.beside)
-        if len(shared.kept) >= room - 1:
+        if len(shared.principal) >= room - 1:
             raise Inapplicable(
                 f"what was shared fills all {room} directions of the input: more types (and "
                 "positions) than can be told apart"
             )
         extra = atoms.screen.shape[0] - len(self._log_odds)
         odds = torch.cat([self._log_odds, self._log_odds.new_zeros(extra)])
-        if not len(shared.kept):
+        if not len(shared.principal):
             none = torch.empty(0, dtype=torch.long, device=odds.device)
-            return Found(none, odds, 0.0, 1.0, False)
+            return PursuitResult(none, odds, 0.0, 1.0, False)
         return explain(atoms, shared, odds)
 
 

@@ -22,7 +22,7 @@ from lightning_fedleak.attacks.membership.gradients import (
     _least_coefficient,
     of_token_parts,
 )
-from lightning_fedleak.attacks.row_space.linear_maps import linear_maps
+from lightning_fedleak.attacks.row_space.linear_maps import find_linear_maps
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from lightning_fedleak.threats import ThreatModelError
@@ -114,7 +114,7 @@ def variants(ids: Tensor) -> dict[str, Tensor]:
 def test_parts_add_up_to_the_gradient_that_backward_gives(family: Any) -> None:
     model = family() if family is lora else ready(family())
     anatomy = find_anatomy(model)
-    maps = [m for m in linear_maps(anatomy) if anatomy.trainable(m.name)]
+    maps = [m for m in find_linear_maps(anatomy) if anatomy.trainable(m.name)]
     ids = texts(ROWS, LENGTH)
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_fedleak.attacks.row_space.capacity import measured, predicted
+from lightning_fedleak.attacks.row_space.capacity import measure_capacity, predict_capacity
 from lightning_fedleak.attacks.row_space.pursuit import Atoms
 
 V, D = 400, 64
@@ -19,37 +19,39 @@ def atoms() -> Atoms:
 
 
 def test_more_rows_tell_more_types_apart(atoms: Atoms) -> None:
-    found = [measured(atoms, rank, seconds=60.0).types for rank in (1, 4, 16, 200)]
+    found = [measure_capacity(atoms, rank, seconds=60.0).types for rank in (1, 4, 16, 200)]
     assert found == sorted(found)
     assert found[0] < 30
     assert found[-1] > 50
 
 
 def test_it_ends_between_the_largest_found_and_the_smallest_missed(atoms: Atoms) -> None:
-    capacity = measured(atoms, 4, seconds=60.0)
+    capacity = measure_capacity(atoms, 4, seconds=60.0)
     assert capacity.failed is not None
     assert 0 < capacity.failed - capacity.types <= 4
 
 
 def test_one_set_is_planted_however_little_time_there_is(atoms: Atoms) -> None:
-    capacity = measured(atoms, 8, seconds=0.0)
+    capacity = measure_capacity(atoms, 8, seconds=0.0)
     assert (capacity.types > 0) != (capacity.failed is not None)
 
 
 def test_the_formula_follows_what_was_measured(atoms: Atoms) -> None:
     for rank in (2, 8, 32):
-        capacity = measured(atoms, rank, seconds=60.0)
-        assert capacity.types == pytest.approx(predicted(D, V, rank), rel=0.35)
+        capacity = measure_capacity(atoms, rank, seconds=60.0)
+        assert capacity.types == pytest.approx(predict_capacity(D, V, rank), rel=0.35)
 
 
 def test_prediction_grows_to_the_width() -> None:
-    assert predicted(576, 49152, 8) == pytest.approx(374, abs=1)
-    assert 570 < predicted(576, 49152, 1000) < 576
+    assert predict_capacity(576, 49152, 8) == pytest.approx(374, abs=1)
+    assert 570 < predict_capacity(576, 49152, 1000) < 576
 
 
 def test_equal_atoms_are_not_planted(atoms: Atoms) -> None:
     g = torch.Generator().manual_seed(0)
     rows = torch.randn(V, D, generator=g)
     rows[V // 2 :] = rows[V // 2] + 1e-6 * torch.randn(V - V // 2, D, generator=g)
-    capacity = measured(Atoms(rows, torch.zeros(0, D, dtype=torch.float64)), 8, seconds=60.0)
+    capacity = measure_capacity(
+        Atoms(rows, torch.zeros(0, D, dtype=torch.float64)), 8, seconds=60.0
+    )
     assert capacity.types > 15

@@ -9,11 +9,15 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_p
 from torch import nn
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.row_space.dictionary import NotAdditive, dictionary_of, factor_rows
+from lightning_fedleak.attacks.row_space.dictionary import (
+    NotAdditive,
+    build_dictionary,
+    factor_rows,
+)
 from lightning_fedleak.attacks.row_space.linear_maps import (
+    find_known_inputs,
+    find_linear_maps,
     input_rows,
-    known_inputs,
-    linear_maps,
 )
 from tests.attacks.row_space.models import FAMILIES, LENGTH, gpt2, llama, ready, t5, texts
 
@@ -31,7 +35,7 @@ FIRST = {
 
 def known_of(model: nn.Module):
     anatomy = find_anatomy(model)
-    return anatomy, known_inputs(anatomy, linear_maps(anatomy))
+    return anatomy, find_known_inputs(anatomy, find_linear_maps(anatomy))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -48,7 +52,7 @@ def test_an_input_is_its_word_once_what_is_beside_is_projected_out(family: str) 
     anatomy, found = known_of(ready(FAMILIES[family]()).double())
     ids = texts(3, 9)
     for known in found:
-        dictionary = dictionary_of(anatomy, known)
+        dictionary = build_dictionary(anatomy, known)
         rows, beside = dictionary.atoms(9)
         assert known.positional == (len(beside) > 0)
         x = input_rows(anatomy, known, ids)
@@ -63,16 +67,16 @@ def test_queries_and_keys_do_not_show_a_token_that_stands_alone(family: str) -> 
     build = FAMILIES.get(family, t5)
     _, found = known_of(ready(build()))
     for known in found:
-        blind = {m.name.split(".")[-2] for m in known.maps if m.name not in known.alone}
+        blind = {m.name.split(".")[-2] for m in known.maps if m.name not in known.lone_token_maps}
         assert blind in ({"q_proj", "k_proj"}, {"query", "key"}, {"q", "k"}, set())
         assert bool(blind) == (family not in ("gpt2", "neox", "albert"))
-        assert known.alone
+        assert known.lone_token_maps
 
 
 def test_adapters_show_what_their_layers_do() -> None:
     model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     _, found = known_of(model.eval())
-    shown = {m.name for known in found for m in known.maps if m.name in known.alone}
+    shown = {m.name for known in found for m in known.maps if m.name in known.lone_token_maps}
     assert shown == {m.name for known in found for m in known.maps if ".v_proj." in m.name}
 
 
@@ -111,7 +115,7 @@ def test_adalora_regularises_its_factors() -> None:
 def test_what_reads_nothing_known_trains_nothing_that_is_read(config: object) -> None:
     anatomy, found = known_of(get_peft_model(llama(), config).eval())
     assert found
-    assert not any(k.trained(anatomy) for k in found)
+    assert not any(k.trainable_maps(anatomy) for k in found)
 
 
 def test_virtual_tokens_are_left_out() -> None:
@@ -157,7 +161,7 @@ def test_the_model_is_left_as_it_was() -> None:
     before = {n: p.clone() for n, p in model.named_parameters()}
     state = torch.get_rng_state()
     anatomy, found = known_of(model)
-    dictionary_of(anatomy, found[0])
+    build_dictionary(anatomy, found[0])
     assert model.training
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
@@ -180,4 +184,4 @@ def test_positions_that_multiply_are_refused() -> None:
     anatomy, found = known_of(Scaled().eval())
     anatomy.model.config = transformers.PretrainedConfig(max_position_embeddings=LENGTH)
     with pytest.raises(NotAdditive, match="no sum of a part of the word"):
-        dictionary_of(anatomy, found[0])
+        build_dictionary(anatomy, found[0])

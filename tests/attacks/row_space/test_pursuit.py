@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_fedleak.attacks.row_space.capacity import measured
-from lightning_fedleak.attacks.row_space.pursuit import Atoms, Found, SharedRows, explain, pruned
+from lightning_fedleak.attacks.row_space.capacity import measure_capacity
+from lightning_fedleak.attacks.row_space.pursuit import (
+    Atoms,
+    PursuitResult,
+    SharedRows,
+    explain,
+    prune,
+)
 
 SINGLE = torch.finfo(torch.float32).eps
 V, D = 400, 64
@@ -34,8 +40,8 @@ def planted(rows: Tensor, types: int, rank: int, seed: int = 0) -> tuple[Tensor,
     return (weights @ rows[truth].double()).float(), truth
 
 
-def solve(rows: Tensor, gradient: Tensor, noise: float = 0.0) -> Found:
-    shared = SharedRows.of([gradient], NOTHING, rounding=SINGLE, noise=[noise])
+def solve(rows: Tensor, gradient: Tensor, noise: float = 0.0) -> PursuitResult:
+    shared = SharedRows.stack([gradient], NOTHING, rounding=SINGLE, noise=[noise])
     return explain(Atoms(rows, NOTHING), shared, torch.full((len(rows),), math.log(20 / V)))
 
 
@@ -99,9 +105,9 @@ def test_more_types_than_can_be_told_apart_are_not_certified() -> None:
 def test_pruning_takes_out_what_was_planted_besides() -> None:
     rows = dictionary()
     gradient, truth = planted(rows, 12, 6)
-    shared = SharedRows.of([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
+    shared = SharedRows.stack([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
     others = torch.tensor([t for t in range(V) if t not in set(truth.tolist())][:25])
-    kept = pruned(Atoms(rows, NOTHING), shared, torch.cat([others, truth]))
+    kept = prune(Atoms(rows, NOTHING), shared, torch.cat([others, truth]))
     assert set(kept.tolist()) == set(truth.tolist())
 
 
@@ -127,7 +133,9 @@ def test_nearly_equal_atoms_are_told_apart_as_far_as_rounding_lets_them() -> Non
     assert set(found.types.tolist()) == set(truth.tolist())
 
 
-def nearly_twins(apart: float, rank: int, seed: int, *, both: bool) -> tuple[Found, set[int]]:
+def nearly_twins(
+    apart: float, rank: int, seed: int, *, both: bool
+) -> tuple[PursuitResult, set[int]]:
     """What is found where two types differ by a share of their norm; both are there, or one."""
     rows = dictionary(seed % 5)
     truth = planted(rows, 10, rank, seed)[1].tolist()
@@ -184,7 +192,7 @@ def test_noise_alone_names_next_to_nothing() -> None:
     rows = dictionary()
     for seed in range(10):
         g = torch.Generator().manual_seed(seed)
-        shared = SharedRows.of(
+        shared = SharedRows.stack(
             [torch.randn(8, D, generator=g)], NOTHING, rounding=SINGLE, noise=[1.0]
         )
         found = explain(Atoms(rows, NOTHING), shared, torch.full((V,), math.log(20 / V)))
@@ -214,7 +222,7 @@ def test_where_positions_fill_all_directions_nothing_is_told_apart() -> None:
     atoms = Atoms(rows, torch.eye(6, dtype=torch.float64))
     assert not bool(atoms.usable.any())
     assert bool(atoms.screen.isfinite().all())
-    assert measured(atoms, 4, seconds=0.1).types == 0
+    assert measure_capacity(atoms, 4, seconds=0.1).types == 0
 
 
 @pytest.mark.parametrize("types", [6, 20])
@@ -225,10 +233,10 @@ def test_what_the_right_types_leave_above_the_noise_is_not_certified(
     """A certificate is for rows that are explained to the rounding, not to 40 times of it."""
     rows = dictionary()
     gradient, truth = planted(rows, types, 8, seed=types)
-    shared = SharedRows.of([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
+    shared = SharedRows.stack([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
     g = torch.Generator().manual_seed(7)
     beyond = torch.randn(shared.whole.shape, generator=g, dtype=torch.float64)
-    spoilt = SharedRows(shared.whole + units * beyond, shared.kept, exact=True)
+    spoilt = SharedRows(shared.whole + units * beyond, shared.principal, exact=True)
     odds = torch.full((len(rows),), math.log(20 / V))
     for what, certified in ((shared, True), (spoilt, False)):
         found = explain(Atoms(rows, NOTHING), what, odds)

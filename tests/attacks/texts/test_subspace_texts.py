@@ -331,7 +331,7 @@ def as_found(rows: list[tuple[int, ...]]) -> list[_Text]:
             parts = SEARCH._whitened(SEARCH.bottom.hidden(torch.tensor([row])))
             states = tuple(tuple(x[0, i] for x in parts) for i in range(len(row)))
             left = tuple(
-                _Left.of(r.kept[:0], w)
+                _Left.of(r.principal[:0], w)
                 for r, w in zip(SEARCH.shared, SEARCH.whitening, strict=True)
             )
             found.append(_Text(row, (1.0,) * len(row), 0.0, left, (), (), states))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+from functools import partial
 
+import lightning
 import pytest
 
 import lightning_fedleak as fedleak
@@ -23,6 +25,9 @@ def test_the_example_runs(name, tmp_path, monkeypatch):
     if not tests:
         pytest.skip("no example yet: tests/tools/test_house.py holds how many may be missing")
     monkeypatch.chdir(tmp_path)
+    # What Lightning prints beside: examples show results alone.
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    monkeypatch.setattr(lightning, "Trainer", partial(lightning.Trainer, **quiet))
     monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path / "cache"))
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []

@@ -63,7 +63,26 @@ def _log_is_on_stderr() -> bool:
 
 
 class LeakageLimitExceeded(RuntimeError):
-    """A RiskGate with ``action="raise"`` found more leakage than it allows."""
+    """A RiskGate with ``action="raise"`` found more leakage than it allows.
+
+    Examples:
+        >>> import lightning as L
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from lightning_fedleak import BagOfWords, LeakageLimitExceeded, LeakageMonitor, RiskGate
+        >>> from lightning_fedleak.finetuning import CausalLMFineTuning
+        >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1, tie_word_embeddings=False)
+        >>> module = CausalLMFineTuning(GPT2LMHeadModel(config))  # stands for your own
+        >>> monitor = LeakageMonitor([BagOfWords()], every_n_steps=1)
+        >>> gate = RiskGate("leakage/bag_of_words/f1", at_most=0.5, action="raise")
+        >>> trainer = L.Trainer(max_steps=9, callbacks=[monitor, gate])
+        >>> rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
+        >>> try:
+        ...     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
+        ... except LeakageLimitExceeded as error:
+        ...     print("The update gives away too much:", str(error).splitlines()[0])
+        The update gives away too much: RiskGate 'bag_of_words/f1' raised at step 0
+    """
 
 
 @dataclass(frozen=True)
@@ -199,6 +218,22 @@ class RiskGate(EitherCallback):
     ``"value"`` and ``"lower"`` (for ``"lower"`` it is no evidence, so that these stops come on top
     of ``alpha``), and as the largest possible value for ``"upper"``. A fit in which a strict gate
     never had a result ends as *unknown*: the gate acts then, whatever ``patience`` and ``warmup``.
+
+    Examples:
+        >>> import lightning as L
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from lightning_fedleak import BagOfWords, LeakageMonitor, RiskGate
+        >>> from lightning_fedleak.finetuning import CausalLMFineTuning
+        >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1, tie_word_embeddings=False)
+        >>> module = CausalLMFineTuning(GPT2LMHeadModel(config))  # stands for your own
+        >>> monitor = LeakageMonitor([BagOfWords()], every_n_steps=1)
+        >>> gate = RiskGate("leakage/bag_of_words/f1", at_most=0.5)
+        >>> trainer = L.Trainer(max_steps=9, callbacks=[monitor, gate])
+        >>> rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
+        >>> trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
+        >>> trainer.global_step
+        1
 
     Args:
         metric: a name in the logs, ``"leakage/<attack>/<metric>"``.

@@ -89,6 +89,21 @@ class LeakageMonitor(EitherCallback):
     bit-identical to the run without the monitor. An attack that fails is counted in
     ``monitor/failures`` and its metrics read NaN (*unknown*), never 0.
 
+    Examples:
+        >>> import lightning as L
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from lightning_fedleak import BagOfWords, LeakageMonitor
+        >>> from lightning_fedleak.finetuning import CausalLMFineTuning
+        >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1, tie_word_embeddings=False)
+        >>> module = CausalLMFineTuning(GPT2LMHeadModel(config))
+        >>> monitor = LeakageMonitor([BagOfWords()], every_n_steps=1)
+        >>> trainer = L.Trainer(max_steps=2, callbacks=monitor)
+        >>> rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
+        >>> trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
+        >>> trainer.callback_metrics["leakage/bag_of_words/f1"]
+        tensor(1.)
+
     A step that shares nothing (an AMP step that was skipped, a batch without a single target) is
     not looked at; the look moves to the next step, at most 20 times in a row, after which it
     counts as a failure. So does a fit that ends before a look that was due could end.

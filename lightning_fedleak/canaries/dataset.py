@@ -173,6 +173,15 @@ def with_canaries(
     Canaries must not occur in the data anyway. How many were included shows in the length of the
     data (not with ``game="replace"``), which ones does not.
 
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak import with_canaries
+        >>> texts = [torch.tensor([n, n + 1, n + 2]) for n in range(10)]
+        >>> canaries = [torch.tensor([90, 91, 92]), torch.tensor([95, 96, 97])]
+        >>> train = with_canaries(texts, canaries, seed=1)
+        >>> len(train), train.canaries.included
+        (11, tensor([False,  True]))
+
     Args:
         dataset: any data set with a length and items by index.
         canaries: examples built as the data's items are: token ids, masks, labels.

@@ -95,7 +95,16 @@ class CanaryGradient:
 
 
 class DefenseError(ValueError):
-    """A defence cannot hold its guarantee in this setting; says what to change."""
+    """A defence cannot hold its guarantee in this setting; says what to change.
+
+    Examples:
+        >>> from lightning_fedleak import DefenseError, Freeze
+        >>> try:
+        ...     Freeze()
+        ... except DefenseError as error:
+        ...     print(error)
+        Freeze: nothing is named; give a part, such as Freeze('head'), or patterns ...
+    """
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,19 @@ class DefenseContext:
 
 class Defense(ABC):
     """A defence. Every hook is optional; a subclass sets ``name`` and ``guarantee``.
+
+    Examples:
+        >>> from lightning_fedleak import DefendedStrategy, Defense
+        >>> class Sign(Defense):
+        ...     name = "sign"
+        ...     guarantee = "none"
+        ...
+        ...     def on_gradients(self, named_parameters, context):
+        ...         for _, parameter in named_parameters:
+        ...             parameter.grad.sign_()
+        >>> strategy = DefendedStrategy("auto", defenses=[Sign()])
+        >>> strategy.defenses[0].acts_on_gradients
+        True
 
     Attributes:
         name: key of its state in checkpoints; two defences of one run must differ in it.

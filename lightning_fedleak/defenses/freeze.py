@@ -28,6 +28,11 @@ class Freeze(Defense):
     the fit ends get back what they were when it began. FSDP2 keeps whole copies of parameters that
     do not learn of that: build a sharded module anew for the next fit.
 
+    Examples:
+        >>> from lightning_fedleak import DefendedStrategy, Freeze
+        >>> freeze = Freeze("head+embeddings", parameters=["*.wpe.*"])
+        >>> strategy = DefendedStrategy("auto", defenses=[freeze])
+
     Args:
         part: what to freeze; None for ``parameters`` alone.
         parameters: patterns of names, as ``named_parameters`` of the LightningModule gives them

@@ -56,6 +56,13 @@ class GradientNoise(Defense):
     Neither is a cryptographic generator. Each release waits once for
     the device: the norm must be known to be finite before anything leaves.
 
+    Examples:
+        >>> from lightning_fedleak import DefendedStrategy, GradientNoise
+        >>> noise = GradientNoise(clip=1.0, sigma=5.0)
+        >>> strategy = DefendedStrategy("auto", defenses=[noise])
+        >>> noise.epsilon(delta=1e-5)  # nothing was released yet
+        0.0
+
     Args:
         clip: largest 2-norm of the update, or None for no clipping.
         sigma: noise multiplier: the noise's standard deviation is ``sigma * clip`` in every

@@ -57,6 +57,21 @@ class DefendedStrategy(EitherStrategy):
     From then on the object is also one of that strategy's class, an instance of ``DDPStrategy``
     say: of ``lightning`` or of ``pytorch_lightning``, as the Trainer is.
 
+    Examples:
+        >>> import lightning as L
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from lightning_fedleak import DefendedStrategy, Freeze, GradientNoise
+        >>> from lightning_fedleak.finetuning import CausalLMFineTuning
+        >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1)
+        >>> module = CausalLMFineTuning(GPT2LMHeadModel(config))  # stands for your own
+        >>> defenses = [Freeze("head+embeddings"), GradientNoise(clip=1.0, sigma=0.01)]
+        >>> trainer = L.Trainer(max_steps=1, strategy=DefendedStrategy("auto", defenses=defenses))
+        >>> rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
+        >>> trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
+        >>> [defense.name for defense in trainer.strategy.defenses]
+        ['freeze', 'gradient_noise']
+
     Args:
         strategy: what to wrap: a name or an instance. An instance is taken over: use it nowhere
             else.

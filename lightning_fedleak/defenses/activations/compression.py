@@ -39,6 +39,13 @@ class ActivationCompression(ActivationDefense):
     Both are linear, and so is the gradient's way back: through the projection, and zero at dropped
     positions. Numbers are computed in float32 (float64 for such states), whatever autocast says.
 
+    Examples:
+        >>> from lightning_fedleak import ActivationCompression, DefendedStrategy
+        >>> compression = ActivationCompression(layer=2, keep_dims=64)
+        >>> strategy = DefendedStrategy("auto", defenses=[compression])
+        >>> compression.activation_layers
+        (2,)
+
     Args:
         layer: 0 for the input of the first block, k for the output of block k; of an
             encoder-decoder, of the encoder.

@@ -40,6 +40,13 @@ class ActivationNoise(ActivationDefense):
     checkpointing runs a forward again, the states are recognised and get the noise of the first
     time, else the gradient would be wrong; states that are not recognised are refused.
 
+    Examples:
+        >>> from lightning_fedleak import ActivationNoise, DefendedStrategy
+        >>> noise = ActivationNoise(layer=2, sigma=4.0, clip=10.0)
+        >>> strategy = DefendedStrategy("auto", defenses=[noise])
+        >>> round(noise.epsilon(delta=1e-5), 2)  # of one token's state in one forward
+        1.99
+
     Args:
         layer: 0 for the input of the first block, k for the output of block k; of an
             encoder-decoder, of the encoder.

@@ -1,21 +1,21 @@
-"""What membership games show about epsilon, and what epsilon allows in them.
+"""Lower bounds on epsilon from membership games, and what an epsilon allows in them.
 
 A mechanism that is (epsilon, delta)-DP allows no test with ``TPR > e^epsilon FPR + delta``, nor
 one with ``TNR > e^epsilon FNR + delta``. Games that show such a test refute the claim, and every
 smaller epsilon with it. A bound says nothing about leaks that this attack does not find: 0 is not
 "safe".
 
-Two kinds of games are evidence, and they are not exchangeable:
+There are two kinds of games, and each needs its own bound:
 
-- *many runs* (:func:`audit_scores`): n games, each of a run of the mechanism of its own, with its
-  own noise and its own coin. What is audited is what was run: one step, if each game is one step;
-  of games that :func:`~lightning_fedleak.games.play` played by :func:`audit_games`.
-- *one run* (:func:`audit_one_run`): m canaries, each included by a fair coin of its own, all
-  scored after a single run; of texts that :func:`~lightning_fedleak.canaries.with_canaries` put
-  into the data by :func:`audit_canaries`.
+- *many runs* (:func:`audit_scores`): n games, each with its own run of the mechanism, its own noise
+  and its own coin. The bound is for what was run: one step, if each game is one step.
+  :func:`audit_games` takes the games of :func:`~lightning_fedleak.games.play`.
+- *one run* (:func:`audit_one_run`): m canaries, each included by its own fair coin, all scored
+  after a single run. :func:`audit_canaries` takes the texts that
+  :func:`~lightning_fedleak.canaries.with_canaries` put into the data.
 
-Scores that are Gaussian themselves, as planted gradients have, show more by their sums than by
-guesses: :func:`audit_gaussian_scores`.
+Where the scores themselves are Gaussian, as those of planted gradients are, their sums give a
+larger bound than guesses: :func:`audit_gaussian_scores`.
 
 The game's relation must be the accountant's, see :mod:`lightning_fedleak.auditing.lower_bounds`.
 """

@@ -1,14 +1,13 @@
 """A lower bound on epsilon from scores that are Gaussian themselves, of one run or of many.
 
-A guess of each coin throws away by how much a score is large or small. Where scores are the
-canaries' own shares of what a Gaussian mechanism released (planted gradients, each along a
-direction of its own), their sums over those that are in and out are Gaussian, and hold all that
-there is to know (Agrawal et al. 2026, arXiv 2606.12733, whose abstract alone was read; what follows
-is classical).
+A guess of each coin ignores how large or small a score is. Where scores are the canaries' own
+shares of what a Gaussian mechanism released (planted gradients, each along its own direction),
+their sums over the canaries that are in and out are Gaussian and sufficient (Agrawal et al. 2026,
+arXiv 2606.12733, of which only the abstract was read; the derivation below is classical).
 
 **Model.** Given the coins, scores are independent and normal with one variance s^2. Their mean is a
-where the canary is out and ``a + mu s`` where it is in. That is what noise of ``1 / mu`` times the
-sensitivity gives, and no test of one canary does better than mu-Gaussian DP allows. With n1
+where the canary is out and ``a + mu s`` where it is in. Noise of ``1 / mu`` times the sensitivity
+gives such scores, and no test of one canary does better than mu-Gaussian DP allows. With n1
 canaries in, n0 out, and the pooled standard deviation S
 
     T = (mean_in - mean_out) / (S sqrt(1 / n1 + 1 / n0))
@@ -34,19 +33,16 @@ from lightning_fedleak.auditing.lower_bounds import (
     EpsilonBound,
     Floats,
     Relation,
-    check,
     check_claim,
+    check_levels,
     columns,
-    must_halve,
+    halves_the_bound,
 )
 from lightning_fedleak.defenses.noise import gaussian_epsilon
 
-FEWEST = 20
-"""Scores of either kind below which their form cannot be looked at."""
-MOST = 5000
-"""Scores of a kind that are looked at, at most: Shapiro and Wilk's test is made for so many."""
-STRANGE = 1e-5
-"""Chance of scores of the assumed form to be refused by one of three looks."""
+FEWEST_SCORES = 20  # of either kind; not tuned; with fewer the test of their form has little power
+MOST_SCORES = 5000  # of either kind in that test; Shapiro-Wilk's p-values hold up to here (Royston)
+REFUSAL_RATE = 1e-5  # chance that one of the three tests refuses Gaussian scores; not tuned
 
 
 def audit_gaussian_scores(
@@ -58,7 +54,7 @@ def audit_gaussian_scores(
     relation: Relation = "add_remove",
     accountant: Relation | None = None,
 ) -> EpsilonBound:
-    """Lower bound on epsilon from Gaussian scores; the module says what is assumed.
+    """Return a lower bound on epsilon from Gaussian scores; the module states the model.
 
     Args:
         scores: (n,) higher is more likely a member. Linear in what was released: for instance its
@@ -73,26 +69,29 @@ def audit_gaussian_scores(
         ValueError: lengths differ, fewer than 20 scores of a kind, scores that are not normal or
             spread differently with and without the canary, delta 0, or no bridge between relations.
     """
-    check(delta, confidence)
+    check_levels(delta, confidence)
     check_claim("gaussian", delta)
-    halve = must_halve(relation, accountant)
+    halve = halves_the_bound(relation, accountant)
     score, member = columns(scores, members)
-    held, others = score[member], score[~member]
-    if min(held.size, others.size) < FEWEST:
+    member_scores, other_scores = score[member], score[~member]
+    if min(member_scores.size, other_scores.size) < FEWEST_SCORES:
         raise ValueError(
-            f"Gaussian scores need {FEWEST} canaries of either kind at least, got {held.size} in "
-            f"and {others.size} out: use audit_scores or audit_one_run"
+            f"Gaussian scores need {FEWEST_SCORES} canaries of either kind at least, got "
+            f"{member_scores.size} in and {other_scores.size} out: use audit_scores or "
+            "audit_one_run"
         )
 
-    def shown(mu: float) -> float:
+    def epsilon_of_mu(mu: float) -> float:
         mu = mu / 2 if halve else mu
         return gaussian_epsilon(sigma=1 / mu, delta=delta) if mu > 0 else 0.0
 
     unknown = bool(np.isnan(score).any())
     if not unknown:
-        _check_form(held, others)
+        _check_form(member_scores, other_scores)
     return EpsilonBound(
-        epsilon=math.nan if unknown else shown(_least_mu(held, others, 1 - confidence)),
+        epsilon=math.nan
+        if unknown
+        else epsilon_of_mu(_least_mu(member_scores, other_scores, 1 - confidence)),
         delta=delta,
         confidence=confidence,
         relation=accountant or relation,
@@ -102,42 +101,51 @@ def audit_gaussian_scores(
     )
 
 
-def _least_mu(held: Floats, others: Floats, error: float) -> float:
-    freedom = held.size + others.size - 2
-    spread = math.sqrt((_squares(held) + _squares(others)) / freedom)
-    width = math.sqrt(1 / held.size + 1 / others.size)
-    seen = float(held.mean() - others.mean()) / (spread * width)
+def _least_mu(member_scores: Floats, other_scores: Floats, error: float) -> float:
+    freedom = member_scores.size + other_scores.size - 2
+    spread = math.sqrt((_squares(member_scores) + _squares(other_scores)) / freedom)
+    width = math.sqrt(1 / member_scores.size + 1 / other_scores.size)
+    statistic = float(member_scores.mean() - other_scores.mean()) / (spread * width)
 
     def excess(center: float) -> float:
-        return float(nct.sf(seen, freedom, center)) - error
+        return float(nct.sf(statistic, freedom, center)) - error
 
     if excess(0.0) >= 0:
         return 0.0
-    return width * float(brentq(excess, 0.0, seen, xtol=1e-9))
+    return width * float(brentq(excess, 0.0, statistic, xtol=1e-9))
 
 
 def _squares(values: Floats) -> float:
     return float(np.square(values - values.mean()).sum())
 
 
-def _check_form(held: Floats, others: Floats) -> None:
-    """Refuses scores that are not normal, or spread more with the canary than without."""
-    if np.ptp(held) == 0 or np.ptp(others) == 0:
+def _check_form(member_scores: Floats, other_scores: Floats) -> None:
+    """Raise an error for scores that are not normal, or whose spread differs with the canary."""
+    if np.ptp(member_scores) == 0 or np.ptp(other_scores) == 0:
         raise ValueError(
-            "all scores of a kind are alike: nothing was added to them, or they are no scores"
+            "all scores of the members, or all of the others, are equal: no noise was added to "
+            "them, or they are no scores"
         )
-    found = [float(shapiro(values[:MOST]).pvalue) for values in (held, others)]
-    ratio = _squares(held) / (held.size - 1) / (_squares(others) / (others.size - 1))
-    tail = float(f.sf(max(ratio, 1 / ratio), *_freedom(held, others, ratio)))
-    strange = "normal" if min(found) < STRANGE else "spread alike with and without the canary"
-    if min(*found, 2 * tail) < STRANGE:
+    p_values = [
+        float(shapiro(values[:MOST_SCORES]).pvalue) for values in (member_scores, other_scores)
+    ]
+    ratio = (
+        _squares(member_scores)
+        / (member_scores.size - 1)
+        / (_squares(other_scores) / (other_scores.size - 1))
+    )
+    tail = float(f.sf(max(ratio, 1 / ratio), *_freedom(member_scores, other_scores, ratio)))
+    missing = (
+        "normal" if min(p_values) < REFUSAL_RATE else "spread alike with and without the canary"
+    )
+    if min(*p_values, 2 * tail) < REFUSAL_RATE:
         raise ValueError(
-            f"these scores are not {strange}, so they are not those of one Gaussian mechanism with "
+            f"these scores are not {missing}, so they are not those of one Gaussian mechanism with "
             "the canary's inclusion given (Poisson sampling, a score that is a maximum or a "
             "rate?). Use audit_scores or audit_one_run, which assume no such form."
         )
 
 
-def _freedom(held: Floats, others: Floats, ratio: float) -> tuple[int, int]:
-    sizes = held.size - 1, others.size - 1
+def _freedom(member_scores: Floats, other_scores: Floats, ratio: float) -> tuple[int, int]:
+    sizes = member_scores.size - 1, other_scores.size - 1
     return sizes if ratio >= 1 else sizes[::-1]

@@ -3,18 +3,18 @@
 In an ``"add_remove"`` game the target is in the batch or absent, as the accountants of DP-SGD
 assume. In Fig. 2's game (Vu et al. 2024) another sample stands in its place: ``"replace_one"``. A
 bound is for the relation of the game unless ``accountant`` names the other one. There is a bridge
-one way: to replace is to remove and to add, so that (epsilon, delta)-DP under add/remove implies
+one way: to replace is to remove and to add, so (epsilon, delta)-DP under add/remove implies
 ``(2 epsilon, (1 + e^epsilon) delta)``-DP under replace-one, and mu-Gaussian DP implies 2 mu. A
 replace-one game that refutes the latter refutes the former; the bound is about half as large.
-Nothing follows the other way round: a mechanism that is private when one record is replaced may
-tell outright how many there are.
+Nothing follows in the other direction: a mechanism that is private when one record is replaced may
+publish how many records there are.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from scipy.special import betaincinv, ndtri
 from torch import Tensor
 
 from lightning_fedleak.defenses.noise import gaussian_epsilon
+from lightning_fedleak.validate import check_choice, check_number
 
 if TYPE_CHECKING:
     from lightning_fedleak.games import GameResult
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Relation = Literal["add_remove", "replace_one"]
 
-WORDS = {"add_remove": "add/remove", "replace_one": "replace-one"}
+RELATION_NAMES = {"add_remove": "add/remove", "replace_one": "replace-one"}
 
 Ints = NDArray[np.int64]
 Claim = Literal["dp", "gaussian"]
 
-COARSE, FINE = 2.0, 1.05
+COARSE_RATIO = 2.0  # between ranks of "union"; not tuned; smaller: more thresholds share the error
+FINE_RATIO = 1.05  # between ranks of "split", which costs no error; not tuned; smaller: slower
 
 
 @dataclass(frozen=True)
@@ -61,38 +63,38 @@ class EpsilonBound:
     method: str
 
     def __str__(self) -> str:
-        """In one line."""
+        """Return the bound in one line."""
         if math.isnan(self.epsilon):
-            return f"epsilon is unknown: a score is NaN ({WORDS[self.relation]}, {self.method})"
+            relation = RELATION_NAMES[self.relation]
+            return f"epsilon is unknown: a score is NaN ({relation}, {self.method})"
         return (
-            f"epsilon >= {self.epsilon:.3f} at delta {self.delta:g} ({WORDS[self.relation]}, "
-            f"{self.confidence:.0%} confidence; {self.games} games, which could show "
-            f"{self.limit:.2f} at most; {self.method})"
+            f"epsilon >= {self.epsilon:.3f} at delta {self.delta:g} "
+            f"({RELATION_NAMES[self.relation]}, {self.confidence:.0%} confidence; "
+            f"{self.games} games, which could show {self.limit:.2f} at most; {self.method})"
         )
 
 
-def must_halve(relation: Relation, accountant: Relation | None) -> bool:
-    """Whether a replace-one game is to bound an add/remove epsilon.
+def halves_the_bound(relation: Relation, accountant: Relation | None) -> bool:
+    """Return whether a replace-one game is to bound an add/remove epsilon.
 
     Raises:
         ValueError: an unknown relation, or no bridge between the two.
     """
-    for name, value in (("relation", relation), ("accountant", accountant or relation)):
-        if value not in WORDS:
-            raise ValueError(f"{name} must be 'add_remove' or 'replace_one', got {value!r}")
+    check_choice("relation", relation, list(RELATION_NAMES))
+    check_choice("accountant", accountant, list(RELATION_NAMES), optional=True)
     if accountant is None or accountant == relation:
         return False
     if accountant == "replace_one":
         raise ValueError(
             "an add/remove game bounds no replace-one epsilon: a mechanism that is private when "
-            "one record is replaced may still tell how many there are. Play the game that "
+            "one record is replaced may still reveal how many there are. Play the game that "
             "replaces the target, or audit an add/remove accountant."
         )
     return True
 
 
 def columns(scores: Tensor, members: Tensor) -> tuple[Floats, NDArray[np.bool_]]:
-    """Scores and bits as numpy.
+    """Return scores and bits as flat numpy arrays.
 
     Raises:
         ValueError: lengths differ.
@@ -106,26 +108,23 @@ def columns(scores: Tensor, members: Tensor) -> tuple[Floats, NDArray[np.bool_]]
     return score, member
 
 
-def check(delta: float, confidence: float) -> None:
-    """Refuses what is no probability.
+def check_levels(delta: float, confidence: float) -> None:
+    """Raise an error unless delta and confidence are probabilities.
 
     Raises:
         ValueError: delta outside [0, 1), or confidence outside (0, 1).
     """
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta must be at least 0 and below 1, got {delta}")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+    check_number("delta", delta, at_least=0, below=1)
+    check_number("confidence", confidence, above=0, below=1)
 
 
 def check_claim(claim: str, delta: float) -> None:
-    """Refuses a claim that is not known, or that says nothing at this delta.
+    """Raise an error for an unknown claim, or one that has no epsilon at this delta.
 
     Raises:
         ValueError: says which.
     """
-    if claim not in ("dp", "gaussian"):
-        raise ValueError(f"claim must be 'dp' or 'gaussian', got {claim!r}")
+    check_choice("claim", claim, get_args(Claim))
     if claim == "gaussian" and delta == 0:
         raise ValueError("a Gaussian mechanism has no epsilon at delta 0: give delta=...")
 
@@ -142,7 +141,7 @@ def epsilon_from_counts(
     accountant: Relation | None = None,
     claim: Claim = "dp",
 ) -> float:
-    """Lower bound on epsilon from the counts of independent games, the test fixed beforehand.
+    """Return a lower bound on epsilon from counts of independent games of one fixed test.
 
     Clopper-Pearson bounds FNR and FPR from above, each with an error of ``(1 - confidence) / 2``;
     both directions of the definition follow from these two.
@@ -166,10 +165,10 @@ def epsilon_from_counts(
             f"need 0 <= tp <= positives and 0 <= fp <= negatives, got {tp} of {positives} and "
             f"{fp} of {negatives}"
         )
-    test = _test(delta, confidence, relation, accountant, claim)
+    test = _test_of_claim(delta, confidence, relation, accountant, claim)
     error = (1 - confidence) / 2
-    fnr = _above(np.array([positives - tp]), positives, error)
-    fpr = _above(np.array([fp]), negatives, error)
+    fnr = _upper_bounds(np.array([positives - tp]), positives, error)
+    fpr = _upper_bounds(np.array([fp]), negatives, error)
     return test.epsilon(fnr, fpr)
 
 
@@ -185,9 +184,9 @@ def audit_scores(
     claim: Claim = "dp",
     seed: int = 0,
 ) -> EpsilonBound:
-    """Lower bound on epsilon from the scores of independent games.
+    """Return a lower bound on epsilon from the scores of independent games.
 
-    A threshold chosen on the games it is judged by would overstate epsilon. Hence:
+    A threshold that is chosen on the games that judge it would overstate epsilon. Hence:
 
     - ``"union"``: thresholds at the 1st, 2nd, 4th, 8th, ... largest score of the non-members and
       smallest of the members, ranks that are fixed before any score is seen; the error is divided
@@ -195,14 +194,15 @@ def audit_scores(
       the threshold at its score whatever the law of the scores is, and given that threshold the
       members' count is binomial; likewise with members and non-members exchanged. Tightest for
       scores that rarely tie.
-    - ``"split"``: a random half of the games chooses the threshold, the other half is judged.
-    - a number: chosen beforehand, from other runs. b' = 1 is ``score > threshold``.
+    - ``"split"``: a random half of the games chooses the threshold, the other half judges it.
+    - a number: chosen before, from other runs. b' = 1 is ``score > threshold``.
 
     The claim that is refuted is either ``"dp"``, (epsilon, delta)-DP and nothing else, or
     ``"gaussian"``: that no test does better than against a Gaussian mechanism of some sigma, whose
-    epsilon at delta is then given (Nasr et al. 2023, arXiv 2302.07956). The latter is far tighter
-    at a small delta, and right where the accountant claims just that: a step of DP-SGD with the
-    target's inclusion given. It is *not* a bound on the epsilon of a mechanism of another kind.
+    epsilon at delta is then returned (Nasr et al. 2023, arXiv 2302.07956). The latter is far
+    tighter at a small delta, and right where the accountant claims just that: a step of DP-SGD
+    whose batch is fixed but for the target. It is *not* a bound on the epsilon of another
+    mechanism.
 
     Args:
         scores: (n,) higher is more likely a member.
@@ -219,22 +219,28 @@ def audit_scores(
         ValueError: lengths differ, members or non-members are missing, an unknown threshold or
             claim, or as :func:`epsilon_from_counts`.
     """
-    test = _test(delta, confidence, relation, accountant, claim)
+    test = _test_of_claim(delta, confidence, relation, accountant, claim)
     score, member = columns(scores, members)
-    held, others = np.sort(score[member]), np.sort(score[~member])
-    if not held.size or not others.size:
+    member_scores, other_scores = np.sort(score[member]), np.sort(score[~member])
+    if not member_scores.size or not other_scores.size:
         raise ValueError(
-            f"an audit needs games with the target and without it; got {held.size} and "
-            f"{others.size}"
+            f"an audit needs games with the target and without it; got {member_scores.size} and "
+            f"{other_scores.size}"
         )
     error = 1 - confidence
 
-    def shown(held: Floats, others: Floats, cut: float) -> float:
+    def bound_at(member_scores: Floats, other_scores: Floats, cut: float) -> float:
         if threshold == "union":
-            return test.epsilon(*_at_ranks(held, others, error))
+            return test.epsilon(*_rates_at_ranks(member_scores, other_scores, error))
         if threshold == "split":
-            return test.epsilon(*_at_chosen(held, others, test, error, np.random.default_rng(seed)))
-        return test.epsilon(*_at_cuts(np.array([cut]), held, others, error / 2))
+            return test.epsilon(
+                *_rates_at_chosen_cut(
+                    member_scores, other_scores, test, error, np.random.default_rng(seed)
+                )
+            )
+        return test.epsilon(
+            *_rates_at_cuts(np.array([cut]), member_scores, other_scores, error / 2)
+        )
 
     cut = 0.0
     if threshold == "union":
@@ -246,12 +252,12 @@ def audit_scores(
     else:
         raise ValueError(f"threshold must be 'union', 'split' or a number, got {threshold!r}")
     return EpsilonBound(
-        epsilon=math.nan if np.isnan(score).any() else shown(held, others, cut),
+        epsilon=math.nan if np.isnan(score).any() else bound_at(member_scores, other_scores, cut),
         delta=delta,
         confidence=confidence,
         relation=accountant or relation,
         games=score.size,
-        limit=shown(np.ones(held.size), np.zeros(others.size), 0.5),
+        limit=bound_at(np.ones(member_scores.size), np.zeros(other_scores.size), 0.5),
         method=method + (", as a Gaussian mechanism" if claim == "gaussian" else ""),
     )
 
@@ -262,101 +268,108 @@ class _Test:
 
     Attributes:
         delta: at which epsilon is asked for.
-        halved: a replace-one game is to bound an add/remove epsilon.
+        halves: whether a replace-one game is to bound an add/remove epsilon.
         gaussian: the claim is that of a Gaussian mechanism.
     """
 
     delta: float
-    halved: bool
+    halves: bool
     gaussian: bool
 
     def strength(self, fnr: Floats, fpr: Floats) -> Floats:
-        """(K,) mu for a Gaussian mechanism, else e^epsilon of the better direction."""
+        """Return (K,) mu for a Gaussian mechanism, else e^epsilon of the better direction."""
         if self.gaussian:
             mu: Floats = -ndtri(fnr) - ndtri(fpr)
-            return mu / 2 if self.halved else mu
+            return mu / 2 if self.halves else mu
         return np.maximum(self._factor(1 - fnr, fpr), self._factor(1 - fpr, fnr))
 
     def _factor(self, p: Floats, q: Floats) -> Floats:
-        """X of ``p = x q + delta``; halved, of ``p = x^2 q + (1 + x) delta``."""
+        """Return x of ``p = x q + delta``, or with ``halves`` of ``p = x^2 q + (1 + x) delta``."""
         rest = np.maximum(p - self.delta, 0.0)
-        if not self.halved:
+        if not self.halves:
             return rest / q
         root = self.delta + np.sqrt(self.delta**2 + 4 * q * rest)
         factor: Floats = np.divide(2 * rest, root, out=np.zeros_like(rest), where=root > 0)
         return factor
 
     def epsilon(self, fnr: Floats, fpr: Floats) -> float:
-        """The largest epsilon that any of the bounds refutes; 0 where none does."""
+        """Return the largest epsilon that any of the bounds refutes; 0 where none does."""
         best = float(self.strength(fnr, fpr).max())
         if not self.gaussian:
             return math.log(max(1.0, best))
         return gaussian_epsilon(sigma=1 / best, delta=self.delta) if best > 0 else 0.0
 
 
-def _test(
+def _test_of_claim(
     delta: float,
     confidence: float,
     relation: Relation,
     accountant: Relation | None,
     claim: Claim,
 ) -> _Test:
-    check(delta, confidence)
+    check_levels(delta, confidence)
     check_claim(claim, delta)
-    return _Test(delta, must_halve(relation, accountant), claim == "gaussian")
+    return _Test(delta, halves_the_bound(relation, accountant), claim == "gaussian")
 
 
 # ---- rates ----------------------------------------------------------------------------------
 
 
-def _at_ranks(held: Floats, others: Floats, error: float) -> tuple[Floats, Floats]:
-    """(K,) upper bounds of FNR and FPR, all right with probability ``1 - error``."""
-    top, bottom = _ranks(others.size, COARSE), _ranks(held.size, COARSE)
+def _rates_at_ranks(
+    member_scores: Floats, other_scores: Floats, error: float
+) -> tuple[Floats, Floats]:
+    """Return (K,) upper bounds of FNR and FPR, all right with probability ``1 - error``."""
+    top, bottom = _ranks(other_scores.size, COARSE_RATIO), _ranks(member_scores.size, COARSE_RATIO)
     each = error / (2 * (top.size + bottom.size))
-    high, low = others[-top], held[bottom - 1]
-    missed = np.searchsorted(held, high, "right")
-    alarms = others.size - np.searchsorted(others, low, "left")
-    fnr = _above(np.r_[missed, bottom - 1], held.size, each)
-    fpr = _above(np.r_[top - 1, alarms], others.size, each)
+    high, low = other_scores[-top], member_scores[bottom - 1]
+    misses = np.searchsorted(member_scores, high, "right")
+    false_alarms = other_scores.size - np.searchsorted(other_scores, low, "left")
+    fnr = _upper_bounds(np.r_[misses, bottom - 1], member_scores.size, each)
+    fpr = _upper_bounds(np.r_[top - 1, false_alarms], other_scores.size, each)
     return fnr, fpr
 
 
-def _at_chosen(
-    held: Floats, others: Floats, test: _Test, error: float, rng: np.random.Generator
+def _rates_at_chosen_cut(
+    member_scores: Floats, other_scores: Floats, test: _Test, error: float, rng: np.random.Generator
 ) -> tuple[Floats, Floats]:
-    """(1,) upper bounds of FNR and FPR at a threshold that other games chose."""
-    halves = [np.array_split(rng.permutation(scores), 2) for scores in (held, others)]
-    (choose_held, judge_held), (choose_others, judge_others) = (
-        [np.sort(half) for half in pair] for pair in halves
+    """Return (1,) upper bounds of FNR and FPR at a threshold that other games chose."""
+    (choosing_members, judging_members), (choosing_others, judging_others) = (
+        [np.sort(half) for half in np.array_split(rng.permutation(scores), 2)]
+        for scores in (member_scores, other_scores)
     )
-    if not judge_held.size or not judge_others.size:
+    if not judging_members.size or not judging_others.size:
         return np.ones(1), np.ones(1)
-    high = choose_others[-_ranks(choose_others.size, FINE)]
-    low = np.nextafter(choose_held[_ranks(choose_held.size, FINE) - 1], -np.inf)
+    high = choosing_others[-_ranks(choosing_others.size, FINE_RATIO)]
+    low = np.nextafter(choosing_members[_ranks(choosing_members.size, FINE_RATIO) - 1], -np.inf)
     cuts = np.r_[high, low]
-    chosen = test.strength(*_at_cuts(cuts, choose_held, choose_others, error / 2))
-    cut = cuts[int(np.argmax(chosen))]
-    return _at_cuts(np.array([cut]), judge_held, judge_others, error / 2)
+    strengths = test.strength(*_rates_at_cuts(cuts, choosing_members, choosing_others, error / 2))
+    cut = cuts[int(np.argmax(strengths))]
+    return _rates_at_cuts(np.array([cut]), judging_members, judging_others, error / 2)
 
 
-def _at_cuts(cuts: Floats, held: Floats, others: Floats, error: float) -> tuple[Floats, Floats]:
-    """(K,) upper bounds of FNR and FPR of ``score > cut``, each wrong with probability ``error``.
+def _rates_at_cuts(
+    cuts: Floats, member_scores: Floats, other_scores: Floats, error: float
+) -> tuple[Floats, Floats]:
+    """Return (K,) upper bounds of FNR and FPR of ``score > cut``, each wrong with probability
+    ``error``.
 
     ``held`` and ``others`` are sorted.
     """
-    missed = np.searchsorted(held, cuts, "right")
-    alarms = others.size - np.searchsorted(others, cuts, "right")
-    return _above(missed, held.size, error), _above(alarms, others.size, error)
+    misses = np.searchsorted(member_scores, cuts, "right")
+    false_alarms = other_scores.size - np.searchsorted(other_scores, cuts, "right")
+    return _upper_bounds(misses, member_scores.size, error), _upper_bounds(
+        false_alarms, other_scores.size, error
+    )
 
 
 def _ranks(n: int, ratio: float) -> Ints:
-    """1, and so on by about ``ratio``, up to n."""
+    """Return 1 and larger ranks, about ``ratio`` apart, up to n."""
     steps = np.arange(int(math.log(n) / math.log(ratio) + 1e-9) + 1)
     return np.unique((ratio**steps + 1e-9).astype(np.int64))
 
 
-def _above(count: Ints, n: int, error: float) -> Floats:
-    """Clopper-Pearson's upper bound of a rate."""
+def _upper_bounds(count: Ints, n: int, error: float) -> Floats:
+    """Return Clopper-Pearson's upper bounds of rates."""
     bound: Floats = np.ones(count.shape)
     some = count < n
     bound[some] = betaincinv(count[some] + 1, n - count[some], 1 - error)
@@ -372,11 +385,12 @@ def audit_games(
     accountant: Relation | None = None,
     seed: int = 0,
 ) -> EpsilonBound:
-    """Lower bound on epsilon from the games of one adversary, in the relation that was played.
+    """Return a lower bound on epsilon from the games of one adversary, in the relation they were
+    played in.
 
-    For an accountant of DP-SGD's usual kind play ``GameConfig(relation="add_remove")``. Games of
-    ``"replace_one"`` bound its epsilon at half the strength, and say the whole of a replace-one
-    epsilon (a client that randomises its tokens, ``play(..., defend=...)``).
+    For the usual accountant of DP-SGD play ``GameConfig(relation="add_remove")``. Games of
+    ``"replace_one"`` bound its epsilon at half the strength, and a replace-one epsilon (a client
+    that randomises its tokens, ``play(..., defend=...)``) at full strength.
 
     Args:
         result: of :func:`~lightning_fedleak.games.play`, every batch with one target.
@@ -392,7 +406,7 @@ def audit_games(
     """
     if result.protocol != "game":
         raise ValueError(
-            "the authors' protocol flips no coin, so that its worlds bound no epsilon: play "
+            "the authors' protocol flips no coin, so its worlds bound no epsilon: play "
             "GameConfig(protocol='game')"
         )
     if len(set(result.batches.tolist())) != len(result):

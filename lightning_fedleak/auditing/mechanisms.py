@@ -1,8 +1,8 @@
 """What is known in closed form: the attacker's best against two mechanisms, and against any DP.
 
-A mechanism is run on one of two inputs, and a test that sees its output says which. FPR and TPR
-are the test's chances of saying "member" under the one and under the other. All rates below are
-those of the best test there is.
+A mechanism is run on one of two inputs, and a test that sees its output guesses on which. FPR and
+TPR are the test's chances of saying "member" under the one and under the other. All rates below are
+those of the best test.
 
 *sigma* is the noise multiplier: noise of standard deviation ``sigma * sensitivity``, where the
 sensitivity is how far the two inputs' results lie apart, the clip norm if one record is added or
@@ -15,9 +15,11 @@ import math
 
 from scipy.special import expit, log_ndtr, ndtr, ndtri
 
+from lightning_fedleak.validate import check_number
+
 
 def gaussian_delta(epsilon: float, sigma: float) -> float:
-    """The smallest delta at which the Gaussian mechanism is (epsilon, delta)-DP.
+    """Return the smallest delta at which the Gaussian mechanism is (epsilon, delta)-DP.
 
     ``Phi(1 / (2 sigma) - epsilon sigma) - e^epsilon Phi(-1 / (2 sigma) - epsilon sigma)``
     (Balle & Wang 2018, Theorem 8).
@@ -29,32 +31,33 @@ def gaussian_delta(epsilon: float, sigma: float) -> float:
     Raises:
         ValueError: sigma is not positive.
     """
-    _positive(sigma=sigma)
+    check_number("sigma", sigma, above=0)
     log_first = float(log_ndtr(1 / (2 * sigma) - epsilon * sigma))
     log_second = epsilon + float(log_ndtr(-1 / (2 * sigma) - epsilon * sigma))
     return math.exp(log_first) * -math.expm1(min(0.0, log_second - log_first))
 
 
 def gaussian_tpr(fpr: float, sigma: float) -> float:
-    """TPR at an FPR: ``Phi(1 / sigma + Phi^-1(fpr))`` (Dong, Roth & Su 2022, Eq. 6)."""
-    _positive(sigma=sigma)
+    """Return the TPR at an FPR: ``Phi(1 / sigma + Phi^-1(fpr))`` (Dong, Roth & Su 2022, Eq. 6)."""
+    check_number("sigma", sigma, above=0)
     return float(ndtr(1 / sigma + ndtri(fpr)))
 
 
 def gaussian_auc(sigma: float) -> float:
-    """``Phi(1 / (sigma sqrt 2))``."""
-    _positive(sigma=sigma)
+    """Return the AUC, ``Phi(1 / (sigma sqrt 2))``."""
+    check_number("sigma", sigma, above=0)
     return float(ndtr(1 / (sigma * math.sqrt(2))))
 
 
 def gaussian_advantage(sigma: float) -> float:
-    """Largest TPR - FPR, ``2 Phi(1 / (2 sigma)) - 1``."""
-    _positive(sigma=sigma)
+    """Return the largest TPR - FPR, ``2 Phi(1 / (2 sigma)) - 1``."""
+    check_number("sigma", sigma, above=0)
     return 2 * float(ndtr(1 / (2 * sigma))) - 1
 
 
 def randomised_response_delta(epsilon: float, epsilon_0: float) -> float:
-    """Smallest delta of randomised response: the bit is told with chance ``sigmoid(epsilon_0)``.
+    """Return the smallest delta of randomised response that keeps a bit with chance
+    ``sigmoid(epsilon_0)``.
 
     ``max(0, p - e^epsilon (1 - p))``, 0 from ``epsilon_0`` on.
 
@@ -66,31 +69,27 @@ def randomised_response_delta(epsilon: float, epsilon_0: float) -> float:
 
 
 def randomised_response_auc(epsilon_0: float) -> float:
-    """``sigmoid(epsilon_0)``; the accuracy of a fair coin's guess is the same."""
+    """Return ``sigmoid(epsilon_0)``, which is also the accuracy of a guess at a fair coin."""
     return float(expit(epsilon_0))
 
 
 def dp_tpr(fpr: float, epsilon: float, delta: float = 0.0) -> float:
-    """The largest TPR that (epsilon, delta)-DP allows at an FPR (Kairouz, Oh & Viswanath 2015)."""
+    """Return the largest TPR that (epsilon, delta)-DP allows at an FPR (Kairouz, Oh & Viswanath
+    2015).
+    """
     direct = math.exp(epsilon) * fpr + delta
     mirrored = 1 - math.exp(-epsilon) * (1 - delta - fpr)
     return max(0.0, min(1.0, direct, mirrored))
 
 
 def dp_advantage(epsilon: float, delta: float = 0.0) -> float:
-    """The largest TPR - FPR that (epsilon, delta)-DP allows."""
+    """Return the largest TPR - FPR that (epsilon, delta)-DP allows."""
     return (math.expm1(epsilon) + 2 * delta) / (math.exp(epsilon) + 1)
 
 
 def dp_auc(epsilon: float, delta: float = 0.0) -> float:
-    """The largest AUC that (epsilon, delta)-DP allows: the area under :func:`dp_tpr`."""
+    """Return the largest AUC that (epsilon, delta)-DP allows: the area under :func:`dp_tpr`."""
     corner = (1 - delta) / (1 + math.exp(epsilon))
     rising = corner * (delta + 1 - corner) / 2
     flat = (1 - delta - corner) * (2 - corner) / 2
     return rising + flat + delta
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be positive, got {value!r}")

@@ -1,24 +1,24 @@
 """Lower bounds on epsilon from one run with many canaries.
 
-By (epsilon, delta) alone: Steinke, Nasr & Jagielski 2023, arXiv 2305.08846. By the whole trade-off
-curve of the claim: Mahloujifar, Melis & Chaudhuri 2024, arXiv 2410.22235. What :func:`exceeds`
-computes is derived here, so that it can be checked:
+From (epsilon, delta) alone: Steinke, Nasr & Jagielski 2023, arXiv 2305.08846. From the whole
+trade-off curve of the claim: Mahloujifar, Melis & Chaudhuri 2024, arXiv 2410.22235. The derivation
+of what :func:`exceeds` computes:
 
-Let F(x) be the largest chance that the claim allows for an event of chance x without a canary once
-the canary is there, and the other way round; F is concave. Say r of m canaries are guessed, W of
-them right, and p_j is the chance of W = j. Fix a canary i, all other coins, and a set J. Whether i
-is guessed to be b, while the number of right guesses among the *others* is in J, is an event of
-what was released. So its chance where i's coin is b is at most F of its chance where it is the
+Let F(x) be the largest chance that the claim allows, with a canary, to an event that has chance x
+without it, and with the two exchanged; F is concave. The auditor guesses r of m canaries, W of them
+correctly, and p_j is the chance of W = j. Fix a canary i, all other coins, and a set J. "The guess
+for i is b, and the number of correct guesses of the *other* canaries is in J" is an event of what
+was released. So its chance where i's coin is b is at most F of its chance where the coin is the
 other. The mean over both b, all other coins and all i goes into F by Jensen's inequality:
 
     sum_(j in J) (j + 1) p_(j + 1) / m  <=  F(sum_(j in J) (r - j) p_j / m).
 
 For J = {c - 1, c, ...} that is ``R_c <= F(H_(c - 1))``, where ``R_c = sum_(j >= c) j p_j / m``
 and ``H_c = sum_(j >= c) (r - j) p_j / m``. Suppose P[W >= v] is tau or more. Then R_v is smallest
-where all of tau lies at v. From there down ``H_(c - 1) >= max(H_c, F^-1(R_c))``, and what is added
+where all of tau lies at v. For smaller c, ``H_(c - 1) >= max(H_c, F^-1(R_c))``, and what is added
 to H at j is (r - j) / j of what is added to R. So by Abel's summation R_j is at least an increasing
-function of all R above it, and the smallest R_j follow one from the other. As ``R_j + H_j`` can be
-no more than ``r / m``, tau is refuted where these smallest add up to more.
+function of all R above it, and the smallest R_j follow one from the other. Because ``R_j + H_j`` is
+at most ``r / m``, tau is refuted where the smallest ones add up to more.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from lightning_fedleak.auditing.lower_bounds import (
     Claim,
     EpsilonBound,
     Relation,
-    check,
     check_claim,
+    check_levels,
     columns,
-    must_halve,
+    halves_the_bound,
 )
 from lightning_fedleak.defenses.noise import gaussian_epsilon
 
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
     from lightning_fedleak.canaries import CanarySet, InclusionRecord
 
 
-BISECTIONS = 36
-FEWEST = 16
-FAIR = 1e-9
+BISECTIONS = 36  # of an interval of 0.5: epsilon to 1e-11; more: slower
+FEWEST = 16  # guesses in the smallest choice of the default; not tuned; all can show epsilon 1.6
+LEAST_FAIR = 1e-9  # chance of so uneven coins below which an audit refuses them; not tuned
 
-RELATION: dict[str, Relation] = {"add_remove": "add_remove", "replace": "replace_one"}
-"""By the game of the record: a canary is there or not, or it or an item of the data is."""
+RELATION_OF_GAME: dict[str, Relation] = {"add_remove": "add_remove", "replace": "replace_one"}
+"""The relation of each game of a record: a canary is there or not, or replaces an item."""
 
 
 def one_run_p_value(
     canaries: int, guesses: int, right: int, epsilon: float, delta: float = 0.0
 ) -> float:
-    """Bound on the chance of so many right guesses under (epsilon, delta)-DP.
+    """Return a bound on the chance of so many right guesses under (epsilon, delta)-DP.
 
     arXiv 2305.08846v1, Corollary 5.4 and Appendix D: with r guesses and the rest abstentions, and W
     binomial, of r trials with chance ``sigmoid(epsilon)``, it is
@@ -68,7 +68,7 @@ def one_run_p_value(
     Args:
         canaries: m, each included by a fair coin of its own.
         guesses: r, canaries on which the auditor did not abstain. Which they are, and how many,
-            may hang on the scores, but not on the coins.
+            may depend on the scores, but not on the coins.
         right: v of them.
         epsilon: of the claim, for adding or removing one canary.
         delta: of the claim.
@@ -97,37 +97,37 @@ def one_run_p_value(
 def exceeds(
     canaries: int, guesses: int, right: int, least: Callable[[float], float], error: float
 ) -> bool:
-    """Whether so many right guesses have a chance below ``error`` under a claim of f-DP.
+    """Return whether so many right guesses have a chance below ``error`` under a claim of f-DP.
 
     Args:
         canaries: m.
         guesses: r, as for :func:`one_run_p_value`.
         right: v.
-        least: F^-1 of the claim: the smallest chance that an event may have without a canary, which
-            has this one with it; and the other way round.
+        least: F^-1 of the claim: the smallest chance without a canary that the claim allows to an
+            event that has the chance passed with it, and with the two exchanged.
         error: tau.
     """
-    whole = guesses / canaries
-    held = error * right / canaries
-    missed = error * (guesses - right) / canaries
-    for below in range(right - 1, -1, -1):
-        more = least(held)
-        if more <= missed:
+    guessed_share = guesses / canaries
+    member_share = error * right / canaries
+    other_share = error * (guesses - right) / canaries
+    for rank in range(right - 1, -1, -1):
+        next_share = least(member_share)
+        if next_share <= other_share:
             return False
-        held += below / (guesses - below) * (more - missed)
-        missed = more
-        if held + missed > whole:
+        member_share += rank / (guesses - rank) * (next_share - other_share)
+        other_share = next_share
+        if member_share + other_share > guessed_share:
             return True
     return False
 
 
 def least_of_gaussian(mu: float, chance: float) -> float:
-    """F^-1 of mu-Gaussian DP: ``Phi(Phi^-1(y) - mu)``."""
+    """Return F^-1 of mu-Gaussian DP: ``Phi(Phi^-1(y) - mu)``."""
     return float(ndtr(ndtri(min(chance, 1.0)) - mu))
 
 
 def least_of_dp(epsilon: float, delta: float, chance: float) -> float:
-    """F^-1 of (epsilon, delta)-DP."""
+    """Return F^-1 of (epsilon, delta)-DP."""
     direct = math.exp(-epsilon) * (chance - delta)
     mirrored = 1 - delta - math.exp(epsilon) * (1 - chance)
     return max(0.0, direct, mirrored)
@@ -144,10 +144,12 @@ def one_run_epsilon(
     accountant: Relation | None = None,
     claim: Claim = "dp",
 ) -> float:
-    """Lower bound on epsilon from one run; ``guesses`` was settled without sight of the coins.
+    """Return a lower bound on epsilon from one run whose number of guesses does not depend on the
+    coins.
 
-    Of (epsilon, delta)-DP it is the larger of two: by :func:`one_run_p_value`, and by the trade-off
-    curve (:func:`exceeds`). Both bound the chance of the same event, so neither pays for the other.
+    For (epsilon, delta)-DP it is the larger of two: that of :func:`one_run_p_value`, and that of
+    the trade-off curve (:func:`exceeds`). Both bound the chance of the same event, so no error is
+    split between them.
 
     Args:
         canaries: m, each included by a fair coin of its own.
@@ -162,22 +164,22 @@ def one_run_epsilon(
     Raises:
         ValueError: impossible counts, delta or confidence, or no bridge between the relations.
     """
-    check(delta, confidence)
+    check_levels(delta, confidence)
     check_claim(claim, delta)
-    halve = must_halve(relation, accountant)
+    halve = halves_the_bound(relation, accountant)
     error = 1 - confidence
-    one_run_p_value(canaries, guesses, right, 0.0)  # refuses impossible counts
     counts = canaries, guesses, right
+    one_run_p_value(*counts, 0.0)  # refuses impossible counts
     if claim == "gaussian":
         times = 2 if halve else 1
 
-        def apart(mu: float) -> bool:
+        def is_mu_refuted(mu: float) -> bool:
             return exceeds(*counts, functools.partial(least_of_gaussian, times * mu), error)
 
-        mu = _largest(apart)
+        mu = _largest(is_mu_refuted)
         return gaussian_epsilon(sigma=1 / mu, delta=delta) if mu > 0 else 0.0
 
-    def refuted(epsilon: float) -> bool:
+    def is_refuted(epsilon: float) -> bool:
         claimed = epsilon, delta
         if halve:
             claimed = 2 * epsilon, min(1.0, (1 + math.exp(epsilon)) * delta)
@@ -185,19 +187,19 @@ def one_run_epsilon(
             return True
         return delta > 0 and exceeds(*counts, functools.partial(least_of_dp, *claimed), error)
 
-    return _largest(refuted)
+    return _largest(is_refuted)
 
 
-def _largest(refuted: Callable[[float], bool]) -> float:
-    """Where a claim ceases to be refuted; 0 where even the strongest is not."""
-    if not refuted(0.0):
+def _largest(is_refuted: Callable[[float], bool]) -> float:
+    """Return where a claim ceases to be refuted; 0 where even the strongest is not."""
+    if not is_refuted(0.0):
         return 0.0
     low, high = 0.0, 0.5
-    while refuted(high):
+    while is_refuted(high):
         low, high = high, high + 0.5
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if refuted(middle) else (low, middle)
+        low, high = (middle, high) if is_refuted(middle) else (low, middle)
     return low
 
 
@@ -213,7 +215,7 @@ def audit_one_run(
     claim: Claim = "dp",
     seed: int = 0,
 ) -> EpsilonBound:
-    """Lower bound on epsilon from the scores of m canaries after a single run.
+    """Return a lower bound on epsilon from the scores of m canaries after a single run.
 
     The canaries with the largest scores are guessed to be in, those with the smallest to be out,
     and the auditor abstains on those between. For mechanisms other than randomised response a gap
@@ -238,19 +240,19 @@ def audit_one_run(
         ValueError: lengths differ, more guesses than canaries, no guesses, members that fair coins
             would not have given, or as :func:`one_run_epsilon`.
     """
-    check(delta, confidence)
+    check_levels(delta, confidence)
     score, member = columns(scores, members)
     m, inside = score.size, int(member.sum())
-    if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < FAIR:
+    if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < LEAST_FAIR:
         raise ValueError(
-            f"{inside} of {m} canaries are in, which fair coins would not give: one-run audits "
-            "need each canary included by an independent fair coin"
+            f"{inside} of {m} canaries are in, which fair coins would not give: a one-run audit "
+            "needs an independent fair coin for each canary"
         )
     pairs = _pairs(guesses, m)
     shuffled = np.random.default_rng(seed).permutation(m)
     order = shuffled[np.argsort(score[shuffled], kind="stable")]
 
-    def shown(total: int, right: int) -> float:
+    def bound_of(total: int, right: int) -> float:
         return one_run_epsilon(
             m,
             total,
@@ -265,8 +267,8 @@ def audit_one_run(
     epsilon = limit = 0.0
     for n_in, n_out in pairs:
         right = int(member[order[m - n_in :]].sum()) + int((~member[order[:n_out]]).sum())
-        epsilon = max(epsilon, shown(n_in + n_out, right))
-        limit = max(limit, shown(n_in + n_out, n_in + n_out))
+        epsilon = max(epsilon, bound_of(n_in + n_out, right))
+        limit = max(limit, bound_of(n_in + n_out, n_in + n_out))
     return EpsilonBound(
         epsilon=math.nan if np.isnan(score).any() else epsilon,
         delta=delta,
@@ -305,7 +307,7 @@ def audit_canaries(
     claim: Claim = "dp",
     seed: int = 0,
 ) -> EpsilonBound:
-    """Lower bound on the epsilon of one training run, from its canaries' scores.
+    """Return a lower bound on the epsilon of one training run, from its canaries' scores.
 
     ::
 
@@ -315,13 +317,12 @@ def audit_canaries(
         ...                                     # one run; an attack scores every canary
         print(audit_canaries(train.canaries, monitor.canary_scores(), delta=1e-5))
 
-    arXiv 2305.08846 holds for scores that follow from what the run released, and from the coins
-    through that alone. So every canary needs a score, those that were left out as well, all made in
-    one way: at the same steps, reduced over steps by the same rule (``scores.amax(0)``, say).
-    :meth:`LeakageMonitor.canary_scores` gives such scores; it says under which defences they are
-    evidence. Scores of the steps at which a canary was in the
-    batch, against others' at other steps, show the coins by themselves; what the monitor logs as
-    ``audit/`` are rates over such games, and not to be used here.
+    arXiv 2305.08846 holds for scores that depend on the coins only through what the run released.
+    So every canary needs a score, also one that was left out, and all by one rule: at the same
+    steps, reduced over steps alike (``scores.amax(0)``, say). :meth:`LeakageMonitor.canary_scores`
+    returns such scores; its docstring says under which defences they are evidence. Do not pass
+    scores of the steps at which a canary was in the batch against others' at other steps: they show
+    the coins by themselves. The rates that the monitor logs as ``audit/`` are over such games.
 
     Args:
         canaries: of :func:`~lightning_fedleak.canaries.with_canaries`, or their record.
@@ -337,8 +338,8 @@ def audit_canaries(
         ValueError: not one score for each canary, a score that is NaN, coins that are not fair, or
             as :func:`~lightning_fedleak.auditing.audit_one_run`.
     """
-    given: Any = canaries
-    record: InclusionRecord = getattr(given, "record", given)
+    source: Any = canaries
+    record: InclusionRecord = getattr(source, "record", source)
     m = len(record.included)
     if scores.shape != (m,):
         raise ValueError(
@@ -348,11 +349,11 @@ def audit_canaries(
     if bool(scores.isnan().any()):
         raise ValueError(
             f"{int(scores.isnan().sum())} of {m} canaries have no score (NaN): which ones are "
-            "scored must not hang on the coins, so score all of them"
+            "scored must not depend on the coins, so score all of them"
         )
     if record.probability != 0.5:
         raise ValueError(
-            f"the canaries were included with probability {record.probability:g}, and a one-run "
+            f"the canaries were included with probability {record.probability:g}, but a one-run "
             "audit needs fair coins: with_canaries(..., probability=0.5)"
         )
     return audit_one_run(
@@ -361,7 +362,7 @@ def audit_canaries(
         delta=delta,
         confidence=confidence,
         guesses=guesses,
-        relation=RELATION[record.game],
+        relation=RELATION_OF_GAME[record.game],
         accountant=accountant,
         claim=claim,
         seed=seed,

@@ -25,7 +25,7 @@ from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.games import GameConfig, GameError, GameResult, SentencePool, play
-from lightning_fedleak.games.deals import AUTHORS_POSITION
+from lightning_fedleak.games.challenges import AUTHORS_POSITION
 from lightning_fedleak.games.play import Adversary, Defend
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.model_runs import context_length

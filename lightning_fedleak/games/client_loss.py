@@ -17,17 +17,18 @@ from lightning_fedleak.model_runs import predicting
 Loss = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 """(model, ids (B, L), mask (B, L) or None) to a scalar; the mean over what it is computed on."""
 
-CLASSES = 8
+RANDOM_HEAD_CLASSES = 8  # of the loss for a model without a head; not tuned
 
 
 def default_loss(anatomy: Anatomy) -> Loss:
-    """What fine-tuning a model of this kind minimises.
+    """Return the loss that fine-tuning a model of this kind minimises.
 
-    Causal: cross-entropy of the next tokens. Masked: of the batch's own tokens; none is masked, as
-    the masks are the client's own random numbers and the server could not embed its target with
-    them. Classifier: of class i mod the number of classes for sentence i. A model without a head,
-    as encoders are published: the same with a fixed random linear head of 8 classes over the mean
-    of its last hidden states.
+    - Causal: cross-entropy of the next tokens.
+    - Masked: cross-entropy of the batch's own tokens. None is masked, because the masks are the
+      client's own random numbers, with which the server could not embed its target.
+    - Classifier: cross-entropy of class i mod the number of classes for sentence i.
+    - A model without a head, as encoders are published: the same with a fixed random linear head of
+      8 classes over the mean of its last hidden states.
 
     Raises:
         GameError: when called, for an encoder-decoder or a model that returns neither logits nor
@@ -56,8 +57,8 @@ def default_loss(anatomy: Anatomy) -> Loss:
 
 
 def _part(out: Any, name: str) -> Tensor | None:
-    found = getattr(out, name, None)
-    return found if isinstance(found, Tensor) else None
+    value = getattr(out, name, None)
+    return value if isinstance(value, Tensor) else None
 
 
 def _pooled(states: Tensor, mask: Tensor | None) -> Tensor:
@@ -70,9 +71,8 @@ def _pooled(states: Tensor, mask: Tensor | None) -> Tensor:
 
 def _random_head(states: Tensor) -> Tensor:
     d = states.shape[-1]
-    head = torch.randn(d, CLASSES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    head = torch.randn(
+        d, RANDOM_HEAD_CLASSES, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     scaled: Tensor = head / d**0.5
     return scaled.to(states)
-
-
-__all__ = ["Loss", "default_loss"]

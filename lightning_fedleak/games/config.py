@@ -1,4 +1,4 @@
-"""How a game is played."""
+"""Settings of a membership game."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from lightning_fedleak.attacks.membership.insertion import Placement
 from lightning_fedleak.games.pool import GameError
+from lightning_fedleak.validate import check_choice, check_integer
 
 Protocol = Literal["game", "authors"]
 Relation = Literal["replace_one", "add_remove"]
@@ -28,48 +29,53 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class GameConfig:
-    """How the game is played.
+    """Settings of a membership game.
 
     Attributes:
-        games: how many.
+        games: number of games.
         batch: n, distinct sentences in the client's data D.
-        protocol: ``"game"`` for Fig. 2 (fair bit, random target in or outside D); ``"authors"``
+        protocol: ``"game"`` for Fig. 2 (fair bit, random target in or outside D). ``"authors"``
             for the protocol of the authors' code: one planted sentence, always sentence 0, in one
-            of two worlds; no attention mask, so that padding is read; the token at index 10; and
-            guesses by a threshold that is the mean of all scores of both worlds, which no
-            adversary in the game of Fig. 2 has.
-        relation: what is in the target's place where it is not in D: ``"replace_one"``, another
-            sentence (Fig. 2: D always has ``batch`` sentences), or ``"add_remove"``, nothing: D is
-            ``batch - 1`` sentences and the target, or these alone, as accountants of DP-SGD compare
+            of two worlds; no attention mask, so the model reads the padding; the token at index 10;
+            and a threshold that is the mean of all scores of both worlds, which no adversary in the
+            game of Fig. 2 has.
+        relation: what replaces the target where it is not in D. ``"replace_one"``: another sentence
+            (Fig. 2: D always has ``batch`` sentences). ``"add_remove"``: nothing, so D is
+            ``batch - 1`` sentences with or without the target, as accountants of DP-SGD compare
             (:func:`lightning_fedleak.auditing.audit_games`).
-        gradients: ``"autograd"`` by backward through crafted layers that are really inserted into
-            the model (``upstream`` and ``forwards``, of the closed form, are then left as they
-            are); ``"closed_form"`` by the attack's own formula.
-        position: which token of the target is asked for where an attack asks for tokens:
-            ``"random"``, ``"last"`` or an index counted from 0. The first two ask for no special
-            token, of which early layers make much the same state in every sentence. Of a causal
-            model the last token of a sentence is not asked for either: its hidden states enter no
-            next-token loss, so that its gradient is zero; ``"last"`` is the one before.
+        gradients: ``"autograd"`` runs backward through crafted layers that are really inserted into
+            the model (``upstream`` and ``forwards`` must then have their defaults);
+            ``"closed_form"`` uses the attack's own formula.
+        position: the target token, where an attack asks for tokens: ``"random"``, ``"last"`` or an
+            index counted from 0. The first two skip special tokens, whose states in early layers
+            hardly differ between sentences, and in a causal model the last token, whose hidden
+            states enter no next-token loss: ``"last"`` is then the one before.
         upstream: of the closed form: ``"generic"`` for random numbers (the guess must not depend
             on them), ``"loss"`` for the gradient of the user's own loss at the crafted output.
-        forwards: of the client, in closed form: ``"fresh"`` for one forward of the whole batch D in
-            every game; ``"pooled"`` to compute each sentence once, in a batch of ``batch``
-            sentences with its padding, and put every D together from these: the same but for
-            rounding, since sentences of a batch do not see each other, and cheap enough for
+        forwards: of the client, in closed form. ``"fresh"``: one forward of the whole batch D in
+            every game. ``"pooled"``: each sentence is computed once, in a batch of ``batch``
+            sentences with its padding, and every D is assembled from these. Sentences of a batch do
+            not attend to each other, so both agree up to rounding; ``"pooled"`` is cheap enough for
             thousands of games.
-        targets_per_batch: games that share one D; each has a bit and target of its own. Above 1
-            the games are no longer independent, and intervals are taken over batches.
+        targets_per_batch: games that share one D; each has its own bit and target. Above 1 the
+            games are no longer independent, and intervals are over batches.
         recompute: how the server embeds its target: ``"alone"`` in a batch of one without padding,
             or ``"padded"`` together with the other targets of the batch and further sentences,
             padded to another length than the client's.
         dropout: whether the client's forward drops units. A dishonest server sets dropout to 0
-            (False); True shows what it costs the attack not to.
+            (False); True shows how much the attack loses with dropout.
         placement: where crafted layers go (Fig. 3), see
             :func:`lightning_fedleak.attacks.membership.insertion.insert`.
-        seed: of own generators; nothing global is drawn from.
+        seed: of the game's own generators; global random numbers are not used.
 
     Raises:
         GameError: a value out of range, or two that exclude each other.
+
+    Example:
+        >>> from lightning_fedleak.games import GameConfig
+        >>> config = GameConfig(games=100, batch=8, relation="add_remove")
+        >>> config.gradients
+        'closed_form'
     """
 
     games: int = 240
@@ -88,12 +94,9 @@ class GameConfig:
 
     def __post_init__(self) -> None:
         for name in ("games", "batch", "targets_per_batch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise GameError(f"{name} must be a whole number of at least 1, got {value!r}")
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise GameError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+            check_integer(name, getattr(self, name), error=GameError)
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices, error=GameError)
         position = self.position
         index = isinstance(position, int) and not isinstance(position, bool) and position >= 0
         if not index and position not in ("random", "last"):
@@ -103,23 +106,20 @@ class GameConfig:
         if self.relation == "add_remove":
             if self.protocol == "authors":
                 raise GameError(
-                    "the authors' protocol puts one sentence in the place of another: leave "
-                    "relation='add_remove' out, or take protocol='game'"
+                    "the authors' protocol replaces one sentence by another: leave "
+                    "relation='add_remove' out, or set protocol='game'"
                 )
             if self.targets_per_batch > 1 or self.batch < 2:
                 raise GameError(
-                    "relation='add_remove' takes the target out of its batch: give batch of at "
-                    "least 2 and targets_per_batch=1, got "
+                    "relation='add_remove' removes the target from its batch: set batch to at "
+                    "least 2 and targets_per_batch to 1, got "
                     f"{self.batch} and {self.targets_per_batch}"
                 )
         if self.gradients == "autograd" and (self.forwards, self.upstream) != ("fresh", "generic"):
             raise GameError(
                 "gradients='autograd' runs the client's own forward and loss in every game, so "
-                f"that forwards={self.forwards!r} and upstream={self.upstream!r} would do nothing: "
-                "leave both out, or take gradients='closed_form'"
+                f"forwards={self.forwards!r} and upstream={self.upstream!r} would do nothing: "
+                "leave both out, or set gradients='closed_form'"
             )
         if self.dropout and (self.gradients == "autograd" or self.forwards == "pooled"):
             raise GameError("dropout=True needs gradients='closed_form' and forwards='fresh'")
-
-
-__all__ = ["GameConfig", "Gradients", "Protocol", "Relation"]

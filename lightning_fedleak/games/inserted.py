@@ -16,14 +16,14 @@ from lightning_fedleak.model_runs import undisturbed
 
 
 class _Blank(nn.Module):
-    """Crafted layers that add nothing, to see the gradient that arrives at their output."""
+    """Crafted layers that add nothing; they show the gradient that arrives at their output."""
 
     def __init__(self, whole_sentence: bool) -> None:
         super().__init__()
         self.whole_sentence = whole_sentence
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Zeros, (B, L, 1), or (B, 1, 1) for whole sentences."""
+        """Return zeros, (B, L, 1), or (B, 1, 1) for whole sentences."""
         inputs = 1 if self.whole_sentence else hidden.shape[1]
         return hidden.new_zeros((len(hidden), inputs, 1), requires_grad=True)
 
@@ -37,10 +37,10 @@ def autograd_gradient(
     placement: Placement,
     loss: Loss,
 ) -> tuple[Tensor, Tensor]:
-    """Backward through ``attack.craft(target)`` inside the model, in eval mode.
+    """Return the gradients of ``attack.craft(target)`` inside the model, in eval mode.
 
     Args:
-        anatomy: of the model, which is left as it was.
+        anatomy: of the model, which is not changed.
         attack: the adversary.
         target: (D,).
         ids: (B, L).
@@ -67,10 +67,10 @@ def loss_upstream(
     placement: Placement,
     loss: Loss,
 ) -> Tensor:
-    """Gradient of the client's loss at the crafted output, (B, L), or (B, 1) for whole sentences.
+    """Return the loss's gradient at the crafted output, (B, L), or (B, 1) for whole sentences.
 
-    Taken where the crafted layers add nothing yet: the same as with them, to first order in what
-    they add.
+    The layers inserted here add nothing, so the result is exact to first order in what crafted
+    layers add.
     """
     blank = _Blank(attack.granularity == "full")
     with _output_of(blank) as outputs, insert(anatomy, attack.layer, blank, placement):
@@ -80,11 +80,11 @@ def loss_upstream(
 
 @contextmanager
 def _output_of(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects what a module returns."""
-    seen: list[Tensor] = []
-    handle = module.register_forward_hook(lambda _, args, output: seen.append(output))
+    """Yield a list that collects what a module returns."""
+    outputs: list[Tensor] = []
+    handle = module.register_forward_hook(lambda _, args, output: outputs.append(output))
     try:
-        yield seen
+        yield outputs
     finally:
         handle.remove()
 
@@ -94,17 +94,17 @@ def _gradients(
     ids: Tensor,
     mask: Tensor | None,
     loss: Loss,
-    of: Callable[[], Sequence[Tensor]],
+    quantities: Callable[[], Sequence[Tensor]],
 ) -> tuple[Tensor, ...]:
-    """Gradients of the loss in what ``of`` names once the model has been run."""
+    """Return gradients of the loss in what ``quantities`` returns once the model has run."""
     device = anatomy.device
     with undisturbed(anatomy) as model, torch.enable_grad():
         value = loss(model, ids.to(device), None if mask is None else mask.to(device))
-        return torch.autograd.grad(value, of())
+        return torch.autograd.grad(value, quantities())
 
 
 def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Generator) -> Tensor:
-    """Random numbers of the size of a mean loss's gradients, none of them zero.
+    """Return random numbers of the size of a mean loss's gradients, none of them zero.
 
     Args:
         hidden: (B, L, d) of the batch.
@@ -112,10 +112,7 @@ def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Gene
         generator: on the CPU.
     """
     shape = (hidden.shape[0], 1 if whole_sentence else hidden.shape[1])
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
     smallest = torch.finfo(torch.float32).tiny ** 0.5
-    drawn = torch.where(drawn.abs() < smallest, smallest, drawn) / drawn.numel()
-    return drawn.to(torch.promote_types(hidden.dtype, torch.float32)).to(hidden.device)
-
-
-__all__ = ["autograd_gradient", "generic_upstream", "loss_upstream"]
+    numbers = torch.where(numbers.abs() < smallest, smallest, numbers) / numbers.numel()
+    return numbers.to(torch.promote_types(hidden.dtype, torch.float32)).to(hidden.device)

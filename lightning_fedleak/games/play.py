@@ -1,7 +1,7 @@
 """The security game Exp^AMI (Vu et al. 2024, Fig. 2), played many times on a real model and text.
 
 All adversaries of one call play the same games: same data, same bits, same targets. Those that add
-no layers of their own guess from the gradient of what is trained in the model.
+no layers guess from the gradient of the parameters that the model trains.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from lightning_fedleak.attacks.membership.base import (
 )
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.games.challenges import (
+    AUTHORS_POSITION,
+    Challenge,
+    authors_challenges,
+    game_challenges,
+)
 from lightning_fedleak.games.client_loss import Loss, default_loss
 from lightning_fedleak.games.config import GameConfig
-from lightning_fedleak.games.deals import AUTHORS_POSITION, Deal, authors_deals, game_deals
 from lightning_fedleak.games.inserted import autograd_gradient, generic_upstream, loss_upstream
 from lightning_fedleak.games.pool import GameError, SentencePool, padded
 from lightning_fedleak.games.result import GameResult
@@ -38,8 +43,7 @@ from lightning_fedleak.games.states import (
 from lightning_fedleak.model_runs import context_length, hidden_states, undisturbed
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 
-_BESIDE = 5
-"""Sentences that the server embeds beside its targets where it pads."""
+PADDING_SENTENCES = 5  # that the server embeds beside its targets where it pads; not tuned
 
 Adversary = MembershipAttack | PassiveMembership
 
@@ -58,27 +62,27 @@ def play(
     progress: Callable[[int], object] | None = None,
     defend: Defend | None = None,
 ) -> list[GameResult]:
-    """Plays all games and lets every adversary guess in each.
+    """Play all games, and return what every adversary guessed in each.
 
     A_init is ``attack.meet`` and ``attack.prepare``, and runs once. In each game the client
-    computes the hidden states of its whole batch; the server computes those of its target by itself
-    (``config.recompute``), crafts (A_attack), and guesses from the gradient of its crafted layers
-    alone (A_guess). A :class:`~lightning_fedleak.attacks.membership.base.PassiveMembership` guesses
-    from the gradient that the whole batch gives the model's own trained parameters.
+    computes the hidden states of its whole batch. The server computes those of its target
+    separately (``config.recompute``), crafts (A_attack), and guesses from the gradient of its
+    crafted layers alone (A_guess). A
+    :class:`~lightning_fedleak.attacks.membership.base.PassiveMembership` guesses from the gradient
+    that the whole batch gives the model's own trained parameters.
 
     Args:
-        anatomy: of the model; the model is left as it was.
+        anatomy: of the model, which is not changed.
         attacks: the adversaries.
-        pool: what data and targets are drawn from.
-        config: how; default :class:`GameConfig`.
+        pool: the sentences that data and targets are drawn from.
+        config: how the games are played; default :class:`GameConfig`.
         planted: ids of the sentence that the authors' protocol plants.
         loss: the client's; default :func:`~lightning_fedleak.games.client_loss.default_loss`. Used
             with ``gradients="autograd"`` and with ``upstream="loss"``.
         progress: called with the number of games played since the last call.
-        defend: a defence on the client's token ids, called for every batch, of which the adversary
-            knows (:meth:`~lightning_fedleak.attacks.base.Attack.meet`). The
-            server's own forwards, and what counts as a collision, are of the true text. Needs
-            ``forwards="fresh"``.
+        defend: a defence of the client's token ids, called for every batch; the adversary knows of
+            it (:meth:`~lightning_fedleak.attacks.base.Attack.meet`). The server's own forwards and
+            the collisions use the true text. Needs ``forwards="fresh"``.
 
     Returns:
         One result for each attack, in order.
@@ -91,24 +95,24 @@ def play(
     config = config or GameConfig()
     if planted is not None:
         planted = planted[: pool.tokens]
-    table = _Table(anatomy, attacks, pool, config, planted, loss or default_loss(anatomy), defend)
+    run = _GameRun(anatomy, attacks, pool, config, planted, loss or default_loss(anatomy), defend)
     spare = 1 if anatomy.kind == "causal" else 0
-    for number, deal in enumerate(_deals(pool, config, planted, spare)):
-        table.play(number, deal)
+    for number, challenge in enumerate(_challenges(pool, config, planted, spare)):
+        run.play(number, challenge)
         if progress is not None:
-            progress(len(deal.bits))
-    return table.results()
+            progress(len(challenge.bits))
+    return run.results()
 
 
-def _deals(
+def _challenges(
     pool: SentencePool, config: GameConfig, planted: Tensor | None, spare: int
-) -> Iterator[Deal]:
+) -> Iterator[Challenge]:
     if config.protocol == "authors":
         if planted is None:
             raise GameError("the authors' protocol needs planted=, the ids of its fixed sentence")
         place = _authors_place(config)
-        return authors_deals(pool.rows, planted, config.batch, config.games, place)
-    return game_deals(
+        return authors_challenges(pool.rows, planted, config.batch, config.games, place)
+    return game_challenges(
         pool,
         config.batch,
         config.games,
@@ -126,15 +130,15 @@ def _authors_place(config: GameConfig) -> int:
 
 @dataclass(frozen=True)
 class _Client:
-    """One batch as the client has it: ids and mask (B, L), hidden states (B, L, d) by layer."""
+    """One batch of the client: ids and mask (B, L), hidden states (B, L, d) by layer."""
 
     ids: Tensor
     mask: Tensor | None
     hidden: dict[int, Tensor]
 
 
-class _Table:
-    """Where the games are played: one challenger, all adversaries, and what each of them said."""
+class _GameRun:
+    """One challenger, all adversaries, and their guesses so far."""
 
     def __init__(
         self,
@@ -149,7 +153,7 @@ class _Table:
         if not attacks:
             raise GameError("no attack to play the game with")
         if defend is not None and config.forwards == "pooled":
-            raise GameError("defend= changes every batch anew and needs forwards='fresh'")
+            raise GameError("defend= changes every batch and needs forwards='fresh'")
         self.context = context_length(anatomy)
         if self.context is not None and pool.tokens > self.context:
             raise GameError(
@@ -176,17 +180,17 @@ class _Table:
         self.config, self.loss, self.defend = config, loss, defend
         self.layers = sorted({a.layer for a in attacks if isinstance(a, MembershipAttack)})
         self.passive = [a for a in attacks if isinstance(a, PassiveMembership)]
-        self.read = tuple(
+        self.roles = tuple(
             dict.fromkeys(role for a in self.passive for role in a.needs(anatomy).gradients)
         )
         self.ahead = {k: k > 0 and reads_ahead(anatomy, k) for k in self.layers}
         self.positional = tells_positions_apart(anatomy)
-        self.client = torch.Generator().manual_seed(config.seed + 1)
-        self.server = torch.Generator().manual_seed(config.seed + 2)
+        self.client_generator = torch.Generator().manual_seed(config.seed + 1)
+        self.server_generator = torch.Generator().manual_seed(config.seed + 2)
         pooled = config.forwards == "pooled" and self.layers
         self.pooled = self._pool_states(planted) if pooled else None
         self.truth: dict[str, list[Tensor]] = {"bits": [], "batches": [], "positions": []}
-        self.said: list[dict[str, list[Tensor]]] = [
+        self.guesses: list[dict[str, list[Tensor]]] = [
             {"guesses": [], "scores": [], "collides": []} for _ in attacks
         ]
         self.seconds = [0.0] * len(attacks)
@@ -201,44 +205,44 @@ class _Table:
             rows,
             self.config.batch,
             self.pool.pad_id,
-            self.client,
+            self.client_generator,
             self.pool.tokens if authors else None,
         )
 
-    def play(self, number: int, deal: Deal) -> None:
-        """All games of one deal."""
-        client = self._client(number, deal)
-        query, embedded = self._server(deal)
+    def play(self, number: int, challenge: Challenge) -> None:
+        """Play the games of one challenge."""
+        client = self._client_batch(number, challenge)
+        query, embedded = self._server_states(challenge)
         shared = self._shared(client) if self.passive else None
         upstreams: dict[tuple[int, str], Tensor] = {}
-        for attack, said, a in zip(self.attacks, self.said, range(len(self.said)), strict=True):
-            began = time.perf_counter()
+        for a, (attack, columns) in enumerate(zip(self.attacks, self.guesses, strict=True)):
+            start = time.perf_counter()
             if isinstance(attack, PassiveMembership):
                 assert shared is not None
                 guess = attack.run(Observation((shared,)), query)
-                collides = torch.zeros_like(deal.bits)
+                collides = torch.zeros_like(challenge.bits)
             else:
                 if self.config.gradients == "closed_form":
                     kind = (attack.layer, attack.granularity)
                     if kind not in upstreams:
                         upstreams[kind] = self._upstream(attack, client)
-                        began = time.perf_counter()
+                        start = time.perf_counter()
                 guess = self._crafted(attack, client, query, embedded, upstreams)
-                collides = self._collides(attack, deal)
-            self.seconds[a] += time.perf_counter() - began
-            said["guesses"].append(guess.members.detach().cpu())
-            said["scores"].append(guess.scores.detach().cpu().double())
-            said["collides"].append(collides)
-        self.truth["bits"].append(deal.bits)
-        self.truth["positions"].append(deal.positions)
-        self.truth["batches"].append(torch.full_like(deal.positions, number))
+                collides = self._collides(attack, challenge)
+            self.seconds[a] += time.perf_counter() - start
+            columns["guesses"].append(guess.members.detach().cpu())
+            columns["scores"].append(guess.scores.detach().cpu().double())
+            columns["collides"].append(collides)
+        self.truth["bits"].append(challenge.bits)
+        self.truth["positions"].append(challenge.positions)
+        self.truth["batches"].append(torch.full_like(challenge.positions, number))
 
     def _shared(self, client: _Client) -> GradientSnapshot:
-        """The gradient of the client's batch in the parameters that are read."""
+        """Return the gradient of the client's batch in the parameters that are read."""
         mask = client.mask
         labels = client.ids if mask is None else client.ids.masked_fill(mask == 0, IGNORE_INDEX)
         batch = TokenBatch(client.ids, labels, mask, self.anatomy.kind)
-        gradients = gradient_of(self.anatomy, batch, self.read)
+        gradients = gradient_of(self.anatomy, batch, self.roles)
         self.dtype = str(next(iter(gradients.values())).dtype).removeprefix("torch.")
         return GradientSnapshot(0, Stage.SHARED, gradients)
 
@@ -256,14 +260,14 @@ class _Table:
         return attack.guess(self._gradient(attack, targets, client, upstream))
 
     def results(self) -> list[GameResult]:
-        """What was said, attack by attack."""
+        """Return what each attack guessed, in order."""
         truth = {name: torch.cat(values) for name, values in self.truth.items()}
-        found = []
-        for attack, said, seconds in zip(self.attacks, self.said, self.seconds, strict=True):
-            columns = {name: torch.cat(values) for name, values in said.items()}
+        results = []
+        for attack, columns, seconds in zip(self.attacks, self.guesses, self.seconds, strict=True):
+            all_columns = {name: torch.cat(values) for name, values in columns.items()}
             if self.config.protocol == "authors":
-                columns["guesses"] = columns["scores"] > columns["scores"].mean()
-            found.append(
+                all_columns["guesses"] = all_columns["scores"] > all_columns["scores"].mean()
+            results.append(
                 GameResult(
                     attack=attack.name,
                     layer=attack.layer if isinstance(attack, MembershipAttack) else None,
@@ -271,7 +275,7 @@ class _Table:
                         attack.granularity if isinstance(attack, MembershipAttack) else "text"
                     ),
                     **truth,
-                    **columns,
+                    **all_columns,
                     protocol=self.config.protocol,
                     relation=self.config.relation,
                     gradients=self.config.gradients,
@@ -283,10 +287,10 @@ class _Table:
                     seconds=seconds,
                 )
             )
-        return found
+        return results
 
     def _settings(self) -> dict[str, object]:
-        """Settings of the game that had an effect."""
+        """Return the settings of the game that had an effect."""
         settings = asdict(self.config)
         if self.config.gradients == "autograd":
             del settings["forwards"], settings["upstream"]
@@ -295,55 +299,62 @@ class _Table:
             settings["position"] = _authors_place(self.config)
         return settings
 
-    def _client(self, number: int, deal: Deal) -> _Client:
+    def _client_batch(self, number: int, challenge: Challenge) -> _Client:
         mask: Tensor | None
         device = self.anatomy.device
         if self.config.protocol == "authors":
-            ids, mask = padded(deal.data, self.pool.pad_id, self.pool.tokens)[0].to(device), None
+            ids, mask = (
+                padded(challenge.data, self.pool.pad_id, self.pool.tokens)[0].to(device),
+                None,
+            )
         else:
-            ids, mask = (t.to(device) for t in padded(deal.data, self.pool.pad_id))
+            ids, mask = (t.to(device) for t in padded(challenge.data, self.pool.pad_id))
         if self.defend is not None:
             ids = self.defend(ids, mask)
         if self.config.gradients == "autograd" or not self.layers:
             return _Client(ids, mask, {})
         if self.pooled is not None:
-            return _Client(ids, mask, self.pooled.of(deal.data))
+            return _Client(ids, mask, self.pooled.of(challenge.data))
         drop = self.config.seed + number if self.config.dropout else None
         hidden = client_states(self.anatomy, self.layers, ids, mask, dropout_seed=drop)
         return _Client(ids, mask, hidden)
 
-    def _server(self, deal: Deal) -> tuple[Query, dict[int, Tensor]]:
-        """The targets, and their hidden states (G, L, d) by layer, by the server's own forwards."""
+    def _server_states(self, challenge: Challenge) -> tuple[Query, dict[int, Tensor]]:
+        """Return the targets, and their states (G, L, d) by layer from the server's forwards."""
         device = self.anatomy.device
-        positions = deal.positions.to(device)
+        positions = challenge.positions.to(device)
         if self.config.protocol == "authors":
-            # Padding is read, so that the server pads as it knows the client to do.
-            ids = padded(deal.targets, self.pool.pad_id, self.pool.tokens)[0].to(device)
-            found = {k: hidden_states(self.anatomy, k, ids) for k in self.layers}
-            return Query(ids, None, positions), found
-        ids, mask = (t.to(device) for t in padded(deal.targets, self.pool.pad_id))
+            # The model reads the padding, so the server pads as the client does.
+            ids = padded(challenge.targets, self.pool.pad_id, self.pool.tokens)[0].to(device)
+            return Query(ids, None, positions), {
+                k: hidden_states(self.anatomy, k, ids) for k in self.layers
+            }
+        ids, mask = (t.to(device) for t in padded(challenge.targets, self.pool.pad_id))
         query = Query(ids, mask, positions)
         if self.config.recompute == "alone":
             with undisturbed(self.anatomy):
-                alone = {
-                    k: [hidden_states(self.anatomy, k, t[None])[0] for t in deal.targets]
+                states = {
+                    k: [hidden_states(self.anatomy, k, t[None])[0] for t in challenge.targets]
                     for k in self.layers
                 }
             return query, {
-                k: nn.utils.rnn.pad_sequence(rows, batch_first=True) for k, rows in alone.items()
+                k: nn.utils.rnn.pad_sequence(rows, batch_first=True) for k, rows in states.items()
             }
-        others = torch.randint(len(self.pool), (_BESIDE,), generator=self.server).tolist()
-        rows = [*(self.pool.rows[i] for i in others), *deal.targets]
+        padding = torch.randint(
+            len(self.pool), (PADDING_SENTENCES,), generator=self.server_generator
+        )
+        rows = [*(self.pool.rows[i] for i in padding.tolist()), *challenge.targets]
         length = min(self.pool.tokens + 3, self.context or self.pool.tokens + 3)
         batch = padded(rows, self.pool.pad_id, length)
         return query, {
-            k: hidden_states(self.anatomy, k, *batch)[_BESIDE:, : ids.shape[1]] for k in self.layers
+            k: hidden_states(self.anatomy, k, *batch)[PADDING_SENTENCES:, : ids.shape[1]]
+            for k in self.layers
         }
 
     def _upstream(self, attack: MembershipAttack, client: _Client) -> Tensor:
         if self.config.upstream == "generic":
             return generic_upstream(
-                client.hidden[attack.layer], attack.granularity == "full", self.client
+                client.hidden[attack.layer], attack.granularity == "full", self.client_generator
             )
         return loss_upstream(
             self.anatomy, attack, client.ids, client.mask, self.config.placement, self.loss
@@ -356,7 +367,7 @@ class _Table:
         client: _Client,
         upstream: Tensor | None,
     ) -> Tensor:
-        """(G, K) of the crafted layers, as the client's batch gives it."""
+        """Return the gradient (G, K) that the client's batch gives the crafted layers."""
         if upstream is not None:
             hidden = client.hidden[attack.layer]
             return attack.gradient(targets, hidden, client.mask, upstream).sum(0)
@@ -375,17 +386,14 @@ class _Table:
             ]
         )
 
-    def _collides(self, attack: MembershipAttack, deal: Deal) -> Tensor:
+    def _collides(self, attack: MembershipAttack, challenge: Challenge) -> Tensor:
         return collides(
-            deal.targets,
-            deal.positions,
-            deal.places,
-            deal.data,
+            challenge.targets,
+            challenge.positions,
+            challenge.places,
+            challenge.data,
             layer=attack.layer,
             reads=attack.reads,
             ahead=self.ahead[attack.layer],
             positional=self.positional,
         )
-
-
-__all__ = ["play"]

@@ -1,4 +1,4 @@
-"""What one adversary did in all games."""
+"""Guesses and scores of one adversary in all games, and their rates."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ _COLUMNS = ("bits", "guesses", "scores", "collides", "batches", "positions")
 
 @dataclass(frozen=True, repr=False)
 class GameResult:
-    """What one adversary did in all games.
+    """Guesses and scores of one adversary in all games.
 
     Attributes:
-        attack: its name; ``layer`` and ``granularity`` where it read. None and ``"text"`` of one
-            that reads the model's own gradient.
+        attack: its name.
+        layer: at which it read; None for an attack that reads the model's own gradient.
+        granularity: ``"token"`` or ``"full"``; ``"text"`` for such an attack.
         bits: (n,) bool, the secret b.
         guesses: (n,) bool, the adversary's b'.
         scores: (n,) float64, higher is more likely a member.
         collides: (n,) bool, whether the hidden states of the target that this attack reads (of one
-            token, or of its sentence) occur in D outside the target, so that the assumption of
-            Lemma 1 fails and it cannot tell.
-        batches: (n,) int, which D a game was played on.
-        positions: (n,) int, the target token (for an attack on whole sentences not used).
+            token, or of its sentence) occur in D outside the target: then the assumption of Lemma 1
+            fails, and the attack cannot decide.
+        batches: (n,) int, the number of the D that a game was played on.
+        positions: (n,) int, the target token (not used by an attack on whole sentences).
         protocol: ``"game"`` or ``"authors"``, see :class:`GameConfig`.
         gradients: ``"autograd"`` or ``"closed_form"``.
         dtype: of the model.
         config: settings of game and attack, plain values.
-        seconds: of the adversary's own work in all games (A_attack, gradient, A_guess).
+        seconds: the adversary's own work in all games (A_attack, gradient, A_guess).
         relation: ``"replace_one"`` or ``"add_remove"``, see :class:`GameConfig`.
     """
 
@@ -59,23 +60,24 @@ class GameResult:
         return len(self.bits)
 
     def without_collisions(self) -> GameResult:
-        """The games alone in which the assumption of Lemma 1 holds."""
+        """Return only the games in which the assumption of Lemma 1 holds."""
         return self.only(~self.collides)
 
-    def only(self, kept: Tensor) -> GameResult:
-        """The games where ``kept``, (n,) bool, is true; ``seconds`` stays that of all."""
-        return replace(self, **{name: getattr(self, name)[kept] for name in _COLUMNS})
+    def only(self, selection: Tensor) -> GameResult:
+        """Return the games that ``selection``, (n,) bool, holds; ``seconds`` stays that of all."""
+        return replace(self, **{name: getattr(self, name)[selection] for name in _COLUMNS})
 
     def summary(self, confidence: float = 0.95, *, fitted: bool = False) -> dict[str, Rate]:
-        """Accuracy, F1, AUC, advantage and TPR at small FPRs, each with its interval.
+        """Return accuracy, F1, AUC, advantage and TPR at small FPRs, each with its interval.
 
-        Over batches; see :func:`lightning_fedleak.metrics.membership.membership_rates`.
+        The intervals are over batches; see
+        :func:`lightning_fedleak.metrics.membership.membership_rates`.
 
         Args:
             confidence: of the intervals.
-            fitted: accuracy, F1 and advantage not by the adversary's own guesses, but by a
-                threshold on its scores that is fitted on other games than those it is applied to:
-                what the scores are worth to who has seen the outcome of such games.
+            fitted: take accuracy, F1 and advantage not from the adversary's own guesses, but from
+                a threshold on its scores that was fitted on other games: what the scores are worth
+                to someone who knows the outcome of such games.
         """
         guesses = None if fitted else self.guesses
         return membership_rates(
@@ -83,10 +85,10 @@ class GameResult:
         )
 
     def to_dict(self, games: bool = False) -> dict[str, Any]:
-        """Plain values for JSON: settings, counts, rates with intervals; no text.
+        """Return plain values for JSON: settings, counts, rates with intervals; no text.
 
         Args:
-            games: also every game's bit, guess, score and flag.
+            games: whether to add every game's bit, guess, score and flag.
         """
         whole, fitted = self.summary(), self.summary(fitted=True)
         clean = self.without_collisions().summary()
@@ -125,9 +127,6 @@ class GameResult:
 
 
 def _plain(rate: Rate) -> dict[str, float | None]:
-    """A rate for JSON, which has no NaN: null where it is unknown."""
+    """Return a rate for JSON, which has no NaN: null where it is unknown."""
     ends = {"value": rate.value, "low": rate.low, "high": rate.high}
     return {name: end if math.isfinite(end) else None for name, end in ends.items()}
-
-
-__all__ = ["GameResult"]

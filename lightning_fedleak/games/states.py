@@ -1,4 +1,4 @@
-"""Hidden states of the client's batch, and what a layer of a model can tell apart."""
+"""Hidden states of the client's batch, and which texts share a hidden state at a layer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from lightning_fedleak.anatomy.text_layers import place_of, states_in, states_ou
 from lightning_fedleak.games.pool import padded
 from lightning_fedleak.model_runs import hidden_states, undisturbed
 
-_RUN = 4
-"""Tokens up to the one that is looked at, and behind it, where a model is tried for looking ahead.
-"""
+PROBE_TOKENS = 4  # before and after the token that tests whether a model reads ahead; not tuned
 
 
 class _DeepEnough(Exception):
-    """Ends a forward behind the deepest layer that was asked for."""
+    """Ends a forward behind the deepest layer of the call."""
 
 
 def client_states(
@@ -30,37 +28,37 @@ def client_states(
     *,
     dropout_seed: int | None = None,
 ) -> dict[int, Tensor]:
-    """Hidden states at several layers by one forward of the client's whole batch.
+    """Return hidden states at several layers, from one forward of the client's whole batch.
 
-    Not the function that the server embeds its targets with
-    (:func:`lightning_fedleak.model_runs.hidden_states`): in a game both sides compute for
-    themselves.
+    The server embeds its targets with another function
+    (:func:`lightning_fedleak.model_runs.hidden_states`), because both sides of a game compute
+    separately.
 
     Args:
         anatomy: of the model.
         layers: 0 for the blocks' input, k for the output of block k.
         ids: (B, L).
-        mask: (B, L), or None where the client gives none.
-        dropout_seed: None for a forward without dropout, which a dishonest server demands; a seed
-            for a forward in train mode with the model's own dropout.
+        mask: (B, L), or None where the client has none.
+        dropout_seed: a seed for a forward in train mode with the model's own dropout; None for a
+            forward without dropout, which a dishonest server demands.
 
     Returns:
         (B, L, d) by layer, detached.
     """
-    places = {layer: place_of(anatomy, layer) for layer in set(layers)}
+    layer_places = {layer: place_of(anatomy, layer) for layer in set(layers)}
     deepest = max(layers)
-    seen: dict[int, Tensor] = {}
+    states_by_layer: dict[int, Tensor] = {}
 
-    def keep(layer: int, states: Tensor) -> None:
-        seen[layer] = states.detach()
+    def record(layer: int, states: Tensor) -> None:
+        states_by_layer[layer] = states.detach()
         if layer == deepest:
             raise _DeepEnough
 
-    def keep_input(layer: int) -> Callable[..., None]:
-        return lambda _, args, kwargs: keep(layer, states_in(args, kwargs))
+    def record_input(layer: int) -> Callable[..., None]:
+        return lambda _, args, kwargs: record(layer, states_in(args, kwargs))
 
-    def keep_output(layer: int) -> Callable[..., None]:
-        return lambda _, args, output: keep(layer, states_out(output))
+    def record_output(layer: int) -> Callable[..., None]:
+        return lambda _, args, output: record(layer, states_out(output))
 
     device = anatomy.device
     inputs = {"input_ids": ids.to(device)}
@@ -73,35 +71,35 @@ def client_states(
             torch.manual_seed(dropout_seed)
             for module in model.modules():
                 module.training = True
-        for layer, place in places.items():
+        for layer, place in layer_places.items():
             handle = (
-                place.module.register_forward_pre_hook(keep_input(layer), with_kwargs=True)
+                place.module.register_forward_pre_hook(record_input(layer), with_kwargs=True)
                 if place.side == "input"
-                else place.module.register_forward_hook(keep_output(layer))
+                else place.module.register_forward_hook(record_output(layer))
             )
             stack.callback(handle.remove)
         with suppress(_DeepEnough):
             model(**inputs)
-    return seen
+    return states_by_layer
 
 
 class PooledStates:
     """Hidden states of sentences, each computed once, in a batch with others of the pool.
 
-    Sentences of a batch do not see each other, so that a batch put together from these differs
-    from one forward of its own by rounding alone. Sentences are computed ``batch`` at a time, in
-    random groups that have nothing to do with the games, padded as each group needs; a group is
-    computed when the first of its sentences is asked for.
+    Sentences of a batch do not attend to each other, so a batch that is assembled from these
+    differs from a separate forward by rounding alone. Sentences are computed ``batch`` at a time,
+    in random groups that are independent of the games, each padded to its longest sentence. A group
+    is computed when the first of its sentences is needed.
 
     Args:
         anatomy: of the model.
         layers: as in :func:`client_states`.
-        rows: ids of all sentences that will be asked for, all different.
+        rows: ids of all sentences that will be needed, all different.
         batch: sentences in a group.
         pad_id: written behind the end of a row.
         generator: of the grouping.
         length: None to pad a group to its longest sentence and mask the rest; a number of columns
-            to pad to without a mask, so that padding is read (as the authors' code does).
+            to pad to without a mask, so that the model reads padding (as the authors' code does).
     """
 
     def __init__(
@@ -122,10 +120,10 @@ class PooledStates:
         self.states: dict[tuple[int, ...], dict[int, Tensor]] = {}
 
     def of(self, data: Sequence[Tensor]) -> dict[int, Tensor]:
-        """(B, L, d) by layer for the batch ``data``, zero behind the end of a row."""
-        found = [self._row(row) for row in data]
+        """Return (B, L, d) by layer for the batch ``data``, zero behind the end of a row."""
+        rows = [self._row(row) for row in data]
         return {
-            layer: nn.utils.rnn.pad_sequence([states[layer] for states in found], batch_first=True)
+            layer: nn.utils.rnn.pad_sequence([states[layer] for states in rows], batch_first=True)
             for layer in self.layers
         }
 
@@ -134,12 +132,12 @@ class PooledStates:
         if key not in self.states:
             group = self.groups[self.group_of[key]]
             ids, mask = padded(group, self.pad_id, self.length)
-            seen = client_states(
+            states = client_states(
                 self.anatomy, self.layers, ids, mask if self.length is None else None
             )
             for i, member in enumerate(group):
-                kept = self.length or len(member)
-                self.states[_key(member)] = {k: v[i, :kept].clone() for k, v in seen.items()}
+                length = self.length or len(member)
+                self.states[_key(member)] = {k: v[i, :length].clone() for k, v in states.items()}
         return self.states[key]
 
 
@@ -148,27 +146,27 @@ def _key(row: Tensor) -> tuple[int, ...]:
 
 
 def tells_positions_apart(anatomy: Anatomy) -> bool:
-    """Whether one word at two positions has two hidden states at layer 0 (not so under rotary)."""
+    """Return whether one word at two positions has two states at layer 0 (not so under rotary)."""
     states = hidden_states(anatomy, 0, _some_ids(anatomy, 1).expand(1, 2))
     return _differ(states[0, 0], states[0, 1])
 
 
 def reads_ahead(anatomy: Anatomy, layer: int) -> bool:
-    """Whether a token's hidden state at ``layer`` depends on the tokens after it."""
-    same, one, other = _some_ids(anatomy, 3 * _RUN).reshape(3, _RUN)
-    texts = torch.stack([torch.cat([same, one]), torch.cat([same, other])])
+    """Return whether a token's hidden state at ``layer`` depends on the tokens after it."""
+    prefix, one, other = _some_ids(anatomy, 3 * PROBE_TOKENS).reshape(3, PROBE_TOKENS)
+    texts = torch.stack([torch.cat([prefix, one]), torch.cat([prefix, other])])
     states = hidden_states(anatomy, layer, texts)
-    return _differ(states[0, _RUN - 1], states[1, _RUN - 1])
+    return _differ(states[0, PROBE_TOKENS - 1], states[1, PROBE_TOKENS - 1])
 
 
 def _differ(first: Tensor, second: Tensor) -> bool:
-    """By more than rounding."""
+    """Return whether two states differ by more than rounding."""
     difference = (first.double() - second.double()).norm() / first.double().norm()
     return float(difference) > max(2 * torch.finfo(first.dtype).eps, 1e-5)
 
 
 def _some_ids(anatomy: Anatomy, n: int) -> Tensor:
-    """(n,) different ids from the middle of the vocabulary on, where no special tokens are."""
+    """Return (n,) different ids from the middle of the vocabulary on, to skip special tokens."""
     weight = anatomy.parameter(EMBEDDING_WEIGHT)
     size = 2 * n if weight is None else len(weight)
     return (size // 2 + torch.arange(n)) % size
@@ -185,21 +183,22 @@ def collides(
     ahead: bool,
     positional: bool,
 ) -> Tensor:
-    """Where the assumption of Lemma 1 fails: what is read of the target occurs in D outside it.
+    """Return where Lemma 1's assumption fails: a state read from the target occurs elsewhere in D.
 
-    At layer 0 a hidden state knows its word (and position) alone; in a causal model it knows the
-    words up to its own (and, under rotary positions, not how often a sentence's first word has been
-    repeated: attention over equal values gives that value); elsewhere the entire text, which is in
-    D once. Several states together know at least the words that are read of them, in their order
-    (an attack that attends over them at layer 0 under rotary positions does not know the order).
+    At layer 0 a hidden state depends on its word (and position) alone. At a deeper layer of a
+    causal model it depends on the words up to its own (under rotary positions not on how often a
+    sentence's first word is repeated, because attention over equal values returns that value). In
+    other models it depends on the entire text, which is in D once. Several states together depend
+    at least on their words, in order (but not on the order for an attack that attends over them at
+    layer 0 under rotary positions).
 
     Args:
         targets: (G,) rows of ids.
         positions: (G,) target tokens.
         places: (G,) where each target is in ``data``, -1 where it is not.
         data: rows of ids of D, all different.
-        layer: where the attack reads.
-        reads: on which tokens it rests, by the position asked for, see
+        layer: at which the attack reads.
+        reads: the tokens that it reads, from the target's position, see
             :meth:`~lightning_fedleak.attacks.membership.base.MembershipAttack.reads`.
         ahead: see :func:`reads_ahead`.
         positional: see :func:`tells_positions_apart`.
@@ -207,9 +206,9 @@ def collides(
     Returns:
         (G,) bool.
     """
-    found = torch.zeros(len(targets), dtype=torch.bool)
+    collisions = torch.zeros(len(targets), dtype=torch.bool)
     if layer > 0 and ahead:
-        return found
+        return collisions
     ids = nn.utils.rnn.pad_sequence(list(data), batch_first=True, padding_value=-1)
     longest = max(ids.shape[1], *(len(t) for t in targets))
     ids = nn.functional.pad(ids, (0, longest - ids.shape[1]), value=-1)
@@ -219,20 +218,17 @@ def collides(
         span = reads(position)
         if span is not None:
             read = nn.functional.pad(target, (0, longest - len(target)), value=-1)[span]
-            same = (ids[:, span] == read).all(1)
+            equal = (ids[:, span] == read).all(1)
         elif layer > 0:
             read = target[: position + 1]
             if not positional and bool((read == read[0]).all()):
                 read = read[:1]
-            same = (ids[:, : len(read)] == read).all(1)
+            equal = (ids[:, : len(read)] == read).all(1)
         elif positional:
-            same = ids[:, position] == target[position]
+            equal = ids[:, position] == target[position]
         else:
-            same = (ids == target[position]).any(1)
+            equal = (ids == target[position]).any(1)
         if place >= 0:
-            same[place] = False
-        found[g] = bool(same.any())
-    return found
-
-
-__all__ = ["PooledStates", "client_states", "collides", "reads_ahead", "tells_positions_apart"]
+            equal[place] = False
+        collisions[g] = bool(equal.any())
+    return collisions

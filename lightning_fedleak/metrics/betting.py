@@ -1,14 +1,14 @@
-"""Evidence on a mean that may be looked at after every value: tests by betting.
+"""Tests of a mean by betting, whose evidence may be read after every value.
 
 A gambler who doubts that the values of a process in [0, 1] have a mean of at most m bets on each
-of them before it comes: capital is multiplied by ``1 + lambda (x - m)``. If the doubt is wrong no
+value before it comes: the capital is multiplied by ``1 + lambda (x - m)``. If the doubt is wrong no
 bet is favourable, and the capital ever reaches ``1 / alpha`` with probability at most ``alpha``
-(Ville's inequality), however many values are looked at and whatever hangs on what was seen. The
-capital is the evidence, an *e-process* (Waudby-Smith & Ramdas 2023, "Estimating means of bounded
-random variables by betting").
+(Ville's inequality), however many values follow, and whatever depends on those before. The capital
+is the evidence, an *e-process* (Waudby-Smith & Ramdas 2023, "Estimating means of bounded random
+variables by betting").
 
-"Mean" is the conditional one: what is expected of the next value, given all before. Values need
-be neither independent nor of one law.
+"Mean" is the conditional one: the expectation of the next value, given all before. Values need
+neither be independent nor have one law.
 """
 
 from __future__ import annotations
@@ -19,38 +19,40 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fedleak.validate import check_choice
+
 Floats = NDArray[np.float64]
 
 BETS: Floats = np.array([0.95, 0.7, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015])
-"""What each of eight gamblers stakes, as a share of the stake that could lose everything."""
+"""Stakes of eight gamblers, as shares of the stake that could lose everything; not tuned."""
 
 LOG_SHARE: Floats = np.log(np.array([0.5] + [0.5 / 7] * 7))
-"""How the first capital is dealt: half on the boldest, best where values vary little."""
+"""Shares of the first capital: half for the boldest, which is best where values vary little."""
 
-SLACK = 1e-6
+SLACK = 1e-6  # share of the span by which rounding may move a value outside; not tuned
 
 
 def start(shape: tuple[int, ...] = (), *, restarts: bool = False) -> Floats:
-    """(8, *shape) log capital of each gambler before the first value."""
+    """Return (8, *shape) log capital of each gambler before the first value."""
     return np.full((BETS.size, *shape), -math.inf if restarts else 0.0)
 
 
 def bet(
     capital: Floats, looks: int, value: Floats | float, threshold: float, *, restarts: bool = False
 ) -> Floats:
-    """Log capital after one more value.
+    """Return the log capital after one more value.
 
-    Each gambler stakes a constant share ("diversified Kelly" there). With ``restarts`` not all
-    capital is staked from the beginning: ``1 / (j (j + 1))`` of it joins at value j, so that a
-    mean that rises late is found about as fast as one that is high from the start, instead of
-    after all that was lost before has been won back.
+    Each gambler stakes a constant share ("diversified Kelly" in the paper). With ``restarts`` not
+    all capital is staked from the beginning: ``1 / (j (j + 1))`` of it joins at value j. So a mean
+    that rises late is detected about as fast as one that is high from the start: earlier losses
+    need not be won back first.
 
     Args:
         capital: (8, ...) log capital so far, from :func:`start`.
-        looks: values seen before this one.
+        looks: number of values before this one.
         value: (...) in [0, 1].
         threshold: m in (0, 1).
-        restarts: as given to :func:`start`.
+        restarts: as for :func:`start`.
     """
     if restarts:
         j = looks + 1
@@ -61,7 +63,7 @@ def bet(
 
 
 def log_evidence(capital: Floats, looks: int, *, restarts: bool = False) -> Floats:
-    """(...) log of the e-process: all gamblers' capital and what has not been staked yet."""
+    """Return (...) log of the e-process: all gamblers' capital and what has not been staked yet."""
     share = LOG_SHARE.reshape(-1, *[1] * (capital.ndim - 1))
     total: Floats = np.logaddexp.reduce(capital + share, axis=0)
     return np.logaddexp(total, -math.log(looks + 1)) if restarts else total
@@ -76,12 +78,12 @@ class MeanTest:
 
     Args:
         threshold: strictly inside ``span``.
-        side: what the evidence is for.
-        restarts: find a change as well, see :func:`bet`.
+        side: of the threshold, that the evidence speaks for.
+        restarts: whether a later change is to be detected too, see :func:`bet`.
         span: lowest and highest possible value.
 
     Attributes:
-        looks: values seen.
+        looks: number of values so far.
         mean: their mean; NaN before the first.
         highest: the largest log evidence so far.
 
@@ -97,12 +99,11 @@ class MeanTest:
         restarts: bool = False,
         span: tuple[float, float] = (0.0, 1.0),
     ) -> None:
-        if side not in ("above", "below"):
-            raise ValueError(f"side must be 'above' or 'below', got {side!r}")
+        check_choice("side", side, ("above", "below"))
         if not span[0] < threshold < span[1]:
             raise ValueError(
                 f"a mean can be tested against a threshold strictly between {span[0]:g} and "
-                f"{span[1]:g}, the ends of what is possible; got {threshold!r}"
+                f"{span[1]:g}, the ends of its span; got {threshold!r}"
             )
         self.side = side
         self.restarts = restarts
@@ -114,7 +115,7 @@ class MeanTest:
         self.highest = 0.0
 
     def _scaled(self, value: float) -> float:
-        """In [0, 1], where 1 speaks for the side that is tested for."""
+        """Return the value in [0, 1], where 1 speaks for the side that is tested."""
         low, high = self.span
         x = (value - low) / (high - low)
         if not -SLACK <= x <= 1 + SLACK:
@@ -124,16 +125,16 @@ class MeanTest:
 
     @property
     def mean(self) -> float:
-        """Mean of the values; NaN before the first."""
+        """Return the mean of the values; NaN before the first."""
         return self._total / self.looks if self.looks else math.nan
 
     @property
     def log_evidence(self) -> float:
-        """Log of the e-process now."""
+        """Return the log of the e-process after the values so far."""
         return float(log_evidence(self._capital, self.looks, restarts=self.restarts))
 
     def update(self, value: float) -> None:
-        """Takes one more value.
+        """Add one more value.
 
         Raises:
             ValueError: the value is NaN or outside the span.
@@ -146,7 +147,7 @@ class MeanTest:
         self.highest = max(self.highest, self.log_evidence)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers to go on from."""
+        """Return plain numbers from which the test can continue."""
         return {
             "capital": self._capital.tolist(),
             "total": self._total,
@@ -155,7 +156,7 @@ class MeanTest:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave; the arguments must be the same."""
+        """Restore what :meth:`state_dict` returned; the arguments must be the same."""
         self._capital = np.array(state["capital"], dtype=np.float64)
         self._total = state["total"]
         self.looks = state["looks"]
@@ -169,7 +170,7 @@ def looks_to_show(
     side: Literal["above", "below"] = "below",
     span: tuple[float, float] = (0.0, 1.0),
 ) -> int:
-    """Values, all equal to ``value``, after which the evidence reaches ``1 / alpha``.
+    """Return how many values, all equal to ``value``, bring the evidence to ``1 / alpha``.
 
     Raises:
         ValueError: such values never show it.

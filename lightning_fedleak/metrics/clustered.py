@@ -1,7 +1,7 @@
 """Rates and an AUC of games that come in clusters, with intervals.
 
-Games of one step share the model, the batch and the noise, so that they are no independent
-trials. Every interval here treats the *clusters* (steps, clients) as independent, not the games.
+Games of one step share the model, the batch and the noise, so they are not independent trials.
+Every interval in this module treats the *clusters* (steps, clients) as independent, not the games.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-FEW = 5
-CHUNK = 1 << 21
+FEW_CLUSTERS = 5  # with wrong games, below which an interval's end is capped; not tuned
+NUMBERS_AT_ONCE = 1 << 21  # in an array of the bootstrap (16 MiB); more: more memory, same draws
 
 
-def share(hit: Bools, among: Bools, code: Ints, alpha: float) -> Rate:
-    """Share of the games ``among`` that are a ``hit``."""
-    trials = int(among.sum())
-    value = float(hit[among].mean())
-    influence = (hit[among] - value) / trials
-    code = code[among]
+def share_rate(hits: Bools, population: Bools, code: Ints, alpha: float) -> Rate:
+    """Return the share of the games ``population`` that are ``hits``, with its interval."""
+    trials = int(population.sum())
+    value = float(hits[population].mean())
+    influence = (hits[population] - value) / trials
+    code = code[population]
     k = np.unique(code).size
-    low, high = _clopper_pearson(value, effective(value, influence, code, trials, alpha), alpha)
+    low, high = _clopper_pearson(
+        value, effective_trials(value, influence, code, trials, alpha), alpha
+    )
     best = (alpha / 2) ** (1 / k)
-    return _capped(value, low, high, best, code[~hit[among]], code[hit[among]])
+    return _capped_rate(value, low, high, best, code[~hits[population]], code[hits[population]])
 
 
-def advantage(right: Bools, member: Bools, code: Ints, alpha: float) -> Rate:
-    """TPR + TNR - 1, by way of their mean p, for which 2 p - 1 is the advantage."""
+def advantage_rate(right: Bools, member: Bools, code: Ints, alpha: float) -> Rate:
+    """Return TPR + TNR - 1 with its interval: that of their mean p, mapped by 2 p - 1."""
     sides = [member, ~member]
     means = [float(right[side].mean()) for side in sides]
     value = sum(means) / 2
@@ -41,17 +43,21 @@ def advantage(right: Bools, member: Bools, code: Ints, alpha: float) -> Rate:
     for side, rate in zip(sides, means, strict=True):
         influence[side] = (right[side] - rate) / (2 * side.sum())
     trials = 4 / sum(1 / side.sum() for side in sides)
-    low, high = _clopper_pearson(value, effective(value, influence, code, trials, alpha), alpha)
-    # Either all games of a cluster fall together, or those of one side alone.
+    low, high = _clopper_pearson(
+        value, effective_trials(value, influence, code, trials, alpha), alpha
+    )
+    # Either all games of a cluster have one outcome, or only those of one side.
     a, k = alpha / 2, np.unique(code).size
     one_side = min((1 + a ** (1 / np.unique(code[side]).size)) / 2 for side in sides)
     best = min(a ** (1 / k), one_side)
-    mean = _capped(value, low, high, best, code[~right], code[right])
+    mean = _capped_rate(value, low, high, best, code[~right], code[right])
     return Rate(*(2 * p - 1 for p in (mean.value, mean.low, mean.high)))
 
 
-def effective(value: float, influence: Floats, code: Ints, trials: float, alpha: float) -> float:
-    """Independent trials that would know the rate as well as these clusters do.
+def effective_trials(
+    value: float, influence: Floats, code: Ints, trials: float, alpha: float
+) -> float:
+    """Return how many independent trials would determine the rate as well as these clusters do.
 
     Args:
         value: the rate.
@@ -66,13 +72,13 @@ def effective(value: float, influence: Floats, code: Ints, trials: float, alpha:
         return 0.0
     variance = k / (k - 1) * float((sums**2).sum())
     plain = value * (1 - value) / max(trials - 1, 1)
-    known = trials if plain == 0 or variance <= plain else trials * plain / variance
-    few = stdtrit(max(trials - 1, 1), 1 - alpha / 2) / stdtrit(k - 1, 1 - alpha / 2)
-    return known * min(1.0, float(few)) ** 2
+    trials_known = trials if plain == 0 or variance <= plain else trials * plain / variance
+    correction = stdtrit(max(trials - 1, 1), 1 - alpha / 2) / stdtrit(k - 1, 1 - alpha / 2)
+    return trials_known * min(1.0, float(correction)) ** 2
 
 
 def _clopper_pearson(value: float, trials: float, alpha: float) -> tuple[float, float]:
-    """Both ends for ``value * trials`` successes, which need not be whole."""
+    """Return both ends for ``value * trials`` successes, which need not be whole."""
     if trials == 0:
         return 0.0, 1.0
     hits, misses = value * trials, (1 - value) * trials
@@ -81,15 +87,19 @@ def _clopper_pearson(value: float, trials: float, alpha: float) -> tuple[float, 
     return low, high
 
 
-def _capped(value: float, low: float, high: float, best: float, wrong: Ints, right: Ints) -> Rate:
-    """The interval, no better than ``best`` where few clusters hold ``wrong`` (``right``) games."""
-    low = min(low, best) if np.unique(wrong).size < FEW else low
-    high = max(high, 1 - best) if np.unique(right).size < FEW else high
-    return within(value, low, high)
+def _capped_rate(
+    value: float, low: float, high: float, best: float, wrong: Ints, right: Ints
+) -> Rate:
+    """Return the rate with its interval capped at ``best`` where few clusters have ``wrong``
+    (``right``) games.
+    """
+    low = min(low, best) if np.unique(wrong).size < FEW_CLUSTERS else low
+    high = max(high, 1 - best) if np.unique(right).size < FEW_CLUSTERS else high
+    return rate_with_value(value, low, high)
 
 
-def within(value: float, low: float, high: float) -> Rate:
-    """A rate whose interval holds its value."""
+def rate_with_value(value: float, low: float, high: float) -> Rate:
+    """Return a rate whose interval is widened to hold its value."""
     return Rate(value, min(low, value), max(high, value))
 
 
@@ -104,15 +114,15 @@ def auc(
     resamples: int,
     rng: np.random.Generator,
 ) -> Rate:
-    """Mann-Whitney's estimate, with an interval from a bootstrap that draws clusters."""
+    """Return Mann-Whitney's estimate, with an interval from a bootstrap that draws clusters."""
     order = np.argsort(score, kind="stable")
     score, member, code = score[order], member[order], code[order]
     starts = np.flatnonzero(np.r_[True, score[1:] != score[:-1]])
     value = float(_weighted_auc(np.ones((1, member.size)), member, starts)[0])
 
     clusters = int(code.max()) + 1
-    drawn = _drawn_aucs(member, code, starts, clusters, resamples, rng)
-    error = float(np.nanstd(drawn, ddof=1))
+    draws = _bootstrap_aucs(member, code, starts, clusters, resamples, rng)
+    error = float(np.nanstd(draws, ddof=1))
 
     low, high = value, value
     if 0 < value < 1:
@@ -120,22 +130,21 @@ def auc(
         step = float(stdtrit(freedom, 1 - alpha / 2)) * error / (value * (1 - value))
         logit = np.log(value) - np.log1p(-value)
         low, high = (float(1 / (1 + np.exp(-(logit + sign * step)))) for sign in (-1, 1))
-    held, missed = np.unique(code[member]).size, np.unique(code[~member]).size
-    pairs = min(held, missed, clusters // 2)
+    pairs = min(np.unique(code[member]).size, np.unique(code[~member]).size, clusters // 2)
     best = (alpha / 2) ** (1 / pairs) if pairs else 0.0
-    wrong, right = (_involved(sign * score, member, code) for sign in (1, -1))
-    return _capped(value, low, high, best, wrong, right)
+    wrong, right = (_decisive_clusters(sign * score, member, code) for sign in (1, -1))
+    return _capped_rate(value, low, high, best, wrong, right)
 
 
 def _influence(member: Bools, starts: Ints, value: float) -> Floats:
-    """(n,) what each game adds to the AUC's error: its share of pairs in the right order."""
-    held, others = np.add.reduceat(np.stack([member, ~member]).astype(float), starts, axis=1)
+    """Return (n,) what each game adds to the AUC's error: its share of pairs in the right order."""
+    members, others = np.add.reduceat(np.stack([member, ~member]).astype(float), starts, axis=1)
     sizes = np.diff(np.append(starts, member.size))
     below = np.repeat(np.cumsum(others) - others / 2, sizes)
-    above = np.repeat(held.sum() - np.cumsum(held) + held / 2, sizes)
-    pairs = held.sum() * others.sum()
+    above = np.repeat(members.sum() - np.cumsum(members) + members / 2, sizes)
+    pairs = members.sum() * others.sum()
     influence: Floats = np.where(member, below, above) / pairs
-    influence -= np.where(member, value / held.sum(), value / others.sum())
+    influence -= np.where(member, value / members.sum(), value / others.sum())
     return influence
 
 
@@ -145,10 +154,11 @@ def _by_cluster(code: Ints, influence: Floats) -> Floats:
 
 
 def _freedom(sums: Floats) -> float:
-    """Degrees of freedom of a variance estimated from k clusters, by their kurtosis; 1 to k - 1.
+    """Return the degrees of freedom, 1 to k - 1, of a variance from k clusters, estimated from
+    their kurtosis.
 
-    k normal contributions leave k - 1. Where few clusters carry the error, the variance is known
-    as badly as from few.
+    k normal contributions give k - 1. Where few clusters carry most of the error, the variance is
+    estimated as badly as from few clusters.
     """
     if not sums.any():
         return max(1.0, sums.size - 1.0)
@@ -156,14 +166,14 @@ def _freedom(sums: Floats) -> float:
     return min(sums.size - 1.0, max(1.0, 2 * sums.size / max(kurtosis - 1, 1e-9)))
 
 
-def _involved(score: Floats, member: Bools, code: Ints) -> Ints:
-    """Clusters without whose games every member would score above every non-member."""
-    held = code[member & (score <= score[~member].max())]
+def _decisive_clusters(score: Floats, member: Bools, code: Ints) -> Ints:
+    """Return the clusters without whose games every member would score above every non-member."""
+    members = code[member & (score <= score[~member].max())]
     others = code[~member & (score >= score[member].min())]
-    return min(np.unique(held), np.unique(others), key=len)
+    return min(np.unique(members), np.unique(others), key=len)
 
 
-def _drawn_aucs(
+def _bootstrap_aucs(
     member: Bools,
     code: Ints,
     starts: Ints,
@@ -171,13 +181,17 @@ def _drawn_aucs(
     resamples: int,
     rng: np.random.Generator,
 ) -> Floats:
-    """(resamples,) AUC of as many draws of clusters, with replacement.
+    """Return (resamples,) AUCs of as many draws of clusters, with replacement.
 
     Few clusters are drawn as whole blocks of pairs, many as weights of their games.
     """
-    blocks = _blocks(member, code, starts, clusters) if member.size * clusters <= CHUNK else None
-    rows = max(1, CHUNK // member.size)
-    drawn: list[Floats] = []
+    blocks = (
+        _blocks(member, code, starts, clusters)
+        if member.size * clusters <= NUMBERS_AT_ONCE
+        else None
+    )
+    rows = max(1, NUMBERS_AT_ONCE // member.size)
+    draws: list[Floats] = []
     for first in range(0, resamples, rows):
         b = min(rows, resamples - first)
         picks = rng.integers(clusters, size=(b, clusters)) + clusters * np.arange(b)[:, None]
@@ -185,44 +199,46 @@ def _drawn_aucs(
             np.bincount(picks.ravel(), minlength=b * clusters).reshape(b, clusters).astype(float)
         )
         if blocks is None:
-            drawn.append(_weighted_auc(times[:, code], member, starts))
+            draws.append(_weighted_auc(times[:, code], member, starts))
             continue
         wins = ((times @ blocks) * times).sum(1)
-        held, others = (np.bincount(code[side], minlength=clusters) for side in (member, ~member))
-        drawn.append(_share_of(wins, (times @ held) * (times @ others)))
-    return np.concatenate(drawn)
+        members, others = (
+            np.bincount(code[side], minlength=clusters) for side in (member, ~member)
+        )
+        draws.append(_ratio(wins, (times @ members) * (times @ others)))
+    return np.concatenate(draws)
 
 
 def _blocks(member: Bools, code: Ints, starts: Ints, clusters: int) -> Floats:
-    """(C, C) at [a, b]: pairs of a member of a and a non-member of b in the right order."""
-    seen = np.zeros((member.size + 1, clusters))
-    outside = np.flatnonzero(~member)
-    seen[outside + 1, code[outside]] = 1
-    seen = np.cumsum(seen, axis=0)
-    inside = np.flatnonzero(member)
-    inside = inside[np.argsort(code[inside], kind="stable")]
-    tied = np.searchsorted(starts, inside, "right") - 1
+    """Return (C, C): at [a, b] the rightly ordered pairs of a member of a and a non-member of b."""
+    others_before = np.zeros((member.size + 1, clusters))
+    others = np.flatnonzero(~member)
+    others_before[others + 1, code[others]] = 1
+    others_before = np.cumsum(others_before, axis=0)
+    members = np.flatnonzero(member)
+    members = members[np.argsort(code[members], kind="stable")]
+    tied = np.searchsorted(starts, members, "right") - 1
     ends = np.append(starts[1:], member.size)
-    below = (seen[starts[tied]] + seen[ends[tied]]) / 2
-    present, first = np.unique(code[inside], return_index=True)
+    below = (others_before[starts[tied]] + others_before[ends[tied]]) / 2
+    present, first = np.unique(code[members], return_index=True)
     blocks = np.zeros((clusters, clusters))
     blocks[present] = np.add.reduceat(below, first, axis=0)
     return blocks
 
 
 def _weighted_auc(weights: Floats, member: Bools, starts: Ints) -> Floats:
-    """(b,) AUC of games counted ``weights`` (b, n) times; NaN without both classes.
+    """Return (b,) AUCs of games counted ``weights`` (b, n) times; NaN without both classes.
 
     The games are in the order of their scores; ``starts`` are where a new score begins.
     """
-    inside = np.add.reduceat(weights * member, starts, axis=1)
-    outside = np.add.reduceat(weights * ~member, starts, axis=1)
-    below = np.cumsum(outside, axis=1) - outside / 2
-    return _share_of((inside * below).sum(1), inside.sum(1) * outside.sum(1))
+    members = np.add.reduceat(weights * member, starts, axis=1)
+    others = np.add.reduceat(weights * ~member, starts, axis=1)
+    below = np.cumsum(others, axis=1) - others / 2
+    return _ratio((members * below).sum(1), members.sum(1) * others.sum(1))
 
 
-def _share_of(wins: Floats, pairs: Floats) -> Floats:
-    """``wins / pairs``, NaN where there are no pairs."""
-    share: Floats = np.full_like(wins, np.nan)
-    np.divide(wins, pairs, out=share, where=pairs > 0)
-    return share
+def _ratio(wins: Floats, pairs: Floats) -> Floats:
+    """Return ``wins / pairs``, NaN where there are no pairs."""
+    share_rate: Floats = np.full_like(wins, np.nan)
+    np.divide(wins, pairs, out=share_rate, where=pairs > 0)
+    return share_rate

@@ -16,22 +16,23 @@ from lightning_fedleak.metrics.clustered import (
     Bools,
     Floats,
     Ints,
-    advantage,
+    advantage_rate,
     auc,
-    effective,
-    share,
-    within,
+    effective_trials,
+    rate_with_value,
+    share_rate,
 )
 from lightning_fedleak.metrics.rates import UNKNOWN, Rate, flat
+from lightning_fedleak.validate import check_integer, check_number
 
 FPRS = (0.01, 0.001)
 RATES = ("accuracy", "f1", "auc", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FPRS))
 """Names of the rates, in the order in which they are reported."""
 
 COLUMNS = ("scores", "members", "clusters", "decisions")
-NEGATIVES_PER_FPR = 10
-NOT_GIVEN = -1
-FOLDS = 10
+NEGATIVES_PER_FPR = 10  # expected false alarms below which a TPR is unknown; not tuned
+NO_DECISION = -1  # stands for a decision in the metric's states where the adversary made none
+FOLDS = 10  # of the cross-fitted thresholds, the usual number; more: slower
 
 
 def membership_rates(
@@ -44,59 +45,58 @@ def membership_rates(
     resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, Rate]:
-    """How well membership was guessed over n games, each rate with its interval.
+    """Return how well membership was guessed over n games: each rate with its interval.
 
-    ``accuracy``: share of games guessed right. ``f1``: of the members; it depends on how many of
-    the games had b = 1. ``advantage``: TPR + TNR - 1, in [-1, 1]; that is ``2 Pr[b' = b] - 1`` of
-    a fair coin, also where the games at hand are unbalanced. ``auc``: ties count half.
-    ``tpr_at_fpr_0.01`` and ``tpr_at_fpr_0.001``.
+    - ``accuracy``: the share of games whose guess is right.
+    - ``f1``: of the members; it depends on how many of the games had b = 1.
+    - ``advantage``: TPR + TNR - 1, in [-1, 1]. It equals ``2 Pr[b' = b] - 1`` for a fair coin, also
+      where the games are unbalanced.
+    - ``auc``: ties count half.
+    - ``tpr_at_fpr_0.01`` and ``tpr_at_fpr_0.001``.
 
-    *Thresholds* are fitted on other games than those scored: the clusters are dealt into at most
-    10 folds, and each fold is judged by a threshold from the others, the one with the largest
+    *Thresholds* are fitted on other games than those they score: the clusters are split into at
+    most 10 folds, and each fold uses a threshold from the others. It is the one with the largest
     TPR + TNR for accuracy, F1 and advantage, and the negatives' quantile for a TPR. With
-    ``decisions`` the adversary's own ones give accuracy, F1 and advantage.
+    ``decisions`` the adversary's own decisions give accuracy, F1 and advantage.
 
     *Intervals* of accuracy, F1 and advantage are Clopper-Pearson's on the effective number of
     games (Korn & Graubard 1998: the number of games over the design effect of the clusters, with
-    Student's correction for few clusters), and plain Clopper-Pearson where each game is a cluster
-    of its own. That of the AUC is ``expit(logit(auc) +- t s)``: s from a bootstrap that draws
-    clusters, Student's t on as many degrees of freedom as the kurtosis of the clusters' shares in
-    the error leaves; 95% intervals covered in 92 to 98% of simulated cases. That of a TPR joins
-    two errors by their squares (Zou & Donner 2008): Clopper-Pearson's of the members, and how far
-    the TPR moves when the threshold moves over what the non-members leave open (order statistics).
+    Student's correction for few clusters), and plain Clopper-Pearson where each game is its own
+    cluster. The interval of the AUC is ``expit(logit(auc) +- t s)``: s comes from a bootstrap that
+    draws clusters, and Student's t has degrees of freedom from the kurtosis of the clusters' shares
+    of the error. 95% intervals covered in 92 to 98% of simulated cases. The interval of a TPR adds
+    two errors in squares (Zou & Donner 2008): Clopper-Pearson's of the members, and how far the TPR
+    moves over the thresholds that the non-members leave possible (order statistics).
 
-    *Near the ends* the clusters do not show how their games hang together: where fewer than five
-    clusters hold anything wrong, no lower end lies above what a perfect score would get if the
-    games of a cluster stood and fell together, ``(alpha / 2) ** (1 / k)`` for k clusters (and so
-    for upper ends, mirrored). For the AUC, k is the number of disjoint pairs of a cluster with a
-    member and one with a non-member. For perfect scores no bound that allows for any dependence
-    within a cluster can be higher. So a perfect AUC of ten steps reads [.48, 1], one of a hundred
-    [.93, 1], and one of a thousand games that are clusters of their own [.993, 1].
+    *Near 0 and 1* the clusters do not show how their games depend on each other. Where fewer than
+    five clusters hold a wrong game, no lower end lies above what a perfect score would get if all
+    games of a cluster had one outcome, ``(alpha / 2) ** (1 / k)`` for k clusters (likewise for
+    upper ends, mirrored). For the AUC, k is the number of disjoint pairs of a cluster with a member
+    and one with a non-member. For perfect scores no bound that allows any dependence within a
+    cluster can be higher. So a perfect AUC of ten steps reads [.48, 1], one of a hundred [.93, 1],
+    and one of a thousand games that are each a cluster [.993, 1].
 
-    If there is one cluster only, its games count as independent: the interval then speaks of that
-    step alone.
+    Games of a single cluster count as independent: the interval then describes that step alone.
 
     Args:
         scores: (n,) higher is more likely a member; infinities are ordinary scores.
         members: (n,) bool, the secret bit b.
-        clusters: (n,) int, step or client of each game; default each game is its own.
+        clusters: (n,) int, step or client of each game; by default each game is its own cluster.
         decisions: (n,) bool, the adversary's b'.
         confidence: of the intervals, between 0 and 1.
         resamples: of the bootstrap.
         seed: of the bootstrap and of the folds; no global random numbers are used.
 
     Returns:
-        Rates by the names in ``RATES``. *Unknown* (NaN) are: everything if a score is NaN; what
-        needs members or non-members that are not there; a TPR at FPR f with fewer than 10 / f
-        non-members.
+        Rates by the names in ``RATES``. *Unknown* (NaN) are: everything if a score is NaN; rates
+        that need members or non-members where there are none; a TPR at FPR f with fewer than
+        10 / f non-members.
 
     Raises:
         ValueError: lengths differ, or a confidence outside (0, 1).
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
-    if isinstance(resamples, bool) or resamples < 100:
-        raise ValueError(f"resamples must be at least 100, got {resamples!r}")
+    check_number("confidence", confidence, above=0, below=1)
+    check_integer("resamples", resamples, at_least=100)
     score, member, code, decision = _columns(scores, members, clusters, decisions)
     unknown = dict.fromkeys(RATES, UNKNOWN)
     if score.size == 0 or np.isnan(score).any():
@@ -117,9 +117,9 @@ def membership_rates(
 
 
 class MembershipInference(Metric):
-    """:func:`membership_rates` over all games seen, on all processes.
+    """Compute :func:`membership_rates` over all games that were added, on all processes.
 
-    Scores are kept (float64), since neither an AUC nor a threshold can be had from sums.
+    Scores are stored (float64), because neither an AUC nor a threshold follows from sums.
 
     Args:
         confidence: of the intervals.
@@ -127,8 +127,17 @@ class MembershipInference(Metric):
         seed: of the bootstrap and of the folds.
         kwargs: passed to :class:`torchmetrics.Metric`.
 
-    ``compute()`` gives each of ``RATES``, each also with ``_low`` and ``_high``: scalars on the
+    ``compute()`` returns each of ``RATES``, each also with ``_low`` and ``_high``: scalars on the
     CPU, NaN where unknown.
+
+    Example:
+        >>> import torch
+        >>> from lightning_fedleak.metrics import MembershipInference
+        >>> metric = MembershipInference()
+        >>> scores, members = torch.tensor([0.9, 0.2, 0.7, 0.4]), torch.tensor([1, 0, 1, 0])
+        >>> metric.update(scores, members, clusters=torch.arange(4))
+        >>> metric.compute()["auc"].item()
+        1.0
     """
 
     is_differentiable = False
@@ -159,14 +168,14 @@ class MembershipInference(Metric):
         clusters: Tensor | int,
         decisions: Tensor | None = None,
     ) -> None:
-        """Adds games.
+        """Add games.
 
         Args:
             scores: (n,) higher is more likely a member.
             members: (n,) bool.
-            clusters: (n,) int, or one for all: the step that the games belong to. Games that
-                share a number are one cluster, whichever process saw them.
-            decisions: (n,) bool, the adversary's own. Give them always or never.
+            clusters: (n,) int, or one for all: the step of the games. Games that share a number
+                are one cluster, whichever process added them.
+            decisions: (n,) bool, the adversary's own; pass them always or never.
 
         Raises:
             ValueError: lengths differ.
@@ -175,7 +184,7 @@ class MembershipInference(Metric):
         if not isinstance(clusters, Tensor):
             clusters = torch.full((n,), clusters)
         if decisions is None:
-            decisions = torch.full((n,), NOT_GIVEN)
+            decisions = torch.full((n,), NO_DECISION)
         games = (scores, members, clusters, decisions)
         for name, column in zip(COLUMNS, games, strict=True):
             _check_length(name, column.numel(), n)
@@ -184,14 +193,14 @@ class MembershipInference(Metric):
             getattr(self, name).append(column)
 
     def rates(self) -> dict[str, Rate]:
-        """Each of ``RATES`` over all games, on this process.
+        """Return each of ``RATES`` over all games, on this process.
 
         Raises:
             ValueError: some updates came with decisions and others without.
         """
         scores, members, clusters, decisions = (self._column(name) for name in COLUMNS)
-        given = decisions != NOT_GIVEN
-        if bool(given.any()) and not bool(given.all()):
+        decided = decisions != NO_DECISION
+        if bool(decided.any()) and not bool(decided.all()):
             raise ValueError(
                 "some games came with the adversary's decisions and others without: give "
                 "decisions to every update, or to none"
@@ -200,14 +209,14 @@ class MembershipInference(Metric):
             scores,
             members == 1,
             clusters,
-            decisions == 1 if bool(given.any()) else None,
+            decisions == 1 if bool(decided.any()) else None,
             confidence=self.confidence,
             resamples=self.resamples,
             seed=self.seed,
         )
 
     def compute(self) -> dict[str, Tensor]:
-        """The rates over all games.
+        """Return the rates over all games.
 
         Raises:
             ValueError: some updates came with decisions and others without.
@@ -216,8 +225,8 @@ class MembershipInference(Metric):
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def _column(self, name: str) -> Tensor:
-        held: list[Tensor] | Tensor = getattr(self, name)
-        return dim_zero_cat(held) if len(held) else torch.zeros(0, dtype=torch.float64)
+        values: list[Tensor] | Tensor = getattr(self, name)
+        return dim_zero_cat(values) if len(values) else torch.zeros(0, dtype=torch.float64)
 
 
 # ---- input ----------------------------------------------------------------------------------
@@ -226,16 +235,16 @@ class MembershipInference(Metric):
 def _columns(
     scores: Tensor, members: Tensor, clusters: Tensor | None, decisions: Tensor | None
 ) -> tuple[Floats, Bools, Ints, Bools | None]:
-    """As numpy; clusters are numbered from 0 in the order of their ids."""
+    """Return flat numpy arrays; clusters are numbered from 0 in the order of their ids."""
     score = scores.detach().reshape(-1).cpu().double().numpy()
     member = members.detach().reshape(-1).bool().cpu().numpy()
     _check_length("members", member.size, score.size)
     code = np.arange(score.size, dtype=np.int64)
     if clusters is not None:
         _check_length("clusters", clusters.numel(), score.size)
-        _, found = np.unique(clusters.detach().reshape(-1).cpu().numpy(), return_inverse=True)
-        if found.size and found.max() > 0:
-            code = found.astype(np.int64)
+        _, numbers = np.unique(clusters.detach().reshape(-1).cpu().numpy(), return_inverse=True)
+        if numbers.size and numbers.max() > 0:
+            code = numbers.astype(np.int64)
     if decisions is None:
         return score, member, code, None
     _check_length("decisions", decisions.numel(), score.size)
@@ -250,18 +259,18 @@ def _check_length(name: str, length: int, n: int) -> None:
 # ---- accuracy, F1, advantage ----------------------------------------------------------------
 
 
-def _decision_rates(decided: Bools, member: Bools, code: Ints, alpha: float) -> dict[str, Rate]:
-    """From decisions b'."""
-    right = decided == member
+def _decision_rates(decisions: Bools, member: Bools, code: Ints, alpha: float) -> dict[str, Rate]:
+    """Return accuracy, F1 and advantage of the decisions b'."""
+    right = decisions == member
     everyone = np.ones_like(member)
-    rates = {"accuracy": share(right, everyone, code, alpha)}
-    union = decided | member
+    rates = {"accuracy": share_rate(right, everyone, code, alpha)}
+    union = decisions | member
     if union.any():
-        jaccard = share(decided & member, union, code, alpha)
+        jaccard = share_rate(decisions & member, union, code, alpha)
         ends = (jaccard.value, jaccard.low, jaccard.high)
         rates["f1"] = Rate(*(2 * j / (1 + j) for j in ends))
     if member.any() and not member.all():
-        rates["advantage"] = advantage(right, member, code, alpha)
+        rates["advantage"] = advantage_rate(right, member, code, alpha)
     return rates
 
 
@@ -269,18 +278,18 @@ def _decision_rates(decided: Bools, member: Bools, code: Ints, alpha: float) -> 
 
 
 def _fitted_decisions(score: Floats, member: Bools, folds: Ints) -> Bools | None:
-    """Decisions by a threshold from the other folds; None where that needs more games."""
-    decided = np.zeros_like(member)
+    """Return decisions by a threshold from the other folds; None where that needs more games."""
+    decisions = np.zeros_like(member)
     for fold in np.unique(folds):
         other = folds != fold
         if not member[other].any() or member[other].all():
             return None
-        decided[~other] = score[~other] > _best_threshold(score[other], member[other])
-    return decided
+        decisions[~other] = score[~other] > _best_threshold(score[other], member[other])
+    return decisions
 
 
 def _best_threshold(score: Floats, member: Bools) -> float:
-    """The cut, half-way between two scores, with the largest TPR + TNR under ``score > cut``."""
+    """Return the cut, half-way between scores, with the largest TPR + TNR of ``score > cut``."""
     values, group = np.unique(score, return_inverse=True)
     caught = np.bincount(group, member / member.sum(), values.size)
     alarms = np.bincount(group, ~member / (~member).sum(), values.size)
@@ -294,7 +303,7 @@ def _best_threshold(score: Floats, member: Bools) -> float:
 
 
 def _tpr(score: Floats, member: Bools, code: Ints, folds: Ints, fpr: float, alpha: float) -> Rate:
-    """TPR at an FPR; thresholds come from non-members alone."""
+    """Return the TPR at an FPR; thresholds come from non-members alone."""
     negatives = score[~member]
     if negatives.size * fpr < NEGATIVES_PER_FPR - 1e-9:
         return UNKNOWN
@@ -310,16 +319,20 @@ def _tpr(score: Floats, member: Bools, code: Ints, folds: Ints, fpr: float, alph
     ordered = np.sort(negatives)[::-1]
     alarms = score[~member] > ordered[int(negatives.size * fpr + 1e-9)]
     rate = float(alarms.mean())
-    known = effective(rate, (alarms - rate) / alarms.size, code[~member], alarms.size, alpha)
-    scale, inside = negatives.size / max(known, 1), score[member]
-    chances = bdtr(np.arange(int(3 * known * fpr) + 50), int(known), fpr)
-    strict, loose = (int(k) for k in np.searchsorted(chances, [alpha / 2, 1 - alpha / 2]))
-    strict, loose = int(strict * scale), math.ceil((loose + 1) * scale)
-    least = float((inside > ordered[strict - 1]).mean()) if strict > 0 else 0.0
-    most = float((inside >= ordered[loose - 1]).mean()) if loose <= ordered.size else 1.0
-    own = share(caught, member, code, alpha)
-    return within(
+    trials = effective_trials(
+        rate, (alarms - rate) / alarms.size, code[~member], alarms.size, alpha
+    )
+    scale, inside = negatives.size / max(trials, 1), score[member]
+    chances = bdtr(np.arange(int(3 * trials * fpr) + 50), int(trials), fpr)
+    strict_rank, loose_rank = (int(k) for k in np.searchsorted(chances, [alpha / 2, 1 - alpha / 2]))
+    strict_rank, loose_rank = int(strict_rank * scale), math.ceil((loose_rank + 1) * scale)
+    lowest = float((inside > ordered[strict_rank - 1]).mean()) if strict_rank > 0 else 0.0
+    highest = (
+        float((inside >= ordered[loose_rank - 1]).mean()) if loose_rank <= ordered.size else 1.0
+    )
+    interval = share_rate(caught, member, code, alpha)
+    return rate_with_value(
         value,
-        max(0.0, value - float(np.hypot(value - own.low, max(0.0, value - least)))),
-        min(1.0, value + float(np.hypot(own.high - value, max(0.0, most - value)))),
+        max(0.0, value - float(np.hypot(value - interval.low, max(0.0, value - lowest)))),
+        min(1.0, value + float(np.hypot(interval.high - value, max(0.0, highest - value)))),
     )

@@ -11,6 +11,7 @@ from scipy.special import betaincinv
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.validate import check_number
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ UNKNOWN = Rate(math.nan, math.nan, math.nan)
 
 
 def flat(rates: Mapping[str, Rate]) -> dict[str, float]:
-    """Each rate under its name, and its interval under ``<name>_low`` and ``<name>_high``."""
+    """Return each rate by its name, and its interval by ``<name>_low`` and ``<name>_high``."""
     values: dict[str, float] = {}
     for name, rate in rates.items():
         values[name] = rate.value
@@ -54,7 +55,7 @@ def flat(rates: Mapping[str, Rate]) -> dict[str, float]:
 
 
 def word_counts(guess: WordGuess, truth_types: Tensor, vocab_size: int) -> Counts:
-    """Compares guessed types with those that were in the batch.
+    """Return the counts of guessed types against those that were in the batch.
 
     Args:
         guess: its ``types`` count once each, in any order.
@@ -64,27 +65,27 @@ def word_counts(guess: WordGuess, truth_types: Tensor, vocab_size: int) -> Count
     Raises:
         ValueError: an id, guessed or true, lies outside the vocabulary.
     """
-    guessed, used = (
-        _members(ids, vocab_size, which)
-        for ids, which in ((guess.types, "guess.types"), (truth_types, "truth_types"))
+    guessed_types, true_types = (
+        _type_mask(ids, vocab_size, argument)
+        for ids, argument in ((guess.types, "guess.types"), (truth_types, "truth_types"))
     )
-    used = used.to(guessed.device)
-    hits, n_guessed, n_used = torch.stack(
-        [(guessed & used).sum(), guessed.sum(), used.sum()]
+    true_types = true_types.to(guessed_types.device)
+    hits, n_guessed, n_true = torch.stack(
+        [(guessed_types & true_types).sum(), guessed_types.sum(), true_types.sum()]
     ).tolist()
-    return Counts(tp=hits, fp=n_guessed - hits, fn=n_used - hits)
+    return Counts(tp=hits, fp=n_guessed - hits, fn=n_true - hits)
 
 
 def precision_recall_f1(counts: Counts, confidence: float = 0.95) -> dict[str, Rate]:
-    """``precision``, ``recall`` and ``f1`` of pooled counts, each with its interval.
+    """Return ``precision``, ``recall`` and ``f1`` of pooled counts, each with its interval.
 
-    The intervals are Clopper-Pearson's: exact for types that are independent trials, of which
-    each guessed one is right (precision) and each used one found (recall) with a fixed
-    probability. F1 is ``2 J / (1 + J)``, increasing in the Jaccard index
-    ``J = tp / (tp + fp + fn)``; its interval is that of J, a proportion of the types that were
-    guessed or used, carried over. They describe chance in *which* types fall into the batches at
-    hand, not the spread between batches, models or texts: types of one batch are not quite
-    independent, so read them as the least uncertainty there is.
+    The intervals are Clopper-Pearson's: exact where types are independent trials, and each guessed
+    type is right (precision), and each used type is guessed (recall), with a fixed probability. F1
+    is ``2 J / (1 + J)``, increasing in the Jaccard index ``J = tp / (tp + fp + fn)``; its interval
+    is that of J, a proportion of the types that were guessed or used, under the same map. The
+    intervals describe chance in *which* types occur in these batches, not the spread between
+    batches, models or texts. Types of one batch are not quite independent, so the true uncertainty
+    is at least this large.
 
     Args:
         counts: summed over batches *before* this call; intervals cannot be averaged.
@@ -103,15 +104,14 @@ def precision_recall_f1(counts: Counts, confidence: float = 0.95) -> dict[str, R
 
 
 def proportion(successes: int, trials: int, confidence: float = 0.95) -> Rate:
-    """``successes / trials`` with its two-sided Clopper-Pearson interval; NaN for no trials.
+    """Return ``successes / trials`` with its two-sided Clopper-Pearson interval; NaN for no trials.
 
     Raises:
         ValueError: negative counts, more successes than trials, or a confidence outside (0, 1).
     """
     if not 0 <= successes <= trials:
         raise ValueError(f"need 0 <= successes <= trials, got {successes} of {trials}")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+    check_number("confidence", confidence, above=0, below=1)
     if trials == 0:
         return UNKNOWN
     alpha = (1 - confidence) / 2
@@ -122,7 +122,7 @@ def proportion(successes: int, trials: int, confidence: float = 0.95) -> Rate:
 
 
 def type_count_error(estimate: float | None, n_types: int) -> float:
-    """``|estimate - n_types| / n_types``, whose mean over batches is the paper's MAER.
+    """Return ``|estimate - n_types| / n_types``, whose mean over batches is the paper's MAER.
 
     NaN (unknown) where the attack makes no estimate, a non-finite one, or no type was used.
     """
@@ -131,11 +131,11 @@ def type_count_error(estimate: float | None, n_types: int) -> float:
     return abs(estimate - n_types) / n_types
 
 
-def _members(ids: Tensor, vocab_size: int, which: str) -> Tensor:
+def _type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
     ids = ids.detach().reshape(-1)
     if ids.numel() and not bool(((ids >= 0) & (ids < vocab_size)).all()):
         raise ValueError(
-            f"{which} holds ids outside 0..{vocab_size - 1} ({int(ids.min())} to "
+            f"{argument} holds ids outside 0..{vocab_size - 1} ({int(ids.min())} to "
             f"{int(ids.max())}): leave out ignored labels (-100), and check vocab_size"
         )
     return torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill(

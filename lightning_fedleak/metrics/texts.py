@@ -1,8 +1,8 @@
-"""How much of the texts was reconstructed, token by token, against what was really sent.
+"""Rates of reconstructed text, token by token, against the text that was sent.
 
-A sentence's tokens share one run of the model and one draw of noise, and a wrong one spoils its
-neighbours, so that tokens are no independent trials. The intervals of means here treat *sentences*
-as independent; those of rates over sentences are Clopper-Pearson's.
+A sentence's tokens share one run of the model and one draw of noise, and a wrong token spoils its
+neighbours, so tokens are not independent trials. The intervals of means treat *sentences* as
+independent; those of rates over sentences are Clopper-Pearson's.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
 from lightning_fedleak.metrics.rates import UNKNOWN, Rate, flat, proportion
+from lightning_fedleak.validate import check_integer, check_number
 
 Floats = NDArray[np.float64]
 
@@ -39,17 +40,16 @@ RECONSTRUCTION_RATES = (
 """Names of the rates, in the order in which they are reported."""
 
 POSITIONS = 2048
-CHUNK = 1 << 21
 
 
 @dataclass(frozen=True)
 class SentenceScores:
-    """What became of each of n sentences.
+    """How much of each of n sentences was reconstructed.
 
     Attributes:
         hits: (n,) tokens guessed right at their place.
         lengths: (n,) tokens, without padding, at least 1.
-        rouge_l: (n,) F measure of ROUGE-L in [0, 1]; NaN where it was not asked for.
+        rouge_l: (n,) F measure of ROUGE-L in [0, 1]; NaN where it was not computed.
         rouge_1: (n,) that of ROUGE-1.
         rouge_2: (n,) that of ROUGE-2.
     """
@@ -64,7 +64,7 @@ class SentenceScores:
 def token_hits(
     guessed: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Which tokens were guessed right, and which there are.
+    """Return which tokens were guessed right, and which are real.
 
     Args:
         guessed: (B, L) token ids; :data:`~lightning_fedleak.attacks.texts.base.NOTHING` is wrong.
@@ -101,10 +101,10 @@ def token_hits(
 def in_true_order(
     guessed: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """Texts that were guessed in any order, beside the true ones that they are most like.
+    """Return texts that were guessed in any order, each beside the true text that it is most like.
 
-    Every guessed text is given to one true one at most, so that as many tokens as possible are
-    right at their place, and where that leaves it open as many as possible are in it anywhere.
+    Every guessed text is matched with at most one true text, so that as many tokens as possible
+    are right at their place; ties are broken by the number of tokens that occur in both texts.
 
     Args:
         guessed: (n, k) token ids, each text from the left.
@@ -118,38 +118,40 @@ def in_true_order(
     truth = input_ids.detach().cpu()
     real = torch.ones_like(truth) if attention_mask is None else attention_mask.detach().cpu()
     length = truth.shape[1]
-    said = guessed.detach().cpu()[:, :length]
-    said = torch.nn.functional.pad(said, (0, length - said.shape[1]), value=NOTHING)
-    hits = (said[:, None] == truth) & (real != 0)
+    guess_tokens = guessed.detach().cpu()[:, :length]
+    guess_tokens = torch.nn.functional.pad(
+        guess_tokens, (0, length - guess_tokens.shape[1]), value=NOTHING
+    )
+    hits = (guess_tokens[:, None] == truth) & (real != 0)
     anywhere = torch.tensor(
         [
-            [(Counter(one) & Counter(other)).total() for other in _known(truth, real)]
-            for one in _known(said, said >= 0)
+            [(Counter(one) & Counter(other)).total() for other in _real_tokens(truth, real)]
+            for one in _real_tokens(guess_tokens, guess_tokens >= 0)
         ],
         dtype=torch.int64,
-    ).view(len(said), len(truth))
+    ).view(len(guess_tokens), len(truth))
     likeness = hits.sum(2) * (truth.numel() + 1) + anywhere
-    found, true = linear_sum_assignment(likeness.numpy(), maximize=True)
-    told = torch.full_like(truth, NOTHING)
-    told[torch.from_numpy(true)] = said[torch.from_numpy(found)]
-    return told
+    rows, true = linear_sum_assignment(likeness.numpy(), maximize=True)
+    ordered = torch.full_like(truth, NOTHING)
+    ordered[torch.from_numpy(true)] = guess_tokens[torch.from_numpy(rows)]
+    return ordered
 
 
-def _known(tokens: Tensor, real: Tensor) -> list[list[int]]:
-    return [row[there != 0].tolist() for row, there in zip(tokens, real, strict=True)]
+def _real_tokens(tokens: Tensor, real: Tensor) -> list[list[int]]:
+    return [row[present != 0].tolist() for row, present in zip(tokens, real, strict=True)]
 
 
 def sentence_scores(
     guessed: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None, *, rouge: bool = True
 ) -> SentenceScores:
-    """Scores of each sentence, all on the CPU; sentences without any token are left out.
+    """Return the scores of each sentence, all on the CPU; sentences without tokens are omitted.
 
-    ROUGE-L is torchmetrics' over token ids as words. Guess and truth are of one length, so that it
-    is the longest common subsequence over the number of tokens: what accuracy would be if a
-    reconstruction that slipped by some places were pushed back. What is right at both ends is left
-    out before; the time grows with the square of the length between (0.3 s for 1,000 tokens).
-    ROUGE-1 and ROUGE-2 are the shares of tokens, and of pairs of neighbours, that are in both,
-    wherever they stand. A right text of one token, which has no pair, has 1.
+    ROUGE-L is torchmetrics' over token ids as words. Guess and truth have one length, so it is the
+    longest common subsequence over the number of tokens: the accuracy of a reconstruction whose
+    tokens may be shifted. Right tokens at both ends are cut off first; the time grows with the
+    square of the remaining length (0.3 s for 1,000 tokens). ROUGE-1 and ROUGE-2 are the shares of
+    tokens, and of pairs of neighbours, that are in both, wherever they stand. A right text of one
+    token, which has no pair, scores 1.
 
     Args:
         guessed: (B, L) token ids; NOTHING is a word that matches none.
@@ -163,16 +165,17 @@ def sentence_scores(
     hits, real = token_hits(guessed, input_ids, attention_mask)
     guessed, truth = guessed.detach().cpu(), input_ids.detach().cpu()
     any_token = real.any(1)
-    found = torch.full((int(any_token.sum()), 3), math.nan, dtype=torch.float64)
+    rows = torch.full((int(any_token.sum()), 3), math.nan, dtype=torch.float64)
     for i, row in enumerate(any_token.nonzero().flatten().tolist() if rouge else ()):
-        said, sent = guessed[row][real[row]].tolist(), truth[row][real[row]].tolist()
-        of = _rouge_l(said, sent), _rouge_n(said, sent, 1), _rouge_n(said, sent, 2)
-        found[i] = torch.tensor(of, dtype=torch.float64)
-    return SentenceScores(hits.sum(1)[any_token], real.sum(1)[any_token], *found.unbind(1))
+        guess_tokens, true_tokens = guessed[row][real[row]].tolist(), truth[row][real[row]].tolist()
+        pair = guess_tokens, true_tokens
+        values = _rouge_l(*pair), _rouge_n(*pair, 1), _rouge_n(*pair, 2)
+        rows[i] = torch.tensor(values, dtype=torch.float64)
+    return SentenceScores(hits.sum(1)[any_token], real.sum(1)[any_token], *rows.unbind(1))
 
 
 def _rouge_n(guessed: list[int], truth: list[int], n: int) -> float:
-    """F measure of two texts of equally many tokens: n-grams in both, over all of one."""
+    """Return the F measure of two texts of equally many tokens: the share of common n-grams."""
     if guessed == truth:
         return 1.0
     grams = [Counter(zip(*(ids[i:] for i in range(n)), strict=False)) for ids in (guessed, truth)]
@@ -180,19 +183,21 @@ def _rouge_n(guessed: list[int], truth: list[int], n: int) -> float:
 
 
 def _rouge_l(guessed: list[int], truth: list[int]) -> float:
-    """F measure of two texts of n tokens; equal ends belong to a longest common subsequence."""
+    """Return the F measure of two texts of n tokens; equal ends belong to a longest common
+    subsequence.
+    """
     wrong = [i for i, (a, b) in enumerate(zip(guessed, truth, strict=True)) if a != b]
     if not wrong:
         return 1.0
-    between = slice(wrong[0], wrong[-1] + 1)
+    middle = slice(wrong[0], wrong[-1] + 1)
     scores = rouge_score(
-        " ".join(map(str, guessed[between])),
-        " ".join(map(str, truth[between])),
+        " ".join(map(str, guessed[middle])),
+        " ".join(map(str, truth[middle])),
         normalizer=str,
         tokenizer=str.split,
         rouge_keys="rougeL",
     )
-    length = between.stop - between.start
+    length = middle.stop - middle.start
     common = round(float(scores["rougeL_fmeasure"]) * length)
     return 1 - (length - common) / len(truth)
 
@@ -200,19 +205,20 @@ def _rouge_l(guessed: list[int], truth: list[int]) -> float:
 def reconstruction_rates(
     scores: SentenceScores, *, confidence: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> dict[str, Rate]:
-    """How much was reconstructed over n sentences, each rate with its interval.
+    """Return how much was reconstructed over n sentences: each rate with its interval.
 
-    ``token_accuracy``: Zheng's attack accuracy (Eq. 5), the mean over sentences of the share of
-    their tokens that is right. ``token_accuracy_pooled``: the share of all tokens, so that long
-    sentences weigh more. ``exact_sentences``: share of sentences without an error.
-    ``texts_found``: of those of which half the tokens are right at least. ``rouge_1``, ``rouge_2``,
-    ``rouge_l``: means over sentences.
+    - ``token_accuracy``: Zheng's attack accuracy (Eq. 5), the mean over sentences of the share of
+      their tokens that is right.
+    - ``token_accuracy_pooled``: the share of all tokens that is right; long sentences weigh more.
+    - ``exact_sentences``: the share of sentences without an error.
+    - ``texts_found``: the share of sentences with at least half of the tokens right.
+    - ``rouge_1``, ``rouge_2``, ``rouge_l``: means over sentences.
 
     The intervals of ``exact_sentences`` and ``texts_found`` are Clopper-Pearson's. Those of the
-    means are ``expit(logit(mean) +- t s)``, Student's t on one less than the number of sentences
-    and s from a bootstrap that draws sentences, but not less than for independent tokens. No lower
-    end lies above what a perfect score would get if the tokens of a sentence stood and fell
-    together, ``(alpha / 2) ** (1 / n)``, nor an upper end below the mirror image: ten perfect
+    means are ``expit(logit(mean) +- t s)``, with Student's t on one less than the number of
+    sentences, and s from a bootstrap that draws sentences, but at least that of independent tokens.
+    No lower end lies above what a perfect score would get if all tokens of a sentence had one
+    outcome, ``(alpha / 2) ** (1 / n)``, nor an upper end below the mirror image: ten perfect
     sentences read [.69, 1].
 
     Args:
@@ -227,19 +233,17 @@ def reconstruction_rates(
     Raises:
         ValueError: a confidence outside (0, 1), or fewer than 100 resamples.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
-    if isinstance(resamples, bool) or resamples < 100:
-        raise ValueError(f"resamples must be at least 100, got {resamples!r}")
-    of = (scores.rouge_1, scores.rouge_2, scores.hits, scores.lengths, scores.rouge_l)
-    columns = [column.double().numpy() for column in of]
-    # One order, so that the bootstrap draws the same whichever process saw a sentence.
+    check_number("confidence", confidence, above=0, below=1)
+    check_integer("resamples", resamples, at_least=100)
+    keys = (scores.rouge_1, scores.rouge_2, scores.hits, scores.lengths, scores.rouge_l)
+    columns = [column.double().numpy() for column in keys]
+    # One order, so that the bootstrap's draws do not depend on which process added a sentence.
     order = np.lexsort(columns)
     rouge_1, rouge_2, hits, lengths, rouge_l = (column[order] for column in columns)
     n = hits.size
     if n == 0:
         return dict.fromkeys(RECONSTRUCTION_RATES, UNKNOWN)
-    times = _draws(n, resamples, seed)
+    times = _bootstrap_counts(n, resamples, seed)
     ones, each = np.ones(n), float((1 / lengths).sum()) / n**2
     alpha = 1 - confidence
     return {
@@ -254,20 +258,20 @@ def reconstruction_rates(
     }
 
 
-def _draws(n: int, resamples: int, seed: int) -> Floats:
-    """(resamples, n) how often each sentence is drawn."""
+def _bootstrap_counts(n: int, resamples: int, seed: int) -> Floats:
+    """Return (resamples, n): how often each sentence is drawn."""
     rng = np.random.default_rng(seed)
     return rng.multinomial(n, np.full(n, 1 / n), size=resamples).astype(np.float64)
 
 
 def _mean(top: Floats, bottom: Floats, times: Floats, share: float, alpha: float) -> Rate:
-    """``sum(top) / sum(bottom)`` over sentences, with its interval.
+    """Return ``sum(top) / sum(bottom)`` over sentences, with its interval.
 
     Args:
         top: (n,) a sentence's part.
         bottom: (n,) its weight.
         times: (resamples, n) how often it is drawn.
-        share: the sum of the squared weights of all tokens, one over their number if all are alike.
+        share: the sum of the squared weights of all tokens, one over their number if all are equal.
         alpha: of the interval.
     """
     n = top.size
@@ -284,18 +288,26 @@ def _mean(top: Floats, bottom: Floats, times: Floats, share: float, alpha: float
 
 
 class TextReconstruction(Metric):
-    """:func:`reconstruction_rates` over all sentences seen, on all processes.
+    """Compute :func:`reconstruction_rates` over all sentences that were added, on all processes.
 
     Args:
         confidence: of the intervals.
         rouge: False leaves all ROUGE out; the time of ROUGE-L grows with the square of the length.
-        positions: that :meth:`by_position` counts; tokens further back count in all other rates.
+        positions: places that :meth:`by_position` counts; later tokens count in all other rates.
         resamples: of the bootstrap.
         seed: of the bootstrap.
         kwargs: passed to :class:`torchmetrics.Metric`.
 
-    ``compute()`` gives each of ``RECONSTRUCTION_RATES``, each also with ``_low`` and ``_high``:
+    ``compute()`` returns each of ``RECONSTRUCTION_RATES``, each also with ``_low`` and ``_high``:
     scalars on the CPU, NaN where unknown.
+
+    Example:
+        >>> import torch
+        >>> from lightning_fedleak.metrics import TextReconstruction
+        >>> metric = TextReconstruction()
+        >>> metric.update(torch.tensor([[5, 8, 7, 9]]), torch.tensor([[5, 6, 7, 9]]))
+        >>> metric.compute()["token_accuracy"].item()
+        0.75
     """
 
     is_differentiable = False
@@ -317,8 +329,7 @@ class TextReconstruction(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if positions < 1:
-            raise ValueError(f"positions must be at least 1, got {positions}")
+        check_integer("positions", positions)
         self.confidence = confidence
         self.rouge = rouge
         self.positions = positions
@@ -336,12 +347,12 @@ class TextReconstruction(Metric):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
     ) -> None:
-        """Adds sentences.
+        """Add sentences.
 
         Args:
-            guess: what the attack said, or its (B, L) token ids.
+            guess: the attack's guess, or its (B, L) token ids.
             input_ids: (B, L) the tokens that were sent.
-            attention_mask: (B, L), 0 where padded, also at tokens that shall not count.
+            attention_mask: (B, L), 0 where padded, also at tokens that should not count.
 
         Raises:
             ValueError: as :func:`token_hits`.
@@ -352,22 +363,22 @@ class TextReconstruction(Metric):
         place = (real.cumsum(1) - 1)[real]
         inside = place < self.positions
         place = place[inside]
-        for state, seen in (("position_hits", hits), ("position_counts", real)):
+        for name, flags in (("position_hits", hits), ("position_counts", real)):
             counts = torch.zeros(self.positions, dtype=torch.int64)
-            counts.index_add_(0, place, seen[real][inside].long())
-            held: Tensor = getattr(self, state)
-            held += counts.to(held.device)
+            counts.index_add_(0, place, flags[real][inside].long())
+            state: Tensor = getattr(self, name)
+            state += counts.to(state.device)
 
     def add(self, scores: SentenceScores) -> None:
-        """Adds sentences that were scored elsewhere, and are in no place's rate."""
+        """Add sentences that were scored elsewhere; :meth:`by_position` does not count them."""
         columns = [getattr(scores, field.name).double() for field in fields(SentenceScores)]
-        # Flat, as the empty tensor is with which a process that saw no sentence takes part.
+        # Flat, like the empty tensor that a process without sentences gathers.
         self.sentences.append(torch.stack(columns, 1).flatten().to(self.device))
 
     def rates(self) -> dict[str, Rate]:
-        """Each of ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
-        held = dim_zero_cat(self.sentences) if len(self.sentences) else torch.zeros(0)
-        columns = held.reshape(-1, len(fields(SentenceScores))).cpu().double().unbind(1)
+        """Return each of ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
+        state = dim_zero_cat(self.sentences) if len(self.sentences) else torch.zeros(0)
+        columns = state.reshape(-1, len(fields(SentenceScores))).cpu().double().unbind(1)
         return reconstruction_rates(
             SentenceScores(*columns),
             confidence=self.confidence,
@@ -376,15 +387,16 @@ class TextReconstruction(Metric):
         )
 
     def compute(self) -> dict[str, Tensor]:
-        """The rates over all sentences."""
+        """Return the rates over all sentences."""
         values = flat(self.rates())
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def by_position(self) -> list[Rate]:
-        """Share of the sentences whose token at place 0, 1, ... was right, Clopper-Pearson's.
+        """Return the share of sentences whose token at place 0, 1, ... was right, each with its
+        interval.
 
         Places count a sentence's own tokens, whichever side is padded, up to the longest sentence.
-        Over all processes, so that all must call it.
+        The counts are those of all processes, so all must call it.
         """
         with self.sync_context(
             dist_sync_fn=self.dist_sync_fn,
@@ -393,14 +405,3 @@ class TextReconstruction(Metric):
         ):
             pairs = zip(self.position_hits.tolist(), self.position_counts.tolist(), strict=True)
             return [proportion(hits, n, self.confidence) for hits, n in pairs if n]
-
-
-__all__ = [
-    "RECONSTRUCTION_RATES",
-    "SentenceScores",
-    "TextReconstruction",
-    "in_true_order",
-    "reconstruction_rates",
-    "sentence_scores",
-    "token_hits",
-]

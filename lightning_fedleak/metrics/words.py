@@ -25,21 +25,31 @@ _SUMS = ("error_sum", "capacity_sum")
 
 
 class WordRecovery(Metric):
-    """Precision, recall and F1 of word types over all batches seen, with intervals.
+    """Compute precision, recall and F1 of word types over all batches, with intervals.
 
     Counts are summed over updates and processes, and rates and intervals computed from the sums
     (pooled, see :func:`~lightning_fedleak.metrics.rates.precision_recall_f1`).
     ``type_count_error`` is the mean over those batches for which the attack estimates the number
-    of types, ``certified`` the share of batches of which the attack says that no type is missing,
-    and ``capacity`` the mean of how many types it could tell apart over how many there were.
+    of types, ``certified`` the share of batches for which the attack says that no type is missing,
+    and ``capacity`` the mean of how many types it could distinguish over how many there were.
 
     Args:
         vocab_size: token ids are below it.
         confidence: of the intervals.
         kwargs: passed to :class:`torchmetrics.Metric`.
 
-    ``compute()`` gives ``precision``, ``recall``, ``f1``, each also with ``_low`` and ``_high``,
+    ``compute()`` returns ``precision``, ``recall``, ``f1``, each also with ``_low`` and ``_high``,
     ``type_count_error``, ``certified`` and ``capacity``: scalars on the CPU, NaN where unknown.
+
+    Example:
+        >>> import torch
+        >>> from lightning_fedleak.attacks.base import WordGuess
+        >>> from lightning_fedleak.metrics import WordRecovery
+        >>> metric = WordRecovery(vocab_size=100)
+        >>> guess = WordGuess(types=torch.tensor([3, 5, 7]), n_types=4)
+        >>> metric.update(guess, truth_types=torch.tensor([3, 5, 9, 11]))
+        >>> metric.compute()["recall"].item()
+        0.5
     """
 
     is_differentiable = False
@@ -47,7 +57,7 @@ class WordRecovery(Metric):
     full_state_update = False
 
     WIDTH = len(_COUNTS) + len(_SUMS)
-    """Numbers that :meth:`pack` gives."""
+    """Numbers that :meth:`pack` returns."""
 
     tp: Tensor
     fp: Tensor
@@ -69,10 +79,10 @@ class WordRecovery(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, guess: WordGuess, truth_types: Tensor) -> None:
-        """Adds one batch.
+        """Add one batch.
 
         Args:
-            guess: what the attack said.
+            guess: the attack's guess.
             truth_types: (m,) token ids that were used, repeats allowed, no ignored labels.
         """
         counts = word_counts(guess, truth_types, self.vocab_size)
@@ -92,22 +102,22 @@ class WordRecovery(Metric):
             self.capacity_sum += guess.capacity / types
 
     def pack(self) -> list[float]:
-        """All that was added so far, as plain numbers: the counts and the sums."""
+        """Return all that was added so far, as plain numbers: the counts and the sums."""
         return [float(getattr(self, name)) for name in (*_COUNTS, *_SUMS)]
 
     def add_packed(self, numbers: Sequence[float]) -> None:
-        """Adds what another instance gave with :meth:`pack`."""
+        """Add the numbers that another instance returned from :meth:`pack`."""
         for name, number in zip((*_COUNTS, *_SUMS), numbers, strict=True):
-            more = number if name in _SUMS else int(number)
-            setattr(self, name, getattr(self, name) + more)
+            addition = number if name in _SUMS else int(number)
+            setattr(self, name, getattr(self, name) + addition)
 
     def rates(self) -> dict[str, Rate]:
-        """Precision, recall and F1 of the pooled counts, on this process."""
+        """Return precision, recall and F1 of the pooled counts, on this process."""
         counts = Counts(int(self.tp), int(self.fp), int(self.fn))
         return precision_recall_f1(counts, self.confidence)
 
     def means(self) -> dict[str, float]:
-        """Of the batches that have one, on this process; NaN where there was none."""
+        """Return the means over the batches that have a value, on this process; else NaN."""
         each = {
             "type_count_error": (self.error_sum, self.n_estimates),
             "certified": (self.n_certified, self.n_certificates),
@@ -116,6 +126,6 @@ class WordRecovery(Metric):
         return {name: float(total) / int(n) if n else math.nan for name, (total, n) in each.items()}
 
     def compute(self) -> dict[str, Tensor]:
-        """The rates of the pooled counts."""
+        """Return the rates of the pooled counts."""
         values = flat(self.rates()) | self.means()
         return {name: torch.tensor(value) for name, value in values.items()}

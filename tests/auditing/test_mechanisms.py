@@ -138,12 +138,12 @@ def test_the_gaussian_mechanism_never_exceeds_what_its_epsilon_allows(sigma: flo
 @pytest.mark.parametrize("sigma", [0.0, -1.0, math.nan])
 def test_a_sigma_that_is_not_positive_is_refused(sigma: float) -> None:
     for function in (gaussian_auc, gaussian_advantage):
-        with pytest.raises(ValueError, match="sigma must be positive"):
+        with pytest.raises(ValueError, match="sigma must be"):
             function(sigma)
     for function in (gaussian_delta, gaussian_tpr):
-        with pytest.raises(ValueError, match="sigma must be positive"):
+        with pytest.raises(ValueError, match="sigma must be"):
             function(0.1, sigma)
-    with pytest.raises(ValueError, match="sigma must be positive"):
+    with pytest.raises(ValueError, match="sigma must be"):
         gaussian_epsilon(sigma=sigma, delta=0.1)
-    with pytest.raises(ValueError, match="delta must lie"):
+    with pytest.raises(ValueError, match="delta must"):
         gaussian_epsilon(sigma=1.0, delta=0.0)

@@ -231,7 +231,7 @@ def test_blocks_of_clusters_are_drawn_like_their_games(monkeypatch, decimals: in
     scores, members, clusters = steps(12, 6, 1.0, 0.3, 0)
     scores = scores.round(decimals=decimals)
     blocks = membership_rates(scores, members, clusters)["auc"]
-    monkeypatch.setattr(clustered, "CHUNK", 1000)
+    monkeypatch.setattr(clustered, "NUMBERS_AT_ONCE", 1000)
     weights = membership_rates(scores, members, clusters)["auc"]
     assert blocks.low == pytest.approx(weights.low, rel=1e-9)
     assert blocks.high == pytest.approx(weights.high, rel=1e-9)

@@ -568,6 +568,3 @@ def _check_batch(hidden: Tensor, mask: Tensor | None, upstream: Tensor) -> None:
                 f"{name} must be {tuple(hidden.shape[:2])}, one number per token, got "
                 f"{tuple(given.shape)}"
             )
-
-
-__all__ = ["BETA", "REPLACED_BETA", "REPLACED_WIDTHS", "WIDTHS", "AttentionMembership", "guess_by"]

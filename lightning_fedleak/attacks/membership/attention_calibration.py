@@ -325,15 +325,3 @@ def lemma_gamma(states: PublicStates, beta: float) -> float:
     except OverflowError:
         return math.inf
     return 4 * math.sqrt(largest) * (longest - 1) * decay
-
-
-__all__ = [
-    "Calibration",
-    "PublicScores",
-    "PublicStates",
-    "PublicTargets",
-    "by_number",
-    "learned",
-    "lemma_gamma",
-    "public_scores",
-]

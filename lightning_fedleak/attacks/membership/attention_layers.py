@@ -529,26 +529,3 @@ def widths_of(widths: Sequence[float], gamma: float | None) -> tuple[float, ...]
     """Half-widths ascending, with that of ``gamma`` among them."""
     steps = {round(float(w), 12) for w in widths}
     return tuple(sorted(steps if gamma is None else steps | {width_of(gamma)}))
-
-
-__all__ = [
-    "LEVELS",
-    "PAIRS_AT_ONCE",
-    "Attention",
-    "AttentionDesign",
-    "CraftedAttention",
-    "HeadPair",
-    "Heads",
-    "Readout",
-    "Score",
-    "Variant",
-    "algorithm_one",
-    "check_positive",
-    "coordinates_fired",
-    "fired",
-    "left_out",
-    "projector_heads",
-    "token_rows",
-    "tokens_at",
-    "widths_of",
-]

@@ -455,15 +455,3 @@ def _noise_quantile(n: int, rate: float, two_sided: bool) -> float:
     sums = _standardised(torch.randn(400_000, n, generator=generator))
     largest = (sums.abs() if two_sided else sums).amax(1).sort().values
     return float(largest[min(len(largest) - 1, int((1 - rate) * len(largest)))])
-
-
-__all__ = [
-    "CRAFTED",
-    "Granularity",
-    "MembershipAttack",
-    "MembershipGuess",
-    "RungReader",
-    "last_real",
-    "reach",
-    "sentence_rows",
-]

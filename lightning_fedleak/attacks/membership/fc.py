@@ -433,6 +433,3 @@ def _known(name: str) -> Precision:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-__all__ = ["RANDOMISED_LADDER", "SAFE", "FCMembership", "Precision"]

@@ -169,6 +169,3 @@ def _inputs(
         return hidden, real
     rows = sentence_rows(hidden, mask, tokens)[:, None]
     return rows, None if real is None else real.any(1, keepdim=True)
-
-
-__all__ = ["DENSE_AT_MOST", "CraftedFC", "Frozen", "TwoIdentities", "check_targets", "inputs_of"]

@@ -703,6 +703,3 @@ def _batch_of(query: Query, tokens: int) -> TokenBatch:
     labels = labels.masked_fill(real == 0, IGNORE_INDEX)
     cut = reach(labels != IGNORE_INDEX, tokens)
     return TokenBatch(ids[:, :cut], labels[:, :cut], real[:, :cut], "causal")
-
-
-__all__ = ["GradientMembership"]

@@ -491,15 +491,3 @@ class _Joint:
         hidden = states_in(args, kwargs)
         mixed = self.inside(hidden, self.masks.of(hidden), states_out(output))
         return with_states_out(output, mixed)
-
-
-__all__ = [
-    "Classified",
-    "CraftedInside",
-    "EmbeddingModule",
-    "Inserted",
-    "Placement",
-    "direction_of",
-    "insert",
-    "upstream_of",
-]

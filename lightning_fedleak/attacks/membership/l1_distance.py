@@ -215,6 +215,3 @@ def _largest(targets: Tensor, rows: Tensor, dead_zone: float) -> float:
     beyond = ((rows - targets).abs() - zones[:, None]).clamp(min=0).sum(1)
     relative = (beyond / sizes).nan_to_num(nan=torch.inf, posinf=torch.inf)
     return float(torch.where(sizes == 0, beyond, relative).max())
-
-
-__all__ = ["maybe_near", "middle_of", "neighbours", "own_rounding", "product_rounding"]

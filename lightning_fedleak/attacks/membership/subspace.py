@@ -382,6 +382,3 @@ def _nearness(rows: SharedRows, x: Tensor, counted: Tensor) -> Tensor:
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
     left = (1 - (unit @ basis.T).square().sum(-1)).clamp(_CLOSEST, 1.0)
     return (-left.log10() * counted).sum(-1).float() / counted.sum(-1).clamp_min(1)
-
-
-__all__ = ["SubspaceMembership"]

@@ -550,14 +550,3 @@ class TrainedMembership(MembershipAttack):
             "false_positive_rate": self.reader.false_positive_rate,
             "upstream_sign": self.reader.upstream_sign,
         }
-
-
-__all__ = [
-    "Adam",
-    "Neuron",
-    "Scale",
-    "TrainedMembership",
-    "loss_gradients",
-    "outputs_of",
-    "train_neuron",
-]

@@ -95,6 +95,3 @@ def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
     values = (values.clamp(min=0.0) + ridge * scale).clamp(min=1e-9 * float(scale))
     matrix = (vectors * values.rsqrt()) @ vectors.T
     return Whitening(mean.float(), matrix.float())
-
-
-__all__ = ["RIDGE", "Whitening", "fit_whitening"]

@@ -1,4 +1,4 @@
-"""What the challenger of the game draws: the client's data, the bit, the target."""
+"""Challenges of the membership game: the client's data, the secret bits, the targets."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ AUTHORS_POSITION = 10
 
 
 @dataclass(frozen=True, repr=False)
-class Deal:
-    """One batch of a client, and the targets that a server asks for in it.
+class Challenge:
+    """One batch of a client, and the targets whose membership a server guesses.
 
     Attributes:
         data: the client's data set D, rows of ids, all different.
@@ -34,10 +34,10 @@ class Deal:
     places: Tensor
 
     def __repr__(self) -> str:
-        return f"Deal({len(self.data)} sentences, {len(self.targets)} targets)"
+        return f"Challenge({len(self.data)} sentences, {len(self.targets)} targets)"
 
 
-def game_deals(
+def game_challenges(
     pool: SentencePool,
     batch: int,
     games: int,
@@ -46,25 +46,25 @@ def game_deals(
     targets_per_batch: int = 1,
     spare: int = 0,
     relation: Relation = "replace_one",
-) -> Iterator[Deal]:
-    """The game of Fig. 2, ``games`` times.
+) -> Iterator[Challenge]:
+    """Yield ``games`` challenges of the game of Fig. 2.
 
     D is ``batch`` distinct sentences of the pool, the bit is fair, the target is uniform in D
-    (b = 1) or among the pool's other sentences (b = 0). With several targets for one D each has a
-    bit of its own and is drawn without regard to the others.
+    (b = 1) or among the pool's other sentences (b = 0). With several targets for one D each has
+    its own bit, and all are drawn independently.
 
-    With ``relation="add_remove"`` the target is uniform in D, and taken out of it where b = 0.
+    With ``relation="add_remove"`` the target is uniform in D, and removed from it where b = 0.
 
     Args:
         pool: the distribution.
         batch: n, sentences in D.
         games: targets in all.
         position: ``"random"`` for a uniformly drawn token of the target, ``"last"``, neither of
-            them a special one; or an index, whatever is there.
-        generator: on the CPU; the deals depend on nothing else.
+            them a special one; or an index, whatever token is at it.
+        generator: on the CPU; the challenges depend on nothing else.
         targets_per_batch: games that share one D.
-        spare: tokens at the end of a sentence that are not asked for: 1 for a next-token loss,
-            which no hidden state of the last token enters.
+        spare: tokens at the end of a sentence that are no targets: 1 for a next-token loss, which
+            no hidden state of the last token enters.
         relation: as in :class:`~lightning_fedleak.games.GameConfig`.
 
     Raises:
@@ -84,45 +84,45 @@ def game_deals(
             f"shortest sentence has {len(shortest)} tokens{last}: make the pool with "
             f"at_least={position + 1 + spare}"
         )
-    if any(len(_asked(pool, row, spare)) == 0 for row in pool.rows):
+    if any(len(_target_places(pool, row, spare)) == 0 for row in pool.rows):
         raise GameError(
-            "a sentence of the pool holds no token that could be asked for (special ones, and the "
+            "a sentence of the pool holds no token that could be a target (special ones, and the "
             f"last {spare}, are not): make the pool with at_least={1 + spare}"
         )
-    left = games
-    while left:
-        now = min(left, targets_per_batch)
-        left -= now
+    remaining = games
+    while remaining:
+        count = min(remaining, targets_per_batch)
+        remaining -= count
         order = torch.randperm(len(pool), generator=generator)
-        bits = torch.randint(2, (now,), generator=generator).bool()
-        inside = torch.randint(batch, (now,), generator=generator)
-        outside = torch.randint(len(pool) - batch, (now,), generator=generator) + batch
-        places = torch.where(bits, inside, outside)
+        bits = torch.randint(2, (count,), generator=generator).bool()
+        inside_places = torch.randint(batch, (count,), generator=generator)
+        outside_places = torch.randint(len(pool) - batch, (count,), generator=generator) + batch
+        places = torch.where(bits, inside_places, outside_places)
         data = order[:batch]
         if relation == "add_remove":
-            places = inside
-            data = data[bits | (torch.arange(batch) != inside)]
+            places = inside_places
+            data = data[bits | (torch.arange(batch) != inside_places)]
         targets = tuple(pool.rows[i] for i in order[places].tolist())
-        yield Deal(
+        yield Challenge(
             data=tuple(pool.rows[i] for i in data.tolist()),
             targets=targets,
             bits=bits,
             positions=torch.tensor(
                 [_position(pool, t, position, generator, spare) for t in targets]
             ),
-            places=torch.where(bits, inside, -1),
+            places=torch.where(bits, inside_places, -1),
         )
 
 
-def authors_deals(
+def authors_challenges(
     rows: Sequence[Tensor], planted: Tensor, batch: int, games: int, position: int
-) -> Iterator[Deal]:
-    """The protocol of the authors' published code, in two worlds and without a random bit.
+) -> Iterator[Challenge]:
+    """Yield the two worlds of the authors' published code, which has no random bit.
 
     World 1 is the first ``batch`` sentences of the corpus with ``planted`` in place of the first,
     world 0 the same sentences as they are. The target is always ``planted``, the token always the
-    one at ``position``. Their code repeats this on the same sentences; here run r takes the r-th
-    ``batch`` sentences of the corpus, so that run 0 is theirs.
+    one at ``position``. Their code repeats this on the same sentences; this function's run r takes
+    the r-th ``batch`` sentences of the corpus, so run 0 is theirs.
 
     Args:
         rows: the corpus in order.
@@ -144,7 +144,7 @@ def authors_deals(
         )
     if len(planted) <= position:
         raise GameError(
-            f"the planted sentence has {len(planted)} tokens, so that it has no token {position} "
+            f"the planted sentence has {len(planted)} tokens, so it has no token {position} "
             "(counted from 0)"
         )
     if any(torch.equal(row, planted) for row in rows):
@@ -152,7 +152,7 @@ def authors_deals(
     for run in range(games // 2):
         data = tuple(rows[run * batch : (run + 1) * batch])
         for bit in (True, False):
-            yield Deal(
+            yield Challenge(
                 data=(planted, *data[1:]) if bit else data,
                 targets=(planted,),
                 bits=torch.tensor([bit]),
@@ -161,8 +161,8 @@ def authors_deals(
             )
 
 
-def _asked(pool: SentencePool, row: Tensor, spare: int) -> Tensor:
-    """(k,) places of the tokens that may be asked for."""
+def _target_places(pool: SentencePool, row: Tensor, spare: int) -> Tensor:
+    """Return (k,) places of the tokens that may be targets."""
     words = pool.words(row)
     return words[words < len(row) - spare]
 
@@ -172,10 +172,7 @@ def _position(
 ) -> int:
     if isinstance(position, int):
         return position
-    places = _asked(pool, row, spare)
+    places = _target_places(pool, row, spare)
     if position == "last":
         return int(places[-1])
     return int(places[torch.randint(len(places), (1,), generator=generator)])
-
-
-__all__ = ["AUTHORS_POSITION", "Deal", "authors_deals", "game_deals"]

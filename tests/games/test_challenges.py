@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from lightning_fedleak.games import GameError, SentencePool
-from lightning_fedleak.games.deals import authors_deals, game_deals
+from lightning_fedleak.games.challenges import authors_challenges, game_challenges
 
 
 def pool_of(n: int) -> SentencePool:
@@ -20,40 +20,42 @@ def keys(rows) -> list[tuple[int, ...]]:
 def test_deals_are_those_of_figure_2(targets_per_batch: int) -> None:
     pool = pool_of(30)
     generator = torch.Generator().manual_seed(3)
-    n, deals = 0, list(game_deals(pool, 7, 50, "random", generator, targets_per_batch))
-    for deal in deals:
-        data = keys(deal.data)
+    n, challenges = 0, list(game_challenges(pool, 7, 50, "random", generator, targets_per_batch))
+    for challenge in challenges:
+        data = keys(challenge.data)
         assert len(set(data)) == 7
-        for g, target in enumerate(keys(deal.targets)):
-            place = int(deal.places[g])
-            assert bool(deal.bits[g]) == (target in data) == (place >= 0)
+        for g, target in enumerate(keys(challenge.targets)):
+            place = int(challenge.places[g])
+            assert bool(challenge.bits[g]) == (target in data) == (place >= 0)
             if place >= 0:
                 assert data[place] == target
-            assert 0 <= deal.positions[g] < len(target)
+            assert 0 <= challenge.positions[g] < len(target)
             n += 1
     assert n == 50
-    assert len(deals) == -(-50 // targets_per_batch)
+    assert len(challenges) == -(-50 // targets_per_batch)
 
 
 def test_where_targets_are_added_or_removed_nothing_is_in_their_place() -> None:
     pool = pool_of(30)
 
-    def deals(relation):
+    def challenges(relation):
         generator = torch.Generator().manual_seed(3)
-        return list(game_deals(pool, 7, 50, "random", generator, relation=relation))
+        return list(game_challenges(pool, 7, 50, "random", generator, relation=relation))
 
     bits = []
-    for deal, replaced in zip(deals("add_remove"), deals("replace_one"), strict=True):
-        (target,), data, whole = keys(deal.targets), keys(deal.data), keys(replaced.data)
+    for challenge, replaced in zip(
+        challenges("add_remove"), challenges("replace_one"), strict=True
+    ):
+        (target,), data, whole = keys(challenge.targets), keys(challenge.data), keys(replaced.data)
         assert target in whole
-        bits.append(bool(deal.bits))
+        bits.append(bool(challenge.bits))
         if bits[-1]:
             assert data == whole
-            assert data[int(deal.places)] == target
+            assert data[int(challenge.places)] == target
         else:
             assert data == [row for row in whole if row != target]
             assert len(data) == 6
-            assert int(deal.places) == -1
+            assert int(challenge.places) == -1
     assert 0 < sum(bits) < 50
 
 
@@ -62,19 +64,19 @@ def test_bits_are_fair_and_targets_uniform_given_the_bit() -> None:
     pool, batch, games = pool_of(12), 4, 6000
     order = {key: i for i, key in enumerate(keys(pool.rows))}
     generator = torch.Generator().manual_seed(0)
-    deals = list(game_deals(pool, batch, games, "random", generator))
-    bits = torch.cat([d.bits for d in deals])
+    challenges = list(game_challenges(pool, batch, games, "random", generator))
+    bits = torch.cat([d.bits for d in challenges])
     assert stats.binomtest(int(bits.sum()), games).pvalue > 0.01
     # Lag one: a bit says nothing on the next one.
     agree = int((bits[1:] == bits[:-1]).sum())
     assert stats.binomtest(agree, games - 1).pvalue > 0.01
     for bit in (True, False):
         seen = torch.zeros(len(pool))
-        for deal in deals:
-            if bool(deal.bits[0]) is bit:
-                seen[order[keys(deal.targets)[0]]] += 1
+        for challenge in challenges:
+            if bool(challenge.bits[0]) is bit:
+                seen[order[keys(challenge.targets)[0]]] += 1
         assert stats.chisquare(seen.numpy()).pvalue > 0.01
-    places = torch.cat([d.places for d in deals])
+    places = torch.cat([d.places for d in challenges])
     inside = torch.bincount(places[places >= 0], minlength=batch)
     assert stats.chisquare(inside.numpy()).pvalue > 0.01
 
@@ -82,36 +84,36 @@ def test_bits_are_fair_and_targets_uniform_given_the_bit() -> None:
 def test_positions() -> None:
     pool = SentencePool([[i, i, i] for i in range(1, 9)])
     seen = []
-    for deal in game_deals(pool, 2, 900, "random", torch.Generator().manual_seed(1)):
-        seen.append(int(deal.positions))
+    for challenge in game_challenges(pool, 2, 900, "random", torch.Generator().manual_seed(1)):
+        seen.append(int(challenge.positions))
     assert stats.chisquare(torch.bincount(torch.tensor(seen)).numpy()).pvalue > 0.01
     for position, wanted in (("last", 2), (1, 1)):
-        deals = game_deals(pool, 2, 5, position, torch.Generator().manual_seed(1))
-        assert {int(d.positions) for d in deals} == {wanted}
+        challenges = game_challenges(pool, 2, 5, position, torch.Generator().manual_seed(1))
+        assert {int(d.positions) for d in challenges} == {wanted}
 
 
 def test_a_last_token_that_enters_no_loss_is_not_asked_for() -> None:
     pool = SentencePool([[i, i, i] for i in range(1, 9)])
     generator = torch.Generator().manual_seed(1)
-    seen = {int(d.positions) for d in game_deals(pool, 2, 40, "random", generator, spare=1)}
+    seen = {int(d.positions) for d in game_challenges(pool, 2, 40, "random", generator, spare=1)}
     assert seen == {0, 1}
-    [deal] = game_deals(pool, 2, 1, "last", generator, spare=1)
-    assert int(deal.positions) == 1
+    [challenge] = game_challenges(pool, 2, 1, "last", generator, spare=1)
+    assert int(challenge.positions) == 1
     with pytest.raises(GameError, match=r"the last one enters no loss.* at_least=4"):
-        list(game_deals(pool, 2, 1, 2, generator, spare=1))
+        list(game_challenges(pool, 2, 1, 2, generator, spare=1))
 
 
 def test_special_tokens_are_not_asked_for() -> None:
     pool = SentencePool([[90, i, i, 91] for i in range(1, 9)], special_ids=(90, 91))
     generator = torch.Generator().manual_seed(1)
-    seen = {int(d.positions) for d in game_deals(pool, 2, 40, "random", generator)}
+    seen = {int(d.positions) for d in game_challenges(pool, 2, 40, "random", generator)}
     assert seen == {1, 2}
-    [deal] = game_deals(pool, 2, 1, "last", generator)
-    assert int(deal.positions) == 2
-    [deal] = game_deals(pool, 2, 1, 3, generator)
-    assert int(deal.positions) == 3
-    with pytest.raises(GameError, match="holds no token that could be asked for"):
-        list(game_deals(SentencePool([[90, 1], [90, 2], [1, 2]], at_least=1, special_ids={90}),
+    [challenge] = game_challenges(pool, 2, 1, "last", generator)
+    assert int(challenge.positions) == 2
+    [challenge] = game_challenges(pool, 2, 1, 3, generator)
+    assert int(challenge.positions) == 3
+    with pytest.raises(GameError, match="holds no token that could be a target"):
+        list(game_challenges(SentencePool([[90, 1], [90, 2], [1, 2]], at_least=1, special_ids={90}),
                         1, 1, "last", generator, spare=1))  # fmt: skip
 
 
@@ -120,7 +122,7 @@ def test_the_seed_alone_decides_and_the_global_state_is_left() -> None:
     first, again, other = (
         [
             (keys(d.data), keys(d.targets), d.bits.tolist(), d.positions.tolist())
-            for d in game_deals(pool, 5, 12, "random", torch.Generator().manual_seed(seed), 3)
+            for d in game_challenges(pool, 5, 12, "random", torch.Generator().manual_seed(seed), 3)
         ]
         for seed in (4, 4, 5)
     )
@@ -129,12 +131,12 @@ def test_the_seed_alone_decides_and_the_global_state_is_left() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_the_authors_deals() -> None:
+def test_the_authors_challenges() -> None:
     pool, planted = pool_of(12), torch.tensor([50, 51, 52])
-    deals = list(authors_deals(pool.rows, planted, 4, 6, 1))
-    assert [bool(d.bits) for d in deals] == [True, False] * 3
+    challenges = list(authors_challenges(pool.rows, planted, 4, 6, 1))
+    assert [bool(d.bits) for d in challenges] == [True, False] * 3
     for run in range(3):
-        world1, world0 = deals[2 * run : 2 * run + 2]
+        world1, world0 = challenges[2 * run : 2 * run + 2]
         assert keys(world0.data) == keys(pool.rows[4 * run : 4 * run + 4])
         assert keys(world1.data) == [(50, 51, 52), *keys(world0.data)[1:]]
         assert (int(world1.places), int(world0.places)) == (0, -1)
@@ -146,14 +148,17 @@ def test_the_authors_deals() -> None:
     ("make", "message"),
     [
         (
-            lambda p: list(game_deals(p, 12, 1, "random", torch.Generator())),
+            lambda p: list(game_challenges(p, 12, 1, "random", torch.Generator())),
             "more than 12 distinct",
         ),
-        (lambda p: list(game_deals(p, 3, 1, 2, torch.Generator())), "at_least=3"),
-        (lambda p: list(authors_deals(p.rows, torch.arange(3), 4, 3, 1)), "games must be even"),
-        (lambda p: list(authors_deals(p.rows, torch.arange(3), 4, 8, 1)), "16 sentences"),
-        (lambda p: list(authors_deals(p.rows, torch.arange(3), 4, 2, 3)), "no token 3"),
-        (lambda p: list(authors_deals(p.rows, p.rows[5], 4, 2, 0)), "occurs in the corpus"),
+        (lambda p: list(game_challenges(p, 3, 1, 2, torch.Generator())), "at_least=3"),
+        (
+            lambda p: list(authors_challenges(p.rows, torch.arange(3), 4, 3, 1)),
+            "games must be even",
+        ),
+        (lambda p: list(authors_challenges(p.rows, torch.arange(3), 4, 8, 1)), "16 sentences"),
+        (lambda p: list(authors_challenges(p.rows, torch.arange(3), 4, 2, 3)), "no token 3"),
+        (lambda p: list(authors_challenges(p.rows, p.rows[5], 4, 2, 0)), "occurs in the corpus"),
     ],
 )
 def test_what_cannot_be_dealt_is_said(make, message: str) -> None:

@@ -1,8 +1,8 @@
 """Lightning is two packages, ``lightning.pytorch`` and ``pytorch_lightning``, of twin classes.
 
-``lightning`` installs both, and a program may load either. A run is of one of them: that of its
-Trainer. Both are imported here, which takes a tenth of a second more than one, so that what a class
-is does not hang on what the program imported before.
+``lightning`` installs both, and a program may load either. A run uses one of them: that of its
+Trainer. Both are imported here, which takes a tenth of a second more than one, so that a class does
+not depend on what the program imported first.
 """
 
 from __future__ import annotations
@@ -12,59 +12,65 @@ from abc import ABCMeta
 from typing import TYPE_CHECKING, Any, Union
 
 if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback as EitherCallback
-    from lightning.pytorch.strategies import Strategy as AnyStrategy
-    from lightning.pytorch.strategies import Strategy as EitherStrategy
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.strategies import Strategy
+
+    EitherCallback = Callback
+    EitherStrategy = Strategy
+    AnyStrategy = Strategy
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def both(*names: str) -> tuple[Any, ...]:
-    """What has one of these names in either package; of classes, for ``isinstance``.
+    """Return the attributes of these names in both packages; of classes, for ``isinstance``.
 
     Args:
         names: below the package: ``"strategies.DDPStrategy"``.
     """
-    return tuple(_named(package, name) for name in names for package in PACKAGES)
+    return tuple(_attribute(package, name) for name in names for package in PACKAGES)
 
 
-def package_of(of: object) -> str:
-    """The package that a Trainer, a strategy, an accelerator or a class of them comes from.
+def package_of(thing: object) -> str:
+    """Return the package that a Trainer, a strategy, an accelerator or a class of them comes from.
 
     Raises:
         TypeError: from neither.
     """
-    for kind in (of if isinstance(of, type) else type(of)).__mro__:
+    for kind in (thing if isinstance(thing, type) else type(thing)).__mro__:
         if (package := _home(kind)) is not None:
             return package
-    raise TypeError(f"{of!r} is an object of neither {' nor '.join(PACKAGES)}")
+    raise TypeError(f"{thing!r} is an object of neither {' nor '.join(PACKAGES)}")
 
 
-def twin(name: str, of: object) -> Any:
-    """What has a name in the package that something comes from.
+def twin(name: str, thing: object) -> Any:
+    """Return the attribute of a name in the package that an object comes from.
 
     Args:
         name: below the package: ``"strategies.DDPStrategy"``.
-        of: as :func:`package_of` takes it.
+        thing: as :func:`package_of` takes it.
     """
-    return _named(package_of(of), name)
+    return _attribute(package_of(thing), name)
 
 
-def mixed(what: str, of: object, with_: object) -> str | None:
-    """One sentence where two things are of different packages; None where they are of one.
+def mixed(name: str, thing: object, counterpart: object) -> str | None:
+    """Return one sentence where two objects come from different packages; None otherwise.
 
     Args:
-        what: names the first of them.
-        of: the first.
-        with_: the Trainer, or what it has chosen itself.
+        name: of the first object, for the sentence.
+        thing: the first object.
+        counterpart: the Trainer, or an object that the Trainer chose.
     """
-    own, other = package_of(of), package_of(with_)
-    if own == other:
+    package, trainer_package = package_of(thing), package_of(counterpart)
+    if package == trainer_package:
         return None
-    return f"{what} is of `{own}` and this Trainer of `{other}`: import both from one of the two."
+    return (
+        f"{name} is of `{package}` and this Trainer of `{trainer_package}`: import both from one "
+        "of the two."
+    )
 
 
-def _named(package: str, name: str) -> Any:
+def _attribute(package: str, name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(f"{package}.{module}"), attribute)
 
@@ -74,7 +80,7 @@ def _home(kind: type) -> str | None:
     return next(names, None)
 
 
-def _elsewhere(callback: object, trainer: str) -> str:
+def _wrong_trainer(callback: object, trainer: str) -> str:
     name = type(callback).__name__
     return (
         f"{name} is a callback of Lightning's Trainer and does not work in {trainer}: train the "
@@ -83,20 +89,22 @@ def _elsewhere(callback: object, trainer: str) -> str:
     )
 
 
-# ---- classes that both packages take for their own ------------------------------------------
+# ---- classes that both packages accept as their own ------------------------------------------
 
 
-class _OwnFirst(ABCMeta):
-    """Of several packages' classes, those of the first come before all of the others."""
+class _OnePackageFirst(ABCMeta):
+    """Orders base classes: those of the first package come before those of the other."""
 
     def mro(cls) -> list[type]:
-        """As usual, with the other package's classes behind the last of the own one's."""
+        """Return the usual order, with the other package's classes behind the last one of the
+        first package.
+        """
         order = super().mro()
-        own = next(filter(None, map(_home, order)), None)
-        others = [kind for kind in order if _home(kind) not in (None, own)]
-        kept = [kind for kind in order if kind not in others]
-        end = max((place for place, kind in enumerate(kept, 1) if _home(kind)), default=0)
-        return [*kept[:end], *others, *kept[end:]]
+        package = next(filter(None, map(_home, order)), None)
+        foreign = [kind for kind in order if _home(kind) not in (None, package)]
+        native = [kind for kind in order if kind not in foreign]
+        end = max((place for place, kind in enumerate(native, 1) if _home(kind)), default=0)
+        return [*native[:end], *foreign, *native[end:]]
 
 
 if not TYPE_CHECKING:
@@ -105,29 +113,17 @@ if not TYPE_CHECKING:
         """A callback for the Trainers of both packages, and of no other library."""
 
         def on_init_end(self, *_: object, **__: object) -> None:
-            """Refuses the Trainer of transformers, which calls this first."""
-            raise TypeError(_elsewhere(self, "transformers.Trainer"))
+            """Raise an error for the Trainer of transformers, which calls this first."""
+            raise TypeError(_wrong_trainer(self, "transformers.Trainer"))
 
         def on_after_setup(self, *_: object, **__: object) -> None:
-            """Refuses Fabric, which calls this first."""
-            raise TypeError(_elsewhere(self, "Fabric"))
+            """Raise an error for Fabric, which calls this first."""
+            raise TypeError(_wrong_trainer(self, "Fabric"))
 
-    class EitherStrategy(*both("strategies.Strategy"), metaclass=_OwnFirst):
+    class EitherStrategy(*both("strategies.Strategy"), metaclass=_OnePackageFirst):
         """A strategy for the Trainers of both packages.
 
         One that also is a class of one package has its methods, never the other's.
         """
 
     AnyStrategy = Union[both("strategies.Strategy")]  # noqa: UP007
-
-
-__all__ = [
-    "PACKAGES",
-    "AnyStrategy",
-    "EitherCallback",
-    "EitherStrategy",
-    "both",
-    "mixed",
-    "package_of",
-    "twin",
-]

@@ -43,7 +43,7 @@ ALLOWED = {
     "metrics": GROUND | {"attacks"},
     "games": GROUND | {"attacks", "metrics"},
     "defenses": GROUND,
-    "strategies": {"defenses", "snapshots", "anatomy", "lightning_packages"},
+    "strategies": {"defenses", "snapshots", "anatomy", "validate", "lightning_packages"},
     "lightning_packages": set(),
     "split": GROUND | {"attacks"},
     "report": {"auditing", "defenses"},

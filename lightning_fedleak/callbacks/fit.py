@@ -41,7 +41,8 @@ from lightning_fedleak.callbacks.results import (
 )
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
-from lightning_fedleak.strategies import DefendedStrategy, before_real_step
+from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.strategies.optimizer_step import before_real_step
 from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap, loss_terms
 
 TURN = 2

@@ -1,6 +1,6 @@
 """What a defence is: hooks that act where data leaves the client.
 
-A defence of one's own needs a name, a plain sentence about what it guarantees, and one hook::
+A defence that you write needs a name, a plain sentence about what it guarantees, and one hook::
 
     class TopK(Defense):
         name = "top_k"
@@ -36,15 +36,15 @@ State = Mapping[str, Tensor | int | float | str]
 class Privacy:
     """What the releases so far have cost one example of one client.
 
-    What an example is, and against whom it is hidden, says the defence's ``guarantee``.
+    The defence's ``guarantee`` says what an example is, and against whom it is hidden.
 
     Attributes:
-        epsilon: an upper bound at ``delta``; infinite where there is nothing to speak of.
+        epsilon: an upper bound at ``delta``; infinite where nothing is guaranteed.
         delta: of the guarantee; 0 where it is pure.
-        noise_multiplier: accounted: standard deviation of the noise that the server cannot tell
-            apart from the sum, over the clip norm; None of a mechanism without one.
+        noise_multiplier: standard deviation of the noise that the server cannot separate from the
+            sum, over the clip norm, as it is accounted; None for a mechanism without one.
         sample_rate: chance of an example to be in a batch; 1 without Poisson sampling.
-        releases: that are counted so far: optimizer steps, or of the example released most often.
+        releases: that were counted: optimizer steps, or those of the example released most often.
     """
 
     epsilon: float
@@ -56,7 +56,7 @@ class Privacy:
 
 @dataclass(frozen=True)
 class CanaryGradient:
-    """Gradient of crafted layers that are not really there, as far as it has come.
+    """Gradient of crafted layers that are not really there, after the defences so far.
 
     There are G games at once, each with crafted layers of its own (K trainable numbers) beside the
     client's model. In none of them do the other games' layers exist.
@@ -75,12 +75,12 @@ class CanaryGradient:
 
     @property
     def released(self) -> Tensor:
-        """(G, K), the sum over samples with its noise."""
+        """Return (G, K), the sum over samples with its noise."""
         total = self.samples.sum(0)
         return total if self.noise is None else total + self.noise
 
     def scaled(self, factors: Tensor) -> CanaryGradient:
-        """Each game's gradient times its factor, (G,)."""
+        """Return each game's gradient times its factor, (G,)."""
         columns = factors.to(self.samples.dtype)[:, None]
         return CanaryGradient(
             self.samples * columns,
@@ -89,7 +89,9 @@ class CanaryGradient:
         )
 
     def noised(self, noise: Tensor, std: float) -> CanaryGradient:
-        """With independent ``noise`` (G, K) of standard deviation ``std`` added."""
+        """Return the gradient with independent ``noise`` (G, K) of standard deviation ``std``
+        added.
+        """
         total = noise if self.noise is None else self.noise + noise
         return CanaryGradient(self.samples, total, math.hypot(self.noise_std, std))
 
@@ -119,8 +121,8 @@ class DefenseContext:
         device: where this process trains.
         precision: Lightning's name of it (``"32-true"``, ``"bf16-mixed"``, ...).
         step: optimizer step that is about to be taken, from 0; 0 in ``before_setup``.
-        entropy: 32 secret random bytes of the operating system, drawn anew for every fit, alike on
-            the processes of one client, independent between clients, never saved. Noise derived
+        entropy: 32 secret random bytes of the operating system, drawn again for every fit, equal
+            on the processes of one client, independent between clients, never saved. Noise derived
             from it is not replayed after a resume.
         process: which share of the client's data this process holds, from 0; always 0 where each
             process is a client. Noise on data, not on gradients, must differ by it.
@@ -156,7 +158,8 @@ class Defense(ABC):
 
     Attributes:
         name: key of its state in checkpoints; two defences of one run must differ in it.
-        guarantee: what it guarantees, against whom, in plain words; ``"none"`` said plainly.
+        guarantee: what it guarantees, against whom, in plain words; it begins with ``"none"`` where
+            it guarantees nothing.
         activation_layers: layers whose hidden states it rewrites on their way to the server, by
             forward hooks that it registers in ``before_setup``; 0 for the input of the first block,
             k for the output of block k.
@@ -164,10 +167,10 @@ class Defense(ABC):
             without a fit: then ``before_setup`` and ``teardown`` are called there too, with fresh
             entropy.
         takes_shards: whether ``on_gradients`` is right where ``p.grad`` is a DTensor that holds
-            this process's shard (FSDP2). A defence that does not say so is refused there.
+            this process's shard (FSDP2). A defence without it is refused there.
         per_sample: whether it computes the update from the samples and does not read ``p.grad``:
-            what a defence before it did to gradients would be lost in silence, and its guarantee
-            needs samples that do not influence each other.
+            what a defence before it did to gradients would be lost, and its guarantee needs samples
+            that do not influence each other.
     """
 
     name: str
@@ -179,17 +182,17 @@ class Defense(ABC):
 
     @property
     def acts_on_batches(self) -> bool:
-        """Whether the class replaces batches, that is, overrides ``on_batch``."""
+        """Return whether the class replaces batches, that is, overrides ``on_batch``."""
         return type(self).on_batch is not Defense.on_batch
 
     @property
     def acts_on_gradients(self) -> bool:
-        """Whether the class rewrites gradients, that is, overrides ``on_gradients``."""
+        """Return whether the class rewrites gradients, that is, overrides ``on_gradients``."""
         return type(self).on_gradients is not Defense.on_gradients
 
     @property
     def acts_on_canaries(self) -> bool:
-        """Whether ``on_canary`` says what this defence does to a canary.
+        """Return whether ``on_canary`` says what this defence does to a canary.
 
         False where the class rewrites gradients and ``on_canary`` was written for another
         ``on_gradients``, or not at all: what a canary then shows is unknown.
@@ -203,20 +206,25 @@ class Defense(ABC):
 
     @property
     def can_harden(self) -> bool:
-        """Whether ``harden`` may change something."""
+        """Return whether ``harden`` may change something."""
         return type(self).harden is not Defense.harden
 
     def settings(self) -> dict[str, bool | int | float | str]:
-        """What it was built with, for the record of a run: its public plain attributes."""
-        known = (bool, int, float, str)
-        told = ("name", "guarantee", "seed")  # besides; who knows a seed can take the noise off
-        public = {n: v for n, v in vars(self).items() if n not in told and not n.startswith("_")}
-        found = {n: v for n, v in public.items() if isinstance(v, known) and v == v}
+        """Return the public plain attributes it was built with, for the record of a run."""
+        excluded = ("name", "guarantee", "seed")  # whoever knows a seed can subtract the noise
+        settings = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in excluded
+            and not name.startswith("_")
+            and isinstance(value, bool | int | float | str)
+            and value == value  # no NaN
+        }
         seeded = {"seeded": self.seed is not None} if hasattr(self, "seed") else {}
-        return found | seeded
+        return settings | seeded
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """Refuses an order of defences in which one of them would not do what it says.
+        """Raise an error for an order of defences in which one of them would not do what it says.
 
         Called when a DefendedStrategy is built. A subclass that overrides it calls this one too.
 
@@ -230,27 +238,27 @@ class Defense(ABC):
         rewriting = [d.name for d in before if type(d).on_gradients is not Defense.on_gradients]
         if self.per_sample and rewriting:
             raise DefenseError(
-                f"{type(self).__name__} computes the update anew from the samples, so what "
+                f"{type(self).__name__} computes the update again from the samples, so what "
                 f"{', '.join(rewriting)} did to the gradients before it would be lost. Put "
                 f"'{self.name}' first among the defenses that act on gradients."
             )
 
     def before_setup(self, context: DefenseContext) -> None:  # noqa: B027
-        """Prepares the model: where the user built it, not wrapped, no optimizer exists.
+        """Prepare the model: where the user built it, not wrapped, before any optimizer exists.
 
         Raises:
             DefenseError: the guarantee cannot hold for this model or setting.
         """
 
     def on_train_start(self, context: DefenseContext) -> None:  # noqa: B027
-        """Training is about to begin: optimizers exist, and their state is restored.
+        """Act right before training: optimizers exist, and their state is restored.
 
         Raises:
             DefenseError: the guarantee cannot hold.
         """
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
-        """The loader to train with instead of ``dataloader``; called whenever one is made.
+        """Return the loader to train with in place of ``dataloader``; called whenever one is made.
 
         Args:
             dataloader: as Lightning has prepared it (a DistributedSampler put in, say), or as the
@@ -263,29 +271,31 @@ class Defense(ABC):
         return dataloader
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
-        """What ``training_step`` gets instead of ``batch``, on the device, for every micro-batch.
+        """Return what ``training_step`` gets in place of ``batch``, on the device, for every
+        micro-batch.
 
         ``batch`` itself must stay what it is: callbacks read the truth from it.
 
         Raises:
-            DefenseError: no batch can be given that holds the guarantee. Training stops.
+            DefenseError: no batch holds the guarantee. Training stops.
         """
         return batch
 
     def on_logical_batch(
         self, step: Callable[[Any], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Stands around a whole batch, and may run it in pieces.
+        """Run ``step`` on a whole batch, or on pieces of it.
 
         Args:
-            step: gives a batch of the same form to the module's ``training_step``, with every
+            step: runs the module's ``training_step`` on a batch of the same form, with every
                 defence's ``on_training_step`` around it; returns its output.
             batch: after every ``on_batch``.
             context: where and when.
 
         Returns:
-            What Lightning gets as the output of ``training_step``. Who runs pieces also runs their
-            backward, and gives a loss whose ``backward`` leaves in ``p.grad`` what they add up to.
+            What Lightning gets as the output of ``training_step``. A defence that runs pieces also
+            runs their backward, and returns a loss whose ``backward`` leaves their sum in
+            ``p.grad``.
 
         Raises:
             DefenseError: the guarantee cannot hold for this batch. Training stops.
@@ -295,9 +305,8 @@ class Defense(ABC):
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Stands around the forward pass of every micro-batch, or piece of a logical batch.
-
-        What it returns is what Lightning gets as the output.
+        """Run the forward pass of a micro-batch, or of a piece of a logical batch, and return its
+        output.
 
         Args:
             training_step: runs the module's ``training_step`` (and what the defences after this one
@@ -311,7 +320,7 @@ class Defense(ABC):
         return training_step()
 
     def before_release(self) -> None:  # noqa: B027
-        """Checks that the guarantee still holds, in every optimizer step before anything leaves.
+        """Check in every optimizer step, before anything leaves, that the guarantee still holds.
 
         Must not wait for the device.
 
@@ -322,7 +331,7 @@ class Defense(ABC):
     def on_gradients(  # noqa: B027
         self, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:
-        """Rewrites ``p.grad`` in place; together the gradients are the client's whole update.
+        """Rewrite ``p.grad`` in place; together the gradients are the client's whole update.
 
         Called once in every optimizer step, without autograd, after backward, accumulation and
         Lightning's own gradient clipping. ``p.grad`` is None where the batch did not reach ``p``,
@@ -344,7 +353,8 @@ class Defense(ABC):
         parameters: Sequence[nn.Parameter],
         context: DefenseContext,
     ) -> CanaryGradient:
-        """What would leave the client of layers that a dishonest server had added to the model.
+        """Return what would leave the client of layers that a dishonest server had added to the
+        model.
 
         The layers do not exist. In the run that is imagined their gradient is a part of the update
         like every other: it counts in a norm that is clipped, each game by itself, and gets noise
@@ -360,41 +370,40 @@ class Defense(ABC):
             context: where and when.
 
         Raises:
-            DefenseError: what would leave cannot be told.
+            DefenseError: what would leave is unknown.
         """
         return canary
 
     def noise_std(self, context: DefenseContext) -> float:
-        """Standard deviation of what ``on_gradients`` adds to each number of this client's update.
+        """Return the standard deviation of the noise on each number of this client's update.
 
-        Those who attack a defended run are told it, as a server that prescribes the defence knows
-        it. 0, the default, says that no noise is added.
+        Attacks on a defended run get this number, because a server that prescribes the defence
+        knows it. 0, the default, means that ``on_gradients`` adds no noise.
         """
         return 0.0
 
     @property
     def privacy(self) -> Privacy | None:
-        """What the releases so far have cost; None where nothing is accounted."""
+        """Return what the releases so far have cost; None where nothing is accounted."""
         return None
 
     def harden(self) -> str | None:
-        """Makes the defence stronger by one notch, for every step that follows.
+        """Make the defence stronger by one notch, for every step that follows.
 
         A gate calls it in the middle of a run, between two optimizer steps, on every rank alike.
-        The decision is made in sight of private data: no accounted epsilon covers it.
+        The decision depends on private data, so that no accounted epsilon covers it.
 
         Returns:
-            What changed, in words for a log; None where the defence is as strong as it gets, as one
-            that does not override this always is.
+            What changed, in words for a log; None where the defence cannot get stronger.
         """
         return None
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Plain numbers and tensors for the checkpoint, alike on every rank; never a secret."""
+        """Return plain numbers and tensors for the checkpoint, equal on every rank; no secret."""
         return {}
 
     def load_state_dict(self, state: State) -> None:  # noqa: B027
-        """Takes back what ``state_dict`` gave, before ``before_setup`` (under FSDP2 after it).
+        """Restore what ``state_dict`` returned, before ``before_setup`` (under FSDP2 after it).
 
         ``state`` is empty where the run resumes from a checkpoint that holds none for this
         defence.
@@ -402,15 +411,15 @@ class Defense(ABC):
 
     @property
     def secret_name(self) -> str:
-        """What the file of :meth:`save_secrets` is named by; empty where there is none to keep.
+        """Return the name of the file of :meth:`save_secrets`; empty where there is none to keep.
 
-        Alike on all processes of the client, and in the run that resumes once it has called
-        :meth:`load_state_dict`. Checkpoints in one folder that have it alike share the file.
+        It is the same on all processes of the client, and in the run that resumes once it has
+        called :meth:`load_state_dict`. Checkpoints in one folder with the same name share the file.
         """
         return ""
 
     def save_secrets(self, path: Path) -> None:  # noqa: B027
-        """Writes what a run that resumes needs and a checkpoint must not hold, on every process.
+        """Write what a run that resumes needs and a checkpoint must not hold, on every process.
 
         Called after each checkpoint, where all processes are one client and :attr:`secret_name` is
         not empty.
@@ -421,7 +430,7 @@ class Defense(ABC):
         """
 
     def load_secrets(self, path: Path, device: str) -> bool:
-        """Takes it back, after ``load_state_dict``.
+        """Restore what :meth:`save_secrets` wrote, after ``load_state_dict``.
 
         Args:
             path: of the file, which may not be there.
@@ -434,10 +443,7 @@ class Defense(ABC):
         return True
 
     def forget_secrets(self) -> None:  # noqa: B027
-        """Begins without what :meth:`load_secrets` took back."""
+        """Begin without what :meth:`load_secrets` restored."""
 
     def teardown(self) -> None:  # noqa: B027
-        """Takes back every change to the model. May be called twice, or without a setup."""
-
-
-__all__ = ["CanaryGradient", "Defense", "DefenseContext", "DefenseError", "Privacy", "State"]
+        """Undo every change to the model. May be called twice, or without a setup."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_fedleak.anatomy import Anatomy, AnatomyError, find_anatomy
 from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
+from lightning_fedleak.validate import check_choice
 
 Part = Literal["head", "embeddings", "head+embeddings"]
 _PARTS: tuple[Part, ...] = ("head", "embeddings", "head+embeddings")
@@ -26,7 +27,7 @@ class Freeze(Defense):
     gradients of all other parameters leave the client as before. Adapters that sit inside a
     frozen part (LoRA on the head, say) are frozen with it. Parameters that are trainable when
     the fit ends get back what they were when it began. FSDP2 keeps whole copies of parameters that
-    do not learn of that: build a sharded module anew for the next fit.
+    do not follow: build a sharded module again for the next fit.
 
     Examples:
         >>> from lightning_fedleak import DefendedStrategy, Freeze
@@ -61,9 +62,7 @@ class Freeze(Defense):
         parameters: Sequence[str] | None = None,
         when: Literal["always", "hardened"] = "always",
     ) -> None:
-        if part is not None and part not in _PARTS:
-            listed = ", ".join(repr(name) for name in _PARTS)
-            raise DefenseError(f"Freeze: part={part!r} is unknown; it must be one of {listed}")
+        check_choice("Freeze: part", part, _PARTS, optional=True, error=DefenseError)
         if isinstance(parameters, str):
             raise DefenseError(
                 f"Freeze: parameters={parameters!r} must be a list of patterns: [{parameters!r}]"
@@ -74,18 +73,17 @@ class Freeze(Defense):
                 "Freeze: nothing is named; give a part, such as Freeze('head'), or patterns of "
                 "parameter names, such as Freeze(parameters=['*.attn.*'])"
             )
-        if when not in ("always", "hardened"):
-            raise DefenseError(f"Freeze: when={when!r} must be 'always' or 'hardened'")
+        check_choice("Freeze: when", when, ("always", "hardened"), error=DefenseError)
         self.part = part
         self.parameters = patterns
         self.when = when
         self.active = when == "always"
         self._chosen: dict[str, nn.Parameter] = {}
         self._frozen: list[nn.Parameter] = []
-        self._kept_frozen: dict[str, nn.Parameter] = {}
+        self._watched: dict[str, nn.Parameter] = {}
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """Per-sample defences must see what is frozen when they prepare the model."""
+        """Raise an error where a per-sample defence would prepare the model before it is frozen."""
         super().check_order(before, after)
         if early := [defense.name for defense in before if defense.per_sample]:
             raise DefenseError(
@@ -94,7 +92,7 @@ class Freeze(Defense):
             )
 
     def before_setup(self, context: DefenseContext) -> None:
-        """Freezes before optimizer and DDP see the parameters."""
+        """Freeze before optimizer and DDP see the parameters."""
         frozen = self._by_pattern(context.root)
         if self.part is not None:
             try:
@@ -120,7 +118,7 @@ class Freeze(Defense):
             self._freeze()
 
     def on_train_start(self, context: DefenseContext) -> None:
-        """Freezes what a gate froze before the run was interrupted.
+        """Freeze what a gate froze before the run was interrupted.
 
         Not before: the optimizer whose state is restored was made when it was trained.
         """
@@ -133,25 +131,25 @@ class Freeze(Defense):
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
                 self._frozen.append(parameter)
-        self._kept_frozen = dict(self._chosen)
+        self._watched = dict(self._chosen)
 
     @property
     def acts_on_gradients(self) -> bool:
-        """True where it may freeze in the middle of a run, which DDP's reducer could not follow."""
+        """Return True where it may freeze during a run, which DDP's reducer could not follow."""
         return self.when == "hardened"
 
     @property
     def acts_on_canaries(self) -> bool:
-        """What is frozen changes nothing for layers that a server has added."""
+        """Return True: frozen parameters change nothing for layers that a server has added."""
         return True
 
     @property
     def can_harden(self) -> bool:
-        """Whether it waits for a gate."""
+        """Return whether it waits for a gate."""
         return self.when == "hardened"
 
     def harden(self) -> str | None:
-        """Freezes, from the next step on."""
+        """Freeze from the next step on."""
         if self.active:
             return None
         self.active = True
@@ -159,65 +157,65 @@ class Freeze(Defense):
         return f"freeze: {self._call} is frozen from now on"
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Whether it has been frozen."""
+        """Return whether it has been frozen."""
         return {"active": int(self.active)}
 
     def load_state_dict(self, state: State) -> None:
-        """A resumed run stays frozen."""
+        """Keep a resumed run frozen."""
         self.active = self.active or bool(state.get("active", False))
 
     def before_release(self) -> None:
-        """Refuses a step in which something has unfrozen the part: a schedule, say."""
-        kept = self._kept_frozen.items()
-        if unfrozen := [name for name, p in kept if p.requires_grad]:
+        """Raise an error in a step in which something has unfrozen the part, such as a schedule."""
+        parameters = self._watched.items()
+        if unfrozen := [name for name, p in parameters if p.requires_grad]:
             raise DefenseError(
                 f"{self._call}: something has unfrozen {', '.join(unfrozen)} since training began, "
                 "so the update was not released. Drop the defence, or whatever unfreezes layers "
                 "(a callback like BackboneFinetuning?)."
             )
-        if grown := [name for name, p in kept if p.grad is not None]:
+        if with_gradient := [name for name, p in parameters if p.grad is not None]:
             raise DefenseError(
-                f"{self._call}: {', '.join(grown)} is frozen and has a gradient all the same, so "
+                f"{self._call}: {', '.join(with_gradient)} is frozen but has a gradient, so "
                 "the update was not released. Was the model sharded and run before this fit? "
-                "Build it anew in `configure_model`."
+                "Build it again in `configure_model`."
             )
 
     def teardown(self) -> None:
-        """Makes trainable again what it froze."""
+        """Make trainable again what it froze."""
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._frozen = []
-        self._kept_frozen = {}
+        self._watched = {}
         self._chosen = {}
 
     @property
     def _call(self) -> str:
-        given = [] if self.part is None else [repr(self.part)]
+        arguments = [] if self.part is None else [repr(self.part)]
         if self.parameters:
-            given.append(f"parameters={list(self.parameters)!r}")
+            arguments.append(f"parameters={list(self.parameters)!r}")
         if self.when != "always":
-            given.append(f"when={self.when!r}")
-        return f"Freeze({', '.join(given)})"
+            arguments.append(f"when={self.when!r}")
+        return f"Freeze({', '.join(arguments)})"
 
     def _by_pattern(self, root: nn.Module) -> dict[int, nn.Parameter]:
-        """Parameters whose names match a pattern, by identity."""
+        """Return the parameters whose names match a pattern, by identity."""
         frozen: dict[int, nn.Parameter] = {}
-        named = list(_named_parameters(root))
+        pairs = list(_named_parameters(root))
         for pattern in self.parameters:
-            found = {id(p): p for name, p in named if fnmatchcase(name, pattern)}
-            if not found:
-                names = [name for name, _ in named]
+            matches = {id(p): p for name, p in pairs if fnmatchcase(name, pattern)}
+            if not matches:
+                names = [name for name, _ in pairs]
                 close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
                 raise DefenseError(
                     f"{self._call}: no parameter is named like {pattern!r}. The model's "
                     f"{len(names)} parameters are named like {', '.join(close)}."
                 )
-            frozen |= found
-        for name, parameter in named:
+            frozen |= matches
+        for name, parameter in pairs:
             if id(parameter) in frozen and not self._matches(name):
-                other = next(n for n, p in named if p is parameter and self._matches(n))
+                match = next(n for n, p in pairs if p is parameter and self._matches(n))
                 raise DefenseError(
-                    f"{self._call}: '{other}' and '{name}' are one shared parameter, so both would "
+                    f"{self._call}: '{match}' and '{name}' are one shared parameter, so both would "
                     f"be frozen. Add {name!r} to the patterns, or untie them where the model can "
                     "be: tie_word_embeddings=False in its config."
                 )
@@ -227,7 +225,7 @@ class Freeze(Defense):
         return any(fnmatchcase(name, pattern) for pattern in self.parameters)
 
     def _by_part(self, part: Part, anatomy: Anatomy) -> dict[int, nn.Parameter]:
-        """Parameters of the part, by identity."""
+        """Return the parameters of the part, by identity."""
         head = _parameters([] if anatomy.head is None else [anatomy.head])
         embeddings = _parameters(_word_embeddings(anatomy))
         if part != "embeddings" and not head:
@@ -240,11 +238,11 @@ class Freeze(Defense):
                 f"Freeze({part!r}): the input embeddings of this model have no parameters."
             )
         if part != "head+embeddings" and (anatomy.tied or head.keys() & embeddings.keys()):
-            other = "embeddings" if part == "head" else "head"
+            counterpart = "embeddings" if part == "head" else "head"
             raise DefenseError(
                 f"Freeze({part!r}): head and input embeddings of this model are one tied "
-                f"matrix, so the {other} would be frozen too. Use Freeze('head+embeddings'), or "
-                "untie them where the model can be: tie_word_embeddings=False in its config."
+                f"matrix, so the {counterpart} would be frozen too. Use Freeze('head+embeddings'), "
+                "or untie them where the model can be: tie_word_embeddings=False in its config."
             )
         if part == "head":
             return head
@@ -256,7 +254,7 @@ def _processes() -> int:
 
 
 def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every name of every parameter, a shared one under each of its names."""
+    """Yield every name of every parameter, a shared one under each of its names."""
     for name, parameter in root.named_parameters(remove_duplicate=False):
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
@@ -264,7 +262,7 @@ def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _word_embeddings(anatomy: Anatomy) -> list[nn.Module]:
-    """The input embeddings; of an encoder-decoder also the decoder's."""
+    """Return the input embeddings, with an encoder-decoder's also the decoder's."""
     if anatomy.kind != "seq2seq":
         return [anatomy.embedding]
     shape = matrix_shape(anatomy.embedding)

@@ -15,8 +15,12 @@ from lightning_fedleak.defenses.base import (
     DefenseError,
     State,
 )
-from lightning_fedleak.defenses.noise import base_of, gaussian_epsilon, noise_key
-from lightning_fedleak.defenses.noise import standard_normal as _standard_normal
+from lightning_fedleak.defenses.noise import (
+    base_of,
+    gaussian_epsilon,
+    noise_key,
+    standard_normal,
+)
 from lightning_fedleak.defenses.processes import (
     SHARD_BITS,
     joint_norm,
@@ -24,6 +28,7 @@ from lightning_fedleak.defenses.processes import (
     reduce_partial,
     shard_number,
 )
+from lightning_fedleak.validate import check_integer, check_number
 
 
 class GradientNoise(Defense):
@@ -32,7 +37,7 @@ class GradientNoise(Defense):
     The update is the joint gradient of all trainable parameters of one optimizer; with several
     optimizers each step of each is clipped by itself. A parameter whose gradient is None counts as
     zero and gets noise like the others, because which parameters a batch reached is information
-    too: a parameter that is never reached then moves by noise alone.
+    too. A parameter that is never reached then moves by noise alone.
 
     With a ``clip`` the update of a client, whatever data it holds, moves by at most ``2 * clip``.
     So each release is a Gaussian mechanism for all of a client's data at once, and therefore for
@@ -42,8 +47,8 @@ class GradientNoise(Defense):
     bounds each sample instead. Without a clip nothing bounds an update: no epsilon holds.
 
     A gate may turn the noise up (:meth:`harden`): each notch multiplies it by ``harden_factor``.
-    The noise beyond the first sigma hides more, and epsilon counts none of it, because how much was
-    added was decided in sight of the data.
+    Epsilon does not count the noise beyond the first sigma, because how much was added depended on
+    the data.
 
     Under FSDP2 the norm is that of all shards together; shards get independent noise, replicas of
     one the same.
@@ -98,16 +103,12 @@ class GradientNoise(Defense):
         harden_factor: float = 2.0,
         most_notches: int | None = None,
     ) -> None:
-        if clip is not None and not (math.isfinite(clip) and clip > 0):
-            raise DefenseError(
-                f"GradientNoise: clip={clip!r} must be a positive number, or None for no clipping"
-            )
-        if not (math.isfinite(sigma) and sigma >= 0):
-            raise DefenseError(f"GradientNoise: sigma={sigma!r} must be a number of at least 0")
-        if not (math.isfinite(harden_factor) and harden_factor > 1):
-            raise DefenseError(
-                f"GradientNoise: harden_factor={harden_factor!r} must be a number above 1"
-            )
+        hint = "None is for no clipping"
+        check_number(
+            "GradientNoise: clip", clip, above=0, optional=True, hint=hint, error=DefenseError
+        )
+        check_number("GradientNoise: sigma", sigma, at_least=0, error=DefenseError)
+        check_number("GradientNoise: harden_factor", harden_factor, above=1, error=DefenseError)
         self.clip = clip
         self.sigma = sigma
         self.seed = seed
@@ -115,7 +116,7 @@ class GradientNoise(Defense):
         self.most_notches = most_notches
         self.notches = 0
         self.releases = 0
-        self._spent = 0.0
+        self._precision = 0.0  # sum of 1 / sigma^2 over releases
         if clip is None or sigma == 0 or seed is not None:
             self.guarantee = _why_none(clip, sigma)
         self._seeded = seed is not None
@@ -123,25 +124,25 @@ class GradientNoise(Defense):
 
     @property
     def standard_deviation(self) -> float:
-        """Standard deviation of the noise in every coordinate, as it is turned up now."""
+        """Return the standard deviation of the noise in every coordinate, hardening included."""
         sigma = self.sigma * self.harden_factor**self.notches
         return sigma if self.clip is None else sigma * self.clip
 
     @property
     def can_harden(self) -> bool:
-        """False without noise: nothing can be turned up."""
+        """Return whether there is noise that may be turned up."""
         return self.sigma > 0 and self.most_notches != 0
 
     def harden(self) -> str | None:
-        """Multiplies the noise by ``harden_factor``."""
+        """Multiply the noise by ``harden_factor``."""
         if not self.can_harden or self.notches == self.most_notches:
             return None
-        before = self.standard_deviation
+        previous = self.standard_deviation
         self.notches += 1
-        return f"gradient_noise: standard deviation {before:g} -> {self.standard_deviation:g}"
+        return f"gradient_noise: standard deviation {previous:g} -> {self.standard_deviation:g}"
 
     def epsilon(self, delta: float, *, releases: int | None = None, clients: int = 1) -> float:
-        """Epsilon of all of one client's data, replaced by any other, after these releases.
+        """Return epsilon of all of one client's data, replaced by any other, after these releases.
 
         Exact for Gaussian noise, also where later updates depend on earlier ones. The number of
         releases must not depend on the data. Releases of a run that was resumed count with the
@@ -162,17 +163,14 @@ class GradientNoise(Defense):
         Raises:
             ValueError: an argument out of range.
         """
-        counted = self.releases if releases is None else releases
-        if counted < 0 or clients < 1:
-            raise ValueError(
-                f"releases={counted} must be at least 0, and clients={clients} at least 1"
-            )
+        check_integer("releases", releases, at_least=0, optional=True)
+        check_integer("clients", clients)
         if not self._private:
             return math.inf
-        spent = self._spent if releases is None else releases / self.sigma**2
-        if math.isinf(spent):
+        precision = self._precision if releases is None else releases / self.sigma**2
+        if math.isinf(precision):
             return math.inf
-        sigma = math.sqrt(clients / spent) / 2 if spent else math.inf
+        sigma = math.sqrt(clients / precision) / 2 if precision else math.inf
         return gaussian_epsilon(sigma=sigma, delta=delta)
 
     @property
@@ -180,7 +178,7 @@ class GradientNoise(Defense):
         return self.clip is not None and self.sigma > 0 and not self._seeded
 
     def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
-        """Clips and noises the update in place.
+        """Clip the update and add noise to it, in place.
 
         Raises:
             DefenseError: a gradient is sparse, NaN or infinite; nothing is released then.
@@ -188,7 +186,7 @@ class GradientNoise(Defense):
         norm = _finite_norm(parameters, context.root)
         scale = 1.0 if self.clip is None or norm <= self.clip else self.clip / norm
         release, self.releases = self.releases, self.releases + 1
-        self._spent += 1 / self.sigma**2 if self._private else math.inf
+        self._precision += 1 / self.sigma**2 if self._private else math.inf
         self._canaries = 0
         for index, parameter in enumerate(parameters):
             if parameter.grad is None:
@@ -196,16 +194,16 @@ class GradientNoise(Defense):
                     continue
                 parameter.grad = torch.zeros_like(parameter)
             gradient = local_part(parameter.grad)
-            wide = gradient if gradient.dtype == torch.float64 else gradient.float()
+            values = gradient if gradient.dtype == torch.float64 else gradient.float()
             if scale != 1.0:
-                wide.mul_(scale)
+                values.mul_(scale)
             if self.sigma:
                 part = index + (shard_number(parameter.grad) << SHARD_BITS)
                 key = self._key(context, release, part)
-                noise = _standard_normal(key, gradient.shape, gradient.device, wide.dtype)
-                wide.add_(noise, alpha=self.standard_deviation)
-            if wide is not gradient:
-                gradient.copy_(wide)
+                noise = standard_normal(key, gradient.shape, gradient.device, values.dtype)
+                values.add_(noise, alpha=self.standard_deviation)
+            if values is not gradient:
+                gradient.copy_(values)
 
     def on_canary(
         self,
@@ -213,7 +211,7 @@ class GradientNoise(Defense):
         parameters: Sequence[nn.Parameter],
         context: DefenseContext,
     ) -> CanaryGradient:
-        """Clips each game's numbers in one norm with the client's update, and noises them.
+        """Clip each game's numbers in one norm with the client's update, and add noise to them.
 
         The noise is drawn from a stream of its own: that of the update stays what it is.
 
@@ -228,27 +226,27 @@ class GradientNoise(Defense):
             number, self._canaries = self._canaries, self._canaries + 1
             key = self._key(context, self.releases, number, stream="canary")
             shape, device = canary.samples.shape[1:], canary.samples.device
-            noise = _standard_normal(key, shape, device, canary.samples.dtype)
+            noise = standard_normal(key, shape, device, canary.samples.dtype)
             canary = canary.noised(noise * self.standard_deviation, self.standard_deviation)
         return canary
 
     def noise_std(self, context: DefenseContext) -> float:
-        """As it is turned up now."""
+        """Return the standard deviation as it is turned up now."""
         return self.standard_deviation
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """The releases so far, what they cost, and how often the noise was turned up."""
+        """Return the releases so far, what they cost, and how often the noise was turned up."""
         notches = {"notches": self.notches} if self.notches else {}
-        spent = {"spent": self._spent} if self.releases else {}
-        return {"releases": self.releases, **spent, **notches}
+        precision = {"spent": self._precision} if self.releases else {}
+        return {"releases": self.releases, **precision, **notches}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on counting; no counter runs backwards, not even in one process.
+        """Continue the counters; none runs backwards, not even in one process.
 
-        Releases that the state does not tell the noise of may have had none.
+        Releases whose noise the state does not hold may have had none.
         """
         if int(state.get("releases", 0)):
-            self._spent = max(self._spent, float(state.get("spent", math.inf)))
+            self._precision = max(self._precision, float(state.get("spent", math.inf)))
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if "releases" in state:
             self.releases = max(self.releases, int(state["releases"]))
@@ -274,7 +272,7 @@ def _why_none(clip: float | None, sigma: float) -> str:
 
 
 def _finite_norm(parameters: Sequence[nn.Parameter], root: nn.Module) -> float:
-    """Joint 2-norm of the gradients; refuses what cannot be noised."""
+    """Return the joint 2-norm of the gradients; raise an error for what cannot be noised."""
     gradients: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -293,13 +291,13 @@ def _finite_norm(parameters: Sequence[nn.Parameter], root: nn.Module) -> float:
             for p in parameters
             if p.grad is not None and not bool(torch.isfinite(local_part(p.grad)).all())
         ]
-        found = (
+        place = (
             f"in {', '.join(broken[:5])}"
             if broken
             else "in the norm itself (overflow), or in another process's shard"
         )
         raise DefenseError(
-            f"GradientNoise: the update holds NaN or infinity {found}; it was not released. "
+            f"GradientNoise: the update holds NaN or infinity {place}; it was not released. "
             "Lower the learning rate, check the loss, or train in 16-mixed on one device, where "
             "such steps are skipped."
         )

@@ -1,8 +1,8 @@
 """The processes that together are one client: sums, agreement, and parts of gradients (FSDP2).
 
-Where one of them refuses, all must: the others would wait for it in their next collective. So
-whatever may raise in one of them runs in :meth:`Team.together`, and everything that all of them
-compute from sums raises in all alike.
+Where one of them raises an error, all must: the others would wait for it in their next collective.
+So code that may raise in one of them runs in :meth:`Team.together`. Code that computes from sums
+raises in all of them anyway.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ SHARD_BITS = 32
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What of ``tensor`` this process holds, sharing its memory; all of it for a plain tensor."""
+    """Return this process's part of ``tensor``, sharing its memory; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_number(tensor: Tensor) -> int:
-    """Which part of ``tensor`` this process holds: alike on replicas, different otherwise."""
+    """Return the number of this process's part of ``tensor``: equal on replicas, different
+    otherwise.
+    """
     if not isinstance(tensor, DTensor):
         return 0
     mesh, number = tensor.device_mesh, 0
@@ -40,7 +42,7 @@ def shard_number(tensor: Tensor) -> int:
 
 
 def reduce_partial(parameter: nn.Parameter) -> None:
-    """Reduces a gradient that is still a sum to be made (tensor parallelism); a collective."""
+    """Reduce a gradient that is still a sum to be made (tensor parallelism); a collective."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
         assert isinstance(parameter, DTensor)
@@ -48,7 +50,7 @@ def reduce_partial(parameter: nn.Parameter) -> None:
 
 
 def joint_norm(gradients: Sequence[Tensor]) -> float:
-    """2-norm of all gradients together, each number counted once; waits for the device.
+    """Return the 2-norm of all gradients together, each number counted once; waits for the device.
 
     With a DTensor among them it is a collective over all processes, which must agree on which
     gradients there are. A plain tensor then counts as a replica on every process.
@@ -77,7 +79,9 @@ def joint_norm(gradients: Sequence[Tensor]) -> float:
 
 
 def where_whole(tensor: Tensor) -> torch.device:
-    """Where layers compute with all of ``tensor``, which may be kept elsewhere (CPU offload)."""
+    """Return the device on which layers compute with all of ``tensor`` (CPU offload keeps it
+    elsewhere).
+    """
     if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type == tensor.device.type:
         return tensor.device
     kind = tensor.device_mesh.device_type
@@ -85,7 +89,7 @@ def where_whole(tensor: Tensor) -> torch.device:
 
 
 def own_part(whole: Tensor, like: Tensor) -> Tensor:
-    """What of ``whole``, which all processes have, this one holds if it is split as ``like`` is.
+    """Return this process's part of ``whole``, which all processes have, split as ``like`` is.
 
     Sends nothing.
     """
@@ -93,7 +97,8 @@ def own_part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
-    """The same of the sums of all processes' ``addends``; a collective, one for several addends.
+    """Return this process's parts of the sums of all processes' ``addends``; one collective for
+    several.
 
     Args:
         addends: of the whole shapes on every process; may be overwritten.
@@ -101,8 +106,8 @@ def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> lis
             processes.
     """
     first = addends[0]
-    alike = all((a.dtype, a.device) == (first.dtype, first.device) for a in addends)
-    if len(addends) == 1 or not alike:
+    one_kind = all((a.dtype, a.device) == (first.dtype, first.device) for a in addends)
+    if len(addends) == 1 or not one_kind:
         return [_own_part_of_sum(a, like) for a, like in zip(addends, likes, strict=True)]
     joint = torch.cat([addend.flatten() for addend in addends])
     dist.all_reduce(joint)
@@ -114,25 +119,25 @@ def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> lis
 
 
 def reshard(root: nn.Module) -> None:
-    """Lets every layer of FSDP2 hold its shards, as between two steps."""
+    """Let every layer of FSDP2 keep its shards only, as between two steps."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole_layers(root: nn.Module) -> list[FSDPModule]:
-    """The modules that FSDP2 shards and that are whole now, as after a forward."""
+    """Return the modules that FSDP2 shards and that are whole now, as after a forward."""
     return [m for m in root.modules() if isinstance(m, FSDPModule) and _is_whole(m)]
 
 
 def unshard(layers: Sequence[FSDPModule]) -> None:
-    """Makes them whole where they are not; a collective then."""
+    """Make layers whole where they are not; a collective then."""
     for layer in layers:
         layer.unshard()
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
-    """The class that a layer had before FSDP2 made it one of its own."""
+    """Return the class that a layer had before FSDP2 replaced it."""
     kind = type(module)
     if issubclass(kind, FSDPModule) and kind.__bases__[0] is FSDPModule:
         return kind.__bases__[1]
@@ -140,7 +145,7 @@ def plain_type(module: nn.Module) -> type[nn.Module]:
 
 
 def copies(tensor: Tensor) -> float:
-    """How many processes hold the same part of ``tensor``."""
+    """Return how many processes hold the same part of ``tensor``."""
     world = dist.get_world_size()
     if not isinstance(tensor, DTensor):
         return float(world)
@@ -149,11 +154,10 @@ def copies(tensor: Tensor) -> float:
 
 
 def _is_whole(module: Any) -> bool:
-    """Whether a parameter that ``module`` itself manages is a plain tensor."""
-    own = [*module.parameters(recurse=False)]
+    """Return whether a parameter that ``module`` itself manages is a plain tensor."""
+    parameters = [*module.parameters(recurse=False)]
     inner = [child for child in module.children() if not isinstance(child, FSDPModule)]
-    plain = any(not isinstance(parameter, DTensor) for parameter in own)
-    return plain or any(_is_whole(child) for child in inner)
+    return any(not isinstance(p, DTensor) for p in parameters) or any(map(_is_whole, inner))
 
 
 def _own_part_of_sum(addend: Tensor, like: Tensor) -> Tensor:
@@ -185,30 +189,32 @@ class Team:
         self._device = torch.device("cpu") if context is None else context.device
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over processes, in place."""
+        """Return the sum over processes, in place."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Of each number the largest over processes; of booleans whether one of them is True."""
+        """Return the largest of each number over processes; of booleans whether one of them is
+        True.
+        """
         if self.size == 1:
             return [float(value) for value in values]
         numbers = torch.tensor([*map(float, values)], dtype=torch.float64, device=self._device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        found: list[float] = numbers.tolist()
-        return found
+        maxima: list[float] = numbers.tolist()
+        return maxima
 
     def told_by_first(self, value: Any) -> Any:
-        """What process 0 gives; of the others it is not looked at."""
+        """Return the value of process 0; those of the others are ignored."""
         if self.size == 1:
             return value
-        told = [value]
-        dist.broadcast_object_list(told, src=0, device=self._device)
-        return told[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=self._device)
+        return values[0]
 
     def check_alike(self, **numbers: float) -> None:
-        """Refuses numbers that differ between processes.
+        """Raise an error where numbers differ between processes.
 
         Raises:
             DefenseError: says which, on all of them.
@@ -216,8 +222,8 @@ class Team:
         if self.size == 1:
             return
         values = [*numbers.values()]
-        found = self.largest([*values, *(-value for value in values)])
-        for name, high, low in zip(numbers, found, found[len(values) :], strict=False):
+        maxima = self.largest([*values, *(-value for value in values)])
+        for name, high, low in zip(numbers, maxima, maxima[len(values) :], strict=False):
             if high != -low:
                 raise DefenseError(
                     f"DPSGD: the processes of the client have different values of {name}, from "
@@ -226,7 +232,7 @@ class Team:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is raised inside is raised by all processes; in it no collective may wait for one.
+        """Let all processes raise where one of them raises inside; a collective inside would wait.
 
         Raises:
             DefenseError: another process refused; says which and why.
@@ -237,31 +243,13 @@ class Team:
         error: Exception | None = None
         try:
             yield
-        except Exception as found:
-            error = found
+        except Exception as exception:
+            error = exception
         if not self.largest([error is not None])[0]:
             return
-        told: list[Any] = [None] * self.size
-        dist.all_gather_object(told, None if error is None else f"{error}")
+        reasons: list[Any] = [None] * self.size
+        dist.all_gather_object(reasons, None if error is None else f"{error}")
         if error is not None:
             raise error
-        first = next(number for number, reason in enumerate(told) if reason is not None)
-        raise DefenseError(f"process {first} of this client refused: {told[first]}")
-
-
-__all__ = [
-    "SHARD_BITS",
-    "Team",
-    "copies",
-    "joint_norm",
-    "local_part",
-    "own_part",
-    "own_parts_of_sums",
-    "plain_type",
-    "reduce_partial",
-    "reshard",
-    "shard_number",
-    "unshard",
-    "where_whole",
-    "whole_layers",
-]
+        first = next(number for number, reason in enumerate(reasons) if reason is not None)
+        raise DefenseError(f"process {first} of this client refused: {reasons[first]}")

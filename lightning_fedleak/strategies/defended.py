@@ -13,7 +13,7 @@ from lightning_fedleak.lightning_packages import EitherStrategy, both, package_o
 from lightning_fedleak.strategies.release import CanaryHook, Client, Release, Tap
 from lightning_fedleak.strategies.seams import DDPSeam, ModelParallelSeam, Seam, combined
 
-_OWN = ("auto", "single_device")
+_RESOLVED_HERE = ("auto", "single_device")
 _SUPPORTED = (
     "'auto', 'single_device', a registered DDP name ('ddp', 'ddp_spawn', "
     "'ddp_find_unused_parameters_true', ...), or an instance of SingleDeviceStrategy, DDPStrategy, "
@@ -22,9 +22,14 @@ _SUPPORTED = (
 
 
 class DefendedStrategy(EitherStrategy):
-    """A strategy with defences; ``Trainer(strategy=DefendedStrategy("auto", defenses=[...]))``.
+    """A strategy in which defences act before an update leaves the client.
 
-    In every optimizer step there are three real places, by the names of
+    ::
+
+        strategy = DefendedStrategy("auto", defenses=[GradientNoise(clip=1.0, sigma=0.5)])
+        trainer = L.Trainer(strategy=strategy)
+
+    An optimizer step has three places, with the names of
     :class:`~lightning_fedleak.snapshots.Stage`:
 
     - ``client="rank"``, one device. *local* is the gradient after backward, accumulation and
@@ -32,10 +37,10 @@ class DefendedStrategy(EitherStrategy):
       what the optimizer gets, is the same.
     - ``client="rank"``, DDP, with at least one defence that acts on gradients. Every process is a
       client. The model is not wrapped in ``DistributedDataParallel``: there is no reducer that
-      could send an undefended gradient. What a module sends itself (``all_gather`` in a loss,
-      metrics logged with ``sync_dist=True``) no defence acts on. *local* is this process's own
-      gradient (Lightning's clipping acts on it), *shared* the defended one, *aggregate* the mean
-      of all shared ones. A gradient of None counts as zero. Buffers (BatchNorm's running
+      could send an undefended gradient. No defence acts on what a module sends itself
+      (``all_gather`` in a loss, metrics logged with ``sync_dist=True``). *local* is this process's
+      own gradient (Lightning's clipping acts on it), *shared* the defended one, *aggregate* the
+      mean of all shared ones. A gradient of None counts as zero. Buffers (BatchNorm's running
       statistics) are still sent from rank 0 to the others, as DDP does, and no defence acts on
       them: switch that off with ``DDPStrategy(broadcast_buffers=False)``.
     - ``client="rank"``, DDP, no defence that acts on gradients. DDP is left alone. It reduces
@@ -73,15 +78,14 @@ class DefendedStrategy(EitherStrategy):
         ['freeze', 'gradient_noise']
 
     Args:
-        strategy: what to wrap: a name or an instance. An instance is taken over: use it nowhere
-            else.
+        strategy: a name or an instance, which is wrapped. Use the instance nowhere else.
         defenses: act in this order.
         client: ``"rank"``: each process is one. ``"world"``: all of them together.
 
     Raises:
-        DefenseError: a strategy that is not supported, or defences that do not fit it; some of it
-            only when a Trainer has it, or at ``trainer.fit``, when the model is known; one that is
-            given an instance of the other package than the Trainer's.
+        DefenseError: a strategy that is not supported, an instance of the other package than the
+            Trainer's, or defences that do not fit the strategy. Some of it is known only when a
+            Trainer has the strategy, or at ``trainer.fit``.
         StepError: at ``trainer.fit``, an optimizer without one moment between its gradients and its
             update (LBFGS, or a fused one under a GradScaler).
     """
@@ -97,7 +101,7 @@ class DefendedStrategy(EitherStrategy):
         if not isinstance(strategy, str):
             self._become(strategy)
             return
-        if strategy not in _OWN:
+        if strategy not in _RESOLVED_HERE:
             _registries(strategy)
         self._fedleak_name = strategy
         # What the Trainer fills in before it calls `_configure_launcher`.
@@ -108,17 +112,17 @@ class DefendedStrategy(EitherStrategy):
 
     @property
     def defenses(self) -> tuple[Defense, ...]:
-        """The defences, in the order in which they act."""
+        """Return the defences, in the order in which they act."""
         return self._fedleak.defenses
 
     @property
     def client(self) -> Client:
-        """Who is a client."""
+        """Return who is a client."""
         return self._fedleak.client
 
     @property
     def separates_stages(self) -> bool:
-        """Whether local and shared are to be seen as ``p.grad``, and taps are called for them.
+        """Return whether ``p.grad`` shows local and shared, and taps are called for them.
 
         False only where DDP reduces inside backward while each rank is a client of its own.
         """
@@ -127,7 +131,7 @@ class DefendedStrategy(EitherStrategy):
         return self._fedleak.separates_stages
 
     def add_tap(self, fn: Tap) -> Callable[[], None]:
-        """Calls ``fn(stage, optimizer)`` while ``p.grad`` holds that stage's gradient.
+        """Call ``fn(stage, optimizer)`` while ``p.grad`` holds that stage's gradient.
 
         In every optimizer step, for local, shared and aggregate in this order where
         ``separates_stages`` is True, for aggregate alone where it is False. ``fn`` runs without
@@ -135,24 +139,24 @@ class DefendedStrategy(EitherStrategy):
         copied for it. Taps end with the fit (at teardown).
 
         Returns:
-            Takes the tap out again; may be called twice.
+            A function that removes the tap; may be called twice.
         """
         return self._fedleak.add_tap(fn)
 
     def add_canaries(self, fn: CanaryHook) -> Callable[[], None]:
-        """Calls ``fn(defense, parameters, context)`` right before each defence acts on gradients.
+        """Call ``fn(defense, parameters, context)`` right before each defence acts on gradients.
 
         Between the taps of local and shared, for every optimizer step. ``p.grad`` is what the
         defence is about to get and must not be written to; ``defense.on_canary`` with the same
         arguments says what the defence would do to layers that are not there. Ends with the fit.
 
         Returns:
-            Takes ``fn`` out again; may be called twice.
+            A function that removes ``fn``; may be called twice.
         """
         return self._fedleak.add_canaries(fn)
 
     def _become(self, inner: EitherStrategy) -> None:
-        """Turns this object into a defended one of the inner strategy's class."""
+        """Turn this object into a defended one of the inner strategy's class."""
         _check_inner(inner)
         state = {**vars(inner), "_fedleak": self._fedleak}
         vars(self).clear()
@@ -165,7 +169,7 @@ class DefendedStrategy(EitherStrategy):
         self._check_combination()
 
     def _configure_launcher(self) -> None:
-        """The Trainer's last word to a new strategy: by now devices and nodes are known."""
+        """Build the inner strategy: when the Trainer calls this, devices and nodes are known."""
         if type(self) is not DefendedStrategy:
             super()._configure_launcher()
             return
@@ -185,13 +189,15 @@ class DefendedStrategy(EitherStrategy):
         self._configure_launcher()
 
     def _resolve(self) -> Any:
-        """A strategy of the Trainer's package: the named one, for ``"auto"`` its own choice."""
+        """Return a strategy of the Trainer's package: the named one, for ``"auto"`` its own
+        choice.
+        """
         accelerator = self.accelerator
-        if self._fedleak_name not in _OWN:
+        if self._fedleak_name not in _RESOLVED_HERE:
             return _by_name(self._fedleak_name, accelerator)
         devices = self.parallel_devices or []
-        known = ("CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")
-        if not isinstance(accelerator, both(*(f"accelerators.{name}" for name in known))):
+        names = ("CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")
+        if not isinstance(accelerator, both(*(f"accelerators.{name}" for name in names))):
             raise DefenseError(
                 f"DefendedStrategy('{self._fedleak_name}') does not support the accelerator "
                 f"{type(self.accelerator).__name__}; it runs on CPU, CUDA and MPS."
@@ -212,32 +218,32 @@ class DefendedStrategy(EitherStrategy):
     # An instance is concrete before it is resolved too: it can be built from a config.
     @property
     def root_device(self) -> torch.device:
-        """Known once a Trainer has the strategy."""
+        """Raise an error: known once a Trainer has the strategy."""
         _not_attached()
 
     @property
     def is_global_zero(self) -> bool:
-        """Known once a Trainer has the strategy."""
+        """Raise an error: known once a Trainer has the strategy."""
         _not_attached()
 
     def model_to_device(self) -> None:
-        """Possible once a Trainer has the strategy."""
+        """Raise an error: possible once a Trainer has the strategy."""
         _not_attached()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Possible once a Trainer has the strategy."""
+        """Raise an error: possible once a Trainer has the strategy."""
         _not_attached()
 
     def barrier(self, name: str | None = None) -> None:
-        """Possible once a Trainer has the strategy."""
+        """Raise an error: possible once a Trainer has the strategy."""
         _not_attached()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Possible once a Trainer has the strategy."""
+        """Raise an error: possible once a Trainer has the strategy."""
         _not_attached()
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Possible once a Trainer has the strategy."""
+        """Raise an error: possible once a Trainer has the strategy."""
         _not_attached()
 
 
@@ -253,21 +259,21 @@ def _not_attached() -> NoReturn:
 
 
 def _registries(name: str) -> list[Any]:
-    """The registries of the packages that are loaded in which a name is a DDP strategy's.
+    """Return the registries in which a name is a DDP strategy's, of the packages that are loaded.
 
     Raises:
         DefenseError: there is none.
     """
-    found = []
+    registries = []
     for registry in both("strategies.StrategyRegistry"):
         kind = registry[name]["strategy"] if name in registry else object
         if issubclass(kind, both("strategies.DDPStrategy")) and _supported(kind):
-            found.append(registry)
-    if not found:
+            registries.append(registry)
+    if not registries:
         raise DefenseError(
             f"DefendedStrategy: strategy={name!r} is not supported; pass {_SUPPORTED}."
         )
-    return found
+    return registries
 
 
 def _by_name(name: str, accelerator: object) -> Any:
@@ -276,20 +282,22 @@ def _by_name(name: str, accelerator: object) -> Any:
             f"DefendedStrategy('{name}') cannot run on MPS, which is a single device: pass 'auto', "
             "or Trainer(accelerator='cpu')."
         )
-    own = twin("strategies.StrategyRegistry", accelerator)
-    if all(registry is not own for registry in _registries(name)):
+    registry = twin("strategies.StrategyRegistry", accelerator)
+    if all(candidate is not registry for candidate in _registries(name)):
         raise DefenseError(
             f"DefendedStrategy: strategy={name!r} is registered in the other package than the "
             f"Trainer's, which is of `{package_of(accelerator)}`: import both from one of the two."
         )
-    return own.get(name)
+    return registry.get(name)
 
 
 def _supported(kind: type) -> bool:
-    """Lightning derives DeepSpeed's and XLA's strategies from those that are supported."""
-    known = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+    """Return whether a class is supported; Lightning derives DeepSpeed's and XLA's from those
+    that are.
+    """
+    native = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
     foreign = ("DeepSpeedStrategy", "single_xla.SingleDeviceXLAStrategy", "xla.XLAStrategy")
-    return issubclass(kind, both(*(f"strategies.{name}" for name in known))) and not issubclass(
+    return issubclass(kind, both(*(f"strategies.{name}" for name in native))) and not issubclass(
         kind, both(*(f"strategies.{name}" for name in foreign))
     )
 

@@ -1,4 +1,4 @@
-"""Runs a function right before an optimizer's real update, and changes nothing else.
+"""A function is run right before an optimizer's real update, and nothing else changes.
 
 ``Optimizer.register_step_pre_hook`` fires before the closure of Lightning's automatic optimization,
 that is, before backward; a post-hook may find gradients that the update has modified in place.
@@ -24,7 +24,7 @@ class StepError(RuntimeError):
 
 
 def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[], None]:
-    """Calls ``fn`` in every step of ``optimizer`` right before the real update.
+    """Call ``fn`` in every step of ``optimizer`` right before the real update.
 
     For ``step(closure)``, as Lightning's automatic optimization calls it, that is after the
     closure: forward, backward, hooks and gradient clipping. For ``step()`` it is at once. Under a
@@ -32,15 +32,15 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
     scaler skips. ``fn`` runs without autograd. Several functions on one optimizer run in the order
     in which they were added.
 
-    The optimizer's own ``step`` still does everything it did before, hooks and learning rate
-    schedulers included.
+    The optimizer's ``step`` does everything else as before, hooks and learning rate schedulers
+    included.
 
     Args:
         optimizer: a torch optimizer or Lightning's wrapper of one.
         fn: called without arguments; what it raises stops the step before the update.
 
     Returns:
-        Takes ``fn`` out again; may be called twice.
+        A function that removes ``fn``; may be called twice.
 
     Raises:
         StepError: LBFGS. And in a step: an optimizer that runs its closure twice (sharpness-aware
@@ -57,7 +57,8 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
 
 
 def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
-    """Refuses an optimizer that ``before_real_step`` cannot serve, as far as can be seen at setup.
+    """Raise an error for an optimizer that ``before_real_step`` cannot serve, as far as setup can
+    know.
 
     Args:
         optimizer: the torch optimizer.
@@ -145,7 +146,7 @@ class _Chain:
             result = self._original(**{**kwargs, "closure": closure_then_run})
         if not ran:
             raise StepError(
-                f"{name}.step did not run the closure it was given, so there was no gradient to "
-                "look at before the update. Use another optimizer."
+                f"{name}.step did not run its closure, so there was no gradient to look at before "
+                "the update. Use another optimizer."
             )
         return result

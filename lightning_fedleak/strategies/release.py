@@ -1,4 +1,4 @@
-"""What happens between a client's gradient and its optimizer: local, shared, aggregate."""
+"""The stages between a client's gradient and its optimizer: local, shared, aggregate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.lightning_packages import both
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies.optimizer_step import before_real_step
+from lightning_fedleak.validate import check_choice
 
 Client = Literal["rank", "world"]
 Tap = Callable[[Stage, Optimizer], None]
@@ -38,15 +39,17 @@ class Release:
         client: who is a client.
 
     Raises:
-        DefenseError: an unknown ``client``, defences that cannot be told apart, or a wrong order.
+        DefenseError: an unknown ``client``, defences of one name, or a wrong order.
     """
 
     def __init__(self, defenses: Iterable[Defense], client: Client) -> None:
-        if client not in ("rank", "world"):
-            raise DefenseError(
-                f"DefendedStrategy: client={client!r} must be 'rank' (each process is a client) "
-                "or 'world' (all processes together are one)"
-            )
+        check_choice(
+            "DefendedStrategy: client",
+            client,
+            get_args(Client),
+            hint="'rank' makes each process a client, 'world' all processes together one",
+            error=DefenseError,
+        )
         if isinstance(defenses, Defense) or not isinstance(defenses, Iterable):
             raise DefenseError(
                 f"DefendedStrategy: defenses={defenses!r} must be a list, even of one: [...]"
@@ -79,7 +82,7 @@ class Release:
         self._unreleased: list[tuple[nn.Parameter, int]] | None = None
 
     def add_tap(self, fn: Tap) -> Callable[[], None]:
-        """Registers ``fn``; returns what takes it out again."""
+        """Register ``fn``; return a function that removes it."""
         number, self._next_tap = self._next_tap, self._next_tap + 1
         self._taps[number] = fn
 
@@ -89,7 +92,7 @@ class Release:
         return remove
 
     def add_canaries(self, fn: CanaryHook) -> Callable[[], None]:
-        """Registers ``fn``; returns what takes it out again."""
+        """Register ``fn``; return a function that removes it."""
         number, self._next_tap = self._next_tap, self._next_tap + 1
         self._canaries[number] = fn
 
@@ -100,47 +103,47 @@ class Release:
 
     @property
     def is_open(self) -> bool:
-        """Whether the defences know where they act."""
+        """Return whether the defences know where they act."""
         return self._context is not None
 
     def open(self, context: DefenseContext, step: Callable[[], int]) -> None:
-        """Says where the defences act; ``step`` tells the current optimizer step."""
+        """Set where the defences act; ``step`` returns the current optimizer step."""
         self._context, self._step = context, step
         self._unreleased = None
         if self.gradient_defenses:
             self._watch = register_optimizer_step_post_hook(self._stepped)
 
     def begin(self, *, fitting: bool = True) -> None:
-        """Lets every defence prepare the model; without a fit those that act in inference."""
+        """Let every defence prepare the model; without a fit only those that act in inference."""
         context = self._now()
         for defense in self.defenses:
             if fitting or defense.acts_in_inference:
                 defense.before_setup(context)
 
     def train_starts(self) -> None:
-        """Tells every defence that training is about to begin."""
+        """Call every defence right before training."""
         context = self._now()
         for defense in self.defenses:
             defense.on_train_start(context)
 
     def dataloader(self, dataloader: Any) -> Any:
-        """The training loader that the defences make of one."""
+        """Return the training loader that the defences make from one."""
         context = self._now()
         for defense in self.defenses:
-            dataloader = _given(
+            dataloader = _returned(
                 defense, "on_dataloader", defense.on_dataloader(dataloader, context)
             )
         return dataloader
 
-    def training_step(self, run: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        """Runs ``run(batch, *rest)`` with what the defences make of the batch, amid them."""
+    def training_step(self, run: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
+        """Run ``run(batch, *arguments)`` on what the defences return, within their hooks."""
         if not self.defenses:
-            return run(batch, *rest)
+            return run(batch, *arguments)
         context = self._now()
         self._just_released.clear()
         if self.gradient_defenses:
             self._check_unmoved(context.root)
-        # What stands in for an empty batch then goes the way of every batch.
+        # Per-sample defences first: what they put in place of an empty batch is then defended too.
         for defense in sorted(self.defenses, key=lambda d: not d.per_sample):
             if defense.acts_on_batches:
                 if isinstance(batch, Iterator):
@@ -148,21 +151,21 @@ class Release:
                         f"{type(defense).__name__} replaces batches, but `training_step` takes an "
                         "iterator over them. Let it take `batch` and `batch_idx`."
                     )
-                batch = _given(defense, "on_batch", defense.on_batch(batch, context))
+                batch = _returned(defense, "on_batch", defense.on_batch(batch, context))
 
         def step(rows: Any) -> Any:
-            inner = functools.partial(run, rows, *rest)
+            inner = functools.partial(run, rows, *arguments)
             for defense in reversed(self.defenses):
                 inner = functools.partial(defense.on_training_step, inner, rows, context)
             return inner()
 
-        whole: Callable[[Any], Any] = step
+        logical_step: Callable[[Any], Any] = step
         for defense in reversed(self.defenses):
-            whole = functools.partial(_around, defense, whole, context)
-        return whole(batch)
+            logical_step = functools.partial(_around, defense, logical_step, context)
+        return logical_step(batch)
 
     def guard(self, optimizer: Optimizer) -> None:
-        """Puts the release before the optimizer's update, once."""
+        """Put the release before the optimizer's update, once."""
         if id(optimizer) in self._removers:
             return
         if isinstance(optimizer, both("core.optimizer.LightningOptimizer")):
@@ -173,15 +176,15 @@ class Release:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it a step of an optimizer is no release: it is made to create state, say."""
-        before, self._paused = self._paused, True
+        """Let steps of optimizers be no releases, such as a step that only creates state."""
+        previous, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self._paused = previous
 
     def end(self) -> None:
-        """Takes everything back that was done since ``open``, after a fit."""
+        """Undo after a fit everything that was done since ``open``."""
         if self._context is None:
             return
         for _, remove in self._removers.values():
@@ -197,11 +200,11 @@ class Release:
             defense.teardown()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The defences' states by name."""
+        """Return the defences' states by name."""
         return {defense.name: dict(defense.state_dict()) for defense in self.defenses}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Hands each defence its state, an empty one where the checkpoint holds none."""
+        """Give each defence its state, an empty one where the checkpoint holds none."""
         missing = sorted(set(states) - {defense.name for defense in self.defenses})
         if missing:
             rank_zero_warn(
@@ -236,10 +239,11 @@ class Release:
         self._tap(Stage.AGGREGATE, optimizer)
 
     def _check_unmoved(self, root: nn.Module) -> None:
-        """Refuses weights that move from batch to batch before anything was released in this fit.
+        """Raise an error where weights change between batches before anything was released in this
+        fit.
 
         Something writes the update into them without an optimizer. Weights of no optimizer may
-        move while gradients wait for a step: they are an average of the others, say.
+        change while gradients wait for a step: an average of the others, for example.
         """
         if self._unreleased is None:
             self._unreleased = [
@@ -248,11 +252,11 @@ class Release:
                 if p.requires_grad and not isinstance(p, DTensor)
             ]
             return
-        moved = {id(p) for p, version in self._unreleased if p._version != version}
-        if not moved:
+        changed = {id(p) for p, version in self._unreleased if p._version != version}
+        if not changed:
             return
-        known = [p for optimizer, _ in self._removers.values() for p in _released(optimizer)]
-        waits = any(p.grad is not None for p in known) and moved.isdisjoint(map(id, known))
+        guarded = [p for optimizer, _ in self._removers.values() for p in _released(optimizer)]
+        waits = any(p.grad is not None for p in guarded) and changed.isdisjoint(map(id, guarded))
         if not waits:
             raise DefenseError(
                 "DefendedStrategy: the weights changed since the first batch, and no optimizer "
@@ -262,9 +266,10 @@ class Release:
             )
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuses an optimizer that Lightning does not know: what it applied was not defended.
+        """Raise an error for an optimizer that Lightning does not know: its update was not
+        defended.
 
-        One inside of an optimizer that is guarded steps after the release.
+        An optimizer inside one that is guarded steps after the release.
         """
         if self._paused or self._context is None:
             return
@@ -297,7 +302,7 @@ class Release:
             if returned is not None:
                 raise DefenseError(
                     f"{type(defense).__name__}.on_gradients returned {type(returned).__name__}, "
-                    "which nobody reads: it must rewrite `p.grad` itself and return nothing. The "
+                    "which is ignored: it must rewrite `p.grad` itself and return nothing. The "
                     "update was not released."
                 )
 
@@ -312,11 +317,11 @@ def _around(
     return defense.on_logical_batch(step, batch, context)
 
 
-def _given(defense: Defense, hook: str, value: Any) -> Any:
+def _returned(defense: Defense, hook: str, value: Any) -> Any:
     if value is None:
         raise DefenseError(
-            f"{type(defense).__name__}.{hook} returned None; it must return what to go on with, "
-            "be it what it got"
+            f"{type(defense).__name__}.{hook} returned None; it must return what training "
+            "continues with, which may be its argument"
         )
     return value
 
@@ -329,12 +334,12 @@ def _check(defense: Defense) -> None:
     for attribute in ("name", "guarantee"):
         if not getattr(defense, attribute, ""):
             raise DefenseError(
-                f"{type(defense).__name__} must say its `{attribute}` (a class attribute)"
+                f"{type(defense).__name__} must have `{attribute}`, a class attribute"
             )
 
 
 def _released(optimizer: Optimizer) -> list[nn.Parameter]:
-    """What of an optimizer's parameters is part of the update, in the optimizer's order."""
+    """Return the optimizer's parameters that are part of the update, in its order."""
     return [
         parameter
         for group in optimizer.param_groups
@@ -344,7 +349,7 @@ def _released(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Mean of every gradient over all ranks, in place; None counts as zero."""
+    """Average every gradient over all ranks, in place; None counts as zero."""
     gradients, works, buffers = [], [], []
     for parameter in parameters:
         if parameter.grad is None:

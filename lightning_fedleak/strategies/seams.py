@@ -1,4 +1,4 @@
-"""What a defended strategy does differently from the strategy it wraps."""
+"""How a defended strategy differs from the strategy it wraps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _REDUCER_SETTINGS = {
 
 @functools.cache
 def combined(name: str, *bases: type) -> type:
-    """A class of several, whose instances can be pickled (for DDP's spawn).
+    """Return a class of several bases, whose instances can be pickled (for DDP's spawn).
 
     Args:
         name: of the class.
@@ -59,9 +59,9 @@ def combined(name: str, *bases: type) -> type:
     return type(name, bases, {"__module__": __name__, "__reduce_ex__": _reduce})
 
 
-def _reduce(made: Any, _protocol: Any) -> tuple[Any, ...]:
-    kind = type(made)
-    return _rebuild, (kind.__name__, *kind.__bases__), made.__getstate__()
+def _reduce(strategy: Any, _protocol: Any) -> tuple[Any, ...]:
+    kind = type(strategy)
+    return _rebuild, (kind.__name__, *kind.__bases__), strategy.__getstate__()
 
 
 def _rebuild(name: str, *bases: type) -> Any:
@@ -72,12 +72,12 @@ def _rebuild(name: str, *bases: type) -> Any:
 class BringsBackStates(_MultiProcessingLauncher):
     """Goes before Lightning's launcher for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
 
-    It hands the trained weights to the main process. The defences there would know nothing of what
-    was released for them, and begin to count anew with the next fit.
+    Lightning's launcher returns the trained weights to the main process, but not the releases that
+    the defences counted: these would begin again at zero in the next fit.
     """
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
-        """In the first process, at its end: also the defences' states after a fit."""
+        """Return, in the first process after a fit, the defences' states too."""
         extra = super().get_extra_results(trainer)
         if trainer.state.fn == _FITTING:
             buffer = io.BytesIO()
@@ -86,7 +86,7 @@ class BringsBackStates(_MultiProcessingLauncher):
         return extra
 
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
-        """In the main process: hands each defence its state."""
+        """Give each defence in the main process its state."""
         super().update_main_process_results(trainer, extra)
         if _STATES in extra:
             states = torch.load(io.BytesIO(extra[_STATES]), weights_only=True)
@@ -100,17 +100,17 @@ class Seam(Strategy):
     _fedleak: Release
 
     def _check_combination(self) -> None:
-        """Refuses defences that cannot hold their guarantee with this strategy."""
+        """Raise an error for defences that cannot hold their guarantee with this strategy."""
 
     def _configure_launcher(self) -> None:
-        """The Trainer's last word to a new strategy: its accelerator is of its own package."""
-        why = mixed(f"DefendedStrategy({inner_of(self).__name__})", self, self.accelerator)
-        if why is not None:
-            raise DefenseError(why)
+        """Check that the accelerator is of the same package as this strategy."""
+        problem = mixed(f"DefendedStrategy({inner_of(self).__name__})", self, self.accelerator)
+        if problem is not None:
+            raise DefenseError(problem)
         super()._configure_launcher()
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Lets the defences prepare the model before it is wrapped and optimizers exist."""
+        """Let the defences prepare the model before it is wrapped and optimizers exist."""
         fitting = trainer.state.fn == _FITTING
         if fitting:
             assert self.lightning_module is not None
@@ -127,7 +127,7 @@ class Seam(Strategy):
                 self._guard(optimizer)
 
     def _open(self, trainer: L.Trainer) -> None:
-        """Once in a fit: at setup, or when a module asks for its loader before."""
+        """Open the release once in a fit: at setup, or when a module asks for its loader before."""
         if self._fedleak.is_open:
             return
         assert self.lightning_module is not None
@@ -147,23 +147,23 @@ class Seam(Strategy):
         self._fedleak.open(context, lambda: trainer.global_step)
 
     def _process(self) -> int:
-        """Which share of its one client's data this process holds."""
+        """Return which share of its one client's data this process holds."""
         return 0
 
     def _check_model(self, model: nn.Module) -> None:
-        """Refuses what shows only when the model and the precision are known."""
+        """Raise an error that depends on the model and the precision."""
 
     def _guard(self, optimizer: Optimizer) -> None:
         check_optimizer(optimizer, getattr(self.precision_plugin, "scaler", None))
         self._fedleak.guard(optimizer)
 
     def on_train_start(self) -> None:
-        """The defences know that the optimizers are there."""
+        """Call the defences when the optimizers exist."""
         super().on_train_start()
         self._fedleak.train_starts()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """The training loader, and no other, is what the defences make of it."""
+        """Return the loader that the defences make from the training loader; others unchanged."""
         dataloader = super().process_dataloader(dataloader)
         module = self.lightning_module
         if module is not None and module.trainer.training:
@@ -172,7 +172,7 @@ class Seam(Strategy):
         return dataloader
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The defences come between Lightning and the module's own ``training_step``."""
+        """Run the module's ``training_step`` within the defences."""
         run = functools.partial(super().training_step, **kwargs)
         return self._fedleak.training_step(run, *args)
 
@@ -183,14 +183,14 @@ class Seam(Strategy):
         model: L.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Also an optimizer that was put in after setup is guarded."""
+        """Guard the optimizer too where it was set after setup."""
         self._guard(optimizer)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Adds the defences' states."""
+        """Add the defences' states."""
         if self._fedleak.defenses:
             checkpoint[CHECKPOINT_KEY] = self._fedleak.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -198,27 +198,27 @@ class Seam(Strategy):
             defense.save_secrets(path)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Restores the defences' states when a fit resumes."""
+        """Restore the defences' states when a fit resumes."""
         with self._fedleak.paused():
             checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == _FITTING:
             self._fedleak.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
             for defense, path in self._secrets_beside(checkpoint_path):
-                own = defense.load_secrets(path, self.root_device.type)
-                found = [own]
+                loaded = defense.load_secrets(path, self.root_device.type)
+                loaded_by_process = [loaded]
                 if dist.is_initialized():
-                    found = [False] * dist.get_world_size()
-                    dist.all_gather_object(found, own)
-                if not all(found):
+                    loaded_by_process = [False] * dist.get_world_size()
+                    dist.all_gather_object(loaded_by_process, loaded)
+                if not all(loaded_by_process):
                     defense.forget_secrets()
         return checkpoint
 
     def _secrets_beside(self, checkpoint: Any) -> Iterator[tuple[Defense, Path]]:
-        """Each defence with a secret, and where this process keeps what no checkpoint may hold.
+        """Yield each defence with a secret, and the path of its secret file of this process.
 
-        Nothing where processes are clients of their own, of which a checkpoint knows the first, and
-        of checkpoints that are not on a disk.
+        It yields nothing where each process is a client, because a checkpoint holds the first one
+        only, and for checkpoints that are not on a disk.
         """
         module = self.lightning_module
         if module is None or "://" in os.fspath(checkpoint):
@@ -226,20 +226,20 @@ class Seam(Strategy):
         rank, world = module.trainer.global_rank, module.trainer.world_size
         if world > 1 and self._fedleak.client == "rank":
             return
-        own = Path(os.path.realpath(checkpoint))
+        checkpoint_path = Path(os.path.realpath(checkpoint))
         for defense in self._fedleak.defenses:
             if secret := defense.secret_name:
                 name = f"secret-{defense.name}-{secret}-{rank}-of-{world}.safetensors"
-                yield defense, own.with_name(name)
+                yield defense, checkpoint_path.with_name(name)
 
     def teardown(self) -> None:
-        """Takes back what the defences changed."""
+        """Undo what the defences changed."""
         self._fedleak.end()
         super().teardown()
 
 
 class DDPSeam(Seam, DDPStrategy):
-    """The same for DDP, where the stages differ by who is a client."""
+    """What a defended DDPStrategy does, where the stages depend on who is a client."""
 
     _fedleak_buffers_differ = False
 
@@ -253,19 +253,19 @@ class DDPSeam(Seam, DDPStrategy):
             _refuse("`ddp_comm_hook`, `ddp_comm_state` and `ddp_comm_wrapper`", "leave them out")
         if self._model_averaging_period is not None:
             _refuse("`model_averaging_period`", "leave it out")
-        other = sorted(set(self._ddp_kwargs) - _REDUCER_SETTINGS)
-        if other:
-            _refuse(", ".join(f"`{name}`" for name in other), "leave it out")
-        inner, plain = inner_of(self), twin("strategies.DDPStrategy", self)
+        unsupported = sorted(set(self._ddp_kwargs) - _REDUCER_SETTINGS)
+        if unsupported:
+            _refuse(", ".join(f"`{name}`" for name in unsupported), "leave it out")
+        inner, original = inner_of(self), twin("strategies.DDPStrategy", self)
         for method in ("configure_ddp", "_setup_model"):
-            if getattr(inner, method) is not getattr(plain, method):
+            if getattr(inner, method) is not getattr(original, method):
                 _refuse(f"{inner.__name__}.{method}", "pass a plain DDPStrategy")
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        plain = twin("strategies.launchers._MultiProcessingLauncher", self)
-        brings_back: Any = combined("BringsBackStates", BringsBackStates, plain)
-        if self._fedleak.defenses and type(self._launcher) is plain:
+        launcher = twin("strategies.launchers._MultiProcessingLauncher", self)
+        brings_back: Any = combined("BringsBackStates", BringsBackStates, launcher)
+        if self._fedleak.defenses and type(self._launcher) is launcher:
             self._launcher = brings_back(self, start_method=self._start_method)
 
     def _process(self) -> int:
@@ -289,7 +289,7 @@ class DDPSeam(Seam, DDPStrategy):
             )
 
     def configure_ddp(self) -> None:
-        """Wraps in DistributedDataParallel only where that may reduce."""
+        """Wrap in DistributedDataParallel only where its reducer may run."""
         if self._fedleak.reduces:
             assert self.lightning_module is not None
             twin("overrides.distributed._sync_module_states", self)(self.lightning_module)
@@ -297,17 +297,19 @@ class DDPSeam(Seam, DDPStrategy):
             super().configure_ddp()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Without DistributedDataParallel, sends its buffers as it would."""
+        """Send the buffers, as DistributedDataParallel would, and run the step."""
         self._send_buffers()
         return super().training_step(*args, **kwargs)
 
     def on_validation_start(self) -> None:
-        """Ranks validate with the same buffers."""
+        """Send the buffers, so that ranks validate with the same ones."""
         self._send_buffers()
         super().on_validation_start()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Once in an optimizer step is enough, however many batches it accumulates."""
+        """Step, after which buffers differ: they are sent once in a step, whatever it
+        accumulates.
+        """
         result = super().optimizer_step(*args, **kwargs)
         self._fedleak_buffers_differ = True
         return result
@@ -325,7 +327,7 @@ class DDPSeam(Seam, DDPStrategy):
 
 
 class ModelParallelSeam(Seam, ModelParallelStrategy):
-    """The same for FSDP2: all processes are one client, and gradients are sharded over them."""
+    """What a defended FSDP2 strategy does: all processes are one client, with sharded gradients."""
 
     def _check_combination(self) -> None:
         release = self._fedleak
@@ -339,10 +341,10 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
         for defense in release.gradient_defenses:
             if not defense.takes_shards:
                 raise DefenseError(
-                    f"DefendedStrategy: '{defense.name}' ({type(defense).__name__}) does not say "
-                    "that it can act on gradients that are sharded over processes (FSDP2). Use "
-                    "DDPStrategy or one device, or set `takes_shards = True` if its `on_gradients` "
-                    "is right for DTensors."
+                    f"DefendedStrategy: '{defense.name}' ({type(defense).__name__}) does not "
+                    "declare that it can act on gradients that are sharded over processes (FSDP2). "
+                    "Use DDPStrategy or one device, or set `takes_shards = True` if its "
+                    "`on_gradients` is right for DTensors."
                 )
 
     def _check_model(self, model: nn.Module) -> None:
@@ -373,20 +375,22 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward before this fit leaves the outermost one whole
-        whole = [
+        unsharded = [
             name
             for name, p in model.named_parameters()
             if p.requires_grad and not isinstance(p, DTensor)
         ]
-        if whole and mesh["data_parallel"].size() > 1:
+        if unsharded and mesh["data_parallel"].size() > 1:
             raise DefenseError(
-                f"DefendedStrategy: {', '.join(whole[:5])} is not sharded, so nothing reduces its "
-                "gradient over the processes of the client. Call fully_shard on the whole model in "
-                "`configure_model`, or freeze what is outside."
+                f"DefendedStrategy: {', '.join(unsharded[:5])} is not sharded, so nothing reduces "
+                "its gradient over the processes of the client. Call fully_shard on the whole "
+                "model in `configure_model`, or freeze what is outside."
             )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Torch steps an optimizer without state, at a learning rate of 0, to save one."""
+        """Return the state; torch steps an optimizer without one at a learning rate of 0 to
+        create it.
+        """
         with self._fedleak.paused():
             return super().optimizer_state(optimizer)
 
@@ -395,15 +399,13 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
 
 
 def inner_of(strategy: Seam) -> type:
-    """The class of the strategy that a seam was put before."""
+    """Return the class of the strategy that a seam was put before."""
     return type(strategy).__bases__[1]
 
 
-def _refuse(what: str, mend: str) -> None:
+def _refuse(setting: str, mend: str) -> None:
     raise DefenseError(
-        f"DefendedStrategy: {what} cannot be used when each rank is a client and defences act on "
-        f"gradients, because DDP's own reduction is off then. Please {mend}, or use client='world'."
+        f"DefendedStrategy: {setting} cannot be used when each rank is a client and defences act "
+        f"on gradients, because DDP's own reduction is off then. Please {mend}, or use "
+        "client='world'."
     )
-
-
-__all__ = ["BringsBackStates", "DDPSeam", "ModelParallelSeam", "Seam", "combined", "inner_of"]

@@ -285,7 +285,7 @@ def test_each_game_draws_new_noise_unless_it_is_memoised(
         ("none", "one defence of the client's tokens"),
         ("gr:epsilon=1", "no defence 'gr' (did you mean 'grr'?)"),
         ("grr", "needs epsilon: write token_ldp:mechanism=grr,epsilon=VALUE"),
-        ("grr:epsilon=-1", "epsilon=-1 must be a positive number"),
+        ("grr:epsilon=-1", "epsilon must be a number above 0, got -1"),
         ("grr:epsilon=1,special_ids=3", "'special_ids' and 'kind' are the game's own"),
     ],
 )

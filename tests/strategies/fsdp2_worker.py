@@ -31,7 +31,8 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses.processes import joint_norm, local_part, shard_number
 from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.strategies import CHECKPOINT_KEY, DefendedStrategy
+from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
 from tests.strategies.ddp_worker import Batches, Probe, distance, flat, gathered

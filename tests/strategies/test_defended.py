@@ -204,11 +204,14 @@ class OwnWrapping(DDPStrategy):
         (lambda: DefendedStrategy(ModelParallelStrategy()), r"FSDP2.*client='world'"),
         (lambda: DefendedStrategy(DefendedStrategy("ddp")), "already defended"),
         (lambda: DefendedStrategy(DefendedStrategy()), "already defended"),
-        (lambda: DefendedStrategy(client="company"), r"client='company'.*'rank'.*'world'"),
+        (
+            lambda: DefendedStrategy(client="company"),
+            r"client must be 'rank' or 'world'.*got 'company'",
+        ),
         (lambda: DefendedStrategy(defenses=["noise"]), r"'noise'.*not an instance of Defense"),
         (lambda: DefendedStrategy(defenses=[*NOISE, *NOISE]), "named alike"),
-        (lambda: DefendedStrategy(defenses=[Nameless()]), "Nameless must say its `name`"),
-        (lambda: DefendedStrategy(defenses=[Silent()]), "Silent must say its `guarantee`"),
+        (lambda: DefendedStrategy(defenses=[Nameless()]), "Nameless must have `name`"),
+        (lambda: DefendedStrategy(defenses=[Silent()]), "Silent must have `guarantee`"),
         (
             lambda: DefendedStrategy(DDPStrategy(ddp_comm_hook=print), NOISE),
             r"`ddp_comm_hook`.*client='world'",

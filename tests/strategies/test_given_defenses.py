@@ -50,7 +50,7 @@ class Forgetful(Defense):
 @pytest.mark.parametrize(
     ("hook", "value", "message"),
     [
-        ("on_gradients", [1.0], "on_gradients returned list, which nobody reads"),
+        ("on_gradients", [1.0], "on_gradients returned list, which is ignored"),
         ("on_batch", None, "on_batch returned None; it must return"),
         ("on_dataloader", None, "on_dataloader returned None; it must return"),
     ],

@@ -9,7 +9,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_fedleak.defenses import Freeze
-from lightning_fedleak.strategies import CHECKPOINT_KEY, DefendedStrategy
+from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 from tests.strategies.toy import ManualLM, ToyLM, fit, loader, same, state_of, trainer
 
 CASES = {

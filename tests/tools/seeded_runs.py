@@ -27,7 +27,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 import lightning_fedleak as fedleak
 from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.defenses import mean_of_sample_means
-from lightning_fedleak.strategies import CHECKPOINT_KEY
+from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 
 VOCAB, WIDTH, LENGTH, MASK = 97, 16, 10, 96
 STAGES = ("local", "shared", "aggregate")

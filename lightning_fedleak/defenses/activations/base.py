@@ -21,6 +21,7 @@ from lightning_fedleak.anatomy.text_layers import (
 )
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
 from lightning_fedleak.model_runs import is_observed, reset_compiled
+from lightning_fedleak.validate import check_integer
 
 
 class ActivationDefense(Defense):
@@ -30,7 +31,7 @@ class ActivationDefense(Defense):
     Trainer validates, tests or predicts without a fit; not where the model runs as the server's
     copy would (:meth:`~lightning_fedleak.model_runs.undisturbed`). A training step in which no
     hidden states passed the layer is refused. Under ``torch.compile`` the graph breaks at the hook;
-    what was compiled before the fit is compiled anew.
+    what was compiled before the fit is compiled again.
 
     Args:
         layer: 0 for the input of the first block, k for the output of block k; of an
@@ -47,15 +48,17 @@ class ActivationDefense(Defense):
     def __init__(
         self, layer: int, *, inference: bool = True, anatomy: Mapping[str, str] | None = None
     ) -> None:
-        if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
-            raise DefenseError(
-                f"{type(self).__name__}: layer={layer!r} must be 0 (the input of the first block) "
-                "or k (the output of block k)"
-            )
+        check_integer(
+            f"{type(self).__name__}: layer",
+            layer,
+            at_least=0,
+            hint="0 for the input of the first block, k for the output of block k",
+            error=DefenseError,
+        )
         self.layer = layer
         self.activation_layers = (layer,)
         self.acts_in_inference = inference
-        self._named = dict(anatomy or {})
+        self._anatomy_names = dict(anatomy or {})
         self._handle: RemovableHandle | None = None
         self._root: nn.Module | None = None
         self._context: DefenseContext | None = None
@@ -63,7 +66,9 @@ class ActivationDefense(Defense):
         self._in_step = False
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """A per-sample defence leaves out training steps of empty batches, which none sees then."""
+        """Raise an error where a per-sample defence comes later, which leaves out steps of empty
+        batches.
+        """
         super().check_order(before, after)
         if late := [defense.name for defense in after if defense.per_sample]:
             raise DefenseError(
@@ -73,7 +78,7 @@ class ActivationDefense(Defense):
 
     @abstractmethod
     def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
-        """What leaves the client in place of ``states``, of the same shape and dtype.
+        """Return what leaves the client in place of ``states``, of the same shape and dtype.
 
         Args:
             states: (B, L, d).
@@ -82,15 +87,15 @@ class ActivationDefense(Defense):
             training: within a training step, or its backward.
 
         Raises:
-            DefenseError: nothing can leave that holds the guarantee.
+            DefenseError: nothing that could leave holds the guarantee.
         """
 
     def before_setup(self, context: DefenseContext) -> None:
-        """Finds the layer and hooks its block."""
+        """Find the layer and hook its block."""
         self.teardown()
         try:
-            named: Mapping[str, Any] = self._named
-            place = place_of(find_anatomy(context.root, **named), self.layer)
+            names: Mapping[str, Any] = self._anatomy_names
+            place = place_of(find_anatomy(context.root, **names), self.layer)
         except ValueError as error:
             raise DefenseError(
                 f"{type(self).__name__}: {error} (Parts of a model are named by `anatomy`, "
@@ -117,7 +122,7 @@ class ActivationDefense(Defense):
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Sees that hidden states passed the layer."""
+        """Run the step and check that hidden states passed the layer."""
         self._passes_before = self._passes
         self._in_step = True
         try:
@@ -129,12 +134,14 @@ class ActivationDefense(Defense):
         return output
 
     def before_release(self) -> None:
-        """In manual optimization the update leaves within the training step."""
+        """Check the same in manual optimization, where the update leaves within the training
+        step.
+        """
         if self._in_step:
             self._check_passed()
 
     def teardown(self) -> None:
-        """Removes the hook."""
+        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -152,7 +159,7 @@ class ActivationDefense(Defense):
             )
 
     def _pass(self, states: Any) -> Tensor | None:
-        """What goes on in place of ``states``; None for themselves."""
+        """Return what continues in place of ``states``; None for ``states`` themselves."""
         if self._handle is None:
             return None
         recomputed = torch._C._current_graph_task_id() != -1
@@ -167,14 +174,11 @@ class ActivationDefense(Defense):
             or states.dim() != 3
             or not states.is_floating_point()
         ):
-            found = f"{tuple(states.shape)} {states.dtype}" if isinstance(states, Tensor) else ""
+            form = f"{tuple(states.shape)} {states.dtype}" if isinstance(states, Tensor) else ""
             raise DefenseError(
                 f"{type(self).__name__}: hidden states at layer {self.layer} should be a whole "
-                f"(B, L, d) tensor of floats; found {type(states).__name__} {found}"
+                f"(B, L, d) tensor of floats; found {type(states).__name__} {form}"
             )
         if not recomputed:
             self._passes += 1
         return self.rewrite(states, recomputed=recomputed, training=training)
-
-
-__all__ = ["ActivationDefense"]

@@ -15,9 +15,10 @@ from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.model_runs import undisturbed
+from lightning_fedleak.validate import check_choice, check_integer
 
 Basis = Literal["random", "principal"]
-_ROWS_AT_ONCE = 8
+_ROWS_AT_ONCE = 8  # texts of one forward; not tuned, more take more memory
 
 
 class ActivationCompression(ActivationDefense):
@@ -25,16 +26,16 @@ class ActivationCompression(ActivationDefense):
 
     The paper names two ways in which a new backbone could give less away, and tries neither: hidden
     embeddings that get smaller from layer to layer, and embeddings of early tokens that are dropped
-    on the way. Both are done here at one layer of a backbone as it is, which may then be trained to
-    get along with it:
+    on the way. Both are done here at one layer of a backbone as it is, which may then be trained
+    with it:
 
     - ``keep_dims=k``: of each state h (d numbers) leave ``V^T (h - m)``, k numbers, for an
-      orthonormal V (d, k) that is fixed and known to the server, which goes on with
+      orthonormal V (d, k) that is fixed and known to the server, which continues with
       ``V V^T (h - m) + m``. V is drawn at random (m = 0), or spans the first principal components
       around the mean m of the states of public text.
-    - ``drop_early=n``: of the first n positions nothing leaves; the server goes on with zeros. What
-      the model predicts there is worth nothing, and neither is a loss that counts it. Columns are
-      counted: on the left of a text that may be padding.
+    - ``drop_early=n``: of the first n positions nothing leaves; the server continues with zeros.
+      The model's predictions there mean nothing, and neither does a loss that counts them.
+      Positions are columns of the batch: with padding on the left they may be padding.
 
     Both are linear, and so is the gradient's way back: through the projection, and zero at dropped
     positions. Numbers are computed in float32 (float64 for such states), whatever autocast says.
@@ -67,7 +68,7 @@ class ActivationCompression(ActivationDefense):
 
     name = "activation_compression"
     guarantee = (
-        "none: fewer numbers leave the client, and what they give away nobody bounds; measure it "
+        "none: fewer numbers leave the client, but nothing bounds what they give away; measure it "
         "with an inversion attack"
     )
 
@@ -84,18 +85,14 @@ class ActivationCompression(ActivationDefense):
     ) -> None:
         super().__init__(layer, inference=inference, anatomy=anatomy)
         for name, number in (("keep_dims", keep_dims), ("drop_early", drop_early)):
-            if number is not None and (isinstance(number, bool) or number < 1):
-                raise DefenseError(
-                    f"ActivationCompression: {name}={number!r} must be a positive integer, or None"
-                )
+            check_integer(
+                f"ActivationCompression: {name}", number, optional=True, error=DefenseError
+            )
         if keep_dims is None and drop_early is None:
             raise DefenseError(
                 "ActivationCompression: nothing is left out; give keep_dims, drop_early or both"
             )
-        if basis not in get_args(Basis):
-            raise DefenseError(
-                f"ActivationCompression: basis={basis!r} must be one of {get_args(Basis)}"
-            )
+        check_choice("ActivationCompression: basis", basis, get_args(Basis), error=DefenseError)
         if keep_dims is not None and basis == "principal":
             _check_public(public_ids, keep_dims)
         self.keep_dims = keep_dims
@@ -107,24 +104,26 @@ class ActivationCompression(ActivationDefense):
         self._mean: Tensor | None = None
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """Noise belongs in front: behind, it would fill what was left out."""
+        """Raise an error where noise at the same layer comes later: it would fill what was left
+        out.
+        """
         super().check_order(before, after)
         for defense in after:
             if isinstance(defense, ActivationNoise) and defense.layer == self.layer:
                 raise DefenseError(
                     f"'{defense.name}' after '{self.name}' at layer {self.layer} puts noise in "
-                    "what was left out: nothing would be smaller, the server could take that "
-                    "noise away again, and the model would have to bear it. Put "
+                    "what was left out: nothing would be smaller, the server could remove that "
+                    "noise again, and the model would train with it. Put "
                     f"'{defense.name}' before '{self.name}'."
                 )
 
     def before_setup(self, context: DefenseContext) -> None:
-        """Finds the principal components, once, and hooks the block."""
+        """Find the principal components, once, and hook the block."""
         if self.keep_dims is not None and self.basis == "principal" and self._span is None:
             assert self._public is not None
-            named: Mapping[str, Any] = self._named
+            names: Mapping[str, Any] = self._anatomy_names
             try:
-                anatomy = find_anatomy(context.root, **named)
+                anatomy = find_anatomy(context.root, **names)
                 place = place_of(anatomy, self.layer)
             except ValueError as error:
                 raise DefenseError(f"ActivationCompression: {error}") from error
@@ -141,32 +140,32 @@ class ActivationCompression(ActivationDefense):
         super().before_setup(context)
 
     def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
-        """What the server can make of the numbers that are sent."""
-        wide = states if states.dtype == torch.float64 else states.float()
+        """Return the states that the server computes from the numbers that are sent."""
+        values = states if states.dtype == torch.float64 else states.float()
         if self.keep_dims is not None:
-            span, mean = self._basis_of(wide)
-            with torch.autocast(wide.device.type, enabled=False):
-                wide = ((wide - mean) @ span) @ span.T + mean
+            span, mean = self._basis_of(values)
+            with torch.autocast(values.device.type, enabled=False):
+                values = ((values - mean) @ span) @ span.T + mean
         if self.drop_early is not None:
-            length = wide.shape[1]
+            length = values.shape[1]
             if length <= self.drop_early:
                 raise DefenseError(
                     f"ActivationCompression: drop_early={self.drop_early} leaves nothing of texts "
                     f"of {length} tokens. Give longer texts, or a smaller number; text generated "
                     "token by token needs use_cache=False."
                 )
-            early = torch.arange(length, device=wide.device) < self.drop_early
-            wide = wide.masked_fill(early[:, None], 0.0)
-        return wide.to(states.dtype)
+            early = torch.arange(length, device=values.device) < self.drop_early
+            values = values.masked_fill(early[:, None], 0.0)
+        return values.to(states.dtype)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """The principal components: a model that was trained with them needs the same."""
+        """Return the principal components, which a model that was trained with them needs."""
         if self.basis == "random" or self._span is None or self._mean is None:
             return {}
         return {"span": self._span.cpu(), "mean": self._mean.cpu()}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on with the components of the checkpoint."""
+        """Continue with the components of the checkpoint."""
         if "span" not in state or self.basis == "random":
             return
         span, mean = state["span"], state["mean"]
@@ -180,7 +179,7 @@ class ActivationCompression(ActivationDefense):
         self._span, self._mean = span, mean
 
     def _basis_of(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """V (d, k) and m (d,), like ``states`` (B, L, d)."""
+        """Return V (d, k) and m (d,), of the dtype and device of ``states`` (B, L, d)."""
         d = states.shape[-1]
         assert self.keep_dims is not None
         if self.keep_dims >= d:
@@ -192,8 +191,8 @@ class ActivationCompression(ActivationDefense):
         with torch.inference_mode(False):
             if self._span is None or self._mean is None:
                 generator = torch.Generator().manual_seed(self.seed)
-                drawn = torch.randn(d, self.keep_dims, generator=generator, dtype=torch.float64)
-                self._span = torch.linalg.qr(drawn)[0]
+                matrix = torch.randn(d, self.keep_dims, generator=generator, dtype=torch.float64)
+                self._span = torch.linalg.qr(matrix)[0]
                 self._mean = torch.zeros(d, dtype=torch.float64)
             if (self._span.dtype, self._span.device) != (states.dtype, states.device):
                 self._span = self._span.to(states.device, states.dtype)
@@ -217,22 +216,22 @@ def _check_public(ids: Tensor | None, keep_dims: int) -> None:
 
 
 def _principal(model: nn.Module, place: Place, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Mean (d,) and first k principal components (d, k) of the hidden states of texts."""
-    kept: list[Tensor] = []
+    """Return mean (d,) and first k principal components (d, k) of the hidden states of texts."""
+    outputs: list[Tensor] = []
     if place.side == "input":
         handle = place.module.register_forward_pre_hook(
-            lambda _, args, kwargs: kept.append(states_in(args, kwargs)), with_kwargs=True
+            lambda _, args, kwargs: outputs.append(states_in(args, kwargs)), with_kwargs=True
         )
     else:
         handle = place.module.register_forward_hook(
-            lambda _, args, output: kept.append(states_out(output))
+            lambda _, args, output: outputs.append(states_out(output))
         )
     count, total, square = 0, torch.zeros(()), torch.zeros(())
     try:
         for rows in torch.split(ids, _ROWS_AT_ONCE):
-            kept.clear()
+            outputs.clear()
             model(input_ids=rows)
-            tokens = kept[0].flatten(0, 1).cpu().double()  # not all devices have float64
+            tokens = outputs[0].flatten(0, 1).cpu().double()  # not all devices have float64
             count += len(tokens)
             total = total + tokens.sum(0)
             square = square + tokens.T @ tokens
@@ -241,6 +240,3 @@ def _principal(model: nn.Module, place: Place, ids: Tensor, k: int) -> tuple[Ten
     mean = total / count
     _, vectors = torch.linalg.eigh(square / count - mean.outer(mean))
     return mean, vectors.flip(1)[:, :k].contiguous()
-
-
-__all__ = ["ActivationCompression"]

@@ -15,24 +15,25 @@ from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.defenses.noise import gaussian_epsilon, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import SHARD_BITS
+from lightning_fedleak.validate import check_integer, check_number
 
-_REMEMBERED = 4096
-_SAMPLES = 64
+_REMEMBERED = 4096  # forwards of one step that a recomputation may repeat; older ones are refused
+_SAMPLES = 64  # entries that distinguish hidden states; not tuned
 
 
 class ActivationNoise(ActivationDefense):
     """Adds independent Gaussian noise to every number of the hidden states (Zheng 2023, Sect. 4.4).
 
     ``h + N(0, s^2)`` for the states h (B, L, d) that a client of split learning sends, padding
-    included, in every forward anew. The noise is a constant to the gradient, which passes through.
-    Noise is drawn and added in float32 (float64 for such states) and rounded with the sum.
+    included, drawn again in every forward. The noise is a constant to the gradient, which passes
+    through. Noise is drawn and added in float32 (float64 for such states) and rounded with the sum.
 
-    **Without a clip nothing is guaranteed**: nothing bounds a hidden state, so that a long one
-    stands out of any noise. With ``clip`` each token's state is first scaled to a 2-norm of at most
-    ``clip`` (its gradient goes through the scaling), and the states of one token in one forward
-    are a Gaussian mechanism: :meth:`epsilon`. Every forward is a release: a text that is trained on
-    in ten epochs is sent ten times. The gradients of the client's own layers are another matter,
-    which no activation noise covers.
+    **Without a clip nothing is guaranteed**: nothing bounds a hidden state, so that noise
+    does not hide a long one. With ``clip`` each token's state is first scaled to a 2-norm of at
+    most ``clip`` (its gradient goes through the scaling), and the states of one token in one
+    forward are a Gaussian mechanism: :meth:`epsilon`. Every forward is a release: a text that is
+    trained on in ten epochs is sent ten times. The gradients of the client's own layers are another
+    matter, which no activation noise covers.
 
     Noise of forward k on client c is a function of (secret base, c, k, layer), by the generators
     of :mod:`~lightning_fedleak.defenses.noise`. The base is fresh entropy of the operating system
@@ -61,7 +62,7 @@ class ActivationNoise(ActivationDefense):
         anatomy: names of parts of the model that are not found, see
             :func:`~lightning_fedleak.anatomy.find_anatomy`.
         harden_factor: what a notch of a gate (:meth:`harden`) multiplies the noise by. Epsilon
-            counts the first sigma: more was decided in sight of the data.
+            counts the first sigma: how much was added depended on the data.
         most_notches: how often it may be turned up; None for as often as a gate asks.
 
     Raises:
@@ -84,21 +85,17 @@ class ActivationNoise(ActivationDefense):
         most_notches: int | None = None,
     ) -> None:
         super().__init__(layer, inference=inference, anatomy=anatomy)
-        if not (math.isfinite(sigma) and sigma >= 0):
-            raise DefenseError(f"ActivationNoise: sigma={sigma!r} must be a number of at least 0")
-        if clip is not None and not (math.isfinite(clip) and clip > 0):
-            raise DefenseError(
-                f"ActivationNoise: clip={clip!r} must be a positive number, or None for no clipping"
-            )
+        hint = "None is for no clipping"
+        check_number("ActivationNoise: sigma", sigma, at_least=0, error=DefenseError)
+        check_number(
+            "ActivationNoise: clip", clip, above=0, optional=True, hint=hint, error=DefenseError
+        )
         if relative and clip is not None:
             raise DefenseError(
                 "ActivationNoise: noise that is relative to the states guarantees nothing, so that "
-                "a clip would only bend them. Give relative=False or clip=None."
+                "a clip would only change them. Give relative=False or clip=None."
             )
-        if not (math.isfinite(harden_factor) and harden_factor > 1):
-            raise DefenseError(
-                f"ActivationNoise: harden_factor={harden_factor!r} must be a number above 1"
-            )
+        check_number("ActivationNoise: harden_factor", harden_factor, above=1, error=DefenseError)
         self.harden_factor = harden_factor
         self.most_notches = most_notches
         self.notches = 0
@@ -110,7 +107,9 @@ class ActivationNoise(ActivationDefense):
         self._remembered = _Remembered()
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """The scale of relative noise is one for all samples of a batch."""
+        """Raise an error for relative noise, one scale for all samples, beside a per-sample
+        defence.
+        """
         super().check_order(before, after)
         if self.relative and (names := [d.name for d in (*before, *after) if d.per_sample]):
             raise DefenseError(
@@ -121,11 +120,11 @@ class ActivationNoise(ActivationDefense):
 
     @property
     def can_harden(self) -> bool:
-        """Whether there is noise that may be turned up."""
+        """Return whether there is noise that may be turned up."""
         return self.sigma > 0 and self.most_notches != 0
 
     def harden(self) -> str | None:
-        """Multiplies the noise by ``harden_factor``, from the next forward on."""
+        """Multiply the noise by ``harden_factor``, from the next forward on."""
         if not self.can_harden or self.notches == self.most_notches:
             return None
         self.notches += 1
@@ -136,15 +135,15 @@ class ActivationNoise(ActivationDefense):
         return self.sigma * self.harden_factor**self.notches
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """How often the noise was turned up."""
+        """Return how often the noise was turned up."""
         return {"notches": self.notches}
 
     def load_state_dict(self, state: State) -> None:
-        """A resumed run keeps the noise that it had."""
+        """Keep the noise of the run that is resumed."""
         self.notches = max(self.notches, int(state.get("notches", 0)))
 
     def epsilon(self, delta: float, *, positions: int = 1) -> float:
-        """Epsilon of what one forward sends of a text, in the local model.
+        """Return epsilon of what one forward sends of a text, in the local model.
 
         For any two texts of the client's, whatever else is in the batch. At layer 0 a token moves
         only its own state, so that ``positions=1`` bounds what is sent of one token. Above, a
@@ -161,8 +160,7 @@ class ActivationNoise(ActivationDefense):
         Raises:
             ValueError: an argument out of range.
         """
-        if positions < 1:
-            raise ValueError(f"positions must be at least 1, got {positions}")
+        check_integer("positions", positions)
         if self.clip is None or self.sigma == 0:
             return math.inf
         return gaussian_epsilon(sigma=self.sigma / (2 * math.sqrt(positions)), delta=delta)
@@ -170,28 +168,32 @@ class ActivationNoise(ActivationDefense):
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Forwards of an earlier step are not run again."""
+        """Run the step; forwards of earlier steps are forgotten, since backward runs none of
+        them again.
+        """
         self._remembered.clear()
         return super().on_training_step(training_step, batch, context)
 
     def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
-        """The states with noise."""
+        """Return the states with noise."""
         number = self._number(states, recomputed, training)
-        wide = states if states.dtype == torch.float64 else states.float()
+        values = states if states.dtype == torch.float64 else states.float()
         if self.clip is not None:
-            norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-            wide = wide * (self.clip / norm.clamp(min=self.clip))
+            norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+            values = values * (self.clip / norm.clamp(min=self.clip))
         if self.sigma:
-            wide = wide + self._noise(wide, number, "training" if training else "inference")
-        return wide.to(states.dtype)
+            values = values + self._noise(values, number, "training" if training else "inference")
+        return values.to(states.dtype)
 
     def teardown(self) -> None:
-        """Removes the hook."""
+        """Remove the hook."""
         super().teardown()
         self._remembered.clear()
 
     def _number(self, states: Tensor, recomputed: bool, training: bool) -> int:
-        """Of this forward among those of its kind, for a recomputation that of the first time."""
+        """Return the number of this forward among those of its kind; a recomputation has that of
+        the first time.
+        """
         if recomputed:
             return self._remembered.find(states, self.layer)
         kind = "training" if training else "inference"
@@ -258,17 +260,18 @@ class _Remembered:
         self._forwards.append(_Forward(number, states.shape, states.dtype, _marks(states)))
 
     def find(self, states: Tensor, layer: int) -> int:
-        """The number of the forward that had these states; of several alike, of the latest.
+        """Return the number of the forward that had these states; of several equal ones, of the
+        latest.
 
         That is the order in which backward comes to them.
         """
         marks, task = _marks(states), torch._C._current_graph_task_id()
-        alike = [f for f in self._forwards if (f.shape, f.dtype) == (states.shape, states.dtype)]
-        same = [f for f in alike if torch.equal(f.marks, marks)]
-        if not same:  # a device whose kernels do not repeat themselves to the last bit
-            same = [f for f in alike if torch.allclose(f.marks, marks, rtol=1e-3, atol=1e-6)]
-            same = same if len(same) == 1 else []
-        unused = [f for f in same if task not in f.used_in] if len(same) > 1 else same
+        forwards = [f for f in self._forwards if (f.shape, f.dtype) == (states.shape, states.dtype)]
+        matches = [f for f in forwards if torch.equal(f.marks, marks)]
+        if not matches:  # a device whose kernels do not repeat themselves to the last bit
+            matches = [f for f in forwards if torch.allclose(f.marks, marks, rtol=1e-3, atol=1e-6)]
+            matches = matches if len(matches) == 1 else []
+        unused = [f for f in matches if task not in f.used_in] if len(matches) > 1 else matches
         if not unused:
             raise DefenseError(
                 f"ActivationNoise: backward runs the model again, and its hidden states at layer "
@@ -282,14 +285,11 @@ class _Remembered:
 
 @torch.no_grad()
 def _marks(states: Tensor) -> Tensor:
-    """A few numbers that tell hidden states (B, L, d) apart: sums, and some of themselves."""
+    """Return a few numbers that distinguish hidden states (B, L, d): sums, and some entries."""
     flat = states.detach().reshape(-1).float().nan_to_num()
     if not flat.numel():
         return flat
     rows = flat.view(states.shape[0] * states.shape[1], -1).mean(1)
     order = torch.linspace(1, 2, len(rows), device=flat.device)
-    some = flat[:: max(1, len(flat) // _SAMPLES)]
-    return torch.cat([torch.stack([rows.mean(), (rows * order).mean()]), some])
-
-
-__all__ = ["ActivationNoise"]
+    entries = flat[:: max(1, len(flat) // _SAMPLES)]
+    return torch.cat([torch.stack([rows.mean(), (rows * order).mean()]), entries])

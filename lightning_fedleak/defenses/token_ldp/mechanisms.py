@@ -2,8 +2,8 @@
 
 A mechanism turns an index of a public domain {0, ..., k-1} into another one. Three of the four
 report a vector, and a decoding rule makes an index of it. A rule that reads nothing but the vector
-is post-processing, so that the decoded index is as private as the vector; here it is drawn from its
-own law, without the vector.
+is post-processing, so that the decoded index is as private as the vector. Here the index is drawn
+from its own law, without the vector.
 
 The reports (sources: Wang et al., USENIX Security 2017; Erlingsson et al., CCS 2014; Ding et al.,
 NeurIPS 2017):
@@ -27,8 +27,8 @@ The rules:
 - **argmax** (``the`` only): the largest of the noised numbers, without a threshold; likewise the
   published code's.
 
-Under ``uniform`` and ``argmax`` no other index is special, so that the law has one number, the
-probability to keep the index; the others share the rest alike.
+Under ``uniform`` and ``argmax`` all other indices are equally likely, so that the law is one
+number, the probability to keep the index.
 """
 
 from __future__ import annotations
@@ -44,45 +44,50 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
+from lightning_fedleak.validate import check_choice, check_integer
+
 Mechanism = Literal["grr", "rappor", "the", "dbitflip"]
 Decode = Literal["uniform", "first", "argmax"]
 
-_PANEL = 0.25
-"""Width of a panel of the quadrature in log s, in which the integrand varies by O(1)."""
+_PANEL = 0.25  # width of a quadrature panel in log s; the integrand varies by O(1) in it
+THRESHOLD_ERROR = 1e-10  # of THE's threshold; it changes the rates by less than rounding does
 
 
 def grr_keep(k: int, epsilon: float) -> float:
-    """Probability that generalized randomized response reports the value itself."""
+    """Return the probability that generalized randomized response reports the value itself."""
     return 1.0 / (1.0 + (k - 1) * math.exp(-epsilon))
 
 
 def bit_rates(epsilon: float) -> tuple[float, float]:
-    """(p, q) of RAPPOR and dBitFlipPM: how likely the value's own bit and another one are set."""
+    """Return (p, q) of RAPPOR and dBitFlipPM: the rates at which the value's own bit and another
+    are set.
+    """
     q = math.exp(-epsilon / 2) / (1.0 + math.exp(-epsilon / 2))
     return 1.0 - q, q
 
 
 @functools.lru_cache(maxsize=1024)
 def the_threshold(epsilon: float) -> float:
-    """THE's threshold in (1/2, 1): the one that estimates frequencies best (Wang et al. 2017)."""
+    """Return THE's threshold in (1/2, 1) that estimates frequencies best (Wang et al. 2017)."""
 
     def variance(theta: float) -> float:
         half = math.exp(-epsilon * theta / 2)
         # Eq. for Var* of THE, with numerator and denominator multiplied by e^(-eps theta).
         return (2 * half - half**2) / (half + math.exp(epsilon * (theta - 1) / 2) - 2) ** 2
 
-    found = minimize_scalar(variance, bounds=(0.5, 1.0), method="bounded", options={"xatol": 1e-10})
-    return float(found.x)
+    options = {"xatol": THRESHOLD_ERROR}
+    return float(minimize_scalar(variance, bounds=(0.5, 1.0), method="bounded", options=options).x)
 
 
 def the_rates(epsilon: float) -> tuple[float, float]:
-    """(p, q) of THE's bits behind :func:`the_threshold`."""
+    """Return (p, q) of THE's bits above :func:`the_threshold`."""
     theta = the_threshold(epsilon)
     return 1.0 - 0.5 * math.exp(epsilon * (theta - 1) / 2), 0.5 * math.exp(-epsilon * theta / 2)
 
 
 def uniform_keep(k: int, p: float, q: float, sampled: int | None = None) -> float:
-    """Probability that a uniform set bit of k is the value's own; none set: uniform of all.
+    """Return the probability that a uniform set bit of k is the value's own; none set: uniform of
+    all.
 
     With N ~ Bin(d - 1, q) other bits set, E[1 / (1 + N)] = (1 - (1 - q)^d) / (d q).
 
@@ -103,7 +108,8 @@ def uniform_keep(k: int, p: float, q: float, sampled: int | None = None) -> floa
 
 @functools.lru_cache(maxsize=4096)
 def argmax_keep(k: int, epsilon: float) -> float:
-    """Probability that 1 + Laplace(2/eps) is the largest beside k - 1 times Laplace(2/eps).
+    """Return the probability that 1 + Laplace(2/eps) is the largest beside k - 1 times
+    Laplace(2/eps).
 
     The integral of f(t - 1) F(t)^(k-1) over t, with E = e^(eps/2): where t < 0 and t > 1 the
     density is F'(t) / E and E F'(t), which integrates in closed form; between, with s = 1 - F(t),
@@ -111,9 +117,9 @@ def argmax_keep(k: int, epsilon: float) -> float:
     Gauss-Legendre in log s.
     """
     half = epsilon / 2
-    below = math.exp(-half - k * math.log(2)) / k
+    below_zero = math.exp(-half - k * math.log(2)) / k
     # E (1 - (1 - 1/(2E))^k) / k
-    above = -math.expm1(k * math.log1p(-0.5 * math.exp(-half))) * math.exp(half) / k
+    above_one = -math.expm1(k * math.log1p(-0.5 * math.exp(-half))) * math.exp(half) / k
     panels = max(1, math.ceil(half / _PANEL))
     nodes, weights = np.polynomial.legendre.leggauss(16)
     # v = log(2 s) from -eps/2 to 0
@@ -122,17 +128,21 @@ def argmax_keep(k: int, epsilon: float) -> float:
     v = (edges[:-1, None] + edges[1:, None]) / 2 + width * nodes
     # (1 / 4E) (2 e^-v) dv (1 - e^v / 2)^(k-1)
     values = np.exp(-v - half + (k - 1) * np.log1p(-np.exp(v) / 2)) / 2
-    return below + above + float((values * weights * width).sum())
+    return below_zero + above_one + float((values * weights * width).sum())
 
 
 def symmetric_law(k: int, keep: float) -> Tensor:
-    """(k, k) float64, row x the law of the output for input x: ``keep`` at x, else uniform."""
+    """Return (k, k) float64, row x the law of the output for input x: ``keep`` at x, else
+    uniform.
+    """
     law = torch.full((k, k), (1.0 - keep) / (k - 1), dtype=torch.float64)
     return law.fill_diagonal_(keep)
 
 
 def first_law(k: int, p: float, q: float) -> Tensor:
-    """(k, k) float64: the first set bit, 0 where none is set."""
+    """Return (k, k) float64, row x the law of the first set bit for input x; 0 where none is
+    set.
+    """
     x, y = torch.arange(k)[:, None], torch.arange(k, dtype=torch.float64)[None, :]
     silent = 1.0 - q
     law = torch.where(y < x, q * silent**y, (1.0 - p) * q * silent ** (y - 1))
@@ -142,7 +152,7 @@ def first_law(k: int, p: float, q: float) -> Tensor:
 
 
 def sample_symmetric(index: Tensor, keep: Tensor, k: int, uniforms: Tensor) -> Tensor:
-    """Draws from :func:`symmetric_law`.
+    """Draw from :func:`symmetric_law`.
 
     Args:
         index: (n,) int64 in [0, k).
@@ -153,13 +163,13 @@ def sample_symmetric(index: Tensor, keep: Tensor, k: int, uniforms: Tensor) -> T
     Returns:
         (n,) int64.
     """
-    other = (uniforms[:, 1] * (k - 1)).long().clamp_(max=k - 2)
-    other += other >= index
-    return torch.where(uniforms[:, 0] < keep, index, other)
+    replacement = (uniforms[:, 1] * (k - 1)).long().clamp_(max=k - 2)
+    replacement += replacement >= index
+    return torch.where(uniforms[:, 0] < keep, index, replacement)
 
 
 def sample_first(index: Tensor, p: Tensor, q: Tensor, k: int, uniforms: Tensor) -> Tensor:
-    """Draws from :func:`first_law`; the first of the other bits is geometric.
+    """Draw from :func:`first_law`; the first of the other bits is geometric.
 
     Args:
         index: (n,) int64 in [0, k).
@@ -172,12 +182,12 @@ def sample_first(index: Tensor, p: Tensor, q: Tensor, k: int, uniforms: Tensor) 
         (n,) int64.
     """
     gap = torch.log1p(-uniforms[:, 1]) / torch.log1p(-q.clamp(min=1e-300))
-    among_others = gap.floor().clamp_(max=k - 1).long()
-    other = among_others + (among_others >= index)
-    none_set = among_others >= k - 1
-    own = uniforms[:, 0] < p
-    without = torch.where(none_set, 0, other)
-    return torch.where(own & ((index < other) | none_set), index, without)
+    rank = gap.floor().clamp_(max=k - 1).long()  # among the other bits
+    first = rank + (rank >= index)
+    none_set = rank >= k - 1
+    is_set = uniforms[:, 0] < p
+    without = torch.where(none_set, 0, first)
+    return torch.where(is_set & ((index < first) | none_set), index, without)
 
 
 @dataclass(frozen=True)
@@ -212,41 +222,36 @@ class Randomizer:
         buckets: int | None = None,
         bits: int | None = None,
     ) -> Randomizer:
-        """With defaults: ``"argmax"`` for ``the``, else ``"uniform"``; all buckets and bits."""
+        """Return a randomizer with defaults: ``"argmax"`` for ``the``, else ``"uniform"``; all
+        buckets and bits.
+        """
         rule = decode or ("argmax" if mechanism == "the" else "uniform")
         b = k if buckets is None else buckets
         return cls(mechanism, k, rule, b, b if bits is None else bits)
 
     def __post_init__(self) -> None:
-        if self.mechanism not in get_args(Mechanism):
-            raise ValueError(
-                f"mechanism={self.mechanism!r} must be one of {', '.join(get_args(Mechanism))}"
-            )
+        check_choice("mechanism", self.mechanism, get_args(Mechanism))
         rules = {"grr": ("uniform",), "the": ("argmax", "uniform", "first")}
         allowed = rules.get(self.mechanism, ("uniform", "first"))
-        if self.decode not in allowed:
-            raise ValueError(
-                f"decode={self.decode!r} must be one of {', '.join(allowed)} with "
-                f"mechanism='{self.mechanism}'"
-            )
+        check_choice("decode", self.decode, allowed, hint=f"mechanism='{self.mechanism}'")
         if self.k < 2:
             raise ValueError(f"the domain has {self.k} values and needs at least 2")
         if self.mechanism != "dbitflip" and (self.buckets, self.bits) != (self.k, self.k):
             raise ValueError("buckets and bits belong to mechanism='dbitflip'")
-        if not 2 <= self.buckets <= self.k:
-            raise ValueError(f"buckets={self.buckets} must be from 2 to the domain's {self.k}")
-        if not 1 <= self.bits <= self.buckets:
-            raise ValueError(f"bits={self.bits} must be from 1 to buckets={self.buckets}")
+        hint = f"the domain has {self.k} values"
+        check_integer("buckets", self.buckets, at_least=2, at_most=self.k, hint=hint)
+        hint = f"there are {self.buckets} buckets"
+        check_integer("bits", self.bits, at_most=self.buckets, hint=hint)
         if self.decode == "first" and self.bits < self.buckets:
             raise ValueError("decode='first' needs all bits: leave `bits` out")
 
     @property
     def n_uniforms(self) -> int:
-        """Uniform numbers that one draw needs."""
+        """Return how many uniform numbers one draw needs."""
         return 2 if self.buckets == self.k else 3
 
     def keep(self, epsilon: float) -> float:
-        """Probability that the bucket is kept, under a symmetric rule."""
+        """Return the probability that the bucket is kept, under a symmetric rule."""
         if self.mechanism == "grr":
             return grr_keep(self.k, epsilon)
         if self.decode == "argmax":
@@ -254,7 +259,7 @@ class Randomizer:
         return uniform_keep(self.buckets, *self._rates(epsilon), self.bits)
 
     def law(self, epsilon: float) -> Tensor:
-        """(k, k) float64: row x is the exact law of the output for input x."""
+        """Return (k, k) float64: row x is the exact law of the output for input x."""
         if self.decode == "first":
             law = first_law(self.buckets, *self._rates(epsilon))
         else:
@@ -264,24 +269,28 @@ class Randomizer:
         return law[bucket][:, bucket] / sizes[bucket]
 
     def decoded_epsilon(self, epsilon: float) -> float:
-        """The decoded index' own epsilon, at most ``epsilon``: log of the law's largest ratio."""
+        """Return the decoded index' own epsilon, at most ``epsilon``: log of the law's largest
+        ratio.
+        """
         b = self.buckets
         if self.decode != "first":
             keep = self.keep(epsilon)
-            if self.mechanism == "grr" or keep > 1 - 1e-9:  # 1 - keep has no digits left
+            if (
+                self.mechanism == "grr" or keep > 1 - 1e-9
+            ):  # float64 holds too few digits of 1 - keep
                 return epsilon
             return math.log(keep) + math.log(b - 1) - math.log1p(-keep)
         p, q = self._rates(epsilon)
-        none = (1.0 - p) * (1.0 - q) ** (b - 1)
-        ratios = [(p + none) / (q + none)]
-        # Without the factor (1 - q)^(y - 1): the input is y itself, before y, behind y.
-        at, before, behind = p * (1.0 - q), (1.0 - p) * q, q * (1.0 - q)
-        seen = [at, before] if b == 2 else [at, before, behind]
-        ratios.append(max(seen) / min(seen))
+        none_set = (1.0 - p) * (1.0 - q) ** (b - 1)
+        # Without the factor (1 - q)^(y - 1): the input is y itself, below y, above y.
+        chances = [p * (1.0 - q), (1.0 - p) * q]
+        if b > 2:
+            chances.append(q * (1.0 - q))
+        ratios = [(p + none_set) / (q + none_set), max(chances) / min(chances)]
         return math.log(max(ratios))
 
     def sample(self, index: Tensor, epsilon: float | Tensor, uniforms: Tensor) -> Tensor:
-        """One draw for each index.
+        """Return one draw for each index.
 
         Args:
             index: (n,) int64 in [0, k).
@@ -294,18 +303,18 @@ class Randomizer:
         bucket = self.bucket_of(index)
         if self.decode == "first":
             p, q = _each(self._rates, epsilon, index.device)
-            drawn = sample_first(bucket, p, q, self.buckets, uniforms)
+            buckets = sample_first(bucket, p, q, self.buckets, uniforms)
         else:
             keep = _each(lambda e: (self.keep(e),), epsilon, index.device)[0]
-            drawn = sample_symmetric(bucket, keep, self.buckets, uniforms)
-        return drawn if self.buckets == self.k else self.value_in(drawn, uniforms[:, 2])
+            buckets = sample_symmetric(bucket, keep, self.buckets, uniforms)
+        return buckets if self.buckets == self.k else self.value_in(buckets, uniforms[:, 2])
 
     def bucket_of(self, index: Tensor) -> Tensor:
-        """Values in order make buckets: floor(index b / k)."""
+        """Return the buckets of values, which they fill in order: floor(index b / k)."""
         return index if self.buckets == self.k else index * self.buckets // self.k
 
     def value_in(self, bucket: Tensor, uniforms: Tensor) -> Tensor:
-        """A uniform value of each bucket; ``uniforms`` (n,) in [0, 1)."""
+        """Return a uniform value of each bucket; ``uniforms`` (n,) in [0, 1)."""
         start = -(-bucket * self.k // self.buckets)
         size = -(-(bucket + 1) * self.k // self.buckets) - start
         return start + torch.minimum((uniforms * size).long(), size - 1)
@@ -315,28 +324,11 @@ class Randomizer:
 
 
 def _each(
-    of: Callable[[float], tuple[float, ...]], epsilon: float | Tensor, device: torch.device
+    function: Callable[[float], tuple[float, ...]], epsilon: float | Tensor, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """``of`` at every epsilon, computed once for each distinct value."""
+    """Return ``function`` at every epsilon, computed once for each distinct value."""
     if not isinstance(epsilon, Tensor):
-        return tuple(torch.tensor(of(epsilon), dtype=torch.float64, device=device))
+        return tuple(torch.tensor(function(epsilon), dtype=torch.float64, device=device))
     values, inverse = torch.unique(epsilon, return_inverse=True)
-    table = torch.tensor([of(v) for v in values.tolist()], dtype=torch.float64, device=device)
+    table = torch.tensor([function(v) for v in values.tolist()], dtype=torch.float64, device=device)
     return tuple(table[inverse].unbind(1)) if len(values) else (epsilon,) * 2
-
-
-__all__ = [
-    "Decode",
-    "Mechanism",
-    "Randomizer",
-    "argmax_keep",
-    "bit_rates",
-    "first_law",
-    "grr_keep",
-    "sample_first",
-    "sample_symmetric",
-    "symmetric_law",
-    "the_rates",
-    "the_threshold",
-    "uniform_keep",
-]

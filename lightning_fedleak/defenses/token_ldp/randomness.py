@@ -1,7 +1,7 @@
 """Replacements for words, from secret random numbers: fresh ones, or a row's own.
 
 The numbers are SHAKE-128 of a 256-bit key that is hashed from the fit's secret entropy: whoever
-lacks the key cannot tell them from uniform ones.
+lacks the key cannot distinguish them from uniform ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Implementation = Literal["torch", "multi-freq-ldpy"]
 
 
 def row_digests(rows: Sequence[Tensor], examples: Sequence[int] | None) -> list[bytes]:
-    """What tells rows apart: 16 bytes by a row's words, and by its example's id where given.
+    """Return what distinguishes rows: 16 bytes of a row's words, and of its example's id where
+    there is one.
 
     Args:
         rows: (n_i,) int64 words of each row, on the CPU.
@@ -36,18 +37,18 @@ def row_digests(rows: Sequence[Tensor], examples: Sequence[int] | None) -> list[
 
 
 def batch_key(base: bytes, client: int, batch: int, process: int, name: str) -> bytes:
-    """32 bytes, different for every batch on every process of every client."""
+    """Return 32 bytes, different for every batch on every process of every client."""
     return noise_key(base, client, batch, process, name, stream="token")
 
 
 def row_keys(base: bytes, client: int, digests: Sequence[bytes], name: str) -> list[bytes]:
-    """32 bytes for each row: the same wherever this client has the row in this fit."""
+    """Return 32 bytes for each row: the same wherever this client has the row in this fit."""
     key = noise_key(base, client, 0, 0, name, stream="row")
     return [hashlib.blake2b(digest, key=key, digest_size=32).digest() for digest in digests]
 
 
 def uniforms(keys: Sequence[bytes], counts: Sequence[int], columns: int) -> Tensor:
-    """(n, columns) float64 in [0, 1), n the sum of ``counts``: a function of the keys alone.
+    """Return (n, columns) float64 in [0, 1), n the sum of ``counts``: a function of the keys alone.
 
     Args:
         keys: one for each stream.
@@ -63,7 +64,7 @@ def uniforms(keys: Sequence[bytes], counts: Sequence[int], columns: int) -> Tens
 
 
 def _salt(example: int) -> bytes:
-    """16 bytes of an int64."""
+    """Return an int64 as 16 bytes."""
     return example.to_bytes(16, "big", signed=True)
 
 
@@ -77,13 +78,13 @@ def draw(
     *,
     implementation: Implementation = "torch",
 ) -> Tensor:
-    """One replacement for each word, as an index of the domain.
+    """Return one replacement for each word, as an index of the domain.
 
     Args:
         randomizer: mechanism, domain and decoding rule.
         index: (n,) int64, each word's index in the domain.
-        outside: (n,) bool, words that the domain lacks: a uniform one of it goes into the mechanism
-            in their place. None where there are none and could be none.
+        outside: (n,) bool, words that the domain lacks: a uniform one of the domain enters the
+            mechanism in their place. None where every word is in the domain.
         epsilon: of each draw: one number, or (n,) float64.
         keys: of the random streams, each used for ``counts`` words in turn.
         counts: likewise; they add up to n.
@@ -96,16 +97,13 @@ def draw(
         ImportError: multi-freq-ldpy is not installed.
     """
     k = randomizer.k
-    drawn = uniforms(keys, counts, randomizer.n_uniforms + (outside is not None))
+    numbers = uniforms(keys, counts, randomizer.n_uniforms + (outside is not None))
     if outside is not None:
-        index = torch.where(outside, (drawn[:, -1] * k).long().clamp_(max=k - 1), index)
+        index = torch.where(outside, (numbers[:, -1] * k).long().clamp_(max=k - 1), index)
     if implementation == "torch":
-        return randomizer.sample(index, epsilon, drawn)
-    each = torch.as_tensor(epsilon, dtype=torch.float64).expand(len(index))
-    parts = zip(keys, *(torch.split(t, list(counts)) for t in (index, each)), strict=True)
+        return randomizer.sample(index, epsilon, numbers)
+    epsilons = torch.as_tensor(epsilon, dtype=torch.float64).expand(len(index))
+    parts = zip(keys, *(torch.split(t, list(counts)) for t in (index, epsilons)), strict=True)
     return torch.cat(
         [reference_sample(randomizer, i, e, int.from_bytes(key, "big")) for key, i, e in parts]
     )
-
-
-__all__ = ["Implementation", "batch_key", "draw", "row_digests", "row_keys", "uniforms"]

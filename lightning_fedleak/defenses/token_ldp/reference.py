@@ -23,7 +23,7 @@ from lightning_fedleak.extras import install
 def reference_sample(
     randomizer: Randomizer, index: Tensor, epsilon: float | Tensor, seed: int
 ) -> Tensor:
-    """One draw for each index, as :meth:`Randomizer.sample`.
+    """Return one draw for each index, as :meth:`Randomizer.sample` does.
 
     Sets numba's generator, which is neither torch's nor numpy's.
 
@@ -41,14 +41,16 @@ def reference_sample(
     """
     clients()["seed"](seed % 2**32)
     rng = np.random.default_rng(seed)
-    each = torch.as_tensor(epsilon, dtype=torch.float64).expand(len(index)).tolist()
-    drawn = [_one(randomizer, x, e, rng) for x, e in zip(index.tolist(), each, strict=True)]
-    return torch.tensor(drawn, dtype=torch.int64)
+    epsilons = torch.as_tensor(epsilon, dtype=torch.float64).expand(len(index)).tolist()
+    indices = [
+        _sample_one(randomizer, x, e, rng) for x, e in zip(index.tolist(), epsilons, strict=True)
+    ]
+    return torch.tensor(indices, dtype=torch.int64)
 
 
 @functools.cache
 def clients() -> dict[str, Any]:
-    """The clients, and what seeds their generator.
+    """Return the clients of multi-freq-ldpy, and the function that seeds their generator.
 
     Raises:
         ImportError: multi-freq-ldpy is not installed.
@@ -77,7 +79,7 @@ def clients() -> dict[str, Any]:
     }
 
 
-def _one(randomizer: Randomizer, x: int, epsilon: float, rng: np.random.Generator) -> int:
+def _sample_one(randomizer: Randomizer, x: int, epsilon: float, rng: np.random.Generator) -> int:
     client, k, b = clients()[randomizer.mechanism], randomizer.k, randomizer.buckets
     if randomizer.mechanism == "grr":
         return int(client(x, k, epsilon))
@@ -100,8 +102,5 @@ def _decoded(
 ) -> int:
     if randomizer.decode == "first":
         return int(set_bits.argmax())
-    found = np.flatnonzero(set_bits)
-    return int(rng.choice(found) if len(found) else rng.integers(len(set_bits)))
-
-
-__all__ = ["clients", "reference_sample"]
+    places = np.flatnonzero(set_bits)
+    return int(rng.choice(places) if len(places) else rng.integers(len(set_bits)))

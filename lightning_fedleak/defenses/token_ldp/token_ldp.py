@@ -34,13 +34,14 @@ from lightning_fedleak.defenses.token_ldp.words import (
     text_of,
     words_of,
 )
+from lightning_fedleak.validate import check_choice, check_number
 
 Per = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True)
 class Promise:
-    """The settings on which a guarantee hangs.
+    """The settings that a guarantee depends on.
 
     Attributes:
         epsilon: of one release of one token or row, see ``per``.
@@ -48,7 +49,7 @@ class Promise:
         in_batch: whether tokens are replaced among the ids of their own batch.
         labels: ``"replaced"`` or ``"original"``.
         memoized: whether a row keeps its replacement for the fit.
-        example_ids: whether rows of equal words can be told apart.
+        example_ids: whether rows of equal words can be distinguished.
         implementation: what draws.
         seeded: whether the randomness follows from a seed.
     """
@@ -64,7 +65,7 @@ class Promise:
 
     @property
     def guarantee(self) -> str:
-        """One sentence; it begins with "none" where there is none."""
+        """Return one sentence; it begins with "none" where nothing is guaranteed."""
         if self.in_batch:
             return (
                 f"none: every token is randomised with epsilon={self.epsilon:g}, but among the ids "
@@ -86,7 +87,7 @@ class Promise:
             "equal words show as equal"
             + (" unless their example ids differ)" if self.example_ids else ")")
             if self.memoized
-            else "in every epoch anew: epsilons add up"
+            else "again in every epoch: epsilons add up"
         )
         return (
             f"against whoever sees anything computed of the batch, {self.epsilon:g}-local "
@@ -96,31 +97,31 @@ class Promise:
 
     @property
     def warnings(self) -> list[str]:
-        """What the user is told where a setting voids the guarantee."""
-        found = []
+        """Return warnings for settings that void the guarantee."""
+        warnings = []
         if self.in_batch:
-            found.append(
+            warnings.append(
                 "domain='batch' holds no guarantee: which words occur in the batch is visible, and "
                 f"with per='token' a row of 32 would cost 32 x {self.epsilon:g} in any case. For "
                 "comparison with published figures only; use domain='vocabulary'."
             )
         if self.labels == "original":
-            found.append(
+            warnings.append(
                 "labels='original' voids the guarantee: a language model's labels are the text. "
                 "Leave `labels` out."
             )
         if self.implementation == "multi-freq-ldpy":
-            found.append(
+            warnings.append(
                 "implementation='multi-freq-ldpy' draws from a generator with a seed of 32 bits, "
                 "which can be tried out. For comparison only; leave `implementation` out."
             )
-        return found
+        return warnings
 
 
 class ReleaseCounter:
     """How often at most one row has been released, over all fits so far.
 
-    Rows are told apart by digests, see
+    Rows are distinguished by digests, see
     :func:`~lightning_fedleak.defenses.token_ldp.randomness.row_digests`, which are kept for one fit
     only.
 
@@ -139,7 +140,7 @@ class ReleaseCounter:
 
     @property
     def most(self) -> int:
-        """Releases of the row that was released most often, earlier fits included.
+        """Return the releases of the row that was released most often, earlier fits included.
 
         The rows of one fit are not known in the next: the counts of both are added as if the
         same row had been released most often in each.
@@ -148,11 +149,11 @@ class ReleaseCounter:
 
     @property
     def own(self) -> tuple[int, int]:
-        """What this process counted: releases in this fit, and words of the longest row."""
+        """Return what this process counted: releases in this fit, and words of the longest row."""
         return self._most, self.longest
 
     def count(self, digests: Iterable[bytes], longest: int, memoized: bool) -> None:
-        """One batch more: its rows, and the words of the longest of them."""
+        """Count one more batch: its rows, and the words of the longest of them."""
         self.batches += 1
         self.longest = max(self.longest, longest)
         if memoized:
@@ -163,7 +164,7 @@ class ReleaseCounter:
             self._most = max(self._most, count)
 
     def hear(self, counts: Sequence[Sequence[int]], add: bool) -> None:
-        """Raises the counts to what holds for all processes.
+        """Raise the counts to what holds for all processes.
 
         Args:
             counts: :attr:`own` of every process, this one too.
@@ -175,16 +176,16 @@ class ReleaseCounter:
         self.longest = max(lengths)
 
     def next_fit(self) -> None:
-        """The same rows are new releases from here on."""
+        """Begin a fit, in which the same rows are new releases."""
         self._earlier, self._most, self._by_all = self.most, 0, 0
         self._in_fit.clear()
 
     def state_dict(self) -> dict[str, int]:
-        """Counts alone."""
+        """Return the counts."""
         return {"batches": self.batches, "releases": self.most, "longest": self.longest}
 
     def load(self, batches: int, releases: int, longest: int) -> None:
-        """Goes on from a checkpoint's counts; none runs backwards, not even in one process."""
+        """Continue a checkpoint's counts; none runs backwards, not even in one process."""
         self._earlier, self._most, self._by_all = max(self.most, releases), 0, 0
         self._in_fit.clear()
         self.batches = max(self.batches, batches)
@@ -216,7 +217,7 @@ class TokenLDP(Defense):
     **Labels.** Causal: the labels are the replaced inputs. Masked: at a position that is predicted
     the label is the word, so that the word's one replacement becomes the label, and the input too
     unless a special token (the mask) stands there. An input that masking had swapped for a random
-    word gets the replacement as well: next to the label it would tell what the word is not.
+    word gets the replacement as well: beside the label it would show what the word is not.
     Encoder-decoder: the target text is randomised as the source is, and counts in n.
 
     **Repeated epochs.** Each new draw for the same example is one more release, and epsilons add
@@ -250,7 +251,7 @@ class TokenLDP(Defense):
             labels are the text.
         special_ids: ids that are no words: a collection, or a tokenizer (whose unknown token is
             taken for a word, unless it is another special token too). None: those in the model's
-            config, which tells them for causal and encoder-decoder models alone.
+            config, which names them for causal and encoder-decoder models alone.
         keep_special: False randomises special tokens and padding like words (the published code).
         decode: how a vector becomes a token: ``"uniform"``, ``"first"``, ``"argmax"``; None for
             ``"argmax"`` with ``the``, else ``"uniform"``.
@@ -258,8 +259,8 @@ class TokenLDP(Defense):
         bits: d of dBitFlipPM; None for all.
         memoize: whether a row keeps its replacement for the fit; None: yes, except with
             ``domain="batch"``, where it is impossible.
-        example_ids: name of a field of the batch with one public integer for each row, that tells
-            apart rows of equal words.
+        example_ids: name of a field of the batch with one public integer for each row, that
+            distinguishes rows of equal words.
         kind: what the labels mean, see :data:`~lightning_fedleak.anatomy.Kind`; None: as the model
             says.
         public_fields: further fields of the batch that hold nothing private.
@@ -299,13 +300,14 @@ class TokenLDP(Defense):
         implementation: Implementation = "torch",
         seed: int | None = None,
     ) -> None:
-        if not (math.isfinite(epsilon) and epsilon > 0):
-            raise _refused(f"epsilon={epsilon!r} must be a positive number")
-        _check_choice("per", per, get_args(Per))
-        _check_choice("labels", labels, ("replaced", "original"))
-        _check_choice("implementation", implementation, get_args(Implementation))
-        if kind is not None:
-            _check_choice("kind", kind, get_args(Kind))
+        check_number("TokenLDP: epsilon", epsilon, above=0, error=DefenseError)
+        for argument, value, choices in (
+            ("per", per, get_args(Per)),
+            ("labels", labels, ("replaced", "original")),
+            ("implementation", implementation, get_args(Implementation)),
+        ):
+            check_choice(f"TokenLDP: {argument}", value, choices, error=DefenseError)
+        check_choice("TokenLDP: kind", kind, get_args(Kind), optional=True, error=DefenseError)
         if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
             raise _refused(
                 f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
@@ -349,12 +351,12 @@ class TokenLDP(Defense):
         self._ready: Words | None = None
         promise = self._promise()
         self.guarantee = promise.guarantee
-        for what in promise.warnings:
-            warnings.warn(f"TokenLDP: {what}", UserWarning, stacklevel=2)
+        for warning in promise.warnings:
+            warnings.warn(f"TokenLDP: {warning}", UserWarning, stacklevel=2)
 
     @classmethod
     def as_published(cls, mechanism: Mechanism, epsilon: float, **settings: Any) -> TokenLDP:
-        """The protocol of the published code of Vu et al. 2024, which holds no guarantee.
+        """Return the protocol of the published code of Vu et al. 2024, which holds no guarantee.
 
         The full epsilon on every position, special tokens and padding included; the ids of the
         batch as the domain; the first set bit; nothing memoised. The paper says instead that the
@@ -366,17 +368,17 @@ class TokenLDP(Defense):
 
     @property
     def batches(self) -> int:
-        """How many batches were randomised so far on this process, earlier fits included."""
+        """Return how many batches were randomised so far on this process, earlier fits included."""
         return self._releases.batches
 
     @property
     def longest(self) -> int:
-        """Words of the longest row so far; with ``per="token"`` on any process."""
+        """Return the words of the longest row so far; with ``per="token"`` on any process."""
         return self._releases.longest
 
     @property
     def epsilon_per_sequence(self) -> float:
-        """Epsilon of one release of one row; inf where nothing is guaranteed.
+        """Return epsilon of one release of one row; inf where nothing is guaranteed.
 
         With ``per="token"``: epsilon times the most words that a row has had so far.
         """
@@ -386,13 +388,13 @@ class TokenLDP(Defense):
 
     @property
     def releases_per_example(self) -> int:
-        """How often at most one example has been released so far, earlier fits included.
+        """Return how often at most one example has been released so far, earlier fits included.
 
         By one client: with ``client="rank"`` the one that released an example most often, with
         ``client="world"`` by all processes together (a bound: the sum of what each released most
         often). An example that a sampler moves between clients, as Lightning's own does in every
         DDP fit, is released by each of them: against whoever sees all clients this number times
-        that of the clients is a bound. Examples are told apart by their words (and
+        that of the clients is a bound. Examples are distinguished by their words (and
         ``example_ids``): a random crop of a text counts as another example. What was released
         after the last checkpoint before a crash is not in the resumed count.
         """
@@ -400,33 +402,34 @@ class TokenLDP(Defense):
 
     @property
     def epsilon_spent(self) -> float:
-        """Epsilon of a row over all its releases so far, by basic composition.
+        """Return epsilon of a row over all its releases so far, by basic composition.
 
-        Where settings changed, on the way or when a run was resumed, each release counts as the
-        dearest of them.
+        Where settings changed, on the way or when a run was resumed, each release counts as
+        the most expensive of them.
         """
         releases = self.releases_per_example
         return max(self.epsilon_per_sequence, self._earlier) * releases if releases else 0.0
 
     @property
     def privacy(self) -> Privacy:
-        """Epsilon of a row over all its releases by one client so far, with a delta of 0.
+        """Return epsilon of a row over all its releases by one client so far, with a delta of 0.
 
         See :attr:`releases_per_example` for rows that move between clients.
         """
         return Privacy(self.epsilon_spent, 0.0, None, 1.0, self.releases_per_example)
 
     def before_setup(self, context: DefenseContext) -> None:
-        """Finds vocabulary, special tokens and the kind of labels; makes the domain.
+        """Find vocabulary, special tokens and the kind of labels; make the domain.
 
         Raises:
-            DefenseError: one of them cannot be told and is not given, or the domain is empty.
+            DefenseError: one of them is neither an argument nor known from the model, or the domain
+                is empty.
         """
         self._releases.next_fit()
         self._ready = self._prepare(context.root)
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
-        """A copy of the batch with randomised ids and labels.
+        """Return a copy of the batch with randomised ids and labels.
 
         Raises:
             DefenseError: the batch cannot be read or copied, or it holds fields that may be text.
@@ -444,17 +447,17 @@ class TokenLDP(Defense):
         ids, n_words = text.ids[text.words], text.words.sum(1)
         rows = torch.split(ids, n_words.tolist())
         digests = row_digests(rows, self._form.ids_of_examples(batch, len(n_words)))
-        drawn = self._drawn(ids, n_words, ready, digests, context)
+        replacements = self._replacements(ids, n_words, ready, digests, context)
         self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
         self._agree(context)
         self._earlier = max(self._earlier, self.epsilon_per_sequence)
-        written = text.written(tokens, drawn, self.labels == "replaced")
-        return self._form.write(batch, written)
+        randomised = text.written(tokens, replacements, self.labels == "replaced")
+        return self._form.write(batch, randomised)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Counts that hold for every process: batches, releases of an example, longest row.
+        """Return counts that hold for every process: batches, releases of an example, longest row.
 
-        And the most that a release of a row has cost, once there was one.
+        They include the largest cost of a release of a row, once there was one.
         """
         counts = self._releases.state_dict()
         if not counts["releases"]:
@@ -462,33 +465,33 @@ class TokenLDP(Defense):
         return {**counts, "epsilon": max(self.epsilon_per_sequence, self._earlier)}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on counting; no counter runs backwards, not even in one process."""
+        """Continue the counters; none runs backwards, not even in one process."""
         if int(state.get("releases", 0)):
             self._earlier = max(self._earlier, float(state.get("epsilon", math.inf)))
         names = ("batches", "releases", "longest")
         self._releases.load(*(int(state.get(name, 0)) for name in names))
 
     def teardown(self) -> None:
-        """Forgets the model, and by what examples were told apart."""
+        """Forget the model, and the digests of examples."""
         self._ready = None
         self._releases.next_fit()
 
-    def _agree(self, where: DefenseContext) -> None:
-        """Makes the counts hold for every process: a checkpoint keeps those of process 0.
+    def _agree(self, context: DefenseContext) -> None:
+        """Make the counts hold for every process: a checkpoint keeps those of process 0.
 
-        A collective where counts hang on the data; a memoised row of ``per="sequence"`` costs the
-        same everywhere.
+        It is a collective where counts depend on the data. A memoised row of ``per="sequence"``
+        costs the same everywhere.
         """
-        alone = where.clients * where.processes == 1 or not (
+        single = context.clients * context.processes == 1 or not (
             dist.is_available() and dist.is_initialized()
         )
-        if alone or (self.memoize and self.per == "sequence"):
+        if single or (self.memoize and self.per == "sequence"):
             return
-        own = torch.tensor(self._releases.own, device=where.device)
-        counts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(counts, own)
+        local_counts = torch.tensor(self._releases.own, device=context.device)
+        counts = [torch.empty_like(local_counts) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, local_counts)
         # One client's processes draw apart, except for a row that is memoised.
-        together = where.processes > 1 and not self.memoize
+        together = context.processes > 1 and not self.memoize
         self._releases.hear(torch.stack(counts).tolist(), add=together)
 
     def _promise(self) -> Promise:
@@ -526,15 +529,15 @@ class TokenLDP(Defense):
             self._randomizer(len(words.domain))
         return words
 
-    def _drawn(
+    def _replacements(
         self,
         ids: Tensor,
         n_words: Tensor,
         ready: Words,
         digests: list[bytes],
-        where: DefenseContext,
+        context: DefenseContext,
     ) -> Tensor:
-        """(n,) replacements of the words ``ids``, (n,), row after row."""
+        """Return (n,) replacements of the words ``ids``, (n,), row after row."""
         if ready.domain is None:
             domain, index = torch.unique(ids, return_inverse=True)
             if len(domain) < 2:
@@ -544,24 +547,24 @@ class TokenLDP(Defense):
             domain = ready.domain
             index, inside = ready.index_of(ids)
             outside = None if self._set is None else ~inside
-        keys, counts = self._streams(n_words, digests, where)
+        keys, counts = self._streams(n_words, digests, context)
         epsilon: float | Tensor = self.epsilon
         if self.per == "sequence":
             epsilon = (self.epsilon / n_words.double()).repeat_interleave(n_words)
         randomizer = self._randomizer(len(domain))
-        drawn = draw(
+        indices = draw(
             randomizer, index, outside, epsilon, keys, counts, implementation=self.implementation
         )
-        return torch.index_select(domain, 0, drawn)
+        return torch.index_select(domain, 0, indices)
 
     def _streams(
-        self, n_words: Tensor, digests: list[bytes], where: DefenseContext
+        self, n_words: Tensor, digests: list[bytes], context: DefenseContext
     ) -> tuple[list[bytes], list[int]]:
-        """Keys of the secret random numbers, and how many words in turn use each."""
-        base, client = base_of(where.entropy, self.seed), where.client
+        """Return the keys of the secret random numbers, and how many words in turn use each."""
+        base, client = base_of(context.entropy, self.seed), context.client
         if self.memoize:
             return row_keys(base, client, digests, self.name), n_words.tolist()
-        key = batch_key(base, client, self.batches, where.process, self.name)
+        key = batch_key(base, client, self.batches, context.process, self.name)
         return [key], [int(n_words.sum())]
 
 
@@ -572,13 +575,5 @@ def _checked_set(domain: Iterable[int] | Tensor) -> Tensor:
         raise _refused(str(error)) from error
 
 
-def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise _refused(f"{name}={value!r} must be one of {', '.join(allowed)}")
-
-
-def _refused(why: str) -> DefenseError:
-    return DefenseError(f"TokenLDP: {why}")
-
-
-__all__ = ["Per", "Promise", "ReleaseCounter", "TokenLDP"]
+def _refused(reason: str) -> DefenseError:
+    return DefenseError(f"TokenLDP: {reason}")

@@ -23,13 +23,12 @@ from lightning_fedleak.batches import (
 
 _SPECIAL = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
 
-_HIDDEN = 0
-"""Written over ids that neither the model's attention nor the loss reads."""
+_HIDDEN = 0  # id written over those that neither the model's attention nor the loss reads
 
 PUBLIC_FIELDS = frozenset(
     ("position_ids", "token_type_ids", "special_tokens_mask", "length", "lengths")
 )
-"""Fields of a batch that say where words stand, not which: they are handed on as they are."""
+"""Fields of a batch that hold the positions of words, not the words: they pass unchanged."""
 
 
 class TextError(ValueError):
@@ -62,7 +61,7 @@ class Words:
         object.__setattr__(self, "_table", table)
 
     def index_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Index of each id in the domain, and whether it is in there; (n,) each.
+        """Return the index of each id in the domain, and whether it is in there; (n,) each.
 
         Raises:
             TextError: an id that the model does not have.
@@ -76,8 +75,8 @@ class Words:
         if low >= 0 and high < len(self._table):
             index = self._table[ids]
         else:
-            near = (ids >= 0) & (ids < len(self._table))
-            index = torch.where(near, self._table[torch.where(near, ids, 0)], -1)
+            in_table = (ids >= 0) & (ids < len(self._table))
+            index = torch.where(in_table, self._table[torch.where(in_table, ids, 0)], -1)
         return index, index >= 0
 
 
@@ -90,7 +89,7 @@ def words_of(
     domain: Tensor | None,
     per_batch: bool,
 ) -> Words:
-    """Words of a model, from what is given and, where it is not, from the model itself.
+    """Return the words of a model, from the arguments or else from the model itself.
 
     Args:
         root: the model.
@@ -101,7 +100,8 @@ def words_of(
         per_batch: whether each batch's own ids are the domain.
 
     Raises:
-        TextError: something cannot be told and is not given, or the domain is too small.
+        TextError: something is neither an argument nor known from the model, or the domain is too
+            small.
     """
     anatomy = None
     if kind is None or special_ids is None or domain is None:
@@ -129,7 +129,7 @@ def words_of(
         ids = torch.arange(size)
     else:
         raise TextError(
-            "the size of the vocabulary cannot be read off the model: give domain=range(size)"
+            "the size of the vocabulary cannot be read from the model: give domain=range(size)"
         )
     if size is not None and int(ids.max()) >= size:
         raise TextError(
@@ -146,29 +146,29 @@ def words_of(
 
 
 def special_of(
-    given: Collection[int] | Any, kind: Kind, keep_special: bool, anatomy: Anatomy | None
+    source: Collection[int] | Any, kind: Kind, keep_special: bool, anatomy: Anatomy | None
 ) -> Tensor:
-    """(s,) int64 ascending ids that are no words; ``given`` may be a tokenizer.
+    """Return (s,) int64 ascending ids that are no words; ``source`` may be a tokenizer.
 
     Raises:
-        TextError: none are given, and the model's config does not tell them.
+        TextError: there is no source, and the model's config does not name them.
     """
-    if given is None:
+    if source is None:
         if kind in ("masked", "classifier") and keep_special:
             raise TextError(
-                f"special_ids must be given for a {kind} model, whose config does not tell "
+                f"special_ids must be given for a {kind} model, whose config does not name "
                 "them: pass the tokenizer, or [] where there are none"
             )
-        found = special_of_config(anatomy)
-    elif hasattr(given, "all_special_ids"):
-        found = special_of_tokenizer(given)
+        ids = special_of_config(anatomy)
+    elif hasattr(source, "all_special_ids"):
+        ids = special_of_tokenizer(source)
     else:
-        found = {int(i) for i in given}
-    return torch.tensor(sorted(found), dtype=torch.int64)
+        ids = {int(i) for i in source}
+    return torch.tensor(sorted(ids), dtype=torch.int64)
 
 
 def public_set(domain: Iterable[int] | Tensor) -> Tensor:
-    """(k,) int64 ascending.
+    """Return the ids of a public set, (k,) int64 ascending.
 
     Raises:
         TextError: these are no distinct token ids.
@@ -182,20 +182,20 @@ def public_set(domain: Iterable[int] | Tensor) -> Tensor:
 
 
 def special_of_config(anatomy: Anatomy | None) -> set[int]:
-    """Ids that a Hugging Face config names."""
+    """Return the ids that a Hugging Face config names."""
     config = getattr(anatomy.model, "config", None) if anatomy else None
-    found: set[int] = set()
+    ids: set[int] = set()
     for name in _SPECIAL:
         value = getattr(config, f"{name}_token_id", None)
-        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return {int(i) for i in found if int(i) >= 0}
+        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return {int(i) for i in ids if int(i) >= 0}
 
 
 def special_of_tokenizer(tokenizer: Any) -> set[int]:
-    """A tokenizer's special ids without the unknown one, which stands for words."""
+    """Return a tokenizer's special ids without the unknown one, which stands for words."""
     unknown = getattr(tokenizer, "unk_token_id", None)
-    others = {getattr(tokenizer, f"{name}_token_id", None) for name in _SPECIAL}
-    return {int(i) for i in tokenizer.all_special_ids if i != unknown or i in others}
+    named_ids = {getattr(tokenizer, f"{name}_token_id", None) for name in _SPECIAL}
+    return {int(i) for i in tokenizer.all_special_ids if i != unknown or i in named_ids}
 
 
 @dataclass(frozen=True, repr=False)
@@ -216,16 +216,16 @@ class Text:
     kind: Kind
     special: Tensor
 
-    def written(self, tokens: TokenBatch, drawn: Tensor, replace_labels: bool) -> TokenBatch:
-        """``tokens`` with other words, and labels to them.
+    def written(self, tokens: TokenBatch, replacements: Tensor, replace_labels: bool) -> TokenBatch:
+        """Return ``tokens`` with other words, and with their labels.
 
         Args:
             tokens: what the text was read from.
-            drawn: (n,) the words in reading order.
+            replacements: (n,) the words in reading order.
             replace_labels: False leaves labels out of the result.
         """
         new = self.ids.masked_fill(self.hidden, _HIDDEN)
-        new[self.words] = drawn
+        new[self.words] = replacements
         width = tokens.input_ids.shape[1]
         inputs, labels = new[:, :width], tokens.labels
         if self.kind == "masked":
@@ -241,22 +241,22 @@ class Text:
 
 
 def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
-    """The true text of a batch.
+    """Return the true text of a batch.
 
     Raises:
         TextError: labels of a causal model that are not its inputs.
     """
     ids = tokens.input_ids.to("cpu", torch.int64)
-    seen = torch.ones_like(ids, dtype=torch.bool)
+    visible = torch.ones_like(ids, dtype=torch.bool)
     if tokens.attention_mask is not None:
-        seen = tokens.attention_mask.cpu() != 0
+        visible = tokens.attention_mask.cpu() != 0
     if tokens.labels is not None and words.kind != "classifier":
         labels = tokens.labels.to("cpu", torch.int64)
         looked_at = labels != IGNORE_INDEX
         if words.kind == "seq2seq":
-            ids, seen = torch.cat([ids, labels], dim=1), torch.cat([seen, looked_at], dim=1)
+            ids, visible = torch.cat([ids, labels], dim=1), torch.cat([visible, looked_at], dim=1)
         elif words.kind == "masked":
-            ids, seen = torch.where(looked_at, labels, ids), seen | looked_at
+            ids, visible = torch.where(looked_at, labels, ids), visible | looked_at
         elif bool((looked_at & (labels != ids)).any()):
             raise TextError(
                 "the labels of a causal model must be its inputs (-100 where the loss looks away), "
@@ -264,14 +264,14 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
                 "batch_adapter= and batch_writer=, which join and part the two"
             )
         else:
-            seen = seen | looked_at
+            visible = visible | looked_at
     if not keep_special:
-        everything = torch.ones_like(seen)
+        everything = torch.ones_like(visible)
         return Text(ids, everything, ~everything, words.kind, words.special[:0])
     if not len(words.special):
-        return Text(ids, seen, ~seen, words.kind, words.special)
+        return Text(ids, visible, ~visible, words.kind, words.special)
     word = ~torch.isin(ids, words.special)
-    return Text(ids, word & seen, word & ~seen, words.kind, words.special)
+    return Text(ids, word & visible, word & ~visible, words.kind, words.special)
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class BatchForm:
     writer: BatchWriter | None
 
     def read(self, batch: Any, kind: Kind) -> TokenBatch:
-        """Ids, mask and labels of a batch.
+        """Return ids, mask and labels of a batch.
 
         Raises:
             TextError: it cannot be read, or it holds fields that may be text.
@@ -316,7 +316,7 @@ class BatchForm:
         return tokens
 
     def write(self, batch: Any, tokens: TokenBatch) -> Any:
-        """A copy of ``batch`` with the ids and labels of ``tokens``.
+        """Return a copy of ``batch`` with the ids and labels of ``tokens``.
 
         Raises:
             TextError: it cannot be copied, or the user's writer does not put them in.
@@ -324,23 +324,23 @@ class BatchForm:
         try:
             if self.writer is None or self.adapter is None:
                 return write_batch(batch, tokens)
-            written = self.writer(batch, tokens)
-            read = self.adapter(written)
+            copy = self.writer(batch, tokens)
+            read = self.adapter(copy)
         except BatchError as error:
             raise TextError(
                 f"the batch cannot be copied ({error}). Give batch_adapter= and batch_writer="
             ) from error
         pairs = [(read.input_ids, tokens.input_ids), (read.labels, tokens.labels)]
-        for got, wanted in pairs:
-            if wanted is not None and (got is None or not torch.equal(got, wanted)):
+        for copied, expected in pairs:
+            if expected is not None and (copied is None or not torch.equal(copied, expected)):
                 raise TextError(
                     "batch_writer gave a batch that batch_adapter reads other ids or labels from "
                     "than it was given: it must put both in"
                 )
-        return written
+        return copy
 
     def ids_of_examples(self, batch: Any, rows: int) -> list[int] | None:
-        """One integer for each row; None where no field is named.
+        """Return one integer for each row; None where no field is named.
 
         Raises:
             TextError: the field does not hold them.
@@ -348,25 +348,10 @@ class BatchForm:
         if self.example_ids is None:
             return None
         get = batch.get if hasattr(batch, "get") else lambda name: getattr(batch, name, None)
-        found = get(self.example_ids)
-        if not isinstance(found, Tensor) or found.shape != (rows,) or found.is_floating_point():
+        ids = get(self.example_ids)
+        if not isinstance(ids, Tensor) or ids.shape != (rows,) or ids.is_floating_point():
             raise TextError(
                 f"example_ids='{self.example_ids}' must name a field with one integer for each of "
                 f"the batch's {rows} rows"
             )
-        return [int(i) for i in found.tolist()]
-
-
-__all__ = [
-    "PUBLIC_FIELDS",
-    "BatchForm",
-    "Text",
-    "TextError",
-    "Words",
-    "public_set",
-    "special_of",
-    "special_of_config",
-    "special_of_tokenizer",
-    "text_of",
-    "words_of",
-]
+        return [int(i) for i in ids.tolist()]

@@ -15,7 +15,8 @@ from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.activations.compression import ActivationCompression
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.model_runs import hidden_states
-from lightning_fedleak.strategies import CHECKPOINT_KEY, DefendedStrategy
+from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 from tests.defenses.activations.activation_runs import (
     Passing,
     batch,
@@ -206,10 +207,10 @@ def test_noise_in_front_is_noise_of_the_same_strength_in_what_is_sent() -> None:
     ("setting", "message"),
     [
         ({}, "nothing is left out"),
-        ({"keep_dims": 0}, "keep_dims=0"),
-        ({"drop_early": -1}, "drop_early=-1"),
-        ({"keep_dims": True}, "keep_dims=True"),
-        ({"keep_dims": 2, "basis": "best"}, "basis='best'"),
+        ({"keep_dims": 0}, "keep_dims must be .* got 0"),
+        ({"drop_early": -1}, "drop_early must be .* got -1"),
+        ({"keep_dims": True}, "keep_dims must be .* got True"),
+        ({"keep_dims": 2, "basis": "best"}, "basis must be .* got 'best'"),
         ({"keep_dims": 2, "basis": "principal"}, "needs public_ids"),
         (
             {"keep_dims": 2, "basis": "principal", "public_ids": torch.zeros(3)},

@@ -433,11 +433,11 @@ class PerSample(Defense):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: ActivationNoise(-1, 1.0), "layer=-1"),
-        (lambda: ActivationNoise(True, 1.0), "layer=True"),
-        (lambda: ActivationNoise(1, -1.0), "sigma=-1.0"),
-        (lambda: ActivationNoise(1, math.inf), "sigma=inf"),
-        (lambda: ActivationNoise(1, 1.0, clip=0.0), "clip=0.0"),
+        (lambda: ActivationNoise(-1, 1.0), "layer must be .* got -1"),
+        (lambda: ActivationNoise(True, 1.0), "layer must be .* got True"),
+        (lambda: ActivationNoise(1, -1.0), "sigma must be .* got -1.0"),
+        (lambda: ActivationNoise(1, math.inf), "sigma must be .* got inf"),
+        (lambda: ActivationNoise(1, 1.0, clip=0.0), "clip must be .* got 0.0"),
         (lambda: ActivationNoise(1, 1.0, relative=True, clip=1.0), "relative=False or clip=None"),
         (
             lambda: DefendedStrategy("auto", [PerSample(), ActivationNoise(1, 1.0, relative=True)]),
@@ -447,7 +447,7 @@ class PerSample(Defense):
             lambda: DefendedStrategy("auto", [ActivationNoise(1, 1.0), PerSample()]),
             "an empty batch.*Put 'activation_noise' behind",
         ),
-        (lambda: ActivationNoise(1, 1.0, harden_factor=1.0), "harden_factor=1.0"),
+        (lambda: ActivationNoise(1, 1.0, harden_factor=1.0), "harden_factor must be .* got 1.0"),
         (
             lambda: ActivationNoise(4, 1.0).before_setup(context(tiny_gpt2(layers=3))),
             "ActivationNoise: layer=4 is out of range: the model has 3 blocks",

@@ -249,13 +249,22 @@ def test_dbitflip_with_all_bits_is_rappor() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mechanism": "laplace", "k": 5}, "mechanism='laplace' must be one of grr, rappor"),
+        ({"mechanism": "laplace", "k": 5}, "mechanism must be 'grr' or 'rappor'.* got 'laplace'"),
         ({"mechanism": "grr", "k": 1}, "has 1 values and needs at least 2"),
-        ({"mechanism": "grr", "k": 5, "decode": "first"}, "decode='first' must be one of uniform"),
-        ({"mechanism": "rappor", "k": 5, "decode": "argmax"}, "must be one of uniform, first"),
+        ({"mechanism": "grr", "k": 5, "decode": "first"}, "decode must be 'uniform', got 'first'"),
+        (
+            {"mechanism": "rappor", "k": 5, "decode": "argmax"},
+            "decode must be 'uniform' or 'first', got 'argmax'",
+        ),
         ({"mechanism": "rappor", "k": 5, "buckets": 3}, "belong to mechanism='dbitflip'"),
-        ({"mechanism": "dbitflip", "k": 5, "buckets": 6}, "buckets=6 must be from 2 to"),
-        ({"mechanism": "dbitflip", "k": 5, "bits": 6}, "bits=6 must be from 1 to buckets=5"),
+        (
+            {"mechanism": "dbitflip", "k": 5, "buckets": 6},
+            "buckets must be an integer from 2 to 5, got 6",
+        ),
+        (
+            {"mechanism": "dbitflip", "k": 5, "bits": 6},
+            "bits must be an integer from 1 to 5, got 6",
+        ),
         ({"mechanism": "dbitflip", "k": 5, "bits": 2, "decode": "first"}, "needs all bits"),
     ],
 )

@@ -46,13 +46,14 @@ ALLOWED = {
     "strategies": {"defenses", "snapshots", "anatomy", "validate", "lightning_packages"},
     "lightning_packages": set(),
     "split": GROUND | {"attacks"},
-    "report": {"auditing", "defenses"},
     "canaries": GROUND | {"attacks", "lightning_packages"},
     "auditing": GROUND | {"games", "defenses", "canaries"},
     "finetuning": GROUND | {"defenses", "lightning_packages"},
     "studies": GROUND | {"attacks", "metrics", "games", "defenses", "finetuning"},
     "studies.sweep": GROUND
     | {"attacks", "metrics", "defenses", "strategies", "callbacks", "finetuning"},
+    "records": GROUND,
+    "report": {"records", "auditing", "defenses"},
     "federation": GROUND
     | {"attacks", "metrics", "games", "defenses", "strategies", "callbacks", "lightning_packages"},
 }
@@ -64,6 +65,7 @@ WITHOUT_LIGHTNING = (
     "games",
     "studies",
     "split",
+    "records",
     "report",
 )
 FILES = sorted(ROOT.rglob("*.py"))

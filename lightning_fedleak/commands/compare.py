@@ -2,69 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from lightning_fedleak.report import NothingToReport, findings, read
-from lightning_fedleak.report.page import claimed, interval, known, share
+from lightning_fedleak.report.attacks import AttackSummary, Points
+from lightning_fedleak.report.fits import FitSummary
+from lightning_fedleak.report.wording import interval, known, share
 
 
 def compare(before: Path, after: Path, console: Console | None = None) -> None:
-    """Prints the newest fit of each folder side by side.
+    """Print the newest fit of each folder side by side.
 
     Args:
         before: log folder of the first run.
-        after: that of the second.
+        after: log folder of the second run.
         console: where to print; stdout by default.
 
     Raises:
         NothingToReport: one of them holds no run.
     """
     console = console or Console()
-    first, second = (_newest(place) for place in (before, after))
+    runs = [_runs(place) for place in (before, after)]
+    first, second = (listed[-1] for listed in runs)
     table = Table(show_lines=True)
     for title in ("measured", escape(str(before)), escape(str(after)), "change"):
         table.add_column(title, overflow="fold")  # a name is never cut
-    for name in dict.fromkeys([*first["utility"], *second["utility"]]):
-        ends = [_last(fit["utility"].get(name)) for fit in (first, second)]
-        table.add_row(escape(f"utility/{name}"), *map(known, ends), _change(*ends))
-    attacks = [{(a["name"], a["stage"]): a for a in fit["attacks"]} for fit in (first, second)]
+    for name in dict.fromkeys([*first.utility, *second.utility]):
+        values = [_last(fit.utility.get(name)) for fit in (first, second)]
+        table.add_row(escape(f"utility/{name}"), *map(known, values), _change(*values))
+    attacks = [{(a.name, a.stage): a for a in fit.attacks} for fit in (first, second)]
     for key in dict.fromkeys([*attacks[0], *attacks[1]]):
-        of = [named.get(key) for named in attacks]
-        headline = next(a["headline"] for a in of if a)
-        means = [a["mean"] if a and a["exposed"] else None for a in of]
+        pair = [by_name.get(key) for by_name in attacks]
+        headline = next(a.headline for a in pair if a)
+        means = [a.mean if a and a.exposed else None for a in pair]
         name, stage = key
         table.add_row(
             escape(f"{name}\n{headline}, {stage}"),
-            *map(_measured, of),
-            _change(*means) + _otherwise(*of),
+            *map(_measured, pair),
+            _change(*means) + _other_settings(*pair),
         )
-    if any(fit["withheld"] for fit in (first, second)):
-        kept = [f"{fit['withheld']} of {fit['updates']}" for fit in (first, second)]
-        table.add_row("updates kept back", *kept, "")
-    spent = [{(p["defense"], p["unit"]): p for p in fit["privacy"]} for fit in (first, second)]
-    for key in dict.fromkeys([*spent[0], *spent[1]]) or [("", "")]:
-        accounts = [of.get(key) for of in spent]
-        of_what = " of ".join(filter(None, ("epsilon", key[1])))
-        by = f" ({key[0]})" if key[0] else ""
-        told = [escape(claimed(one)) if one else "none accounted" for one in accounts]
-        table.add_row(escape(f"{of_what}{by}"), *told, "")
+    if first.withheld or second.withheld:
+        withheld = [f"{fit.withheld} of {fit.updates}" for fit in (first, second)]
+        table.add_row("updates kept back", *withheld, "")
+    accounts = [{(a.defense, a.unit): a for a in fit.privacy} for fit in (first, second)]
+    for defense, unit in dict.fromkeys([*accounts[0], *accounts[1]]) or [("", "")]:
+        claims = [
+            escape(by_name[defense, unit].claim) if (defense, unit) in by_name else "none accounted"
+            for by_name in accounts
+        ]
+        title = " of ".join(filter(None, ("epsilon", unit))) + f" ({defense})" * bool(defense)
+        table.add_row(escape(title), *claims, "")
     console.print(table)
-    for place, fit in ((before, first), (after, second)):
-        if fit["of"] > 1:
+    for place, listed in zip((before, after), runs, strict=True):
+        if len(listed) > 1:
             console.print(
-                f"{escape(str(place))} holds {fit['of']} runs: the newest is compared.",
+                f"{escape(str(place))} holds {len(listed)} runs: the newest is compared.",
                 highlight=False,
             )
-    lasts = [fit["steps"] for fit in (first, second)]
-    if None not in lasts and lasts[0] != lasts[1]:
+    if None not in (first.steps, second.steps) and first.steps != second.steps:
         console.print(
-            f"Last measured at {first['unit']} {lasts[0]} and at {second['unit']} {lasts[1]}: a "
+            f"Last measured at {first.unit} {first.steps} and at {second.unit} {second.steps}: a "
             "change may come from how long was trained.",
             highlight=False,
         )
@@ -75,39 +77,36 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
     )
 
 
-def _newest(place: Path) -> Mapping[str, Any]:
-    runs = findings(read([place]))["runs"]
+def _runs(place: Path) -> Sequence[FitSummary]:
+    runs = findings(read([place])).runs
     if not runs:
         raise NothingToReport(f"'{place}' holds results of commands, and no run of a Trainer")
-    return {**runs[-1], "of": len(runs)}
+    return runs
 
 
-def _last(line: list[tuple[int, float | None]] | None) -> float | None:
+def _last(line: Points | None) -> float | None:
     values = [value for _, value in line or () if value is not None]
     return values[-1] if values else None
 
 
-def _measured(attack: Mapping[str, Any] | None) -> str:
+def _measured(attack: AttackSummary | None) -> str:
     if attack is None:
         return "not tested"
-    if not attack["exposed"]:
+    if not attack.exposed:
         return "not shared"
-    if attack["mean"] is None:
+    if attack.mean is None:
         return "unknown"
-    looks = f"{attack['looks']} result{'s' * (attack['looks'] != 1)}"
-    unknown = f", unknown at {attack['unknown']} more" if attack["unknown"] else ""
-    last = interval(attack["last"]).replace(" (", "\n(")
-    return f"mean {share(attack['mean'])}\nlast {last}\n{looks}{unknown}"
+    looks = f"{attack.looks} result{'s' * (attack.looks != 1)}"
+    unknown = f", unknown at {attack.unknown} more" if attack.unknown else ""
+    last = interval(attack.last).replace(" (", "\n(")
+    return f"mean {share(attack.mean)}\nlast {last}\n{looks}{unknown}"
 
 
-def _otherwise(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str:
-    """Why a change may be of the attack and not of the run."""
-    alike = before is None or after is None or before["config"] == after["config"]
+def _other_settings(before: AttackSummary | None, after: AttackSummary | None) -> str:
+    """Return a note where a change may be of the attack and not of the run."""
+    alike = before is None or after is None or before.config == after.config
     return "" if alike else " (other settings of the attack)"
 
 
 def _change(before: float | None, after: float | None) -> str:
     return "" if before is None or after is None else f"{after - before:+.3f}"
-
-
-__all__ = ["compare"]

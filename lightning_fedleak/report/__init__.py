@@ -1,14 +1,15 @@
 """What runs showed, for people who decide: one page, one JSON, one entry for a registry."""
 
 from lightning_fedleak.report.files import write
-from lightning_fedleak.report.findings import findings
+from lightning_fedleak.report.findings import Findings, findings
+from lightning_fedleak.report.logs import Logs, NothingToReport, ReportError, read
 from lightning_fedleak.report.page import page
-from lightning_fedleak.report.reading import NothingToReport, Reading, ReportError, read
 from lightning_fedleak.report.registry import entry
 
 __all__ = [
+    "Findings",
+    "Logs",
     "NothingToReport",
-    "Reading",
     "ReportError",
     "entry",
     "findings",

@@ -7,22 +7,24 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup, escape
 
+from lightning_fedleak.report.attacks import AttackSummary
+
 Points = Sequence[tuple[float, float | None]]
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 420, 46, 14, 10, 28
 MOST_POINTS = 200
-"""Of a line; a longer one is drawn by the lowest and the highest value of each part of it."""
+"""Of one line; a longer one is drawn by the lowest and highest value of each part. Not tuned."""
 COLOURS = 8
 _DRAWN = 1e300
 """Values beyond are no points of a line."""
 
 
 def few(series: Mapping[str, Points], *, last: str = "") -> dict[str, Points]:
-    """No more lines than colours: those of the highest means, and the mean of the others.
+    """Return no more lines than colours: those of the highest means, and the mean of the others.
 
     Args:
         series: as :func:`lines` takes them.
-        last: name of a line that is kept.
+        last: name of a line that is always drawn.
     """
     if len(series) <= COLOURS:
         return dict(series)
@@ -32,15 +34,15 @@ def few(series: Mapping[str, Points], *, last: str = "") -> dict[str, Points]:
         return math.fsum(known) / len(known) if known else -math.inf
 
     order = sorted((name for name in series if name != last), key=height, reverse=True)
-    kept = set(order[: COLOURS - 2])
+    shown = set(order[: COLOURS - 2])
     others: dict[float, list[float]] = {}
     for name in order[COLOURS - 2 :]:
         for step, value in series[name]:
             others.setdefault(step, []).extend([] if value is None else [value])
-    mean = [(x, math.fsum(of) / len(of) if of else None) for x, of in sorted(others.items())]
-    found = {name: line for name, line in series.items() if name in kept}
-    found[f"mean of the {len(order) - len(kept)} others"] = mean
-    return found | ({last: series[last]} if last in series else {})
+    mean = [(x, math.fsum(v) / len(v) if v else None) for x, v in sorted(others.items())]
+    drawn = {name: line for name, line in series.items() if name in shown}
+    drawn[f"mean of the {len(order) - len(shown)} others"] = mean
+    return drawn | ({last: series[last]} if last in series else {})
 
 
 def lines(
@@ -53,7 +55,7 @@ def lines(
     level: float | None = None,
     unit: str = "step",
 ) -> Markup:
-    """Lines over steps or rounds, with a legend; gaps are unknown values.
+    """Return a picture of lines over steps or rounds, with a legend; gaps are unknown values.
 
     Args:
         series: (step, value) by name; None is unknown.
@@ -90,7 +92,7 @@ def lines(
             drawn = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in run)
             title = f"<title>{escape(name)}</title>"
             if len(run) == 1:
-                [(x, y)] = [(across(at), down(value)) for at, value in run]
+                x, y = across(run[0][0]), down(run[0][1])
                 parts.append(
                     f'<circle class="{colour} dot" cx="{x:.1f}" cy="{y:.1f}" r="3">{title}</circle>'
                 )
@@ -104,46 +106,42 @@ def lines(
     return Markup(f'<figure>{picture}<ul class="legend">{legend}</ul></figure>')
 
 
-def intervals(rows: Sequence[Mapping[str, object]], *, label: str) -> Markup:
-    """One line for each attack: its last value with its interval, from 0 to 1.
+def intervals(attacks: Sequence[AttackSummary], *, label: str) -> Markup:
+    """Return a picture of the last value of each attack, with its interval, from 0 to 1.
 
     Args:
-        rows: ``name``, ``stage``, ``headline``, ``chance``, and ``last`` with ``value``, ``low``
-            and ``high``, None where it is unknown.
+        attacks: in the order of the lines.
         label: of the picture.
     """
-    if not rows:
+    if not attacks:
         return Markup('<p class="unknown">no attack was played</p>')
     step = 36
-    height = TOP + step * len(rows) + BOTTOM
+    height = TOP + step * len(attacks) + BOTTOM
     across = _scale(0.0, 1.0, RIGHT, WIDTH - RIGHT)
     parts = []
     for tick in (0, 0.25, 0.5, 0.75, 1):
         x = across(tick)
         parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{TOP}" y2="{height - BOTTOM}"/>')
         parts.append(f'<text x="{x}" y="{height - 10}" text-anchor="middle">{tick:g}</text>')
-    for number, row in enumerate(rows):
+    for number, attack in enumerate(attacks):
         top = TOP + step * number
         y = top + 25
-        name = f"{row['name']} ({row['stage']}), {row['headline']}"
-        if row.get("last_client") is not None:
-            name += f", worst client {row['last_client']}"
-        last = row["last"]
-        known = isinstance(last, Mapping)
-        said = name if known else f"{name}: unknown"
-        kind = "" if known else ' class="unknown"'
-        parts.append(f'<text{kind} x="{RIGHT}" y="{top + 13}">{escape(said)}</text>')
-        if not isinstance(last, Mapping):
+        title = f"{attack.name} ({attack.stage}), {attack.headline}"
+        if attack.last_client is not None:
+            title += f", worst client {attack.last_client}"
+        last = attack.last
+        if last is None or last.value is None:
+            unknown = escape(f"{title}: unknown")
+            parts.append(f'<text class="unknown" x="{RIGHT}" y="{top + 13}">{unknown}</text>')
             continue
-        value, low, high = (last.get(end) for end in ("value", "low", "high"))
-        if isinstance(low, float | int) and isinstance(high, float | int):
-            ends = f'x1="{across(low):.1f}" x2="{across(high):.1f}"'
+        parts.append(f'<text x="{RIGHT}" y="{top + 13}">{escape(title)}</text>')
+        if last.low is not None and last.high is not None:
+            ends = f'x1="{across(last.low):.1f}" x2="{across(last.high):.1f}"'
             parts.append(f'<line class="whisker" {ends} y1="{y}" y2="{y}"/>')
-        chance = row["chance"]
-        if isinstance(chance, float | int) and chance:
-            parts.append(_dashed(across(chance), y - 7, across(chance), y + 7, "level"))
-        if isinstance(value, float | int):
-            parts.append(f'<circle class="dot c0" cx="{across(value):.1f}" cy="{y}" r="4"/>')
+        if attack.chance:
+            x = across(attack.chance)
+            parts.append(_dashed(x, y - 7, x, y + 7, "level"))
+        parts.append(f'<circle class="dot c0" cx="{across(last.value):.1f}" cy="{y}" r="4"/>')
     return Markup(f"<figure>{_svg(height, label, parts)}</figure>")
 
 
@@ -183,7 +181,7 @@ def _axes(
 
 
 class _Scale:
-    """From values to pixels."""
+    """Maps values to pixels."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self._low, self._factor, self._start = low, (end - start) / (high - low), start
@@ -203,7 +201,7 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers."""
+    """Return about five round numbers."""
     step = 10 ** math.floor(math.log10((high - low) / 4 or 1.0))
     step = next(step * times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= 5)
     first = math.ceil(low / step - 1e-9)
@@ -211,24 +209,24 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _thinned(line: Points) -> list[tuple[float, float | None]]:
-    """No more than ``MOST_POINTS``: of each part its lowest and its highest, in their order."""
+    """Return at most ``MOST_POINTS``: of each part its lowest and its highest, in their order."""
     if len(line) <= MOST_POINTS:
         return list(line)
     size = math.ceil(2 * len(line) / MOST_POINTS)
-    kept: list[tuple[float, float | None]] = []
+    points: list[tuple[float, float | None]] = []
     for start in range(0, len(line), size):
         part = line[start : start + size]
         known = [(x, y) for x, y in part if y is not None]
         if not known:
-            kept.append((part[0][0], None))
+            points.append((part[0][0], None))
             continue
         ends = {min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])}
-        kept += sorted(ends)
-    return kept
+        points += sorted(ends)
+    return points
 
 
 def _known_runs(line: Points) -> list[list[tuple[float, float]]]:
-    """The stretches between unknown values."""
+    """Return the stretches between unknown values."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in line:
         if y is None:
@@ -236,6 +234,3 @@ def _known_runs(line: Points) -> list[list[tuple[float, float]]]:
         else:
             runs[-1].append((x, y))
     return [run for run in runs if run]
-
-
-__all__ = ["few", "intervals", "lines"]

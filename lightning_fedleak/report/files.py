@@ -11,9 +11,10 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
+from lightning_fedleak.records import as_json
 from lightning_fedleak.report.findings import findings
+from lightning_fedleak.report.logs import ReportError, read
 from lightning_fedleak.report.page import page
-from lightning_fedleak.report.reading import ReportError, read
 from lightning_fedleak.report.registry import entry
 
 ABOUT = "report.toml"
@@ -27,14 +28,14 @@ def write(
     *,
     run: str | None = None,
 ) -> list[Path]:
-    """Writes ``report.html``, ``report.json``, and of differential privacy ``report.yaml``.
+    """Write ``report.html``, ``report.json``, and with differential privacy ``report.yaml``.
 
     Args:
         runs: log folders, or files of results.
         out: folder to write to; made where it is not there. Default: the first run's.
         about: what only people know, in TOML; by default ``report.toml`` in ``out``.
         reveal: local reveal files, whose private text the page then holds.
-        run: of the fit that is reported alone; default all.
+        run: id of the fit that is reported alone; default all.
 
     Returns:
         The files.
@@ -43,21 +44,21 @@ def write(
         ReportError: nothing is there to report, a file cannot be read or written, or ``about``
             says what an entry cannot hold.
     """
-    found = read(runs, run=run)
+    logs = read(runs, run=run)
     folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
     if about is None and (folder / ABOUT).is_file():
         about = folder / ABOUT
-    said = findings(found, _people(about))
+    found = findings(logs, _people(about))
     try:
-        registered = entry(said)
+        registered = entry(found)
     except ValueError as error:
         raise ReportError(str(error)) from None
     texts = {str(path): _text(path) for path in reveal}
     files = {
-        folder / "report.html": page(said, texts),
-        folder / "report.json": json.dumps(said, indent=1, allow_nan=False) + "\n",
+        folder / "report.html": page(found, texts),
+        folder / "report.json": json.dumps(as_json(found), indent=1, allow_nan=False) + "\n",
     }
-    if any(spent["holds"] for fit in said["runs"] for spent in fit["privacy"]):
+    if any(account.holds for fit in found.runs for account in fit.privacy):
         files[folder / "report.yaml"] = registered
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,18 +75,18 @@ def _people(about: Path | None) -> Mapping[str, Any]:
     if about is None:
         return {}
     try:
-        told: Mapping[str, Any] = _plain(tomllib.loads(_text(about)))
-        return told
+        people: Mapping[str, Any] = _with_texts(tomllib.loads(_text(about)))
+        return people
     except tomllib.TOMLDecodeError as error:
         raise ReportError(f"'{about}' is no TOML: {error}") from None
 
 
-def _plain(value: Any) -> Any:
-    """Dates of TOML as the registry takes them."""
+def _with_texts(value: Any) -> Any:
+    """Return a value of TOML with its dates as the registry takes them."""
     if isinstance(value, Mapping):
-        return {name: _plain(of) for name, of in value.items()}
+        return {name: _with_texts(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [_plain(of) for of in value]
+        return [_with_texts(part) for part in value]
     return value.isoformat() if isinstance(value, date | time) else value
 
 
@@ -99,7 +100,7 @@ def _text(path: Path) -> str:
 
 
 def _write(path: Path, content: str, *, private: bool) -> None:
-    """Whole or not at all; a private page is its owner's alone, from its first byte on."""
+    """Write a file whole or not at all; a private page is its owner's from its first byte on."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".report")  # mode 0600
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -110,6 +111,3 @@ def _write(path: Path, content: str, *, private: bool) -> None:
     except BaseException:
         os.unlink(name)
         raise
-
-
-__all__ = ["ABOUT", "write"]

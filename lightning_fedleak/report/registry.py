@@ -7,6 +7,7 @@ says ``not recorded`` where the schema wants something, and is left out where it
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -14,7 +15,11 @@ from typing import Any
 
 import yaml
 
-from lightning_fedleak.report.findings import CLIENT, NOT_RECORDED, TOKENS
+from lightning_fedleak.records import as_json
+from lightning_fedleak.report.bounds import JointAccount
+from lightning_fedleak.report.findings import Findings
+from lightning_fedleak.report.privacy import CLIENT, TOKENS, Account
+from lightning_fedleak.report.wording import NOT_RECORDED
 
 _TEXT: Mapping[str, Any] = {"type": "string"}
 _TEXTS: Mapping[str, Any] = {"type": "array"}
@@ -81,48 +86,48 @@ REQUIRED = (
     *("name", "data_curators", "description", "intended_use"),
     *("data_product_type", "data_product_region", "publication_date"),
 )
-"""Of the section ``basic``."""
+"""Fields of the section ``basic`` that an entry must have."""
 
 PARAMETERS = ("epsilon", "delta", "rho")
 _PEOPLE = ("basic", "administrative")
 _NUMBERS = {"privacy_parameters", "variant_name"}
 
 
-def entry(found: Mapping[str, Any]) -> str:
-    """The entry as YAML, a draft that people complete.
+def entry(found: Findings) -> str:
+    """Return the entry as YAML, a draft that people complete.
 
     Args:
-        found: of :func:`~lightning_fedleak.report.findings.findings`; ``people`` may hold a table
-            for each section, by the names of the schema.
+        found: what the report says; ``people`` may hold a table for each section, by the names of
+            the schema.
 
     Raises:
         ValueError: ``people`` names a section or a field that the schema does not have, or a
             value that it does not take.
     """
-    spent = [p for fit in found["runs"] for p in fit["privacy"]]
-    accounted = _is_accounted(found, spent)
+    accounts = [account for fit in found.runs for account in fit.privacy]
+    is_private = _is_private(found, accounts)
     known: dict[str, dict[str, Any]] = {"basic": _basic(found)}
-    if accounted:
-        known |= _private(found, spent)
+    if is_private:
+        known |= _privacy(found, accounts)
     measured = {section: set(known[section]) for section in known if section not in _PEOPLE}
     known["administrative"] = {
-        "notes": found["verdict"]["sentence"],
+        "notes": found.verdict.sentence,
         "registry_authors": [NOT_RECORDED],
     }
-    for section, told in found["people"].items():
+    for section, fields in found.people.items():
         if section not in FIELDS:
             raise ValueError(
                 f"report.toml has a table '{section}', which an entry does not; it has: "
                 f"{', '.join(FIELDS)}"
             )
-        _check(section, told)
-        taken = measured.get(section, set()) | (_NUMBERS & set(told))
-        if section not in _PEOPLE and taken & set(told):
+        _check(section, fields)
+        refused = (measured.get(section, set()) | _NUMBERS) & set(fields)
+        if section not in _PEOPLE and refused:
             raise ValueError(
-                f"report.toml: {section}.{', '.join(sorted(taken & set(told)))} comes from the "
-                "runs alone; leave it out"
+                f"report.toml: {section}.{', '.join(sorted(refused))} comes from the runs alone; "
+                "leave it out"
             )
-        known.setdefault(section, {}).update(told)
+        known.setdefault(section, {}).update(fields)
     deployment = {
         section: {name: known[section][name] for name in fields if name in known[section]}
         for section, fields in FIELDS.items()
@@ -132,30 +137,33 @@ def entry(found: Mapping[str, Any]) -> str:
     content = {
         "url_slug": slug or "model",
         "status": "Draft",
-        "tier": 3 if accounted else 1,
+        "tier": 3 if is_private else 1,
         "deployment": deployment,
     }
-    written: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
-    return written
+    text: str = yaml.safe_dump(as_json(content), sort_keys=False, allow_unicode=True, width=100)
+    return text
 
 
-def _is_accounted(found: Mapping[str, Any], spent: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one finite epsilon holds for all runs together, each of them until its end."""
-    kinds = {p["class"] for p in spent}
+def _is_private(found: Findings, accounts: Sequence[Account]) -> bool:
+    """Return whether one finite epsilon holds for all runs together, each of them until its end."""
+    kinds = {account.class_name for account in accounts}
     if len(kinds) != 1 or not kinds <= {"DPSGD", CLIENT, TOKENS}:
         return False
-    together = found["privacy_together"]
-    composed = len(found["runs"]) == 1 or (
-        len(together) == 1 and isinstance(together[0]["epsilon"], int | float)
+    joint = found.privacy_together
+    composed = len(found.runs) == 1 or (
+        len(joint) == 1
+        and isinstance(joint[0].epsilon, int | float)
+        and joint[0].epsilon < math.inf
     )
-    every = all(fit["privacy"] for fit in found["runs"])
-    return every and composed and all(p["holds"] and p["whole"] for p in spent)
+    every = all(fit.privacy for fit in found.runs)
+    return every and composed and all(account.holds and account.whole for account in accounts)
 
 
-def _check(section: str, told: object) -> None:
-    if not isinstance(told, Mapping):
-        raise ValueError(f"report.toml: '{section}' must be a table of fields, got {told!r}")
-    for name, value in told.items():
+def _check(section: str, fields: object) -> None:
+    """Raise ValueError unless a section of ``report.toml`` holds what the schema takes."""
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"report.toml: '{section}' must be a table of fields, got {fields!r}")
+    for name, value in fields.items():
         kind = FIELDS[section].get(name)
         if kind is None:
             raise ValueError(
@@ -188,96 +196,107 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _basic(found: Mapping[str, Any]) -> dict[str, Any]:
-    fits = found["runs"]
-    model = next((fit["model"]["class"] for fit in fits if fit["model"]), "language model")
-    trained = [fit["shared"]["what"] for fit in fits]
-    began = [day for fit in fits if _is_date(day := fit["began"][:10])]
+def _basic(found: Findings) -> dict[str, Any]:
+    fits = found.runs
+    model = next((fit.model.class_name for fit in fits if fit.model), "language model")
+    shared = "; ".join(dict.fromkeys(fit.shared.what for fit in fits))
+    days = [day for fit in fits if _is_date(day := fit.began[:10])]
     return {
         "name": f"{model} fine-tuned",
         "data_curators": [NOT_RECORDED],
         "intended_use": NOT_RECORDED,
         "data_product_type": "Machine learning model",
         "data_product_region": NOT_RECORDED,
-        "description": f"A {model}. In training was shared: {'; '.join(dict.fromkeys(trained))}."
-        if trained
-        else f"A {model}.",
-        "publication_date": max(began, default=found["made"][:10]),
+        "description": f"A {model}." + f" In training was shared: {shared}." * bool(fits),
+        "publication_date": max(days, default=found.made[:10]),
     }
 
 
-def _private(
-    found: Mapping[str, Any], spent: Sequence[Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """The sections on privacy; all accounts are of one class of defence, and hold."""
-    worst = max(spent, key=lambda p: float(p["epsilon"]))
-    kind = worst["class"]
-    together = next(iter(found["privacy_together"]), None)
-    total = together or worst
+def _privacy(found: Findings, accounts: Sequence[Account]) -> dict[str, dict[str, Any]]:
+    """Return the sections on privacy; all accounts are of one class of defence, and hold."""
+    worst = max(accounts, key=lambda account: account.bound[0])
+    joint = next(iter(found.privacy_together), None)
     # A text that a sampler moves between clients is released by each of them.
-    times = max(p["clients"] for p in spent) if kind == TOKENS else 1
+    times = max(account.clients for account in accounts) if worst.is_of_tokens else 1
+    total: Account | JointAccount = joint or worst
     parameters = {
-        name: total[name] * (times if name == "epsilon" else 1)
-        for name in ("epsilon", "delta")
-        if isinstance(total[name], int | float)
-    }
-    by = "basic composition" if kind == TOKENS else worst["accountant"]
-    composed = f"{worst['releases']} releases by {by}. " + (
-        f"{together['fits']} fits on the same examples together: epsilon "
-        f"{together['epsilon']} at delta {together['delta']}."
-        if together
-        else "One fit; other uses of the same data are not counted."
-    )
-    if times > 1:
-        composed += f" Times {times}, the clients that a sampler may move a text between."
-    versions: Mapping[str, str] = next(
-        (fit["versions"] for fit in found["runs"] if fit["versions"]), {}
-    )
-    named = ", ".join(f"{name} {number}" for name, number in versions.items())
-    uncovered = "Leakage logs, validation metrics, the number of steps, the choice of settings, "
-    uncovered += "and what gates decided."
-    if kind == TOKENS:
-        uncovered += " Lengths of texts, special tokens, labels of a classifier."
-    if kind == CLIENT:
-        uncovered += " What clients send besides their updates."
-    guarantees = " ".join(dict.fromkeys(p["guarantee"] for p in spent))
-    releases = f"{worst['releases']} releases in training, {_RELEASED.get(kind, 'one each step.')}"
-    if worst["correlated"]:
-        releases = (
-            f"{worst['releases']} accounted mechanisms in training. Noise is correlated over steps "
-            f"({worst['correlated']}), and one mechanism covers several."
+        name: value
+        for name, value in (
+            ("epsilon", _times(total.epsilon, times)),
+            ("delta", total.delta),
         )
+        if isinstance(value, int | float)
+    }
+    versions = next((fit.versions for fit in found.runs if fit.versions), {})
+    packages = ", ".join(f"{name} {number}" for name, number in versions.items())
+    guarantees = " ".join(dict.fromkeys(account.guarantee for account in accounts))
+    uncovered = (
+        "Leakage logs, validation metrics, the number of steps, the choice of settings, and what "
+        "gates decided."
+    )
+    if worst.is_of_tokens:
+        uncovered += " Lengths of texts, special tokens, labels of a classifier."
+    if worst.is_of_clients:
+        uncovered += " What clients send besides their updates."
     return {
         "dp_variant": {
-            "variant_name": "Approximate DP" if total["delta"] else "Pure DP",
+            "variant_name": "Approximate DP" if total.delta else "Pure DP",
             "unprotected_quantities": uncovered,
         },
         "privacy_loss": {
-            "privacy_unit": _unit(spent),
+            "privacy_unit": _unit(accounts),
             "privacy_unit_details": guarantees,
             "privacy_parameters": parameters,
-            "privacy_parameters_details": worst["statement"],
+            "privacy_parameters_details": worst.statement,
         },
         "deployment_model": {
             "model_name": _model_name(worst),
-            "model_name_details": f"{worst['trusted']} {guarantees}",
-            "actors": f"Clients that train; {found['runs'][0]['shared']['seen_by']}.",
+            "model_name_details": f"{worst.trusted} {guarantees}",
+            "actors": f"Clients that train; {found.runs[0].shared.seen_by}.",
             "release_type": "Many releases",
-            "release_type_details": releases,
+            "release_type_details": _releases(worst),
         },
-        "accounting": {"composition": composed},
-        "implementation": {"mechanisms": f"{_mechanism(worst)} Versions: {named}."},
+        "accounting": {"composition": _composition(worst, joint, times)},
+        "implementation": {"mechanisms": f"{_mechanism(worst)} Versions: {packages}."},
     }
 
 
-_RELEASED = {
-    CLIENT: "one each round.",
-    TOKENS: "counted for the text that was released most often.",
-}
+def _times(epsilon: float | str | None, times: int) -> float | str | None:
+    return epsilon * times if isinstance(epsilon, int | float) else epsilon
 
 
-def _unit(spent: Sequence[Mapping[str, Any]]) -> str:
-    units = {p["unit"] for p in spent}
+def _composition(worst: Account, joint: JointAccount | None, times: int) -> str:
+    """Return how epsilon was composed."""
+    accountant = "basic composition" if worst.is_of_tokens else worst.accountant
+    composition = f"{worst.releases} releases by {accountant}. "
+    if joint is None:
+        composition += "One fit; other uses of the same data are not counted."
+    else:
+        composition += (
+            f"{joint.fits} fits on the same examples together: epsilon {joint.epsilon} at delta "
+            f"{joint.delta}."
+        )
+    if times > 1:
+        composition += f" Times {times}, the clients that a sampler may move a text between."
+    return composition
+
+
+def _releases(account: Account) -> str:
+    if account.correlated:
+        return (
+            f"{account.releases} accounted mechanisms in training. Noise is correlated over steps "
+            f"({account.correlated}), and one mechanism covers several."
+        )
+    counted = "one each step."
+    if account.is_of_clients:
+        counted = "one each round."
+    elif account.is_of_tokens:
+        counted = "counted for the text that was released most often."
+    return f"{account.releases} releases in training, {counted}"
+
+
+def _unit(accounts: Sequence[Account]) -> str:
+    units = {account.unit for account in accounts}
     if units == {"client"}:
         return "One client of the federation with all of its data"
     if units == {"user"}:
@@ -289,17 +308,16 @@ def _unit(spent: Sequence[Mapping[str, Any]]) -> str:
     return NOT_RECORDED
 
 
-def _model_name(spent: Mapping[str, Any]) -> str:
+def _model_name(account: Account) -> str:
     """Return the registry's name for who is trusted."""
-    if spent["class"] == CLIENT:
-        return {"central": "Central", "local": "Local"}.get(spent["trust"], "Federated")
-    return "Local" if spent["class"] == TOKENS else "Federated"
+    if account.is_of_clients:
+        return {"central": "Central", "local": "Local"}.get(account.trust, "Federated")
+    return "Local" if account.is_of_tokens else "Federated"
 
 
-def _mechanism(spent: Mapping[str, Any]) -> str:
-    gaussian = "floating-point noise, not from a cryptographic generator."
-    if spent["class"] == TOKENS:
-        settings = spent["settings"]
+def _mechanism(account: Account) -> str:
+    if account.is_of_tokens:
+        settings = account.settings
         domain = settings.get("domain", "a public set of ids")
         return (
             f"Token ids are replaced by {settings.get('mechanism', NOT_RECORDED)}, among "
@@ -307,9 +325,8 @@ def _mechanism(spent: Mapping[str, Any]) -> str:
             f"epsilon of {settings.get('epsilon', NOT_RECORDED)} for each "
             f"{'token' if settings.get('per') == 'token' else 'text'}, before training."
         )
-    if spent["class"] == CLIENT:
-        return f"Gaussian noise on clipped updates of clients ({spent['defense']}); {gaussian}"
-    return f"Gaussian noise on clipped gradients ({spent['defense']}); {gaussian}"
-
-
-__all__ = ["FIELDS", "PARAMETERS", "REQUIRED", "entry"]
+    clipped = "updates of clients" if account.is_of_clients else "gradients"
+    return (
+        f"Gaussian noise on clipped {clipped} ({account.defense}); floating-point noise, not from "
+        "a cryptographic generator."
+    )

@@ -128,9 +128,9 @@ def test_the_decision_is_in_the_logs(tmp_path):
     assert same(found.state, returned)
     board = EventAccumulator(str(tmp_path / "tensorboard" / "client_0")).Reload()
     assert [e.value for e in board.Scalars("gate/g")] == [1.0]
-    [run] = findings(read([tmp_path]))["runs"]
-    assert [gate["name"] for gate in run["gates"]] == ["g"]
-    assert [(d["gate"], d["did"], d["client"]) for d in run["decisions"]] == [("g", "warn", 0)]
+    [run] = findings(read([tmp_path])).runs
+    assert [gate.name for gate in run.gates] == ["g"]
+    assert [(d.gate, d.did, d.client) for d in run.decisions] == [("g", "warn", 0)]
 
 
 def test_a_client_may_fail_instead(tmp_path):
@@ -328,11 +328,11 @@ def test_a_clients_own_account_is_in_the_record_with_what_it_guarantees(tmp_path
         list(rounds(OutgoingUpdates(watched, dp=own, client=client), net))
     watched.end()
     assert [x["kind"] for x in lines(tmp_path, "run.jsonl")].count("defense") == 2
-    [run] = findings(read([tmp_path]))["runs"]
-    [spent] = run["privacy"]
-    assert (spent["class"], spent["holds"], spent["unit"]) == ("ClientDP", True, "client")
-    assert set(spent["ledger"]) == {"client_0.ledger", "client_1.ledger"}
-    assert len(run["defenses"]) == 1
+    [run] = findings(read([tmp_path])).runs
+    [account] = run.privacy
+    assert (account.class_name, account.holds, account.unit) == ("ClientDP", True, "client")
+    assert set(account.ledger) == {"client_0.ledger", "client_1.ledger"}
+    assert len(run.defenses) == 1
 
 
 def test_noise_is_turned_up_until_the_update_passes(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 
 from lightning_fedleak.report import findings, page, read
+from lightning_fedleak.report.findings import Table
 from tests import browser
 from tests.report.lines import about, begin, decision, dpsgd, end, look, result, spent, written
 
@@ -37,8 +38,8 @@ def everything(tmp_path_factory):
         )
     ]
     found = findings(read([written(folder, lines, record)]))
-    found["results"]["game.json"] = {"about": {"n": 1}, "columns": ["attack"], "rows": [["fc"]]}
-    found["problems"].append("a line")
+    found.results["game.json"] = Table({"n": 1}, ["attack"], [["fc"]])
+    found.problems.append("a line")
     report = folder / "report.html"
     report.write_text(page(found, {"words": "private"}), encoding="utf-8")
     return report

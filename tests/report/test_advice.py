@@ -11,7 +11,7 @@ READ = {"f1": 0.9, "recall": 0.9, "precision": 0.9}
 def steps(folder, results, *record):
     found = findings(read([written(folder, results, record)]))
     assert page(found).rstrip().endswith("</ul>\n</main>\n</body>\n</html>")
-    return " ".join(found["next_steps"])
+    return " ".join(found.next_steps)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 import json
+import math
 from decimal import ROUND_CEILING, Decimal
 
 import pytest
 
 from lightning_fedleak.auditing import dp_tpr, gaussian_auc, gaussian_tpr
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.records import MetricValue, as_json
 from lightning_fedleak.report import entry, findings, page, read
 from tests.report.lines import about, begin, decision, dpsgd, end, look, result, spent, written
 
@@ -21,13 +23,13 @@ def found_in(folder, results, record=()):
 
 def test_unknown_attacks_come_first_and_are_no_zero(tmp_path):
     lines = [result(0, "a", f1=0.9), result(0, "b"), result(1, "a", f1=0.7)]
-    [fit] = found_in(tmp_path, lines)["runs"]
-    first, second = fit["attacks"]
-    assert (first["name"], first["mean"], first["unknown"]) == ("b", None, 1)
-    assert first["why_unknown"] == "it broke"
-    assert second["mean"] == pytest.approx(0.8)
-    assert second["highest"] == 0.9
-    assert second["last"]["value"] == 0.7
+    [fit] = found_in(tmp_path, lines).runs
+    first, second = fit.attacks
+    assert (first.name, first.mean, first.unknown) == ("b", None, 1)
+    assert first.why_unknown == "it broke"
+    assert second.mean == pytest.approx(0.8)
+    assert second.highest == 0.9
+    assert second.last.value == 0.7
 
 
 def test_pooled_rates_have_a_mean_of_single_looks(tmp_path):
@@ -35,10 +37,10 @@ def test_pooled_rates_have_a_mean_of_single_looks(tmp_path):
         result(s, "fc", auc=(pooled, 0.4, 1.0), auc_of_this_look=alone)
         for s, (pooled, alone) in enumerate([(0.9, 0.9), (0.7, 0.5)])
     ]
-    [fit] = found_in(tmp_path, lines)["runs"]
-    [attack] = fit["attacks"]
-    assert attack["mean"] == pytest.approx(0.7)
-    assert attack["last"] == {"value": 0.7, "low": 0.4, "high": 1.0}
+    [fit] = found_in(tmp_path, lines).runs
+    [attack] = fit.attacks
+    assert attack.mean == pytest.approx(0.7)
+    assert attack.last == MetricValue(0.7, 0.4, 1.0)
 
 
 def test_the_verdict_names_adversaries_and_what_nobody_tested(tmp_path):
@@ -47,8 +49,8 @@ def test_the_verdict_names_adversaries_and_what_nobody_tested(tmp_path):
         result(0, f1=0.99, recall=0.996, precision=0.5),
         result(0, "fc", auc=(0.75, 0.5, 0.9)),
     ]
-    verdict = found_in(tmp_path, lines, [begin(attacks=attacks)])["verdict"]
-    words, membership, untested, gates, private = verdict["sentences"]
+    verdict = found_in(tmp_path, lines, [begin(attacks=attacks)]).verdict
+    words, membership, untested, gates, private = verdict.sentences
     assert words == (
         "From one shared update, an honest but curious server could recover 99.6% of a batch's "
         "distinct tokens, without their order; 50% of those it named were correct (flatchat). One "
@@ -63,42 +65,42 @@ def test_the_verdict_names_adversaries_and_what_nobody_tested(tmp_path):
     assert untested == "Nobody tested whole texts."
     assert gates == "No gate watched this run."
     assert private == "No differential privacy was accounted."
-    assert verdict["level"] == "high"
+    assert verdict.level == "high"
 
 
 def test_an_interval_above_guessing_is_not_questioned(tmp_path):
     lines = [result(0, "fc", auc=(0.9, 0.6, 1.0))]
     found = found_in(tmp_path, lines, [begin(attacks=[about("fc", "membership")])])
-    [membership] = [one for one in found["verdict"]["sentences"] if "AUC" in one]
+    [membership] = [one for one in found.verdict.sentences if "AUC" in one]
     assert "interval" not in membership
 
 
 def test_a_run_that_was_told_to_end_is_no_error(tmp_path):
-    [fit] = found_in(tmp_path, [result(0)], [begin(), end(0, how="SIGTERMException")])["runs"]
-    assert fit["ended"] == "was stopped from outside (SIGTERM)"
+    [fit] = found_in(tmp_path, [result(0)], [begin(), end(0, how="SIGTERMException")]).runs
+    assert fit.ended == "was stopped from outside (SIGTERM)"
 
 
 def test_what_was_tried_in_vain_is_unknown_and_not_untested(tmp_path):
     attacks = [about("flatchat", "words"), about("st", "texts")]
     lines = [result(0, f1=0.5, recall=0.5, precision=0.5), result(0, "st")]
     found = found_in(tmp_path, lines, [begin(attacks=attacks)])
-    _, unknown, untested, *_ = found["verdict"]["sentences"]
+    _, unknown, untested, *_ = found.verdict.sentences
     assert unknown == "Attacks gave no result, so that it is unknown: whole texts."
     assert untested == "Nobody tested whether a given text is in a batch."
-    assert "whole texts: no attack gave a result" in found["runs"][0]["not_tested"]
+    assert "whole texts: no attack gave a result" in found.runs[0].not_tested
 
 
 def test_nothing_known_is_not_safe(tmp_path):
-    verdict = found_in(tmp_path, [result(0)], [begin()])["verdict"]
-    assert verdict["sentence"].startswith("Nothing was measured")
-    assert verdict["level"] == "unknown"
+    verdict = found_in(tmp_path, [result(0)], [begin()]).verdict
+    assert verdict.sentence.startswith("Nothing was measured")
+    assert verdict.level == "unknown"
 
 
 def test_what_is_not_shared_is_neither_read_nor_tested(tmp_path):
     lines = [result(0, f1=0.0) | {"exposed": False}]
     found = found_in(tmp_path, lines, [begin(unread=["a", "b"])])
-    assert found["verdict"]["level"] == "unknown"
-    said = found["runs"][0]["not_tested"]
+    assert found.verdict.level == "unknown"
+    said = found.runs[0].not_tested
     assert any(one.startswith("which words are in a batch") for one in said)
     assert any(one.startswith("2 shared parameters, tested by no attack: a, b") for one in said)
 
@@ -116,16 +118,16 @@ def test_epsilon_with_and_without_sampling_and_what_it_implies(tmp_path):
             "privacy": [spent(1.25, 4)],
         }
     ]
-    [fit] = found_in(tmp_path, [result(1, f1=0.0)], record)["runs"]
-    [cost] = fit["privacy"]
-    assert (cost["epsilon"], cost["releases"], cost["target_epsilon"]) == (1.25, 4, 3.0)
-    assert cost["series"] == [(1, 0.5), (2, 1.0), (4, 1.25)]
-    assert cost["without_sampling"] == rounded_up(epsilon_of([(1.0, 1.0, 4)], 1e-5, "prv"))
-    assert "epsilon = 1.25 at delta = 1e-05" in cost["statement"]
-    assert "not cover the leakage logs" in cost["statement"]
-    assert fit["implied"][0]["largest_tpr_at_fpr_0.01"] == dp_tpr(0.01, 1.25, 1e-5)
-    assert fit["implied"][0]["measured_auc"] is None
-    assert fit["ended"] == "finished normally"
+    [fit] = found_in(tmp_path, [result(1, f1=0.0)], record).runs
+    [cost] = fit.privacy
+    assert (cost.epsilon, cost.releases, cost.target_epsilon) == (1.25, 4, 3.0)
+    assert cost.series == [(1, 0.5), (2, 1.0), (4, 1.25)]
+    assert cost.without_sampling == rounded_up(epsilon_of([(1.0, 1.0, 4)], 1e-5, "prv"))
+    assert "epsilon = 1.25 at delta = 1e-05" in cost.statement
+    assert "not cover the leakage logs" in cost.statement
+    assert fit.implied[0].largest_tpr == dp_tpr(0.01, 1.25, 1e-5)
+    assert fit.implied[0].measured_auc is None
+    assert fit.ended == "finished normally"
 
 
 @pytest.mark.parametrize(
@@ -134,26 +136,27 @@ def test_epsilon_with_and_without_sampling_and_what_it_implies(tmp_path):
 )
 def test_a_bound_is_never_rounded_down(tmp_path, epsilon, said):
     record = [begin(defenses=[dpsgd()]), look(1, privacy=[spent(epsilon, 1)])]
-    verdict = found_in(tmp_path, [result(1, f1=0.0)], record)["verdict"]
-    assert f"epsilon {said} at delta 1e-05" in verdict["sentence"]
+    verdict = found_in(tmp_path, [result(1, f1=0.0)], record).verdict
+    assert f"epsilon {said} at delta 1e-05" in verdict.sentence
 
 
 def test_a_few_lucky_words_are_not_called_reading(tmp_path):
     lines = [result(0, f1=0.03, recall=0.4, precision=0.02), result(1)]
-    verdict = found_in(tmp_path, lines, [begin()])["verdict"]
-    assert "next to none of a batch's distinct tokens: F1 0.03 (flatchat)" in verdict["sentence"]
-    assert "One measurement, unknown at 1 more." in verdict["sentence"]
+    verdict = found_in(tmp_path, lines, [begin()]).verdict
+    assert "next to none of a batch's distinct tokens: F1 0.03 (flatchat)" in verdict.sentence
+    assert "One measurement, unknown at 1 more." in verdict.sentence
 
 
 def test_infinite_epsilon_is_said_and_implies_nothing(tmp_path):
     record = [begin(defenses=[dpsgd()]), look(1, privacy=[spent("infinite", 1, sigma=0.0)])]
     found = found_in(tmp_path, [result(1, f1=0.0)], record)
-    [fit] = found["runs"]
-    assert fit["privacy"][0]["epsilon"] == "infinite"
-    assert fit["implied"] == []
-    assert "No guarantee holds for dpsgd." in found["verdict"]["sentence"]
-    assert "No epsilon holds" in fit["privacy"][0]["statement"]
-    json.dumps(found, allow_nan=False)
+    [fit] = found.runs
+    assert fit.privacy[0].epsilon == math.inf
+    assert as_json(found)["runs"][0]["privacy"][0]["epsilon"] == "infinite"
+    assert fit.implied == []
+    assert "No guarantee holds for dpsgd." in found.verdict.sentence
+    assert "No epsilon holds" in fit.privacy[0].statement
+    json.dumps(as_json(found), allow_nan=False)
 
 
 def one_fit(run, count, epsilon=1.0, fit=None, **settings):
@@ -167,28 +170,28 @@ def test_fits_compose_and_releases_are_never_dropped(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "abc"]
     record = [*one_fit("a", 10), *one_fit("b", 30), *one_fit("c", 5)]
     found = found_in(tmp_path, lines, record)
-    [together] = found["privacy_together"]
-    assert together["fits"] == 3
-    assert together["epsilon"] == rounded_up(
+    [together] = found.privacy_together
+    assert together.fits == 3
+    assert together.epsilon == rounded_up(
         epsilon_of([(1.0, 0.01, 10), (1.0, 0.01, 30), (1.0, 0.01, 5)], 1e-5, "prv")
     )
-    assert together["sum_of_epsilons"] == 3.0
-    assert "3 fits by dpsgd, if on the same examples" in found["verdict"]["sentence"]
+    assert together.sum_of_epsilons == 3.0
+    assert "3 fits by dpsgd, if on the same examples" in found.verdict.sentence
 
 
 def test_two_monitors_of_one_fit_count_once(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "ab"]
     record = [*one_fit("a", 10, fit="x"), *one_fit("b", 10, fit="x")]
-    assert found_in(tmp_path, lines, record)["privacy_together"] == []
+    assert found_in(tmp_path, lines, record).privacy_together == []
 
 
 def test_what_has_no_guarantee_composes_to_none(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "ab"]
     record = [*one_fit("a", 10, epsilon="infinite"), *one_fit("b", 10)]
     found = found_in(tmp_path, lines, record)
-    assert found["privacy_together"][0]["epsilon"] == "infinite"
-    assert "accounted in 1 of 2 runs: epsilon 1" in found["verdict"]["sentence"]
-    assert "No guarantee holds for dpsgd." in found["verdict"]["sentence"]
+    assert found.privacy_together[0].epsilon == math.inf
+    assert "accounted in 1 of 2 runs: epsilon 1" in found.verdict.sentence
+    assert "No guarantee holds for dpsgd." in found.verdict.sentence
 
 
 def test_budgets_of_a_filter_add_up(tmp_path):
@@ -198,9 +201,9 @@ def test_budgets_of_a_filter_add_up(tmp_path):
         *one_fit("b", 10, epsilon=8.0, accountant="filter"),
     ]
     found = found_in(tmp_path, lines, record)
-    [together] = found["privacy_together"]
-    assert (together["epsilon"], together["delta"]) == (16.0, 2e-5)
-    assert found["runs"][0]["privacy"][0]["without_sampling"] is None
+    [together] = found.privacy_together
+    assert (together.epsilon, together.delta) == (16.0, 2e-5)
+    assert found.runs[0].privacy[0].without_sampling is None
 
 
 def test_a_central_epsilon_is_set_beside_the_sum_of_clients(tmp_path):
@@ -212,10 +215,10 @@ def test_a_central_epsilon_is_set_beside_the_sum_of_clients(tmp_path):
         result(0, "fc", auc=(0.95, 0.9, 1.0)),
         result(0, "fc", stage="aggregate", auc=(0.6, 0.4, 0.8)),
     ]
-    [fit] = found_in(tmp_path, lines, record)["runs"]
-    assert (fit["implied"][0]["stage"], fit["implied"][0]["measured_auc"]) == ("aggregate", 0.6)
-    assert "one client's update is not covered" in fit["privacy"][0]["statement"]
-    assert fit["shared"]["seen_by"].startswith("the sum over clients only")
+    [fit] = found_in(tmp_path, lines, record).runs
+    assert (fit.implied[0].stage, fit.implied[0].measured_auc) == ("aggregate", 0.6)
+    assert "one client's update is not covered" in fit.privacy[0].statement
+    assert fit.shared.seen_by.startswith("the sum over clients only")
 
 
 def test_a_high_look_and_the_worst_client_are_not_averaged_away(tmp_path):
@@ -224,13 +227,13 @@ def test_a_high_look_and_the_worst_client_are_not_averaged_away(tmp_path):
     lines += [result(s, **nothing, f1_worst_client=0.7) for s in range(1, 9)]
     lines += [result(9, f1=0.0) | {"exposed": False}]
     found = found_in(tmp_path, lines, [begin()])
-    [attack] = found["runs"][0]["attacks"]
-    assert attack["mean"] == pytest.approx(1 / 9)
-    said = found["verdict"]["sentences"][0]
+    [attack] = found.runs[0].attacks
+    assert attack.mean == pytest.approx(1 / 9)
+    said = found.verdict.sentences[0]
     assert said.startswith("From one shared update, an honest but curious server could recover")
     assert "f1 1.00 at the worst one" in said
     assert "f1 0.70 of the worst client" in said
-    assert found["verdict"]["level"] == "high"
+    assert found.verdict.level == "high"
 
 
 def test_the_highest_of_many_small_games_is_no_alarm(tmp_path):
@@ -240,7 +243,7 @@ def test_the_highest_of_many_small_games_is_no_alarm(tmp_path):
             result(s, "fc", auc=(sum(looks[: s + 1]) / (s + 1), 0.3, 0.9), auc_of_this_look=v)
             for s, v in enumerate(looks)
         ]
-        return found_in(tmp_path, lines, [begin(attacks=attacks)])["verdict"]["level"]
+        return found_in(tmp_path, lines, [begin(attacks=attacks)]).verdict.level
 
     assert level(0.3, 0.7, 0.9, 0.2, 0.4) == "some"
     assert level(0.8, 0.9, 0.8, 0.9, 0.9) == "high"
@@ -249,8 +252,8 @@ def test_the_highest_of_many_small_games_is_no_alarm(tmp_path):
 def test_a_look_without_a_rate_of_its_own_does_not_take_the_pooled_one(tmp_path):
     looks = enumerate([None, 0.5])
     lines = [result(s, "fc", auc=0.9, auc_of_this_look=alone) for s, alone in looks]
-    [fit] = found_in(tmp_path, lines)["runs"]
-    assert (fit["attacks"][0]["mean"], fit["attacks"][0]["looks"]) == (0.5, 1)
+    [fit] = found_in(tmp_path, lines).runs
+    assert (fit.attacks[0].mean, fit.attacks[0].looks) == (0.5, 1)
 
 
 @pytest.mark.parametrize(
@@ -269,11 +272,11 @@ def test_a_look_without_a_rate_of_its_own_does_not_take_the_pooled_one(tmp_path)
 def test_an_odd_line_is_named_and_costs_nothing_but_itself(tmp_path, odd, said):
     lines = [result(0, f1=0.5), result(0, run="b", f1=0.7)]
     found = found_in(tmp_path, lines, [begin("a"), odd, look(3), begin("b")])
-    assert [(fit["run"], fit["recorded"], fit["steps"]) for fit in found["runs"]] == [
+    assert [(fit.run, fit.recorded, fit.steps) for fit in found.runs] == [
         ("a", True, 3),
         ("b", True, 0),
     ]
-    [told] = found["problems"]
+    [told] = found.problems
     assert told.startswith("1 of the lines of")
     assert told.endswith(f"are not as a run writes them: 2 ({said})")
 
@@ -322,9 +325,9 @@ def test_whatever_stands_in_a_line_no_run_is_lost(tmp_path):
                     given = {"leakage": list(lines), "run": list(record)}
                     given[name][number] = with_odd(line, path, odd)
                     found = found_in(tmp_path, given["leakage"], given["run"])
-                    json.dumps(found, allow_nan=False)
-                    assert "b" in {fit["run"] for fit in found["runs"]}, (path, odd)
-                    assert not any(told.startswith("run ") for told in found["problems"]), path
+                    json.dumps(as_json(found), allow_nan=False)
+                    assert "b" in {fit.run for fit in found.runs}, (path, odd)
+                    assert not any(told.startswith("run ") for told in found.problems), path
                     tried += 1
                 if isinstance(path[-1], str):  # and where it is not there at all
                     given[name][number] = with_odd(line, path, None, missing=True)
@@ -335,8 +338,8 @@ def test_whatever_stands_in_a_line_no_run_is_lost(tmp_path):
 
 def test_what_was_not_played_is_said_of_unrecorded_runs_too(tmp_path):
     lines = [result(0, f1=0.5), result(0, "x") | {"unknown": "not played: no head"}]
-    [fit] = found_in(tmp_path, lines)["runs"]
-    assert "x: no head" in fit["not_tested"]
+    [fit] = found_in(tmp_path, lines).runs
+    assert "x: no head" in fit.not_tested
 
 
 @pytest.mark.parametrize(
@@ -351,8 +354,8 @@ def test_what_was_not_played_is_said_of_unrecorded_runs_too(tmp_path):
     ],
 )
 def test_how_a_run_ended(tmp_path, record, said):
-    [fit] = found_in(tmp_path, [result(0, f1=0.1)], record)["runs"]
-    assert said in fit["ended"]
+    [fit] = found_in(tmp_path, [result(0, f1=0.1)], record).runs
+    assert said in fit.ended
 
 
 def test_releases_taken_over_with_a_checkpoint_count_once(tmp_path):
@@ -362,8 +365,8 @@ def test_releases_taken_over_with_a_checkpoint_count_once(tmp_path):
     of_b[0]["resumed"] = {"run": "a", "privacy": [spent(1.0, 10)]}
     of_d[0]["resumed"] = {"run": "not given", "privacy": [spent(1.0, 4)]}
     found = found_in(tmp_path, lines, [*of_a, *of_b, *of_d])
-    [together] = found["privacy_together"]
-    assert together["epsilon"] == rounded_up(
+    [together] = found.privacy_together
+    assert together.epsilon == rounded_up(
         epsilon_of([(1.0, 0.01, 12), (1.0, 0.01, 20), (1.0, 0.01, 5)], 1e-5, "prv")
     )
 
@@ -373,8 +376,8 @@ def test_a_killed_fit_recorded_less_than_its_checkpoint_held(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "ab"]
     of_a, of_b = one_fit("a", 8), one_fit("b", 30)
     of_b[0]["resumed"] = {"run": "a", "privacy": [spent(1.0, 10)]}
-    [together] = found_in(tmp_path, lines, [*of_a, *of_b])["privacy_together"]
-    assert together["epsilon"] == rounded_up(
+    [together] = found_in(tmp_path, lines, [*of_a, *of_b]).privacy_together
+    assert together.epsilon == rounded_up(
         epsilon_of([(1.0, 0.01, 8), (1.0, 0.01, 22)], 1e-5, "prv")
     )
 
@@ -382,9 +385,9 @@ def test_a_killed_fit_recorded_less_than_its_checkpoint_held(tmp_path):
 def test_of_two_monitors_the_one_that_recorded_most_counts(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "abc"]
     record = [*one_fit("a", 12, fit="x"), *one_fit("b", 10, fit="x"), *one_fit("c", 30)]
-    [together] = found_in(tmp_path, lines, record)["privacy_together"]
-    assert together["fits"] == 2
-    assert together["epsilon"] == rounded_up(
+    [together] = found_in(tmp_path, lines, record).privacy_together
+    assert together.fits == 2
+    assert together.epsilon == rounded_up(
         epsilon_of([(1.0, 0.01, 12), (1.0, 0.01, 30)], 1e-5, "prv")
     )
 
@@ -393,8 +396,8 @@ def test_releases_that_are_no_part_of_a_fit_are_not_taken_off(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "ab"]
     of_a, of_b = one_fit("a", 12), one_fit("b", 30)
     of_b[0]["resumed"] = {"run": "a", "privacy": [spent(1.0, 10, sigma=2.0)]}
-    [together] = found_in(tmp_path, lines, [*of_a, *of_b])["privacy_together"]
-    assert together["epsilon"] == rounded_up(
+    [together] = found_in(tmp_path, lines, [*of_a, *of_b]).privacy_together
+    assert together.epsilon == rounded_up(
         epsilon_of([(1.0, 0.01, 12), (1.0, 0.01, 30)], 1e-5, "prv")
     )
 
@@ -418,47 +421,47 @@ def federation(folder, *more, side="client", clients=3, rounds=2, values=(0.2, 0
 
 
 def test_a_federation_has_a_line_for_each_client_and_the_sum(tmp_path):
-    [fit] = federation(tmp_path)["runs"]
-    assert (fit["unit"], fit["shared"]["clients"]) == ("round", 3)
-    assert fit["headlines"]["flatchat"] == {
+    [fit] = federation(tmp_path).runs
+    assert (fit.unit, fit.shared.clients) == ("round", 3)
+    assert fit.headlines["flatchat"] == {
         "0": [(0, 0.2), (1, 0.2)],
         "1": [(0, 0.4), (1, 0.4)],
         "2": [(0, 0.9), (1, 0.9)],
         "sum": [(0, 0.1), (1, 0.1)],
     }
-    assert set(fit["utility"]) == {f"loss, client {c}" for c in range(3)}
-    shared, summed = fit["attacks"]
-    assert (shared["stage"], summed["stage"]) == ("shared", "aggregate")
-    assert shared["mean"] == pytest.approx(0.5)
-    assert (shared["worst_client"], shared["last_client"]) == (0.9, "2")
-    assert [row["client"] for row in fit["clients"]] == ["0", "1", "2", "sum"]
+    assert set(fit.utility) == {f"loss, client {c}" for c in range(3)}
+    shared, summed = fit.attacks
+    assert (shared.stage, summed.stage) == ("shared", "aggregate")
+    assert shared.mean == pytest.approx(0.5)
+    assert (shared.worst_client, shared.last_client) == (0.9, "2")
+    assert [row.client for row in fit.clients] == ["0", "1", "2", "sum"]
 
 
 def test_what_a_gate_kept_back_is_counted_and_in_no_mean(tmp_path):
     found = federation(tmp_path, decision("withheld", 1, 2), decision("warn", 0, 0))
-    [fit] = found["runs"]
-    assert (fit["withheld"], fit["updates"]) == (1, 6)
-    shared = fit["attacks"][0]
-    assert (shared["looks"], shared["withheld"]) == (5, 1)
-    assert shared["mean"] == pytest.approx((2 * 0.2 + 2 * 0.4 + 0.9) / 5)
-    assert fit["headlines"]["flatchat"]["2"] == [(0, 0.9)]
-    assert fit["clients"][2]["decided"] == {"withheld": [1]}
-    assert fit["clients"][0]["decided"] == {"warn": [0]}
-    assert "Gates kept back 1 of 6 updates" in found["verdict"]["sentence"]
+    [fit] = found.runs
+    assert (fit.withheld, fit.updates) == (1, 6)
+    shared = fit.attacks[0]
+    assert (shared.looks, shared.withheld) == (5, 1)
+    assert shared.mean == pytest.approx((2 * 0.2 + 2 * 0.4 + 0.9) / 5)
+    assert fit.headlines["flatchat"]["2"] == [(0, 0.9)]
+    assert fit.clients[2].decided == {"withheld": [1]}
+    assert fit.clients[0].decided == {"warn": [0]}
+    assert "Gates kept back 1 of 6 updates" in found.verdict.sentence
 
 
 def test_where_nothing_left_nothing_is_said_to_be_read(tmp_path):
     kept = [decision("withheld", r, c) for r in range(2) for c in range(3)]
     found = federation(tmp_path, *kept)
-    assert found["verdict"]["sentences"][0].startswith("Gates kept back 6 of 6 updates")
-    assert found["verdict"]["worst"] == {}
-    assert "which words are in a batch" not in found["verdict"]["sentence"]
+    assert found.verdict.sentences[0].startswith("Gates kept back 6 of 6 updates")
+    assert found.verdict.worst == {}
+    assert "which words are in a batch" not in found.verdict.sentence
 
 
 def test_where_the_sum_alone_was_seen_the_verdict_is_of_the_sum(tmp_path):
     lines = [result(0, stage="aggregate", f1=0.5, recall=0.5, precision=0.5) | {"client": "sum"}]
     found = found_in(tmp_path, lines, [begin(training={"strategy": "federation"})])
-    assert found["verdict"]["sentence"].startswith("From one sum over clients, ")
+    assert found.verdict.sentence.startswith("From one sum over clients, ")
 
 
 def test_the_accounts_of_all_processes_of_a_federation_are_known(tmp_path):
@@ -478,19 +481,19 @@ def test_the_accounts_of_all_processes_of_a_federation_are_known(tmp_path):
     lines = [result(0, run=run, f1=0.1) | {"client": c} for c, run in enumerate("bc")]
     lines += [result(0, run="a", stage="aggregate", f1=0.1) | {"client": "sum"}]
     found = found_in(tmp_path / "logs", lines, record)
-    [run] = found["runs"]
-    [spent_] = run["privacy"]
-    assert (spent_["holds"], spent_["class"]) == (True, "ClientDP")
-    assert spent_["ledger_releases"] == {"0.ledger": 2, "1.ledger": 2}
-    assert (run["monitors"], len(run["defenses"])) == (3, 1)
-    assert found["privacy_together"] == []
+    [run] = found.runs
+    [spent_] = run.privacy
+    assert (spent_.holds, spent_.class_name) == (True, "ClientDP")
+    assert spent_.ledger_releases == {"0.ledger": 2, "1.ledger": 2}
+    assert (run.monitors, len(run.defenses)) == (3, 1)
+    assert found.privacy_together == []
 
 
 def test_a_server_that_holds_no_text_tells_what_its_own_check_says(tmp_path):
     blind = "whoever looks here does not hold the client's texts"
     lines = [result(r, certified=float(r > 0)) | {"client": 0, "unknown": blind} for r in range(4)]
     found = found_in(tmp_path, lines, [begin(training={"strategy": "federation"})])
-    told, unknown, *_ = found["verdict"]["sentences"]
+    told, unknown, *_ = found.verdict.sentences
     assert told == (
         "Nobody could compare what flatchat read with the texts. Its own check held at 75% of "
         "the measurements: what it found explains all that was shared."
@@ -504,11 +507,11 @@ def test_monitors_of_one_fit_are_one_run(tmp_path):
     ends = [{"schema": 1, "run": r, "kind": "end", "step": 9, "how": "finished"} for r in "abc"]
     loss = [look(0, r, utility={"loss": 1.0}) for r in "ab"]
     found = found_in(tmp_path, lines, [*two, begin("c", fit="y"), *loss, *ends])
-    fit, alone = found["runs"]
-    assert (fit["monitors"], fit["run"], alone["monitors"]) == (2, "a, b", 1)
-    assert {a["name"] for a in fit["attacks"]} == {"flatchat", "other"}
-    assert fit["utility"] == {"loss": [(0, 1.0)]}
-    assert fit["ended"] == "finished normally"
+    fit, alone = found.runs
+    assert (fit.monitors, fit.run, alone.monitors) == (2, "a, b", 1)
+    assert {a.name for a in fit.attacks} == {"flatchat", "other"}
+    assert fit.utility == {"loss": [(0, 1.0)]}
+    assert fit.ended == "finished normally"
 
 
 # ---- accounts of words and of clients -----------------------------------------------------------
@@ -527,27 +530,27 @@ def ldp_spent(epsilon=24.0):
 def test_an_account_of_words_is_of_a_text(tmp_path):
     record = [begin(defenses=[token_ldp()]), look(3, privacy=[ldp_spent()])]
     found = found_in(tmp_path, [result(0, f1=0.1)], record)
-    [spent_] = found["runs"][0]["privacy"]
-    assert (spent_["unit"], spent_["accountant"], spent_["holds"]) == (
+    [spent_] = found.runs[0].privacy
+    assert (spent_.unit, spent_.accountant, spent_.holds) == (
         "row", "basic composition", True)  # fmt: skip
-    assert "After 3 releases of the text that was released most often" in spent_["statement"]
-    assert "epsilon = 24 at delta = 0, by basic composition" in spent_["statement"]
-    assert "for a text" in found["verdict"]["sentence"]
+    assert "After 3 releases of the text that was released most often" in spent_.statement
+    assert "epsilon = 24 at delta = 0, by basic composition" in spent_.statement
+    assert "for a text" in found.verdict.sentence
 
 
 def test_texts_that_move_between_clients_cost_with_each(tmp_path):
     monitor = {"client": "rank", "clients": 4, "adversary": [], "local_steps": None}
     record = [begin(defenses=[token_ldp()], monitor=monitor), look(3, privacy=[ldp_spent()])]
     found = found_in(tmp_path, [result(0, f1=0.1)], record)
-    [spent_] = found["runs"][0]["privacy"]
-    assert "against whoever sees all of them epsilon is at most 96" in spent_["statement"]
+    [spent_] = found.runs[0].privacy
+    assert "against whoever sees all of them epsilon is at most 96" in spent_.statement
 
 
 def test_an_epsilon_whose_guarantee_nobody_recorded_does_not_hold(tmp_path):
     record = [look(3, privacy=[spent(1.0, 3)])]
     found = found_in(tmp_path, [result(0, f1=0.1)], record)
-    assert not found["runs"][0]["privacy"][0]["holds"]
-    assert "No guarantee holds for dpsgd" in found["verdict"]["sentence"]
+    assert not found.runs[0].privacy[0].holds
+    assert "No guarantee holds for dpsgd" in found.verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -569,21 +572,21 @@ def test_an_account_of_clients_says_who_is_trusted(tmp_path, trust, said, seen):
         look(0, client=2, privacy=[spent(2.0, 1, rate=1.0)]),
     ]
     found = found_in(tmp_path, [result(0, f1=0.1) | {"client": c} for c in range(3)], record)
-    [fit] = found["runs"]
-    [spent_] = fit["privacy"]
-    assert (spent_["unit"], spent_["epsilon"], spent_["series"]) == ("client", 3.0, [(0, 3.0)])
-    assert "After 2 rounds the privacy loss of one client" in spent_["statement"]
-    assert said in spent_["statement"]
-    assert seen in fit["shared"]["seen_by"]
+    [fit] = found.runs
+    [spent_] = fit.privacy
+    assert (spent_.unit, spent_.epsilon, spent_.series) == ("client", 3.0, [(0, 3.0)])
+    assert "After 2 rounds the privacy loss of one client" in spent_.statement
+    assert said in spent_.statement
+    assert seen in fit.shared.seen_by
 
 
 def test_lines_of_a_ledger_that_are_no_releases_are_named(tmp_path):
     ledger = tmp_path / "a.ledger"
     ledger.write_text("1.0 0.01 3\nbroken\n1.0 0.01 4\n1.0\n")
     found = found_in(tmp_path, [result(0, f1=0.0)], one_fit("a", 7, ledger=str(ledger)))
-    [spent_] = found["runs"][0]["privacy"]
-    assert spent_["ledger_releases"] == {"a.ledger": 7}
-    [told] = found["problems"]
+    [spent_] = found.runs[0].privacy
+    assert spent_.ledger_releases == {"a.ledger": 7}
+    [told] = found.problems
     assert told == "2 of the lines of the ledger a.ledger are no releases: 2, 4"
 
 
@@ -591,10 +594,8 @@ def test_rows_of_results_that_are_none_are_named(tmp_path):
     content = {"schema": 1, "results": [{"attack": "fc"}, 3, {"attack": "x", "a": {"b": None}}]}
     (tmp_path / "game.json").write_text(json.dumps(content))
     found = findings(read([tmp_path / "game.json"]))
-    assert [row[0] for row in found["results"]["game.json"]["rows"]] == ["fc", "x"]
-    assert found["problems"] == [
-        "1 of the results of game.json are not as a command writes them: 2"
-    ]
+    assert [row[0] for row in found.results["game.json"].rows] == ["fc", "x"]
+    assert found.problems == ["1 of the results of game.json are not as a command writes them: 2"]
 
 
 # ---- safer than the run was ---------------------------------------------------------------------
@@ -614,10 +615,10 @@ def accounted(folder, *more, results=None, count=3, defense=None, **told):
 )
 def test_an_epsilon_of_a_run_that_was_cut_off_is_no_bound(tmp_path, last, whole):
     found = accounted(tmp_path, *last)
-    [cost] = found["runs"][0]["privacy"]
-    assert cost["whole"] is whole
-    assert ("no bound for the whole run" in found["verdict"]["sentence"]) is not whole
-    assert ("no bound for the whole run" in cost["statement"]) is not whole
+    [cost] = found.runs[0].privacy
+    assert cost.whole is whole
+    assert ("no bound for the whole run" in found.verdict.sentence) is not whole
+    assert ("no bound for the whole run" in cost.statement) is not whole
     assert ("until the last look alone" in page(found)) is not whole
 
 
@@ -626,17 +627,17 @@ def test_a_ledger_knows_what_a_killed_run_released(tmp_path, in_ledger, whole):
     ledger = tmp_path / "ledger"
     ledger.write_text(f"1.0 1.0 {in_ledger}\n")
     defense = dpsgd(poisson=False, ledger=str(ledger))
-    [cost] = accounted(tmp_path / "run", defense=defense)["runs"][0]["privacy"]
-    assert cost["whole"] is whole
-    assert ("counts more releases" in cost["statement"]) is not whole
+    [cost] = accounted(tmp_path / "run", defense=defense).runs[0].privacy
+    assert cost.whole is whole
+    assert ("counts more releases" in cost.statement) is not whole
 
 
 def test_fits_that_were_cut_off_cost_together_what_was_recorded(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "ab"]
     record = [*one_fit("a", 10, poisson=False), *one_fit("b", 30, poisson=False), end(31, "b")]
     found = found_in(tmp_path, lines, record)
-    assert found["privacy_together"][0]["whole"] is False
-    assert "together, as far as was recorded." in found["verdict"]["sentence"]
+    assert found.privacy_together[0].whole is False
+    assert "together, as far as was recorded." in found.verdict.sentence
 
 
 def test_fits_of_examples_and_of_users_cost_an_example(tmp_path):
@@ -644,20 +645,20 @@ def test_fits_of_examples_and_of_users_cost_an_example(tmp_path):
     record = one_fit("a", 10, accountant="filter", unit="example")
     record += one_fit("b", 10, accountant="filter", unit="user")
     found = found_in(tmp_path, lines, record)
-    assert found["privacy_together"][0]["unit"] == "example"
-    assert "by dpsgd, for a user with all of their rows." in found["verdict"]["sentence"]
+    assert found.privacy_together[0].unit == "example"
+    assert "by dpsgd, for a user with all of their rows." in found.verdict.sentence
 
 
 def test_an_attack_without_a_result_is_told_beside_one_that_found_little(tmp_path):
     lines = [result(0, f1=0.0, recall=0.0, precision=0.0), result(0, "best")]
     attacks = [about("flatchat", "words"), about("best", "words")]
-    sentence = found_in(tmp_path, lines, [begin(attacks=attacks)])["verdict"]["sentence"]
+    sentence = found_in(tmp_path, lines, [begin(attacks=attacks)]).verdict.sentence
     assert "what they would have read is unknown: best." in sentence
 
 
 def test_a_run_without_a_result_is_told_beside_one_with_a_result(tmp_path):
     lines = [result(0, f1=0.0, recall=0.0, precision=0.0), result(0, run="b")]
-    sentence = found_in(tmp_path, lines, [begin("a"), begin("b")])["verdict"]["sentence"]
+    sentence = found_in(tmp_path, lines, [begin("a"), begin("b")]).verdict.sentence
     name = tmp_path.name
     assert f", run {name} (a))." in sentence
     assert f"Run {name} (b) has no result" in sentence
@@ -665,16 +666,16 @@ def test_a_run_without_a_result_is_told_beside_one_with_a_result(tmp_path):
 
 def test_a_result_that_is_no_number_is_unknown(tmp_path):
     lines = [result(0, f1=0.2), result(1, f1=None)]
-    [attack] = found_in(tmp_path, lines, [begin()])["runs"][0]["attacks"]
-    assert (attack["looks"], attack["unknown"]) == (1, 1)
-    assert attack["why_unknown"] == "its f1 is no number"
+    [attack] = found_in(tmp_path, lines, [begin()]).runs[0].attacks
+    assert (attack.looks, attack.unknown) == (1, 1)
+    assert attack.why_unknown == "its f1 is no number"
 
 
 def test_what_does_not_say_that_it_stayed_has_left(tmp_path):
     line = result(0, f1=0.9, recall=0.9, precision=0.9)
     del line["exposed"]
     found = found_in(tmp_path, [line], [begin()])
-    assert found["verdict"]["worst"] == {"words": 0.9}
+    assert found.verdict.worst == {"words": 0.9}
 
 
 def test_games_that_are_pooled_over_looks_count_once(tmp_path):
@@ -682,16 +683,16 @@ def test_games_that_are_pooled_over_looks_count_once(tmp_path):
         result(s, "fc", auc=(0.7, 0.4, 1.0), auc_of_this_look=0.5) | {"n": 10 * (s + 1)}
         for s in range(3)
     ]
-    [attack] = found_in(tmp_path, lines)["runs"][0]["attacks"]
-    assert (attack["n"], attack["last_n"]) == (30, 30)
+    [attack] = found_in(tmp_path, lines).runs[0].attacks
+    assert (attack.n, attack.last_n) == (30, 30)
 
 
 def test_sampling_hides_nobody_in_a_batch(tmp_path):
     """What is measured is membership in one batch, of which an epsilon with sampling says less."""
     defense = dpsgd(accountant="filter")
-    [one] = accounted(tmp_path, defense=defense, epsilon=0.2)["runs"][0]["implied"]
-    assert one["largest_tpr_at_fpr_0.01_in_a_batch"] == gaussian_tpr(0.01, 1.0)
-    assert one["largest_auc_in_a_batch"] == gaussian_auc(1.0) > one["largest_auc"]
+    [one] = accounted(tmp_path, defense=defense, epsilon=0.2).runs[0].implied
+    assert one.largest_tpr_in_a_batch == gaussian_tpr(0.01, 1.0)
+    assert one.largest_auc_in_a_batch == gaussian_auc(1.0) > one.largest_auc
 
 
 def test_noise_that_was_turned_up_was_lower_before(tmp_path):
@@ -699,17 +700,17 @@ def test_noise_that_was_turned_up_was_lower_before(tmp_path):
     found = accounted(
         tmp_path, defense=dpsgd(accountant="filter"), history=history, noise_multiplier=2.0
     )
-    fit = found["runs"][0]
-    assert "Noise multiplier 0.5 at the least, 2 at the end" in fit["privacy"][0]["statement"]
-    assert fit["implied"][0]["largest_auc_in_a_batch"] == gaussian_auc(0.5)
+    fit = found.runs[0]
+    assert "Noise multiplier 0.5 at the least, 2 at the end" in fit.privacy[0].statement
+    assert fit.implied[0].largest_auc_in_a_batch == gaussian_auc(0.5)
 
 
 def test_steps_under_correlated_noise_are_no_releases(tmp_path):
     defense = dpsgd(mechanism="banded_inverse", bands=4)
-    [cost] = accounted(tmp_path, defense=defense, count=1)["runs"][0]["privacy"]
-    assert "After 1 accounted mechanism " in cost["statement"]
-    assert "more updates than mechanisms" in cost["statement"]
-    assert "not sampled by chance" in cost["statement"]
+    [cost] = accounted(tmp_path, defense=defense, count=1).runs[0].privacy
+    assert "After 1 accounted mechanism " in cost.statement
+    assert "more updates than mechanisms" in cost.statement
+    assert "not sampled by chance" in cost.statement
 
 
 def test_who_is_trusted_stands_in_the_verdict(tmp_path):
@@ -717,20 +718,20 @@ def test_who_is_trusted_stands_in_the_verdict(tmp_path):
     defense = dpsgd() | {"class": "ClientDP", "settings": settings}
     found = accounted(tmp_path / "central", defense=defense)
     trusted = "The server is trusted: it sees each client's update as it is."
-    assert trusted in found["verdict"]["sentence"]
+    assert trusted in found.verdict.sentence
 
 
 def test_of_several_accounts_the_largest_delta_holds(tmp_path):
     told = [spent(2.0, 3, rate=1.0), spent(1.0, 3, rate=1.0) | {"delta": 1e-3}]
     record = [begin(defenses=[dpsgd(poisson=False)]), look(3, privacy=told)]
-    [cost] = found_in(tmp_path, [result(0, f1=0.0)], record)["runs"][0]["privacy"]
-    assert (cost["epsilon"], cost["delta"]) == (2.0, 1e-3)
+    [cost] = found_in(tmp_path, [result(0, f1=0.0)], record).runs[0].privacy
+    assert (cost.epsilon, cost.delta) == (2.0, 1e-3)
 
 
 def test_the_unit_of_a_defence_of_ones_own_is_not_invented(tmp_path):
     found = accounted(tmp_path, defense=dpsgd(poisson=None) | {"class": "OfMyOwn"})
-    assert found["runs"][0]["privacy"][0]["unit"] == "not recorded"
-    assert ", for a unit that is not recorded." in found["verdict"]["sentence"]
+    assert found.runs[0].privacy[0].unit == "not recorded"
+    assert ", for a unit that is not recorded." in found.verdict.sentence
 
 
 def test_an_epsilon_without_a_guarantee_is_no_claim(tmp_path):
@@ -743,6 +744,6 @@ def test_each_defence_is_said_to_be_in_the_runs_that_had_it(tmp_path):
     other = dpsgd(poisson=False) | {"name": "other"}
     record = [*one_fit("a", 10, poisson=False), begin("b", defenses=[other]), begin("c")]
     record += [look(3, "b", privacy=[spent(1.5, 3) | {"defense": "other"}])]
-    sentence = found_in(tmp_path, lines, record)["verdict"]["sentence"]
+    sentence = found_in(tmp_path, lines, record).verdict.sentence
     assert sentence.count("accounted in 1 of 3 runs: epsilon") == 2
     assert "What fits by different defences cost together is not added up." in sentence

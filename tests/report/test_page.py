@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_fedleak.records import as_json
 from lightning_fedleak.report import charts, entry, findings, page, read
 from tests.report.lines import about, begin, decision, dpsgd, look, result, spent, written
 
@@ -127,10 +128,11 @@ def test_gaps_are_drawn_as_gaps():
 
 
 @pytest.mark.parametrize("value", [None, 0.5])
-def test_unknown_attacks_are_drawn_as_unknown(value):
-    last = None if value is None else {"value": value, "low": 0.4, "high": 0.6}
-    row = {"name": "a", "stage": "shared", "headline": "auc", "chance": 0.5, "last": last}
-    drawn = charts.intervals([row], label="x")
+def test_unknown_attacks_are_drawn_as_unknown(tmp_path, value):
+    rates = {} if value is None else {"auc": (value, 0.4, 0.6)}
+    record = [begin(attacks=[about("flatchat", "membership")])]
+    folder = written(tmp_path, [result(0, **rates)], record)
+    drawn = charts.intervals(findings(read([folder])).runs[0].attacks, label="x")
     assert ("unknown" in drawn) == (value is None)
     assert ("<circle" in drawn) == (value is not None)
 
@@ -138,14 +140,15 @@ def test_unknown_attacks_are_drawn_as_unknown(value):
 def test_every_value_survives_json(tmp_path):
     record = [begin(), look(0, utility={"loss": None})]
     found = findings(read([written(tmp_path, [result(0)], record)]))
-    assert json.loads(json.dumps(found, allow_nan=False))["runs"][0]["attacks"][0]["mean"] is None
+    written_out = json.loads(json.dumps(as_json(found), allow_nan=False))
+    assert written_out["runs"][0]["attacks"][0]["mean"] is None
 
 
 @pytest.mark.parametrize("odd", ["\u202eevil", "\x1b[31mred", "half\ud800", "a\x00b"])
 def test_what_nobody_sees_in_a_name_is_written_out(tmp_path, odd):
     """Direction marks turn sentences round, escapes act on terminals, surrogates are no UTF-8."""
     found = findings(read([written(tmp_path, [result(0, odd, f1=0.5)])]))
-    for made in (page(found), json.dumps(found, ensure_ascii=False), entry(found)):
+    for made in (page(found), json.dumps(as_json(found), ensure_ascii=False), entry(found)):
         made.encode("utf-8")
         assert not set(made) & set("\u202e\x1b\ud800\x00")
-    assert "\\" in found["runs"][0]["attacks"][0]["name"]
+    assert "\\" in found.runs[0].attacks[0].name

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from lightning_fedleak.records import MetricValue
 from lightning_fedleak.report import NothingToReport, findings, page, read
 from tests.report.lines import begin, end, look, result, written
 
@@ -14,25 +15,25 @@ def test_a_line_that_cannot_be_read_is_named_and_costs_no_other(tmp_path):
         file.write(json.dumps(result(3, f1=0.1) | {"schema": 99}) + "\n")
         file.write(json.dumps(result(4, f1=0.9)) + "\n")
     reading = read([folder])
-    assert [line["step"] for line in reading.fits[0].results] == [0, 1, 4]
+    assert [line.step for line in reading.fits[0].results] == [0, 1, 4]
     broken, newer, odd = reading.problems
     assert broken.startswith("2 of the lines of")
     assert broken.endswith("cannot be read: 3, 4")
     assert newer.endswith("are of a newer version: 6")
     assert str(tmp_path) not in " ".join(reading.problems)
-    assert odd.endswith("are not as a run writes them: 5 (attack is missing)")
+    assert odd.endswith("are not as a run writes them: 5 (stage is missing)")
 
 
 def test_results_of_the_first_version_are_one_fit(tmp_path):
     folder = written(tmp_path, [result(s, run=None, f1=0.25) for s in range(3)])
     found = findings(read([folder]))
-    [fit] = found["runs"]
-    assert not fit["recorded"]
-    assert fit["shared"]["what"] == "not recorded"
-    [attack] = fit["attacks"]
-    assert (attack["family"], attack["mean"], attack["looks"]) == ("words", 0.25, 3)
-    assert "which shared parameters no attack tests: not recorded" in fit["not_tested"]
-    assert "a server could find" in found["verdict"]["sentence"]
+    [fit] = found.runs
+    assert not fit.recorded
+    assert fit.shared.what == "not recorded"
+    [attack] = fit.attacks
+    assert (attack.family.name, attack.mean, attack.looks) == ("words", 0.25, 3)
+    assert "which shared parameters no attack tests: not recorded" in fit.not_tested
+    assert "a server could find" in found.verdict.sentence
 
 
 def test_fits_of_one_folder_are_told_apart_by_their_ids(tmp_path):
@@ -67,7 +68,7 @@ def test_a_copy_of_a_run_is_not_counted_again(tmp_path):
     written(tmp_path / "logs/version_0_copy", whole, [begin(), end(6)])
     reading = read([tmp_path])
     [fit] = reading.fits
-    assert (fit.folder.name, len(fit.results), fit.end["step"]) == ("version_0", 2, 6)
+    assert (fit.folder.name, len(fit.results), fit.end.step) == ("version_0", 2, 6)
     said = "run a lies in logs/version_0 and in logs/{}: it is counted once, by the first"
     assert reading.problems == (said.format("version_0_copy"), said.format("a_backup"))
     for client in (0, 1):  # of two processes that began as one
@@ -99,11 +100,11 @@ def test_results_of_commands_are_tables(tmp_path):
     file = tmp_path / "game.json"
     file.write_text(json.dumps(content))
     found = findings(read([file]))
-    table = found["results"]["game.json"]
-    assert table["about"] == {"schema": 1, "model": "embedded"}
-    assert table["columns"] == ["attack", "seconds", "rates/auc", "layer"]
-    assert table["rows"] == [["fc", 1.5, rate, 2], ["x", None, None, None]]
-    assert found["verdict"]["sentence"].startswith("No training run is in this report")
+    table = found.results["game.json"]
+    assert table.about == {"schema": 1, "model": "embedded"}
+    assert table.columns == ["attack", "seconds", "rates/auc", "layer"]
+    assert table.rows == [["fc", 1.5, MetricValue(**rate), 2], ["x", None, None, None]]
+    assert found.verdict.sentence.startswith("No training run is in this report")
     assert "What reviewers ask" not in page(found)
     other = tmp_path / "other.json"
     other.write_text("{}")

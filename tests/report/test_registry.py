@@ -143,7 +143,7 @@ def test_an_epsilon_that_composes_to_no_number_is_not_claimed(tmp_path):
         record = [begin(run, defenses=[defense]), look(3, run, privacy=[loud]), end(4, run)]
         written(tmp_path / run, [result(0, run=run, f1=0.5)], record)
     found = findings(read([tmp_path]))
-    assert isinstance(found["privacy_together"][0]["epsilon"], str)
+    assert isinstance(found.privacy_together[0].epsilon, str)
     assert yaml.safe_load(entry(found))["tier"] == 1
 
 

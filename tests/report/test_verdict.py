@@ -6,6 +6,7 @@ import re
 import pytest
 import yaml
 
+from lightning_fedleak.records import as_json
 from lightning_fedleak.report import entry, findings, page, read
 from tests.report.lines import about, begin, dpsgd, end, look, result, spent, written
 
@@ -26,7 +27,7 @@ def private(folder, defense=None, epsilon=2.0, **more):
 def test_the_worst_family_comes_first_and_the_reassuring_one_after_what_is_unknown(tmp_path):
     attacks = [about("flatchat", "words"), about("fc", "membership")]
     lines = [result(0, **LITTLE), result(0, "fc", auc=(0.9, 0.7, 1.0))]
-    sentences = found_in(tmp_path, lines, [begin(attacks=attacks)])["verdict"]["sentences"]
+    sentences = found_in(tmp_path, lines, [begin(attacks=attacks)]).verdict.sentences
     assert "AUC of 0.90" in sentences[0]
     assert sentences[1] == "Nobody tested whole texts."
     assert "next to none of a batch's distinct tokens" in sentences[2]
@@ -35,7 +36,7 @@ def test_the_worst_family_comes_first_and_the_reassuring_one_after_what_is_unkno
 def test_what_is_not_conclusive_comes_before_what_reassures(tmp_path):
     attacks = [about("flatchat", "words"), about("fc", "membership")]
     lines = [result(0, **LITTLE), result(0, "fc", auc=(0.45, 0.1, 0.9))]
-    sentences = found_in(tmp_path, lines, [begin(attacks=attacks)])["verdict"]["sentences"]
+    sentences = found_in(tmp_path, lines, [begin(attacks=attacks)]).verdict.sentences
     assert "not conclusive" in sentences[1]
     assert "next to none" in sentences[2]
 
@@ -45,9 +46,9 @@ def test_the_highest_measurement_of_another_attack_is_named_and_counts(tmp_path)
     lines = [result(s, f1=0.08, recall=0.1, precision=0.1) for s in range(4)]
     lines += [result(0, "rare", f1=0.9, recall=1.0, precision=0.9)]
     lines += [result(s, "rare", **LITTLE) for s in range(1, 20)]
-    verdict = found_in(tmp_path, lines, [begin(attacks=attacks)])["verdict"]
-    assert "f1 0.90 at the worst one (rare)" in verdict["sentences"][0]
-    assert verdict["level"] == "high"
+    verdict = found_in(tmp_path, lines, [begin(attacks=attacks)]).verdict
+    assert "f1 0.90 at the worst one (rare)" in verdict.sentences[0]
+    assert verdict.level == "high"
 
 
 def defended(kind, **settings):
@@ -81,18 +82,18 @@ def defended(kind, **settings):
 )
 def test_what_left_is_named_with_what_defences_did(tmp_path, defenses, said):
     found = found_in(tmp_path, [result(0, **LITTLE)], [begin(defenses=defenses)])
-    assert found["runs"][0]["shared"]["what"].endswith(said)
+    assert found.runs[0].shared.what.endswith(said)
 
 
 def test_noise_that_was_found_for_a_target_is_named(tmp_path):
     found = private(tmp_path, dpsgd(target_epsilon=8.0, max_grad_norm="auto"))
-    assert found["runs"][0]["shared"]["what"].endswith("clipped to a norm below 1, noise 1 (dpsgd)")
+    assert found.runs[0].shared.what.endswith("clipped to a norm below 1, noise 1 (dpsgd)")
 
 
 def test_a_run_without_a_record_had_unknown_defences_and_gates(tmp_path):
     unrecorded = found_in(tmp_path / "a", [result(0, **LITTLE)])
-    [fit] = unrecorded["runs"]
-    assert (fit["defenses"], fit["gates"]) == (None, None)
+    [fit] = unrecorded.runs
+    assert (fit.defenses, fit.gates) == (None, None)
     html = page(unrecorded)
     assert "Gates: not recorded." in html
     assert "Defences: not recorded." in html
@@ -116,14 +117,14 @@ def test_what_was_not_chosen_was_none_and_not_unrecorded(tmp_path):
 
 def test_epsilon_is_the_same_in_every_place_and_format(tmp_path):
     found = private(tmp_path, epsilon=1.2345678)
-    [fit] = found["runs"]
-    [cost] = fit["privacy"]
-    assert cost["epsilon"] == 1.24
-    without = cost["without_sampling"]
+    [fit] = found.runs
+    [cost] = fit.privacy
+    assert cost.epsilon == 1.24
+    without = cost.without_sampling
     html, registered = page(found), entry(found)
     parameters = yaml.safe_load(registered)["deployment"]["privacy_loss"]["privacy_parameters"]
-    assert parameters["epsilon"] == cost["epsilon"]
-    for made in (html, json.dumps(found), registered):
+    assert parameters["epsilon"] == cost.epsilon
+    for made in (html, json.dumps(as_json(found)), registered):
         assert set(re.findall(r"\b1\.2[34]\d*", made)) == {"1.24"}
         assert f"epsilon of the same releases would be {without:g}. " in " ".join(made.split())
     assert answer(html, "Without counting on sampling, epsilon") == f"{without:g}"
@@ -139,8 +140,8 @@ def test_epsilon_is_the_same_in_every_place_and_format(tmp_path):
 def test_who_is_trusted_is_the_same_in_every_place_and_format(tmp_path, trust, said):
     found = private(tmp_path, dpsgd(trust=trust))
     registered = yaml.safe_load(entry(found))["deployment"]
-    assert said in found["verdict"]["sentence"]
-    assert said in found["runs"][0]["privacy"][0]["statement"]
+    assert said in found.verdict.sentence
+    assert said in found.runs[0].privacy[0].statement
     assert said in answer(page(found), "Who is trusted")
     assert registered["deployment_model"]["model_name_details"].startswith(said)
     assert said in registered["administrative"]["notes"]
@@ -153,7 +154,7 @@ def test_gates_are_the_same_in_every_place_and_format(tmp_path):
     rule += "alpha 0.05"
     html = page(found)
     assert answer(html, "Gates") == answer(html, "Rule") == rule
-    assert f"Gates: {rule}. Never acted." in found["verdict"]["sentence"]
+    assert f"Gates: {rule}. Never acted." in found.verdict.sentence
     assert rule in yaml.safe_load(entry(found))["deployment"]["administrative"]["notes"]
 
 
@@ -169,7 +170,7 @@ def test_gates_are_the_same_in_every_place_and_format(tmp_path):
 def test_what_epsilon_limits_is_said_in_one_sentence(tmp_path, epsilon, said):
     found = private(tmp_path, epsilon=epsilon)
     asked = "What this epsilon limits: a test of whether one example was in the training data"
-    for text in (found["verdict"]["sentence"], found["runs"][0]["privacy"][0]["statement"]):
+    for text in (found.verdict.sentence, found.runs[0].privacy[0].statement):
         assert asked in text
         assert said in text
 
@@ -177,7 +178,7 @@ def test_what_epsilon_limits_is_said_in_one_sentence(tmp_path, epsilon, said):
 def test_an_epsilon_that_is_no_bound_limits_nothing(tmp_path):
     record = [begin(defenses=[dpsgd()]), look(2, privacy=[spent(1.0, 3)])]
     found = found_in(tmp_path, [result(0, **LITTLE)], record)
-    assert "What this epsilon limits" not in found["verdict"]["sentence"]
+    assert "What this epsilon limits" not in found.verdict.sentence
 
 
 def test_the_page_says_what_its_words_and_numbers_mean(tmp_path):

@@ -1,0 +1,65 @@
+"""What runs write down: the lines of ``leakage.jsonl`` and ``run.jsonl``."""
+
+from lightning_fedleak.records.families import (
+    MEMBERSHIP,
+    STANDARD_FAMILIES,
+    TEXTS,
+    WORDS,
+    Family,
+)
+from lightning_fedleak.records.fields import Record, Releases, as_json, named
+from lightning_fedleak.records.files import RECORD, RESULTS, FileLines, parse_json, read_lines
+from lightning_fedleak.records.results import MetricValue, ResultLine
+from lightning_fedleak.records.run import (
+    AttackFacts,
+    BeginLine,
+    Decision,
+    DefenseFacts,
+    DefenseLine,
+    EndedFit,
+    EndLine,
+    GateFacts,
+    GateLine,
+    LookLine,
+    ModelFacts,
+    MonitorFacts,
+    NotPlayed,
+    ReleasesBefore,
+    RunLine,
+    Spending,
+)
+
+__all__ = [
+    "MEMBERSHIP",
+    "RECORD",
+    "RESULTS",
+    "STANDARD_FAMILIES",
+    "TEXTS",
+    "WORDS",
+    "AttackFacts",
+    "BeginLine",
+    "Decision",
+    "DefenseFacts",
+    "DefenseLine",
+    "EndLine",
+    "EndedFit",
+    "Family",
+    "FileLines",
+    "GateFacts",
+    "GateLine",
+    "LookLine",
+    "MetricValue",
+    "ModelFacts",
+    "MonitorFacts",
+    "NotPlayed",
+    "Record",
+    "Releases",
+    "ReleasesBefore",
+    "ResultLine",
+    "RunLine",
+    "Spending",
+    "as_json",
+    "named",
+    "parse_json",
+    "read_lines",
+]

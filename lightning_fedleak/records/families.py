@@ -1,0 +1,126 @@
+"""What kinds of leak there are, and the words in which a report speaks of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_fedleak.records.fields import Record, Share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family(Record):
+    """A kind of leak.
+
+    A sentence continues "a server could ..." and may hold metrics in braces: ``{auc}`` is written
+    with two digits, ``{recall%}`` as a percentage. ``{chance}`` is the level of guessing.
+
+    Attributes:
+        name: as in ``leakage/worst/<name>``.
+        headline: the metric that stands for the others.
+        chance: value of the headline that guessing reaches. Where it is above 0, looks are games
+            against guessing: a mean counts, and an interval that includes guessing shows nothing.
+        metrics: those that a report shows.
+        question: what its attacks try to find out.
+        title: what its attacks read, in a word or two.
+        sentences: what an attack could do. The first whose metrics are all known is taken, else
+            the last.
+        little: the sentence where an attack read little; ``{few}`` is "few" or "next to none".
+        terms: what its words and metrics mean.
+    """
+
+    name: str
+    headline: str = ""
+    chance: Share = 0.0
+    metrics: tuple[str, ...] = ()
+    question: str = ""
+    title: str = ""
+    sentences: tuple[str, ...] = ()
+    little: str = ""
+    terms: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def shown_metrics(self) -> tuple[str, ...]:
+        """The metrics that a report shows; the headline where none are named."""
+        return self.metrics or ((self.headline,) if self.headline else ())
+
+    @property
+    def tested(self) -> str:
+        """What its attacks try to find out."""
+        return self.question or f"what attacks of the family '{self.name}' read"
+
+    @property
+    def short_title(self) -> str:
+        """What its attacks read, in a word or two."""
+        return self.title or self.name
+
+    @property
+    def all_sentences(self) -> tuple[str, ...]:
+        """What an attack could do; its headline where the family has no sentence."""
+        guessing = ", where guessing has {chance}" if self.chance else ""
+        default = f"reach a {self.headline} of {{{self.headline}}}{guessing}"
+        return self.sentences or (default,)
+
+
+WORDS = Family(
+    name="words",
+    headline="f1",
+    metrics=("f1", "recall", "precision"),
+    question="which words are in a batch",
+    title="words",
+    sentences=(
+        "recover {recall%} of a batch's distinct tokens, without their order; {precision%} of "
+        "those it named were correct",
+        "find a batch's distinct tokens with an F1 of {f1}",
+    ),
+    little="find {few} of a batch's distinct tokens: F1 {f1}",
+    terms={
+        "Words": "Tokens, the pieces of text that a model reads: whole words or parts of words. "
+        "Which distinct tokens are in a batch is tested. Neither their order nor a text is read.",
+        "F1": "0: no token right. 1: every distinct token of the batch named, and none besides. "
+        "It is the harmonic mean of recall (the share of the batch's tokens that was named) and "
+        "precision (the share of what was named that was right).",
+    },
+)
+
+MEMBERSHIP = Family(
+    name="membership",
+    headline="auc",
+    chance=0.5,
+    metrics=("auc", "accuracy", "tpr_at_fpr_0.01"),
+    question="whether a given text is in a batch",
+    title="membership",
+    sentences=(
+        "tell texts of the batch from others with an AUC of {auc}, where guessing has {chance}",
+    ),
+    terms={
+        "AUC": "How often the attack ranks a text of the batch above one that is not in it. "
+        "0.5 is guessing, 1 is always.",
+        "TPR at 1% FPR": "The share of the batch's texts that is found while 1 in 100 other texts "
+        "is taken for one of them.",
+    },
+)
+
+TEXTS = Family(
+    name="texts",
+    headline="token_accuracy",
+    metrics=("token_accuracy", "exact_sentences", "rouge_l"),
+    question="whole texts",
+    title="whole texts",
+    sentences=(
+        "write down {token_accuracy%} of the tokens in their places, and {exact_sentences%} of the "
+        "texts without an error",
+    ),
+    terms={
+        "Token accuracy": "The share of tokens that was written down in the right place. 1 is "
+        "every text word for word.",
+    },
+)
+
+STANDARD_FAMILIES = (WORDS, MEMBERSHIP, TEXTS)
+"""Those of this package. A report says which of them nobody tested."""
+
+
+def standard_family(name: str) -> Family:
+    """Return the family of this package with a name, or a family that has a name alone."""
+    return next((one for one in STANDARD_FAMILIES if one.name == name), Family(name=name))

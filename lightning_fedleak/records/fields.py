@@ -1,0 +1,241 @@
+"""Dataclasses that are read from JSON, checked and written by the types of their fields.
+
+A field is declared once: its type says what JSON may hold there, a default says that it may be
+missing, and ``named`` gives the key where that is no name in Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+
+LARGEST = 2**53
+"""Integers and amounts above are no run's: floats are no longer exact there."""
+
+FieldReader = Callable[[Any, str], Any]
+"""Returns a field's value for a value of JSON and the path to it, or raises :class:`OddField`."""
+
+
+class OddField(ValueError):
+    """A value is not what its field holds; the message is the path to it."""
+
+
+def named(key: str, **more: Any) -> Any:
+    """Return a dataclass field that has another key in JSON than its name."""
+    return field(metadata={"key": key}, **more)
+
+
+def others() -> Any:
+    """Return a dataclass field for the keys that no other field of its record has."""
+    return field(default_factory=dict, metadata={"others": True})
+
+
+@dataclass(frozen=True)
+class Record:
+    """A part of a line. Subclasses are frozen dataclasses."""
+
+    @classmethod
+    def from_json(cls, value: Any, path: str = "") -> Self:
+        """Return the record that an object of JSON holds.
+
+        Args:
+            value: the object.
+            path: where in its line it is, for the error.
+
+        Raises:
+            OddField: a field is missing or is not what its type says.
+        """
+        if not isinstance(value, Mapping):
+            raise OddField(path)
+        root = f"{path}/" if path else ""
+        kind: type = cls
+        readers = _readers(kind)
+        arguments: dict[str, Any] = {}
+        known = set()
+        rest = None
+        for one in fields(cls):
+            key = one.metadata.get("key", one.name)
+            known.add(key)
+            if "others" in one.metadata:
+                rest = one.name
+            elif not one.init:
+                continue
+            elif key in value:
+                arguments[one.name] = readers[one.name](value[key], root + key)
+            elif one.default is MISSING and one.default_factory is MISSING:
+                raise OddField(f"{root}{key} is missing")
+        if rest is not None:
+            arguments[rest] = {key: part for key, part in value.items() if key not in known}
+        return cls(**arguments)
+
+
+def as_json(value: object) -> Any:
+    """Return a value as strict JSON takes it.
+
+    Infinity is the word ``infinite``, what is no number is null, and what JSON has no form for is
+    its text.
+    """
+    if is_dataclass(value):
+        content: dict[str, Any] = {}
+        for one in fields(value):
+            part = one.metadata.get("write", as_json)(getattr(value, one.name))
+            content |= (
+                part if "others" in one.metadata else {one.metadata.get("key", one.name): part}
+            )
+        return content
+    if isinstance(value, Mapping):
+        return {str(key): as_json(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "infinite"
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+# ---- one field ----------------------------------------------------------------------------------
+
+
+@cache
+def _readers(record: type) -> Mapping[str, FieldReader]:
+    hints = get_type_hints(record, include_extras=True)
+    return {one.name: reader_of(hints[one.name]) for one in fields(record) if one.init}
+
+
+def reader_of(hint: Any) -> FieldReader:
+    """Return what reads a field of a type."""
+    kind, arguments = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        reader: FieldReader = arguments[1]
+        return reader
+    if kind in (Union, UnionType):
+        return _one_of(arguments)
+    if kind is tuple:
+        return _list_of(reader_of(arguments[0]))
+    if kind is not None and issubclass(kind, Mapping):
+        return _mapping_to(reader_of(arguments[1]))
+    if hint in (Any, object):
+        return lambda value, path: value
+    if issubclass(hint, Record):
+        from_json: FieldReader = hint.from_json
+        return from_json
+    return number_if(is_number) if hint is float else _plain(hint)
+
+
+def number_if(holds: Callable[[Any], bool]) -> FieldReader:
+    """Return a reader of numbers for which a condition holds."""
+
+    def read(value: Any, path: str) -> float:
+        if not (is_number(value) and holds(value)):
+            raise OddField(path)
+        return float(value)
+
+    return read
+
+
+def _plain(kind: type) -> FieldReader:
+    """Return a reader of strings, truth values or integers."""
+
+    def read(value: Any, path: str) -> Any:
+        if not _is_of(value, kind):
+            raise OddField(path)
+        return value
+
+    return read
+
+
+def _is_of(value: Any, kind: type) -> bool:
+    """Return whether a value is of a type; True is no integer, and no integer is endless."""
+    return (
+        isinstance(value, kind)
+        and isinstance(value, bool) == (kind is bool)
+        and not (isinstance(value, int) and abs(value) > LARGEST)
+    )
+
+
+def _one_of(hints: Sequence[Any]) -> FieldReader:
+    readers = [reader_of(hint) for hint in hints if hint is not NoneType]
+
+    def read(value: Any, path: str) -> Any:
+        if value is None and NoneType in hints:
+            return None
+        odd: list[OddField] = []
+        for reader in readers:
+            try:
+                return reader(value, path)
+            except OddField as error:
+                odd.append(error)
+        raise max(odd, key=lambda error: len(str(error)))  # the deepest says most
+
+    return read
+
+
+def _list_of(reader: FieldReader) -> FieldReader:
+    def read(value: Any, path: str) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise OddField(path)
+        return tuple(reader(one, path) for one in value)
+
+    return read
+
+
+def _mapping_to(reader: FieldReader) -> FieldReader:
+    def read(value: Any, path: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise OddField(path)
+        return {key: reader(part, f"{path}/{key[:40]}") for key, part in value.items()}
+
+    return read
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, and no truth value."""
+    return type(value) in (float, int) and abs(value) < math.inf
+
+
+def _or_infinite(reader: FieldReader) -> FieldReader:
+    return lambda value, path: math.inf if value == "infinite" else reader(value, path)
+
+
+Share = Annotated[float, number_if(lambda value: 0 <= value <= 1)]
+"""A number from 0 to 1."""
+Amount = Annotated[float, _or_infinite(number_if(lambda value: 0 <= value <= LARGEST))]
+"""A number of 0 or above, or infinity."""
+Limit = Annotated[float, _or_infinite(number_if(is_number))]
+"""A number, or infinity."""
+
+
+class Releases(NamedTuple):
+    """Releases of one kind.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise over the clip norm.
+        sample_rate: chance of each unit to be in a release.
+        number: how many there were.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    number: int
+
+
+def _read_releases(value: Any, path: str) -> Releases:
+    if (
+        isinstance(value, list)
+        and len(value) == 3
+        and all(is_number(one) and 0 <= one <= LARGEST for one in value)
+        and value[1] <= 1
+        and isinstance(value[2], int)
+    ):
+        return Releases(*value)
+    raise OddField(path)
+
+
+History = Annotated[tuple[Releases, ...], _list_of(_read_releases)]
+"""All releases of an account: ``[noise multiplier, sample rate, count]`` each."""

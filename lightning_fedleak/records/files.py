@@ -1,0 +1,108 @@
+"""The two files of a run, as lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_fedleak.records.fields import OddField
+from lightning_fedleak.records.results import ResultLine
+from lightning_fedleak.records.run import RUN_LINES, SCHEMA, RunLine
+
+RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
+
+MOST_DIGITS = 20
+"""Longer integers of JSON are unknown: to parse one takes time that grows with its square."""
+
+
+@dataclass(frozen=True)
+class FileLines:
+    """The lines of a file.
+
+    Attributes:
+        lines: those that are as a run writes them.
+        problems: what is wrong with the others, each in a sentence.
+    """
+
+    lines: Sequence[ResultLine | RunLine] = ()
+    problems: Sequence[str] = ()
+
+
+def read_lines(path: Path) -> FileLines:
+    """Return the lines of a ``leakage.jsonl`` or ``run.jsonl``; none where there is no file.
+
+    A line that cannot be read is named in a problem and costs nothing but itself.
+    """
+    if not path.is_file():
+        return FileLines()
+    lines: list[ResultLine | RunLine] = []
+    broken, newer, odd = [], [], []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                content = parse_json(text)
+            except (ValueError, RecursionError):
+                content = None
+            if not isinstance(content, dict):
+                broken.append(number)
+                continue
+            schema = content.get("schema", 1)
+            if isinstance(schema, int) and schema > SCHEMA:
+                newer.append(number)
+                continue
+            try:
+                lines.append(_read_line(content, path.name))
+            except OddField as error:
+                odd.append(f"{number} ({error})")
+    problems = [
+        f"{len(numbers)} of the lines of {short(path)} {reason}: {first_of(numbers)}"
+        for numbers, reason in (
+            (broken, "cannot be read"),
+            (newer, "are of a newer version"),
+            (odd, "are not as a run writes them"),
+        )
+        if numbers
+    ]
+    return FileLines(lines, problems)
+
+
+def _read_line(content: dict[str, Any], name: str) -> ResultLine | RunLine:
+    if name == RESULTS:
+        return ResultLine.from_json(content)
+    line = RunLine.from_json(content)
+    return RUN_LINES.get(line.kind, RunLine).from_json(content)
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a text of JSON; NaN, infinity and numbers without end are None.
+
+    Raises:
+        ValueError: it is no JSON.
+        RecursionError: it is nested without end.
+    """
+
+    def integer(digits: str) -> int | None:
+        return int(digits) if len(digits) <= MOST_DIGITS else None
+
+    def real(digits: str) -> float | None:
+        value = float(digits)
+        return value if math.isfinite(value) else None
+
+    return json.loads(text, parse_constant=lambda _: None, parse_int=integer, parse_float=real)
+
+
+def short(path: Path) -> str:
+    """Return where a file is in its folder: reports are passed on, and name no other folders."""
+    return f"{path.parent.name}/{path.name}"
+
+
+def first_of(values: Sequence[object]) -> str:
+    """Return the first eight values, and how many more there are."""
+    shown = ", ".join(map(str, values[:8]))
+    return f"{shown} and {len(values) - 8} more" if len(values) > 8 else shown

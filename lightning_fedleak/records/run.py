@@ -1,0 +1,356 @@
+"""The lines of ``run.jsonl``: what a fit was, what each look cost, what gates decided, its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
+
+from lightning_fedleak.records.families import Family, standard_family
+from lightning_fedleak.records.fields import (
+    Amount,
+    FieldReader,
+    History,
+    Limit,
+    OddField,
+    Record,
+    Share,
+    named,
+    others,
+    reader_of,
+)
+
+SCHEMA = 3
+"""The newest version of a line. Version 1 has no families; version 2 was that of the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLine(Record):
+    """What every line of ``run.jsonl`` holds.
+
+    Attributes:
+        schema: version of the line.
+        run: id of the fit, as in ``leakage.jsonl``.
+        kind: which line it is.
+        time: when it was written, in UTC.
+    """
+
+    schema: int = SCHEMA
+    run: str
+    kind: str
+    time: str | None = None
+
+
+# ---- a fit begins -------------------------------------------------------------------------------
+
+
+def _settings_reader() -> FieldReader:
+    """Return what checks the settings of a defence that a report uses; others are anything."""
+    amount = reader_of(Amount | None)
+    kinds: dict[str, FieldReader] = {
+        **dict.fromkeys(("trust", "unit", "sampling", "accountant", "ledger"), reader_of(str)),
+        **dict.fromkeys(("target_epsilon", "clip"), amount),
+        "max_grad_norm": reader_of(Amount | str | None),  # "auto", or norms by layers
+        "clients": reader_of(int),
+        "poisson": reader_of(bool | None),
+    }
+
+    def read(value: Any, path: str) -> Mapping[str, Any]:
+        if not isinstance(value, dict):
+            raise OddField(path)
+        for name, reader in kinds.items():
+            if name in value:
+                reader(value[name], f"{path}/{name}")
+        return value
+
+    return read
+
+
+@dataclass(frozen=True, kw_only=True)
+class DefenseFacts(Record):
+    """A defence.
+
+    Attributes:
+        name: its name in the logs.
+        class_name: its class.
+        guarantee: what it promises, in a sentence; begins with "none" where it promises nothing.
+        settings: by name.
+    """
+
+    name: str
+    class_name: str | None = named("class", default=None)
+    guarantee: str | None = None
+    settings: Annotated[Mapping[str, Any], _settings_reader()] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DefenseLine(DefenseFacts, RunLine):
+    """A defence that the first line does not know, such as a client's own account."""
+
+    kind: str = field(default="defense", init=False)
+
+    @property
+    def facts(self) -> DefenseFacts:
+        """The defence."""
+        return DefenseFacts(**{one.name: getattr(self, one.name) for one in fields(DefenseFacts)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleasesBefore(Record):
+    """The releases of a defence that were restored with a checkpoint."""
+
+    defense: str
+    history: History
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedFit(Record):
+    """The fit whose checkpoint a fit goes on from: its id, and what its defences had released."""
+
+    run: str = ""
+    privacy: tuple[ReleasesBefore, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts(Record):
+    """The model: its class, sizes in parameters, and the names of those that are trained."""
+
+    class_name: str = named("class")
+    kind: str | None = None
+    vocabulary: int | None = None
+    parameters: int | None = None
+    trained_parameters: int | None = None
+    trained: tuple[str, ...] = ()
+    peft: tuple[str, ...] = ()
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorFacts(Record):
+    """The settings of what watched the fit.
+
+    Attributes:
+        client: what a client is: ``"rank"``, ``"world"``, or one of a federation.
+        clients: how many there are.
+        adversary: what the adversary is taken to have; None where that was not recorded.
+        local_steps: optimizer steps of a round; None where single gradients are shared.
+        stages: where it measured; None where that was not recorded.
+        more: its further settings.
+    """
+
+    client: str | int | None = None
+    clients: int = 1
+    adversary: tuple[str, ...] | None = None
+    local_steps: int | None = None
+    stages: tuple[str, ...] | None = None
+    more: Mapping[str, Any] = others()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackFacts(Record):
+    """An attack that is played.
+
+    Attributes:
+        name: its name in the logs.
+        class_name: its class.
+        family: name of its family.
+        adversary: its threat model, in a sentence.
+        needs: what the adversary must be able to do.
+        reads: names of the parameters that it reads.
+        exposed: whether they are shared.
+        config: its settings.
+    """
+
+    name: str
+    class_name: str | None = named("class", default=None)
+    family: str
+    adversary: str | None = None
+    needs: tuple[str, ...] | None = None
+    reads: tuple[str, ...] = ()
+    exposed: bool | None = None
+    config: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotPlayed(Record):
+    """An attack that is left out, and why."""
+
+    name: str
+    family: str | None = None
+    reason: str = named("why")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateFacts(Record):
+    """A gate: the metric that it watches, the limit, what it does above it, and how it judges."""
+
+    name: str
+    metric: str
+    at_most: Limit | None = None
+    action: str | None = None
+    bound: str | None = None
+    alpha: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeginLine(RunLine):
+    """What a fit knows of itself before its first step.
+
+    Attributes:
+        fit: the same for all monitors of one fit.
+        resumed: the fit that it goes on from; None where it begins with no checkpoint.
+        versions: of the packages that a number may depend on.
+        machine: processor and device.
+        model: the model.
+        training: how it is trained.
+        monitor: what watches it.
+        families: those of its attacks.
+        attacks: those that are played.
+        not_played: those that are left out; None where that was not recorded.
+        unread: names of the trained parameters that no attack reads; None: not recorded.
+        defenses: in their order.
+        gates: None where they were not recorded.
+        settings_hash: SHA-256 of all settings.
+    """
+
+    kind: str = field(default="begin", init=False)
+    fit: str | None = None
+    resumed: EndedFit | None = None
+    versions: Mapping[str, str] | None = None
+    machine: Mapping[str, Any] | None = None
+    model: ModelFacts | None = None
+    training: Mapping[str, Any] | None = None
+    monitor: MonitorFacts | None = None
+    families: tuple[Family, ...] = ()
+    attacks: tuple[AttackFacts, ...] = ()
+    not_played: tuple[NotPlayed, ...] | None = None
+    unread: tuple[str, ...] | None = None
+    defenses: tuple[DefenseFacts, ...] = ()
+    gates: tuple[GateFacts, ...] | None = None
+    settings_hash: str | None = None
+
+    @property
+    def is_federation(self) -> bool:
+        """Whether it is of a federation: it counts rounds, and has several clients."""
+        return (self.training or {}).get("strategy") == "federation"
+
+    def family_of(self, attack: str) -> Family | None:
+        """Return the family of an attack by its name; None where it is not recorded."""
+        name = next((one.family for one in self.attacks if one.name == attack), "")
+        if not name:
+            return None
+        own = (family for family in self.families if family.name == name)
+        return next(own, standard_family(name))
+
+
+# ---- while it goes on ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spending(Record):
+    """What a defence that accounts has spent so far.
+
+    Attributes:
+        defense: its name.
+        epsilon, delta: of all its releases; None where it is unknown.
+        noise_multiplier, sample_rate: of its last release.
+        releases: how many there were.
+        history: all of them, where they were recorded.
+    """
+
+    defense: str
+    epsilon: Amount | None = None
+    delta: Share | None = None
+    noise_multiplier: Amount | None = None
+    sample_rate: Share | None = None
+    releases: int | None = None
+    history: History | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookLine(RunLine):
+    """A look is over.
+
+    Attributes:
+        step: optimizer step or round.
+        client: whose round it was; None outside of federations.
+        utility: the user's own metrics.
+        privacy: what each defence has spent until then.
+        seconds: what the look took.
+        failures: results so far that are unknown.
+    """
+
+    kind: str = field(default="look", init=False)
+    step: int
+    client: str | int | None = None
+    utility: Mapping[str, Limit | None] | None = None
+    privacy: tuple[Spending, ...] | None = None
+    seconds: float | None = None
+    failures: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision(Record):
+    """What a gate did.
+
+    Attributes:
+        gate: its name; empty for an update that cannot be read, which leaves with no gate's leave.
+        did: what it did.
+        step: optimizer step or round.
+        client: whose update; None outside of federations.
+        metric: what it judged.
+        source: the metric of one attack whose value that was.
+        measured: the value; None is unknown.
+        at_most: the limit.
+        reason: why the value is unknown, or why the gate acted.
+        hardened: what it turned up, each in words.
+    """
+
+    gate: str
+    did: str
+    step: int
+    client: str | int | None = None
+    metric: str | None = None
+    source: str | None = named("of", default=None)
+    measured: float | None = None
+    at_most: Limit | None = None
+    reason: str | None = named("why", default=None)
+    hardened: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateLine(Decision, RunLine):
+    """A gate has acted."""
+
+    kind: str = field(default="gate", init=False)
+
+    @property
+    def decision(self) -> Decision:
+        """What the gate did."""
+        return Decision(**{one.name: getattr(self, one.name) for one in fields(Decision)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndLine(RunLine):
+    """A fit is over.
+
+    Attributes:
+        step: optimizer steps or rounds in all.
+        how: ``"finished"``, or the class of what was raised.
+        privacy: what each defence has spent in all.
+    """
+
+    kind: str = field(default="end", init=False)
+    step: int
+    how: str
+    privacy: tuple[Spending, ...] | None = None
+
+
+RUN_LINES: Mapping[str, type[RunLine]] = {
+    "begin": BeginLine,
+    "defense": DefenseLine,
+    "look": LookLine,
+    "gate": GateLine,
+    "end": EndLine,
+}
+"""By the kind of the line."""

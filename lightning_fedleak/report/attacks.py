@@ -1,0 +1,340 @@
+"""What each attack read in a fit: one summary for each attack and stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+from lightning_fedleak.records import STANDARD_FAMILIES, Family, MetricValue, ResultLine
+from lightning_fedleak.report.logs import FitLog
+from lightning_fedleak.report.wording import NOT_RECORDED
+
+SUM = "sum"
+"""The client whose update is that of all together."""
+CHOOSES = "chooses"
+"""Begins the abilities that a server has only if it is dishonest."""
+WITHHOLDING = ("withheld", "raise")
+"""What a gate of rounds does to an update that does not leave."""
+
+Points = list[tuple[int, float | None]]
+
+
+@dataclass(frozen=True)
+class ClientSummary:
+    """What an attack read of one client.
+
+    Attributes:
+        looks: measurements of updates that left.
+        withheld: updates that did not leave.
+        unknown: measurements without a result.
+        mean, highest: of the headline over the looks.
+        last: the latest headline.
+    """
+
+    looks: int
+    withheld: int
+    unknown: int
+    mean: float | None
+    highest: float | None
+    last: MetricValue | None
+
+
+@dataclass(frozen=True)
+class AttackSummary:
+    """What an attack read at a stage; numbers are of updates that left.
+
+    Attributes:
+        name, stage, adversary, reads, config: as recorded.
+        family: what kind of leak it reads.
+        headline: the metric of the means below.
+        chance: its value for guessing.
+        dishonest: whether its server chooses weights or layers; None where that was not recorded.
+        exposed: whether what it reads was shared.
+        looks: measurements with a result.
+        withheld: updates that did not leave.
+        unknown: measurements without a result.
+        why_unknown: the latest reason.
+        n: tokens, texts or games behind the numbers, in all.
+        mean, highest: over the looks.
+        worst_client: highest value of a single client.
+        clients: by their names; empty where there is one.
+        last: the latest value, of several clients that of the worst one.
+        last_n: its ``n``.
+        last_client: whose it is.
+        rates: the latest value of each metric that the family shows.
+        means: the mean of each.
+        certified: share of the looks at which the attack's own check held; None without a check.
+        above_chance: how far above guessing it read, up to 1; -1 where that is unknown.
+        conclusive: whether the last interval leaves guessing out; None where that does not apply.
+    """
+
+    name: str
+    stage: str
+    family: Family = field(metadata={"write": attrgetter("name")})
+    headline: str
+    chance: float
+    adversary: str
+    dishonest: bool | None
+    reads: Sequence[str]
+    config: Mapping[str, Any] | None
+    exposed: bool
+    looks: int
+    withheld: int
+    unknown: int
+    why_unknown: str | None
+    n: int
+    mean: float | None
+    highest: float | None
+    worst_client: float | None
+    clients: Mapping[str, ClientSummary]
+    last: MetricValue | None
+    last_n: int | None
+    last_client: str | None
+    rates: Mapping[str, MetricValue | None]
+    means: Mapping[str, float | None]
+    certified: float | None
+    above_chance: float = -1.0
+    conclusive: bool | None = None
+
+
+@dataclass(frozen=True)
+class ClientRow:
+    """A client of a federation, or the sum of all.
+
+    Attributes:
+        client: its name.
+        rounds: how many were measured.
+        decided: rounds by what a gate did in them.
+        attacks: what each attack read of it.
+    """
+
+    client: str
+    rounds: int
+    decided: Mapping[str, Sequence[int]]
+    attacks: Mapping[str, ClientSummary]
+
+
+class Results:
+    """The results of a fit, and which of its updates left their clients.
+
+    Args:
+        log: the fit.
+
+    Attributes:
+        lines: of attacks that were played.
+        clients: whose results there are, in the order in which they came.
+        several: whether results are told apart by clients.
+        withheld: updates, by client and round, that a gate did not let leave.
+    """
+
+    def __init__(self, log: FitLog) -> None:
+        self._log = log
+        self.lines = [line for line in log.results if line.reason_not_played is None]
+        self.clients = list(
+            dict.fromkeys(str(x.client) for x in self.of_clients if x.client is not None)
+        )
+        self.several = len(self.clients) > 1 or log.is_federation
+        self.withheld = {
+            (str(line.client), line.step)
+            for line in log.decisions
+            if line.did in WITHHOLDING and line.client is not None
+        }
+
+    @property
+    def of_clients(self) -> list[ResultLine]:
+        """Results of single clients: without those of their sum."""
+        return [line for line in self.lines if line.stage != "aggregate"]
+
+    def left(self, lines: Iterable[ResultLine]) -> list[ResultLine]:
+        """Return the lines without those of updates that did not leave."""
+        return [
+            line
+            for line in lines
+            if line.stage == "aggregate" or (str(line.client), line.step) not in self.withheld
+        ]
+
+    def family(self, attack: str, lines: Sequence[ResultLine]) -> Family:
+        """Return an attack's family; where it was not recorded, by the metrics of its lines."""
+        begin = self._log.begin
+        family = None if begin is None else begin.family_of(attack)
+        if family is not None:
+            return family
+        metrics = {name for line in lines for name in line.metrics}
+        return next((one for one in STANDARD_FAMILIES if one.headline in metrics), UNKNOWN_FAMILY)
+
+    def attacks(self) -> list[AttackSummary]:
+        """Return a summary for each attack and stage.
+
+        Those without a result come first, then the one that read furthest above chance.
+        """
+        grouped: dict[tuple[str, str], list[ResultLine]] = {}
+        for line in self.lines:
+            grouped.setdefault((line.attack, line.stage), []).append(line)
+        summaries = [self._attack(name, stage, lines) for (name, stage), lines in grouped.items()]
+        return sorted(summaries, key=lambda one: (one.looks > 0, -one.above_chance))
+
+    def _attack(self, name: str, stage: str, lines: Sequence[ResultLine]) -> AttackSummary:
+        begin = self._log.begin
+        facts = next((a for a in begin.attacks if a.name == name), None) if begin else None
+        family = self.family(name, lines)
+        headline = family.headline
+        left = self.left(lines)
+        shared = [line for line in left if line.was_shared]
+        values = _known(line.value_of_this_look(headline) for line in shared)
+        worst = _known(line.value(f"{headline}_worst_client") for line in shared)
+        reasons = [_reason(line, headline) for line in left if _is_unknown(line, headline)]
+        clients = self._by_client(lines, headline) if self.several else {}
+        with_value = [line for line in left if line.metric(headline) is not None]
+        last = with_value[-1] if with_value else None
+        if stage != "aggregate" and len(clients) > 1:
+            worst += _known(client.mean for client in clients.values())
+            newest = {str(line.client): line for line in with_value}
+            last = max(newest.values(), key=lambda line: line.value(headline) or 0.0, default=None)
+        summary = AttackSummary(
+            name=name,
+            stage=stage,
+            family=family,
+            headline=headline,
+            chance=family.chance,
+            adversary=(facts and facts.adversary) or NOT_RECORDED,
+            dishonest=None
+            if facts is None or facts.needs is None
+            else any(need.startswith(CHOOSES) for need in facts.needs),
+            reads=list(facts.reads) if facts else [],
+            config=(facts and facts.config) or lines[-1].config,
+            exposed=any(line.was_shared for line in lines),
+            looks=len(values),
+            withheld=len(lines) - len(left),
+            unknown=len(reasons),
+            why_unknown=reasons[-1] if reasons else None,
+            n=_count(left, headline),
+            mean=mean(values),
+            highest=max(values, default=None),
+            worst_client=max(worst, default=None),
+            clients=clients,
+            last=None if last is None else last.metric(headline),
+            last_n=None if last is None else last.n,
+            last_client=None if last is None or len(clients) < 2 else str(last.client),
+            rates={m: None if last is None else last.metric(m) for m in family.shown_metrics},
+            means={
+                m: mean(_known(line.value_of_this_look(m) for line in shared))
+                for m in family.shown_metrics
+            },
+            certified=mean(_known(line.value("certified") for line in left)),
+        )
+        return replace(
+            summary, above_chance=_above_chance(summary), conclusive=_is_conclusive(summary)
+        )
+
+    def _by_client(self, lines: Sequence[ResultLine], headline: str) -> dict[str, ClientSummary]:
+        by_client: dict[str, list[ResultLine]] = {}
+        for line in lines:
+            by_client.setdefault(str(line.client), []).append(line)
+        return {name: self._client(own, headline) for name, own in by_client.items()}
+
+    def _client(self, lines: Sequence[ResultLine], headline: str) -> ClientSummary:
+        left = self.left(lines)
+        values = _known(line.value_of_this_look(headline) for line in left if line.was_shared)
+        rates = [rate for line in left if (rate := line.metric(headline)) is not None]
+        return ClientSummary(
+            looks=len(values),
+            withheld=len(lines) - len(left),
+            unknown=sum(_is_unknown(line, headline) for line in left),
+            mean=mean(values),
+            highest=max(values, default=None),
+            last=rates[-1] if rates else None,
+        )
+
+    def client_rows(self, attacks: Sequence[AttackSummary]) -> list[ClientRow]:
+        """Return a row for each client of a federation, and one for their sum."""
+        rows = []
+        summed = [SUM] if any(a.stage == "aggregate" for a in attacks) else []
+        for client in [*self.clients, *summed]:
+            rounds = {line.step for line in self._log.results if str(line.client) == client}
+            decided: dict[str, list[int]] = {}
+            for line in self._log.decisions:
+                if str(line.client) == client and line.step not in decided.get(line.did, ()):
+                    decided.setdefault(line.did, []).append(line.step)
+            summaries = {a.name: a.clients[client] for a in attacks if client in a.clients}
+            rows.append(ClientRow(client, len(rounds), decided, summaries))
+        return rows
+
+    def headlines(self) -> dict[str, dict[str, Points]]:
+        """Return the headline of each attack over the steps, by client; None is unknown.
+
+        A single client, at what was shared, has the name "". Of several there is a line for each,
+        and for their sum where it was measured; without updates that did not leave.
+        """
+        wanted = ("shared", "aggregate") if self.several else ("shared",)
+        series: dict[str, dict[str, Points]] = {}
+        for line in self.left(self.lines):
+            if line.stage in wanted:
+                headline = self.family(line.attack, [line]).headline
+                client = str(line.client) if self.several else ""
+                points = series.setdefault(line.attack, {}).setdefault(client, [])
+                points.append((line.step, line.value_of_this_look(headline)))
+        by_attack = {
+            name: {c: line for c, line in lines.items() if any(v is not None for _, v in line)}
+            for name, lines in series.items()
+        }
+        return {name: lines for name, lines in by_attack.items() if lines}
+
+
+UNKNOWN_FAMILY = Family(name="unknown")
+"""Of an attack that was not recorded, and whose metrics are of no family of this package."""
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean; None of no values."""
+    return math.fsum(values) / len(values) if values else None
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _above_chance(attack: AttackSummary) -> float:
+    """Return how far above chance an attack read.
+
+    Without guessing one look counts. A look at a game against guessing is of few trials, so that
+    the highest of many is high by chance: there the mean counts, that of the worst client, and what
+    is pooled.
+    """
+    values = [attack.highest]
+    if attack.chance:
+        last = attack.last.value if attack.last else None
+        values = [attack.mean, attack.worst_client, last]
+    known = _known(values)
+    return (max(known) - attack.chance) / (1 - attack.chance) if known else -1.0
+
+
+def _is_conclusive(attack: AttackSummary) -> bool | None:
+    last = attack.last
+    if not attack.chance or last is None or last.low is None or last.high is None:
+        return None
+    return not last.low <= attack.chance <= last.high
+
+
+def _is_unknown(line: ResultLine, headline: str) -> bool:
+    return bool(line.unknown) or (line.was_shared and line.metric(headline) is None)
+
+
+def _reason(line: ResultLine, headline: str) -> str:
+    return line.unknown or f"its {headline or 'value'} is no number"
+
+
+def _count(lines: Sequence[ResultLine], headline: str) -> int:
+    """Return tokens, texts or games in all; of what is pooled each client's highest count."""
+    pooled: dict[str, int] = {}
+    single = 0
+    for line in lines:
+        n = line.n or 0
+        if line.is_pooled(headline):
+            client = str(line.client)
+            pooled[client] = max(pooled.get(client, 0), n)
+        else:
+            single += n
+    return single + sum(pooled.values())

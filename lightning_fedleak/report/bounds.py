@@ -1,0 +1,243 @@
+"""What epsilons allow beside what was measured, and what several fits have spent together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_fedleak.records import MetricValue, Releases, named
+from lightning_fedleak.report.attacks import AttackSummary
+from lightning_fedleak.report.logs import FitLog
+from lightning_fedleak.report.privacy import (
+    FPR,
+    LARGEST_SHOWN_EPSILON,
+    Account,
+    composed_epsilon,
+)
+from lightning_fedleak.report.wording import NOT_RECORDED, rounded_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """The most that an epsilon allows a test of membership, beside what was measured.
+
+    Attributes:
+        defense: whose epsilon it is.
+        stage: where membership was measured for the comparison.
+        epsilon, delta: the bound.
+        largest_tpr, largest_auc: of any test of who was in the training data.
+        largest_tpr_in_a_batch, largest_auc_in_a_batch: of any test of who was in one batch.
+        measured_tpr, measured_auc: the highest that attacks reached; None where none measured it.
+    """
+
+    defense: str
+    stage: str
+    epsilon: float
+    delta: float
+    largest_tpr: float = named("largest_tpr_at_fpr_0.01")
+    largest_auc: float
+    largest_tpr_in_a_batch: float | None = named("largest_tpr_at_fpr_0.01_in_a_batch")
+    largest_auc_in_a_batch: float | None
+    measured_tpr: float | None = named("measured_tpr_at_fpr_0.01")
+    measured_auc: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointAccount:
+    """What several fits have spent, if they were on the same examples: an upper bound.
+
+    Attributes:
+        defense: its name in all of them.
+        fits: how many there are.
+        delta, epsilon: of all releases together; words where epsilon was not computed.
+        sum_of_epsilons, sum_of_deltas: added up one by one.
+        unit: what all of them protect.
+        whole: whether the end of each was recorded.
+    """
+
+    defense: str
+    fits: int
+    delta: float
+    epsilon: float | str | None
+    sum_of_epsilons: float | None
+    sum_of_deltas: float
+    unit: str
+    whole: bool
+
+
+def allowances(
+    accounts: Sequence[Account], attacks: Sequence[AttackSummary], clients: int
+) -> list[Allowance]:
+    """Return the most that each epsilon that holds allows a test of membership.
+
+    Epsilon bounds a test of whether an example was in the training data. What is measured is
+    whether it is in one batch, to which sampling adds nothing: the noise of one release bounds it.
+    Where epsilon covers the sum over several clients, that is measured at stage aggregate.
+    """
+    holding = [account for account in accounts if account.holds]
+    if not holding:
+        return []
+    from lightning_fedleak.auditing.mechanisms import dp_auc, dp_tpr  # loads torch: seconds
+
+    found = []
+    for account in holding:
+        summed = account.trust in ("secure_aggregation", "central")
+        stage = "aggregate" if summed and clients > 1 else "shared"
+        if account.is_of_clients and account.trust == "central":
+            stage = "the noised mean, which is not attacked"
+        games = [a for a in attacks if a.family.name == "membership" and a.stage == stage]
+        tprs = [a.rates.get("tpr_at_fpr_0.01") for a in games]
+        epsilon, delta = account.bound
+        largest = min(epsilon, LARGEST_SHOWN_EPSILON)
+        tpr_in_a_batch, auc_in_a_batch = _in_a_batch(account)
+        found.append(
+            Allowance(
+                defense=account.defense,
+                stage=stage,
+                epsilon=epsilon,
+                delta=delta,
+                largest_tpr=dp_tpr(FPR, largest, delta),
+                largest_auc=dp_auc(largest, delta),
+                largest_tpr_in_a_batch=tpr_in_a_batch,
+                largest_auc_in_a_batch=auc_in_a_batch,
+                measured_tpr=_highest(tprs),
+                measured_auc=_highest([a.last for a in games]),
+            )
+        )
+    return found
+
+
+def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
+    """Return the largest TPR at 1% FPR and the largest AUC of a test of who is in one batch.
+
+    For independent Gaussian noise this is exact, by its least multiplier. Else it follows from the
+    epsilon of all releases without sampling.
+    """
+    from lightning_fedleak.auditing.mechanisms import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
+
+    least = min((one.noise_multiplier for one in account.history), default=0.0)
+    if least > 0 and not account.correlated:
+        return gaussian_tpr(FPR, least), gaussian_auc(least)
+    sampled = not account.is_of_tokens and account.poisson is not False
+    epsilon, delta = account.bound
+    unsampled = account.without_sampling if sampled else epsilon
+    if not isinstance(unsampled, int | float):
+        return None, None
+    largest = min(unsampled, LARGEST_SHOWN_EPSILON)
+    return dp_tpr(FPR, largest, delta), dp_auc(largest, delta)
+
+
+def _highest(rates: Sequence[MetricValue | None]) -> float | None:
+    values = [rate.value for rate in rates if rate is not None and rate.value is not None]
+    return max(values, default=None)
+
+
+# ---- several fits -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _FitAccount:
+    """The account of one fit, which may have begun with releases of another.
+
+    Attributes:
+        account: what it spent.
+        origin: name of the fit whose checkpoint it went on from; None where that is not here.
+        before: the releases that the checkpoint held.
+    """
+
+    account: Account
+    origin: str | None
+    before: Sequence[Releases]
+
+    def new_releases(self, elsewhere: Sequence[Releases]) -> list[Releases]:
+        """Return the releases without those from the checkpoint that are recorded elsewhere.
+
+        A fit that was killed has recorded fewer than its last checkpoint holds: the rest stays
+        here. Where the checkpoint's are no part of the history, nothing is taken off.
+        """
+        counts = _by_kind(self.account.history)
+        before, recorded = _by_kind(self.before), _by_kind(elsewhere)
+        if all(counts.get(kind, 0) >= count for kind, count in before.items()):
+            for kind, count in before.items():
+                counts[kind] -= min(count, recorded.get(kind, 0))
+        return [Releases(*kind, count) for kind, count in counts.items() if count]
+
+
+def _by_kind(history: Sequence[Releases]) -> dict[tuple[float, float], int]:
+    return {(one.noise_multiplier, one.sample_rate): one.number for one in history}
+
+
+def joint_accounts(logs: Sequence[tuple[FitLog, Sequence[Account]]]) -> list[JointAccount]:
+    """Return what all fits have spent, for each defence that several had.
+
+    Several monitors of one fit count once, by the one that recorded most. The releases that a fit
+    had restored with a checkpoint count once too, as far as the fit that made them recorded them
+    and is among these. Where noise was turned up in the run (``accountant="filter"``) epsilons are
+    added up.
+    """
+    by_defense: dict[str, dict[str, _FitAccount]] = {}
+    fit_names = {log.run: log.fit_name for log, _ in logs}
+    for log, accounts in logs:
+        resumed = log.begin.resumed if log.begin else None
+        before = {one.defense: one.history for one in resumed.privacy} if resumed else {}
+        for account in accounts:
+            fits = by_defense.setdefault(account.defense, {})
+            other = fits.get(log.fit_name)
+            if other is None or _count(other.account) < _count(account):
+                origin = fit_names.get(resumed.run if resumed else "")
+                fits[log.fit_name] = _FitAccount(account, origin, before.get(account.defense, ()))
+    return [_joint(name, fits) for name, fits in by_defense.items() if len(fits) > 1]
+
+
+def _count(account: Account) -> int:
+    return sum(one.number for one in account.history)
+
+
+def _joint(defense: str, fits: Mapping[str, _FitAccount]) -> JointAccount:
+    accounts = [fit.account for fit in fits.values()]
+    added = _sum([account.epsilon for account in accounts])
+    deltas = rounded_up(math.fsum(account.delta or 0.0 for account in accounts))
+    delta = max(account.delta or 0.0 for account in accounts)
+    accountants = {account.accountant for account in accounts}
+    drawn = {account.sampling for account in accounts}
+    epsilon: float | str | None = math.inf
+    if all(account.holds for account in accounts):
+        recorded = all(account.history for account in accounts)
+        if recorded and accountants <= {"prv", "rdp"} and len(drawn) == 1:
+            history = [
+                release
+                for fit in fits.values()
+                for release in fit.new_releases(_history(fits.get(fit.origin or "")))
+            ]
+            kind = "prv" if accountants == {"prv"} else "rdp"
+            epsilon = composed_epsilon(history, delta, kind, *drawn)
+        else:
+            epsilon, delta = added, deltas
+    units = {account.unit for account in accounts}
+    return JointAccount(
+        defense=defense,
+        fits=len(fits),
+        delta=delta,
+        epsilon=epsilon,
+        sum_of_epsilons=added,
+        sum_of_deltas=deltas,
+        unit=_common(units),
+        whole=all(account.whole for account in accounts),
+    )
+
+
+def _history(fit: _FitAccount | None) -> Sequence[Releases]:
+    return fit.account.history if fit else ()
+
+
+def _common(units: set[str]) -> str:
+    """Return what all of them protect: hiding all rows of a user hides each example."""
+    if len(units) == 1:
+        return next(iter(units))
+    return NOT_RECORDED if NOT_RECORDED in units else "example"
+
+
+def _sum(epsilons: Sequence[float | None]) -> float | None:
+    known = [epsilon for epsilon in epsilons if epsilon is not None]
+    return rounded_up(math.fsum(known)) if len(known) == len(epsilons) else None

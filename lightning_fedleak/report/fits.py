@@ -1,0 +1,350 @@
+"""What a fit was: what left its clients and who could see it, what was tested, what gates did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_fedleak.records import (
+    STANDARD_FAMILIES,
+    BeginLine,
+    Decision,
+    DefenseFacts,
+    GateFacts,
+    ModelFacts,
+    MonitorFacts,
+    NotPlayed,
+    named,
+)
+from lightning_fedleak.report.attacks import (
+    SUM,
+    AttackSummary,
+    ClientRow,
+    Points,
+    Results,
+)
+from lightning_fedleak.report.bounds import Allowance, allowances
+from lightning_fedleak.report.logs import FitLog
+from lightning_fedleak.report.privacy import CLIENT, TOKENS, Account, accounts, trusted_party
+from lightning_fedleak.report.wording import NOT_RECORDED, digits, first_four
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What left a client, after which defences, and who could see it.
+
+    Attributes:
+        what: in words.
+        seen_by: in words.
+        trained: names of the trained parameters; None where they were not recorded.
+        unread: those that no attack reads.
+        clients: how many there are; None where the run was not recorded.
+    """
+
+    what: str
+    clients: int | None
+    seen_by: str
+    trained: Sequence[str] | None
+    unread: Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class GateRule:
+    """A gate, and its rule in words."""
+
+    name: str
+    metric: str
+    at_most: float | None
+    action: str | None
+    bound: str | None
+    alpha: float | None
+    rule: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DefenseSummary:
+    """A defence; its settings are without its ledger, which names a place."""
+
+    name: str
+    class_name: str = named("class")
+    guarantee: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSummary:
+    """Everything that a report says of one fit, or of one federation.
+
+    Attributes:
+        name, folder: of its logs.
+        run: its id, or those of its monitors.
+        monitors: how many wrote its lines.
+        unit: what its looks count.
+        recorded: whether it wrote down what it was.
+        began, ended: in words.
+        steps: the last look.
+        model, training, versions, machine, monitor, settings_hash: as recorded.
+        shared: what left a client.
+        attacks: what each read.
+        headlines: of each attack over the steps, by client.
+        clients: rows of a federation.
+        updates, withheld: how many there were, and did not leave.
+        utility: the user's own metrics over the steps.
+        privacy: what defences have spent.
+        implied: what that allows.
+        defenses, gates: None where they were not recorded.
+        decisions: of gates.
+        not_played: attacks that were left out, and why.
+        not_tested: what nobody tried, in sentences.
+    """
+
+    name: str
+    folder: str
+    run: str
+    monitors: int
+    unit: Literal["step", "round"]
+    recorded: bool
+    began: str
+    ended: str
+    steps: int | None
+    model: ModelFacts | None
+    training: Mapping[str, Any] | None
+    versions: Mapping[str, str] | None
+    machine: Mapping[str, Any] | None
+    monitor: MonitorFacts | None
+    settings_hash: str
+    shared: Shared
+    attacks: Sequence[AttackSummary]
+    headlines: Mapping[str, Mapping[str, Points]]
+    clients: Sequence[ClientRow]
+    updates: int
+    withheld: int
+    utility: Mapping[str, Points]
+    privacy: Sequence[Account]
+    implied: Sequence[Allowance]
+    defenses: Sequence[DefenseSummary] | None
+    gates: Sequence[GateRule] | None
+    decisions: Sequence[Decision]
+    not_played: Mapping[str, str]
+    not_tested: Sequence[str]
+
+
+def fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
+    """Return what a report says of a fit, and what is wrong with the ledgers that it names."""
+    begin = log.begin or BeginLine(run=log.run)
+    results = Results(log)
+    attacks = results.attacks()
+    spent, problems = accounts(log)
+    not_played = {one.name: one.reason for one in _not_played(log)}
+    shared = _shared(log.begin, len(results.clients), spent)
+    tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
+    summary = FitSummary(
+        name=log.folder.name,
+        folder=log.folder.name if log.folder.is_absolute() else str(log.folder),
+        run=log.run or NOT_RECORDED,
+        monitors=log.monitors,
+        unit="round" if log.is_federation else "step",
+        recorded=log.begin is not None,
+        began=begin.time or NOT_RECORDED,
+        ended=_ended(log),
+        steps=max(
+            (*(r.step for r in log.results), *(look.step for look in log.looks)), default=None
+        ),
+        model=begin.model,
+        training=begin.training,
+        versions=begin.versions,
+        machine=begin.machine,
+        monitor=begin.monitor,
+        settings_hash=begin.settings_hash or NOT_RECORDED,
+        shared=shared,
+        attacks=attacks,
+        headlines=results.headlines(),
+        clients=results.client_rows(attacks) if log.is_federation else [],
+        updates=len({(line.client, line.step) for line in results.of_clients}),
+        withheld=len(results.withheld),
+        utility=_utility(log),
+        privacy=spent,
+        implied=allowances(spent, attacks, shared.clients or 1),
+        defenses=_defenses(begin.defenses) if log.begin else None,
+        gates=None if begin.gates is None else [_rule(g) for g in begin.gates],
+        decisions=[line.decision for line in log.decisions],
+        not_played=not_played,
+        not_tested=_not_tested(log, attacks, tested, not_played),
+    )
+    return summary, problems
+
+
+def _ended(log: FitLog) -> str:
+    if log.begin is None:
+        return f"end {NOT_RECORDED}"
+    if log.end is None:
+        how = "end unknown" if log.is_federation else "was cut off, or still runs"
+        return f"{how}: no end was recorded"
+    stopped = [line.gate for line in log.decisions if line.did == "stopped"]
+    if log.end.how == "finished" and stopped:
+        return f"was stopped by the gate {', '.join(stopped)}"
+    reasons = {
+        "finished": "finished normally",
+        "KeyboardInterrupt": "was interrupted by hand",
+        "SIGTERMException": "was stopped from outside (SIGTERM)",
+    }
+    return reasons.get(log.end.how, f"ended by an error ({log.end.how})")
+
+
+def _utility(log: FitLog) -> dict[str, Points]:
+    """Return the user's metrics by name, and by client where the lines say which."""
+    series: dict[str, dict[int, float | None]] = {}
+    for look in log.looks:
+        client = SUM if look.client == SUM else f"client {look.client}"
+        whose = "" if look.client is None else f", {client}"
+        for name, value in (look.utility or {}).items():
+            finite = None if value is None or math.isinf(value) else value
+            series.setdefault(f"{name}{whose}", {}).setdefault(look.step, finite)
+    return {name: list(points.items()) for name, points in series.items()}
+
+
+# ---- what left, and who could see it ------------------------------------------------------------
+
+
+def _shared(begin: BeginLine | None, clients: int, spent: Sequence[Account]) -> Shared:
+    """Return what left a client; ``clients`` is how many are in the lines of the fit."""
+    if begin is None:
+        return Shared(NOT_RECORDED, None, NOT_RECORDED, None, None)
+    monitor, model = begin.monitor or MonitorFacts(), begin.model
+    what = "the gradient of every step"
+    if monitor.local_steps:
+        steps = (
+            "optimizer step"
+            if monitor.local_steps == 1
+            else f"{monitor.local_steps} optimizer steps"
+        )
+        what = f"the weights' change after every {steps}"
+    if model is not None and model.trained_parameters and model.parameters:
+        trained, total = model.trained_parameters, model.parameters
+        what += f", of {'all' if trained == total else f'{trained:,} of'} {total:,} parameters"
+    peft = f" ({', '.join(model.peft)})" if model is not None and model.peft else ""
+    seen_by = "whoever receives a client's update: the server, its staff and storage"
+    for defense in begin.defenses:
+        party = trusted_party(defense)
+        if party == "server":
+            seen_by = "each client's update as it is: a server that is trusted with it"
+        elif party == "sum":
+            seen_by = "the sum over clients only, if a secure aggregation really hides the parts"
+    return Shared(
+        what=f"{what}{peft}, {_defended(begin.defenses, spent)}",
+        clients=max(monitor.clients, clients),
+        seen_by=seen_by,
+        trained=None if model is None else model.trained,
+        unread=begin.unread,
+    )
+
+
+def _defended(defenses: Sequence[DefenseFacts], spent: Sequence[Account]) -> str:
+    """Return what defences did to what left a client, with the settings that matter."""
+    by_name = {account.defense: account for account in spent}
+    effects = dict.fromkeys(_effect(one, by_name.get(one.name)) for one in defenses)
+    return "; ".join(effects) or "without a defence"
+
+
+def _effect(defense: DefenseFacts, account: Account | None) -> str:
+    """Return what one defence did."""
+    settings = defense.settings or {}
+    name, kind = defense.name, defense.class_name or NOT_RECORDED
+    clip = settings.get("max_grad_norm", settings.get("clip"))
+    clipped = "not clipped" if clip is None else f"clipped at {digits(clip)}"
+    if clip == "auto":
+        clipped = "clipped to a norm below 1"
+    noise = digits(settings.get("noise_multiplier", settings.get("sigma")))
+    if account is not None and account.noise_multiplier is not None:
+        noise = account.noise
+    if kind == TOKENS:
+        unit = "token" if settings.get("per") == "token" else "text"
+        return (
+            f"of texts whose tokens {name} replaced before training "
+            f"({digits(settings.get('mechanism'))}, epsilon {digits(settings.get('epsilon'))} for "
+            f"each {unit})"
+        )
+    if kind == CLIENT and settings.get("trust") == "central":
+        return (
+            f"as it is; then the server clips it at {digits(clip)} and adds noise {noise} ({name})"
+        )
+    if kind == "DPSGD":
+        return f"each {settings.get('unit', 'example')}'s part {clipped}, noise {noise} ({name})"
+    if kind in (CLIENT, "GradientNoise"):
+        share = "a share of " if settings.get("trust") == "secure_aggregation" else ""
+        return f"{clipped}, {share}noise {noise} ({name})"
+    return f"after the defence {name} ({kind})"
+
+
+def _defenses(defenses: Sequence[DefenseFacts]) -> list[DefenseSummary]:
+    """Return each defence once, also where several clients have it."""
+    summaries: list[DefenseSummary] = []
+    for one in defenses:
+        settings = {name: v for name, v in (one.settings or {}).items() if name != "ledger"}
+        summary = DefenseSummary(
+            name=one.name,
+            class_name=one.class_name or NOT_RECORDED,
+            guarantee=one.guarantee or NOT_RECORDED,
+            settings=settings,
+        )
+        if summary not in summaries:
+            summaries.append(summary)
+    return summaries
+
+
+# ---- gates, and what nobody tested --------------------------------------------------------------
+
+
+def _rule(gate: GateFacts) -> GateRule:
+    judged = "each measurement by its value"
+    if gate.bound not in (None, "value"):
+        judged = f"all measurements, {gate.bound} bound, alpha {digits(gate.alpha)}"
+    rule = f"{gate.metric} at most {digits(gate.at_most)}, else {digits(gate.action)}"
+    return GateRule(
+        gate.name,
+        gate.metric,
+        gate.at_most,
+        gate.action,
+        gate.bound,
+        gate.alpha,
+        f"{rule}; judges {judged}",
+    )
+
+
+def _not_played(log: FitLog) -> Sequence[NotPlayed]:
+    """Return the attacks that were left out; where that was not recorded, by their own lines."""
+    if log.begin is not None and log.begin.not_played is not None:
+        return log.begin.not_played
+    return [
+        NotPlayed(name=line.attack, reason=line.reason_not_played)
+        for line in log.results
+        if line.reason_not_played is not None
+    ]
+
+
+def _not_tested(
+    log: FitLog,
+    attacks: Sequence[AttackSummary],
+    tested: set[str],
+    not_played: Mapping[str, str],
+) -> list[str]:
+    """Return what nobody tried, in sentences."""
+    families = {one.name: one for one in STANDARD_FAMILIES}
+    families |= {one.name: one for one in (log.begin.families if log.begin else ())}
+    sentences = [
+        f"{family.tested}: no attack gave a result"
+        for name, family in families.items()
+        if name not in tested
+    ]
+    sentences += [f"{name}: {reason}" for name, reason in not_played.items()]
+    unread = (log.begin.unread if log.begin else None) or ()
+    if unread:
+        sentences.append(
+            f"{len(unread)} shared parameters, tested by no attack: {first_four(unread)}"
+        )
+    if log.begin is None:
+        sentences.append("which shared parameters no attack tests: not recorded")
+    sentences.append("the trained model itself: extraction and membership by its answers")
+    return sentences

@@ -1,0 +1,249 @@
+"""The logs of runs in folders, fit by fit, and the results of commands beside them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_fedleak.records import (
+    RECORD,
+    RESULTS,
+    BeginLine,
+    DefenseLine,
+    EndLine,
+    GateLine,
+    LookLine,
+    ResultLine,
+    RunLine,
+    as_json,
+    parse_json,
+    read_lines,
+)
+from lightning_fedleak.records.files import short
+from lightning_fedleak.report.wording import NOT_RECORDED
+
+
+class ReportError(ValueError):
+    """A report cannot be made; the message says what to change."""
+
+
+class NothingToReport(ReportError):
+    """No file of a run, or of a command's results, is where a report was asked for."""
+
+
+@dataclass(frozen=True)
+class FitLog:
+    """The lines of one fit.
+
+    Attributes:
+        folder: where its files are.
+        run: its id; empty in the first version.
+        begin: what it knew of itself before its first step; None where that was not recorded.
+        looks: one for each look.
+        results: one for each look, stage and attack.
+        decisions: of gates.
+        end: how it ended; None where it was cut off, or that was not recorded.
+        monitors: how many wrote these lines.
+    """
+
+    folder: Path
+    run: str
+    begin: BeginLine | None = None
+    looks: Sequence[LookLine] = ()
+    results: Sequence[ResultLine] = ()
+    decisions: Sequence[GateLine] = ()
+    end: EndLine | None = None
+    monitors: int = 1
+
+    @property
+    def is_federation(self) -> bool:
+        """Whether it is of a federation; a fit that was not recorded is none."""
+        return self.begin is not None and self.begin.is_federation
+
+    @property
+    def fit_name(self) -> str:
+        """The same name for all monitors of one fit."""
+        recorded = self.begin.fit if self.begin is not None else None
+        return recorded or f"{self.folder}/{self.run}"
+
+
+@dataclass(frozen=True)
+class Logs:
+    """What was read.
+
+    Attributes:
+        fits: in the order in which they began.
+        results: of ``fedleak game``, ``invert`` and ``sweep``, by the file's name.
+        problems: what could not be read, each in a sentence.
+    """
+
+    fits: tuple[FitLog, ...]
+    results: Mapping[str, Any] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+
+def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
+    """Return the logs in folders, with all folders below them, and in files.
+
+    Args:
+        places: log folders of runs, or files of results. Of a log file its folder is read, without
+            what lies below.
+        run: id of the fit that is read alone; default all.
+
+    Raises:
+        NothingToReport: a place does not exist, or nothing is in any of them.
+    """
+    problems: list[str] = []
+    fits: list[FitLog] = []
+    results: dict[str, Any] = {}
+    for place in places:
+        if not place.exists():
+            raise NothingToReport(f"'{place}' does not exist: name the folder of a run's logs")
+        if place.is_file() and place.suffix == ".json":
+            _add_result(place, results, problems, is_named=True)
+            continue
+        folders = [place.parent] if place.is_file() else _folders(place)
+        for folder in folders:
+            fits += _fits(folder, problems)
+        for path in sorted(place.rglob("*.json")) if place.is_dir() else ():
+            _add_result(path, results, problems, is_named=False)
+    if not fits and not results:
+        listed = ", ".join(f"'{place}'" for place in places)
+        raise NothingToReport(
+            f"no {RESULTS}, and no results of fedleak game, invert or sweep, in {listed}. A "
+            "LeakageMonitor writes its file to the logger's folder (lightning_logs/version_0, say)"
+        )
+    different = {(fit.folder.resolve(), fit.run): fit for fit in fits}
+    fits = [fit for fit in different.values() if run is None or fit.run == run]
+    fits = _without_copies(fits, problems)
+    fits.sort(key=lambda fit: (fit.begin.time if fit.begin else None) or "")
+    return Logs(tuple(fits), results, tuple(problems))
+
+
+def _folders(place: Path) -> list[Path]:
+    return sorted({path.parent for name in (RESULTS, RECORD) for path in place.rglob(name)})
+
+
+def _fits(folder: Path, problems: list[str]) -> list[FitLog]:
+    by_run: dict[str, list[ResultLine | RunLine]] = {}
+    for name in (RECORD, RESULTS):
+        file = read_lines(folder / name)
+        problems += file.problems
+        for line in file.lines:
+            by_run.setdefault(line.run, []).append(line)
+    return [_fit(folder, run, lines) for run, lines in by_run.items()]
+
+
+def _fit(folder: Path, run: str, lines: Sequence[ResultLine | RunLine]) -> FitLog:
+    """Return the log of one fit; its first line gets the defences that came later."""
+    begin = next((line for line in lines if isinstance(line, BeginLine)), None)
+    if begin is not None:
+        later = [line for line in lines if isinstance(line, DefenseLine)]
+        begin = replace(begin, defenses=(*begin.defenses, *(line.facts for line in later)))
+    return FitLog(
+        folder,
+        run,
+        begin=begin,
+        looks=[line for line in lines if isinstance(line, LookLine)],
+        results=[line for line in lines if isinstance(line, ResultLine)],
+        decisions=[line for line in lines if isinstance(line, GateLine)],
+        end=next((line for line in lines if isinstance(line, EndLine)), None),
+    )
+
+
+def _without_copies(fits: Sequence[FitLog], problems: list[str]) -> list[FitLog]:
+    """Leave out fits all of whose lines are also in another folder, under the same id."""
+    runs = Counter(fit.run for fit in fits if fit.run)  # the first version had no ids
+    repeated = [(fit, _texts(fit)) for fit in fits if runs[fit.run] > 1]
+    originals: list[tuple[FitLog, set[str]]] = []
+    copies: list[FitLog] = []
+    for fit, texts in sorted(repeated, key=lambda one: -len(one[1])):
+        original = next((f for f, lines in originals if f.run == fit.run and texts <= lines), None)
+        if original is None:
+            originals.append((fit, texts))
+        else:
+            copies.append(fit)
+            problems.append(
+                f"run {fit.run} lies in {short(original.folder)} and in {short(fit.folder)}: it is "
+                "counted once, by the first"
+            )
+    return [fit for fit in fits if all(fit is not copy for copy in copies)]
+
+
+def _texts(fit: FitLog) -> set[str]:
+    """Return all lines of a fit as text."""
+    lines = (*fit.looks, *fit.results, *fit.decisions, fit.begin, fit.end)
+    return {json.dumps(as_json(line), sort_keys=True) for line in lines if line is not None}
+
+
+def _add_result(
+    path: Path, results: dict[str, Any], problems: list[str], *, is_named: bool
+) -> None:
+    """Add a command's file of results; other files are a problem where the user named them."""
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError):
+        if is_named:
+            problems.append(f"{short(path)} cannot be read as JSON")
+        return
+    has_schema = isinstance(content, dict) and "schema" in content
+    if has_schema and any(isinstance(content.get(name), list) for name in ("results", "cells")):
+        results[str(path)] = content
+    elif is_named:
+        problems.append(f"{short(path)} holds no results of fedleak game, invert or sweep")
+
+
+def joined(monitors: Sequence[FitLog]) -> FitLog:
+    """Return the lines of several monitors of one fit as the log of one.
+
+    In a federation one process that knows the end is enough: clients do not learn of it.
+    """
+    if len(monitors) == 1:
+        return monitors[0]
+    begins = [log.begin for log in monitors if log.begin is not None]
+    first = begins[0]
+    attacks = {attack.name: attack for begin in begins for attack in begin.attacks}
+    families = {family.name: family for begin in begins for family in begin.families}
+    gates = {gate.name: gate for begin in begins for gate in begin.gates or ()}
+    not_played = {one.name: one for begin in begins for one in begin.not_played or ()}
+    settings = [begin.monitor for begin in begins if begin.monitor is not None]
+    monitor = None
+    if settings:
+        monitor = replace(
+            settings[0],
+            adversary=tuple(dict.fromkeys(one for s in settings for one in s.adversary or ())),
+            stages=tuple(dict.fromkeys(one for s in settings for one in s.stages or ())),
+        )
+    begin = replace(
+        first,
+        attacks=tuple(attacks.values()),
+        families=tuple(families.values()),
+        not_played=tuple(one for one in not_played.values() if one.name not in attacks),
+        gates=tuple(gates.values()),
+        defenses=tuple(defense for begin in begins for defense in begin.defenses),
+        unread=tuple(
+            name for name in first.unread or () if all(name in (b.unread or ()) for b in begins)
+        ),
+        monitor=monitor,
+        settings_hash=", ".join(b.settings_hash or NOT_RECORDED for b in begins),
+    )
+    ends = [log.end for log in monitors if log.end is not None]
+    decisions = sorted((line for log in monitors for line in log.decisions), key=_step)
+    return FitLog(
+        monitors[0].folder,
+        ", ".join(log.run for log in monitors),
+        begin,
+        sorted((line for log in monitors for line in log.looks), key=_step),
+        sorted((line for log in monitors for line in log.results), key=_step),
+        list({repr(replace(line, run="")): line for line in decisions}.values()),
+        ends[-1] if ends and (len(ends) == len(monitors) or begin.is_federation) else None,
+        len(monitors),
+    )
+
+
+def _step(line: LookLine | ResultLine | GateLine) -> int:
+    return line.step

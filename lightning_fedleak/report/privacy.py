@@ -1,0 +1,425 @@
+"""What defences that account have spent in a fit, and what that promises."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_fedleak.records import DefenseFacts, EndLine, LookLine, Releases, Spending, named
+from lightning_fedleak.records.files import first_of
+from lightning_fedleak.report.attacks import Points
+from lightning_fedleak.report.logs import FitLog
+from lightning_fedleak.report.wording import (
+    NOT_RECORDED,
+    TRUST,
+    UNIT_IN_WORDS,
+    digits,
+    known,
+    rounded_up,
+)
+
+CLIENT, TOKENS = "ClientDP", "TokenLDP"
+"""Classes of defences whose account is not one of examples."""
+_UNITS = {"DPSGD": "example", CLIENT: "client", TOKENS: "row"}
+FPR = 0.01  # the low false positive rate at which membership attacks are compared (LiRA, 2022)
+LARGEST_SHOWN_EPSILON = 50.0  # a larger epsilon limits nothing, and its exponential overflows
+WEAK_TPR = 0.5  # a limit that lets a test find more than every second member is called weak
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What one defence has spent in a fit, at its end and on the way.
+
+    Where clients of a federation keep accounts of their own, it is that of the client that spent
+    most, at the largest delta of any.
+
+    Attributes:
+        defense: its name.
+        series: epsilon over the steps.
+        delta, epsilon, noise_multiplier, sample_rate, releases, history: the latest.
+        settings: of the defence, without its ledger, which names a place.
+        guarantee: what it promises, in its own words.
+        accountant: which composed the releases.
+        target_epsilon: what was asked for.
+        trust, trusted: who must be trusted, as a setting and in a sentence.
+        sampling: how what was released was drawn, as accountants name it.
+        poisson: whether sampling by chance counts; None where that was not recorded.
+        correlated: mechanism of noise that is correlated over steps; None where it is not.
+        unit: whose data one unit of privacy is.
+        clients: how many there are.
+        class_name: of the defence.
+        holds: whether there is a guarantee: a finite epsilon at a known delta.
+        ledger: SHA-256 of each ledger by its name; None where no settings were recorded.
+        ledger_releases: releases that each ledger counts.
+        until: step of the last record.
+        whole: whether no release came after it.
+        without_sampling: epsilon of the same releases if every unit were in all of them.
+        limit: what epsilon limits, in a sentence.
+        limits_little: whether that is little.
+        statement: all of it, in sentences.
+    """
+
+    defense: str
+    series: Points
+    delta: float | None
+    epsilon: float | None
+    noise_multiplier: float | None
+    sample_rate: float | None
+    releases: int | None
+    history: Sequence[Releases]
+    settings: Mapping[str, Any]
+    guarantee: str
+    accountant: str
+    target_epsilon: object
+    trust: str
+    trusted: str
+    sampling: Literal["poisson", "without_replacement"]
+    poisson: bool | None
+    correlated: str | None
+    unit: str
+    clients: int
+    class_name: str = named("class")
+    holds: bool
+    ledger: Mapping[str, str] | None
+    ledger_releases: Mapping[str, int]
+    until: int
+    whole: bool
+    without_sampling: float | str | None = None
+    limit: str | None = None
+    limits_little: bool | None = None
+    statement: str = ""
+
+    @property
+    def is_of_clients(self) -> bool:
+        """Whether it protects whole clients of a federation."""
+        return self.class_name == CLIENT
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether it replaces tokens before training."""
+        return self.class_name == TOKENS
+
+    @property
+    def bound(self) -> tuple[float, float]:
+        """Epsilon and delta of an account that holds."""
+        assert self.epsilon is not None
+        assert self.delta is not None
+        return self.epsilon, self.delta
+
+    @property
+    def epsilon_over_clients(self) -> float:
+        """Epsilon against whoever sees all clients: each that a sampler moves a text to pays."""
+        return rounded_up(self.bound[0] * (self.clients if self.is_of_tokens else 1))
+
+    @property
+    def claim(self) -> str:
+        """Epsilon at delta, and why it is none of the run where it is not."""
+        bound = f"{known(self.epsilon)} at {known(self.delta)}"
+        if not self.holds:
+            return f"none holds (recorded: {bound})"
+        return bound if self.whole else f"{bound}, until the last look alone"
+
+    @property
+    def clip_norm(self) -> object:
+        """The norm to which it clipped; None where no settings were recorded."""
+        settings = self.settings
+        return settings.get("max_grad_norm", settings.get("clip", "none" if settings else None))
+
+    @property
+    def noise(self) -> str:
+        """The noise multiplier, or the least and the last where it was turned up on the way."""
+        least = min((one.noise_multiplier for one in self.history), default=self.noise_multiplier)
+        last = digits(self.noise_multiplier)
+        if digits(least) == last:
+            return last
+        return f"{digits(least)} at the least, {last} at the end"
+
+
+def accounts(log: FitLog) -> tuple[list[Account], list[str]]:
+    """Return what each defence of a fit has spent, and what is wrong with their ledgers."""
+    facts: dict[str, list[DefenseFacts]] = {}
+    for defense in log.begin.defenses if log.begin else ():
+        facts.setdefault(defense.name, []).append(defense)
+    spendings: dict[str, list[tuple[int, Spending]]] = {}
+    lines: list[LookLine | EndLine] = [*log.looks, *([log.end] if log.end else [])]
+    for line in lines:
+        for spending in line.privacy or ():
+            spendings.setdefault(spending.defense, []).append((line.step, spending))
+    problems: list[str] = []
+    found = [
+        _account(log, steps, facts.get(name, [DefenseFacts(name=name)]), problems)
+        for name, steps in spendings.items()
+    ]
+    return found, problems
+
+
+def _account(
+    log: FitLog,
+    spendings: Sequence[tuple[int, Spending]],
+    defenses: Sequence[DefenseFacts],
+    problems: list[str],
+) -> Account:
+    """Return the account of one defence, of which each client may have its own."""
+    defense = defenses[0]
+    settings = defense.settings or {}
+    kind = defense.class_name or NOT_RECORDED
+    series: dict[int, float | None] = {}
+    deltas: list[float | None] = []
+    most = spendings[0][1]
+    for step, spending in spendings:
+        epsilon = _bound(spending.epsilon)
+        if step not in series or _order(series[step]) <= _order(epsilon):
+            series[step] = None if epsilon == math.inf else epsilon
+        deltas.append(_bound(spending.delta))
+        if _order(_bound(most.epsilon)) <= _order(epsilon):
+            most = spending
+    known_deltas = [delta for delta in deltas if delta is not None]
+    correlated = None
+    if kind == "DPSGD" and settings.get("mechanism", "independent") != "independent":
+        correlated = settings["mechanism"]
+    trust = settings.get("trust", "local" if kind == TOKENS else NOT_RECORDED)
+    clients = log.begin.monitor.clients if log.begin and log.begin.monitor else 1
+    poisson = settings.get("poisson")
+    if correlated:
+        poisson = poisson and correlated == "banded"
+    if kind == CLIENT:
+        poisson = settings.get("sampling") == "poisson" and trust == "central"
+        clients = settings.get("clients", clients)
+    by_fixed_draws = settings.get("sampling") == "fixed" and settings.get("trust") == "central"
+    ledgers = [(one.settings or {}).get("ledger") for one in defenses] if settings else []
+    hashes, counts = _ledgers(ledgers, problems)
+    account = Account(
+        defense=most.defense,
+        series=list(series.items()),
+        delta=max(known_deltas) if len(known_deltas) == len(deltas) else None,
+        epsilon=_bound(most.epsilon),
+        noise_multiplier=_finite(most.noise_multiplier),
+        sample_rate=most.sample_rate,
+        releases=most.releases,
+        history=list(most.history or ()),
+        settings={name: value for name, value in settings.items() if name != "ledger"},
+        guarantee=defense.guarantee or NOT_RECORDED,
+        accountant=settings.get(
+            "accountant", "basic composition" if kind == TOKENS else NOT_RECORDED
+        ),
+        target_epsilon=settings.get("target_epsilon", "none" if settings else None),
+        trust=trust,
+        trusted=TRUST[trusted_party(defense)],
+        sampling="without_replacement" if by_fixed_draws else "poisson",
+        poisson=poisson,
+        correlated=correlated,
+        unit=settings.get("unit", _UNITS.get(kind, NOT_RECORDED)),
+        clients=clients,
+        class_name=kind,
+        holds=False,
+        ledger=hashes if settings else None,
+        ledger_releases=counts,
+        until=max(series),
+        whole=False,
+    )
+    account = replace(account, holds=_holds(account), whole=_is_whole(account, log.end))
+    account = replace(account, without_sampling=_without_sampling(account))
+    limit, limits_little = _limit(account)
+    account = replace(account, limit=limit, limits_little=limits_little)
+    return replace(account, statement=_statement(account))
+
+
+def trusted_party(defense: DefenseFacts) -> str:
+    """Return who must be trusted for a defence's guarantee to hold, as ``TRUST`` names it."""
+    default = "local" if defense.class_name == TOKENS else None
+    trust = (defense.settings or {}).get("trust", default)
+    if trust == "central" and defense.class_name == CLIENT:
+        return "server"
+    parties = {"central": "sum", "secure_aggregation": "sum", "local": "client"}
+    return parties.get(str(trust), NOT_RECORDED)
+
+
+def _is_whole(account: Account, end: EndLine | None) -> bool:
+    """Return whether no release came after the last that was recorded.
+
+    A fit that was killed went on after its last look; its ledger knows what it released until then.
+    """
+    counts = account.ledger_releases.values()
+    if counts and max(counts) <= (account.releases or 0):
+        return True
+    if end is None:
+        return False
+    recorded = any(spending.defense == account.defense for spending in end.privacy or ())
+    return recorded or account.until + 1 >= end.step
+
+
+def _holds(account: Account) -> bool:
+    known = account.epsilon is not None and account.epsilon < math.inf
+    known = known and account.delta is not None
+    promised = account.guarantee != NOT_RECORDED and not account.guarantee.startswith("none")
+    return known and promised
+
+
+def _bound(value: float | None) -> float | None:
+    return None if value is None else rounded_up(value)
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value == math.inf else value
+
+
+def _order(epsilon: float | None) -> float:
+    """Return epsilon for comparisons: unknown is above every number, as infinity is."""
+    return math.inf if epsilon is None else epsilon
+
+
+def _ledgers(
+    paths: Sequence[str | None], problems: list[str]
+) -> tuple[dict[str, str], dict[str, int]]:
+    """Return SHA-256 and releases of the ledgers, of which each client may have its own."""
+    hashes: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for place in (Path(path) for path in dict.fromkeys(paths) if path):
+        try:
+            parts = place.parent.glob(f"{glob.escape(place.name)}.*-of-*")
+            files = [place] if place.is_file() else sorted(parts)
+            for file in files:
+                content = file.read_bytes()
+                hashes[file.name] = hashlib.sha256(content).hexdigest()
+                counts[file.name], odd = _released(content)
+                if odd:
+                    problems.append(
+                        f"{len(odd)} of the lines of the ledger {file.name} are no releases: "
+                        f"{first_of(odd)}"
+                    )
+            if not files:
+                hashes[place.name] = "the file is not there"
+        except (OSError, ValueError) as error:
+            hashes[place.name] = f"cannot be read: {type(error).__name__}"
+    return hashes, counts
+
+
+def _released(ledger: bytes) -> tuple[int, list[int]]:
+    """Return how many releases the lines count (noise, rate, count), and numbers of odd lines."""
+    releases, odd = 0, []
+    for number, line in enumerate(ledger.splitlines(), 1):
+        try:
+            _, _, count = map(float, line.split())
+            releases += int(count)
+        except (ValueError, OverflowError):
+            odd.append(number)
+    return releases, odd
+
+
+def _without_sampling(account: Account) -> float | str | None:
+    """Return epsilon of the same releases if every example were in every batch."""
+    if account.accountant == "filter" or not account.poisson or not account.holds:
+        return None
+    history = [one._replace(sample_rate=1.0) for one in account.history]
+    return composed_epsilon(history, account.delta, account.accountant)
+
+
+def composed_epsilon(
+    history: Sequence[Releases],
+    delta: float | None,
+    accountant: str,
+    sampling: Literal["poisson", "without_replacement"] = "poisson",
+) -> float | str | None:
+    """Return the epsilon of releases, or in words why it is no number; None without noise."""
+    if not history or not delta or any(not one.noise_multiplier for one in history):
+        return None
+    try:
+        from lightning_fedleak.defenses.accounting.accounting import LARGEST_EPSILON, epsilon_of
+
+        releases = [(one.noise_multiplier, one.sample_rate, one.number) for one in history]
+        epsilon = epsilon_of(releases, delta, "prv" if accountant == "prv" else "rdp", sampling)
+    except (ImportError, ValueError) as error:
+        return f"not computed: {error}"
+    return f"more than {LARGEST_EPSILON:g}" if math.isinf(epsilon) else rounded_up(epsilon)
+
+
+def _limit(account: Account) -> tuple[str | None, bool | None]:
+    """Return what an epsilon that holds for the whole run limits, and whether that is little.
+
+    It is the largest TPR of any test of two neighbouring data sets (Kairouz, Oh and Viswanath
+    2015).
+    """
+    if not (account.holds and account.whole):
+        return None, None
+    from lightning_fedleak.auditing.mechanisms import dp_tpr  # loads torch: seconds
+
+    epsilon = min(account.epsilon_over_clients, LARGEST_SHOWN_EPSILON)
+    tpr = dp_tpr(FPR, epsilon, account.bound[1])
+    most = math.ceil(1e3 * tpr - 1e-9) / 10
+    share = f"at most {most:g} in 100" if most < 100 else "up to all"
+    if account.is_of_tokens:
+        text = (
+            "a test of which of two texts of one length was trained on. If it is wrong about the "
+            f"second 1 time in 100, it is right about the first at most {most:g} times in 100 "
+            "(guessing: 1)."
+        )
+    else:
+        text = (
+            f"a test of whether {UNIT_IN_WORDS.get(account.unit, 'one unit')} was in the training "
+            f"data. If it wrongly names 1 in 100 that were not, it finds {share} that were "
+            "(guessing: 1)."
+        )
+    weak = " That is a weak limit." if tpr > WEAK_TPR else ""
+    return f"What this epsilon limits: {text}{weak}", tpr > WEAK_TPR
+
+
+def _statement(account: Account) -> str:
+    """Return what was promised, in sentences."""
+    guarantee = f"The guarantee: {account.guarantee.strip().rstrip('.')}. "
+    if not account.holds:
+        return f"No epsilon holds for these releases. {guarantee}"
+    unit = UNIT_IN_WORDS.get(account.unit, f"one {account.unit}")
+    release = "round" if account.is_of_clients else "release"
+    if account.correlated:
+        release = "accounted mechanism"
+    releases = release + "s" * (account.releases != 1)
+    accountant = f"the accountant {account.accountant}. "
+    if account.is_of_tokens:
+        releases += " of the text that was released most often"
+        accountant = "basic composition. "
+    text = (
+        f"After {account.releases} {releases} the privacy loss of {unit} is at most epsilon = "
+        f"{digits(account.epsilon)} at delta = {digits(account.delta)}, by {accountant}{guarantee}"
+    )
+    if account.correlated:
+        text += (
+            f"Noise is correlated over steps ({account.correlated}), of which one accounted "
+            "mechanism covers several: there were more updates than mechanisms. "
+        )
+    if not account.whole:
+        text += (
+            "How the run ended is not recorded. What was released after the last look is not in "
+            "this epsilon, which is therefore no bound for the whole run. "
+        )
+    if any(count > (account.releases or 0) for count in account.ledger_releases.values()):
+        text += (
+            "The ledger counts more releases than the run recorded. What the others cost is not in "
+            "this epsilon. "
+        )
+    if account.noise_multiplier is not None and account.poisson is not None:
+        rate = f"Poisson samples at rate {digits(account.sample_rate)}"
+        drawn = rate if account.poisson else "not sampled by chance"
+        batches = "rounds" if account.is_of_clients else "batches"
+        over = " over the sensitivity" if account.is_of_clients else ""
+        text += f"Noise multiplier{over} {account.noise}; {batches} are {drawn}. "
+    if account.without_sampling is not None:
+        text += (
+            "Without counting on the sampling, epsilon of the same releases would be "
+            f"{digits(account.without_sampling)}. "
+        )
+    if account.is_of_tokens and account.clients > 1:
+        text += (
+            f"A text that a sampler moves between the {account.clients} clients is released by "
+            "each that gets it: against whoever sees all of them epsilon is at most "
+            f"{digits(account.epsilon_over_clients)}. "
+        )
+    limit = f"{account.limit} " if account.limit else ""
+    return (
+        f"{text}{account.trusted} {limit}It does not cover the leakage logs, validation metrics, "
+        "the choice of settings, or decisions that people or gates took in sight of private data."
+    )

@@ -1,0 +1,299 @@
+"""What a reader who reads one thing should read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_fedleak.records import STANDARD_FAMILIES, Family
+from lightning_fedleak.report.advice import NEXT_TO_NONE
+from lightning_fedleak.report.attacks import UNKNOWN_FAMILY, AttackSummary
+from lightning_fedleak.report.bounds import JointAccount
+from lightning_fedleak.report.fits import FitSummary
+from lightning_fedleak.report.privacy import Account
+from lightning_fedleak.report.wording import FOR_UNIT, digits, percent
+
+MUCH_HIGHER = 0.2
+"""A highest look or worst client this much above the mean is named. Not tuned; lower names more."""
+HIGH = 0.5
+"""What read further above chance than this is marked as high. Not tuned; lower marks more."""
+_METRIC = re.compile(r"\{([\w.]+)(%?)\}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on some runs.
+
+    Attributes:
+        sentence: all sentences as one text.
+        sentences: the worst first.
+        level: ``"high"``, ``"some"`` or ``"unknown"``.
+        worst: the highest mean of each family.
+    """
+
+    sentence: str
+    sentences: Sequence[str]
+    level: str
+    worst: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """An attack at the stage of which the verdict speaks, and its run."""
+
+    fit: FitSummary
+    attack: AttackSummary
+
+    @property
+    def family(self) -> str:
+        """Name of the attack's family."""
+        return self.attack.family.name
+
+
+def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Verdict:
+    """Return what runs showed, the worst first and what reassures last."""
+    measured = [_Measured(fit, a) for fit in fits for a in fit.attacks if a.stage == _stage(fit)]
+    shared = [one for one in measured if one.attack.exposed]
+    best = _best(shared)
+    excess = {
+        name: max(one.attack.above_chance for one in shared if one.family == name) for name in best
+    }
+
+    def rank(name: str) -> tuple[bool, bool, float]:
+        """Sort what was read first, then what is not conclusive, what reassures last."""
+        little = excess[name] <= NEXT_TO_NONE
+        return little, little and best[name].attack.conclusive is not False, -excess[name]
+
+    order = sorted(best, key=rank)
+    results = {name: _result(best[name], shared, fits) for name in order}
+    read = [results[name] for name in order if excess[name] > NEXT_TO_NONE]
+    reassuring = [results[name] for name in order if excess[name] <= NEXT_TO_NONE]
+    families = {one.name: one for one in STANDARD_FAMILIES}
+    recorded = [one for one in measured if one.attack.family != UNKNOWN_FAMILY]
+    families |= {one.family: one.attack.family for one in recorded}
+    withheld = {one.family for one in shared if one.attack.withheld}
+    tried = {one.family for one in shared if one.attack.unknown}
+    unknown = [one.tested for name, one in families.items() if name in tried - best.keys()]
+    untested = [
+        one.tested for name, one in families.items() if name not in tried | withheld | best.keys()
+    ]
+    checked = [
+        f"Nobody could compare what {one.attack.name} read with the texts. Its own check held at "
+        f"{percent(one.attack.certified)} of the measurements: what it found explains all that was "
+        "shared."
+        for one in measured
+        if one.attack.mean is None and one.attack.certified
+    ]
+    sentences = [*read, *checked, *_without_result(fits, shared, families, best.keys())]
+    updates_withheld = sum(fit.withheld for fit in fits)
+    if not best and not updates_withheld and not checked:
+        sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
+        unknown, untested = [], []
+    if updates_withheld:
+        updates = sum(fit.updates for fit in fits if fit.withheld)
+        sentences.append(
+            f"Gates kept back {updates_withheld} of {updates} updates: what those would have given "
+            "away is in no number here."
+        )
+    if unknown:
+        sentences.append(f"Attacks gave no result, so that it is unknown: {'; '.join(unknown)}.")
+    if untested:
+        sentences.append(f"Nobody tested {' or '.join(untested)}.")
+    sentences += [*reassuring, *_gates(fits), *_privacy(fits, joint)]
+    highest = max(excess.values(), default=None)
+    level = "unknown" if highest is None else "high" if highest > HIGH else "some"
+    worst = {name: best[name].attack.mean or 0.0 for name in order}
+    return Verdict(" ".join(sentences), sentences, level, worst)
+
+
+def verdict_without_runs(commands: int) -> Verdict:
+    """Return the verdict on the results of commands alone."""
+    sentence = (
+        "No training run is in this report: it holds the results of "
+        f"{commands} command{'s' * (commands > 1)}."
+    )
+    return Verdict(sentence, [sentence], "unknown", {})
+
+
+def _stage(fit: FitSummary) -> str:
+    """Return what the verdict is about: what leaves a client, where anybody looked at it."""
+    return "shared" if any(a.stage == "shared" for a in fit.attacks) else "aggregate"
+
+
+def _best(shared: Sequence[_Measured]) -> dict[str, _Measured]:
+    """Return the attack of the highest mean of each family."""
+    best: dict[str, _Measured] = {}
+    for one in shared:
+        mean = one.attack.mean
+        if mean is None:
+            continue
+        other = best.get(one.family)
+        if other is None or mean > (other.attack.mean or 0.0):
+            best[one.family] = one
+    return best
+
+
+def _without_result(
+    fits: Sequence[FitSummary],
+    shared: Sequence[_Measured],
+    families: Mapping[str, Family],
+    measured: Collection[str],
+) -> list[str]:
+    """Return what is unknown though another attack, or another run, has a result of the same kind.
+
+    Args:
+        fits: the runs.
+        shared: every attack of the verdict's stage that had something to read.
+        families: by name.
+        measured: names of the families with a result.
+    """
+    sentences = []
+    for fit in fits:
+        attacks = [one.attack for one in shared if one.fit is fit]
+        known = {a.family.name for a in attacks if a.mean is not None}
+        silent = [
+            a.name for a in attacks if a.mean is None and a.unknown and a.family.name in known
+        ]
+        within = f", run {_name(fit, fits)}" if len(fits) > 1 else ""
+        if silent:
+            sentences.append(
+                f"No result, so that what they would have read is unknown{within}: "
+                f"{', '.join(dict.fromkeys(silent))}."
+            )
+        withheld = {a.family.name for a in attacks if a.withheld}
+        lacking = [
+            family.tested
+            for name, family in families.items()
+            if name in measured and name not in known | withheld
+        ]
+        if lacking:
+            sentences.append(
+                f"Run {_name(fit, fits)} has no result, so that it is unknown there: "
+                f"{'; '.join(lacking)}."
+            )
+    return sentences
+
+
+def _name(fit: FitSummary, fits: Sequence[FitSummary]) -> str:
+    """Return the folder of a run; where it holds several runs, with the run's id."""
+    alike = [one for one in fits if one.name == fit.name]
+    return f"{fit.name} ({fit.run})" if len(alike) > 1 else fit.name
+
+
+# ---- what was read ------------------------------------------------------------------------------
+
+
+def _result(best: _Measured, shared: Sequence[_Measured], fits: Sequence[FitSummary]) -> str:
+    """Return what the attack that read most of its family did, and how sure that is."""
+    attack = best.attack
+    update = "sum over clients" if attack.stage == "aggregate" else "shared update"
+    server = {
+        None: "a server",
+        True: "a dishonest server, which adds layers of its own,",
+        False: "an honest but curious server",
+    }[attack.dishonest]
+    run = f", run {_name(best.fit, fits)}" if len(fits) > 1 else ""
+    sure = f"Mean of {attack.looks} measurements" if attack.looks > 1 else "One measurement"
+    if len(attack.clients) > 1:
+        sure += f" at {len(attack.clients)} clients"
+    if attack.unknown:
+        sure += f", unknown at {attack.unknown} more"
+    rivals = [one.attack for one in shared if one.family == best.family]
+    for place, values in (
+        ("at the worst one", [(a.highest, a) for a in rivals]),
+        ("of the worst client", [(a.worst_client, a) for a in rivals]),
+    ):
+        known = [(value, rival) for value, rival in values if value is not None]
+        value, rival = max(known, key=lambda one: one[0], default=(0.0, attack))
+        if value > (attack.mean or 0.0) + MUCH_HIGHER:
+            whose = "" if rival is attack else f" ({rival.name})"
+            sure += f"; {attack.headline} {value:.2f} {place}{whose}"
+    if attack.conclusive is False and attack.last is not None:
+        sure += (
+            f". The last 95% interval ({attack.last.low:.2f} to {attack.last.high:.2f}) includes "
+            f"{attack.chance:.2f}, guessing: not conclusive"
+        )
+    return f"From one {update}, {server} could {_deed(attack)} ({attack.name}{run}). {sure}."
+
+
+def _deed(attack: AttackSummary) -> str:
+    """Return what an attack could do, in its family's words."""
+    family = attack.family
+    values = {**attack.means, "chance": family.chance}
+    sentences = family.all_sentences
+    if family.little and (attack.mean or 0.0) < NEXT_TO_NONE:
+        few = "next to none" if attack.above_chance <= NEXT_TO_NONE else "few"
+        sentences = (family.little.replace("{few}", few),)
+    complete = (
+        sentence
+        for sentence in sentences
+        if all(values.get(name) is not None for name, _ in _METRIC.findall(sentence))
+    )
+    return _METRIC.sub(
+        lambda place: _metric(values.get(place[1]), place[2]), next(complete, sentences[-1])
+    )
+
+
+def _metric(value: float | None, unit: str) -> str:
+    if unit:
+        return percent(value)
+    return "unknown" if value is None else f"{value:.2f}"
+
+
+# ---- gates and privacy --------------------------------------------------------------------------
+
+
+def _gates(fits: Sequence[FitSummary]) -> list[str]:
+    """Return which gates watched the runs, and how often they acted."""
+    sentences = []
+    for fit in fits:
+        within = f" in run {_name(fit, fits)}" if len(fits) > 1 else ""
+        if fit.gates:
+            times = len([one for one in fit.decisions if one.gate])
+            rules = "; ".join(gate.rule for gate in fit.gates)
+            acted = f"Acted {times} time{'s' * (times != 1)}" if times else "Never acted"
+            sentences.append(f"Gates{within}: {rules}. {acted}.")
+        elif fit.gates is not None and not fit.decisions:
+            sentences.append(f"No gate watched{within or ' this run'}.")
+    return sentences
+
+
+def _privacy(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> list[str]:
+    """Return what the runs spent of differential privacy."""
+    holding = [(fit, account) for fit in fits for account in fit.privacy if account.holds]
+    broken = {account.defense for fit in fits for account in fit.privacy if not account.holds}
+    by_defense: dict[tuple[str, str], list[Account]] = {}
+    for _, account in holding:
+        by_defense.setdefault((account.defense, account.unit), []).append(account)
+    sentences = []
+    for (defense, unit), accounts in by_defense.items():
+        runs = "" if len(accounts) == len(fits) else f" in {len(accounts)} of {len(fits)} runs"
+        worst = max(accounts, key=lambda account: account.epsilon_over_clients)
+        delta = max(account.delta or 0.0 for account in accounts)
+        sentences.append(
+            f"Differential privacy was accounted{runs}: epsilon "
+            f"{digits(worst.epsilon_over_clients)} at delta {digits(delta)} by {defense}"
+            f"{FOR_UNIT.get(unit, '')}. "
+            f"{' '.join(dict.fromkeys(account.trusted for account in accounts))}"
+        )
+        if worst.limit:
+            sentences.append(worst.limit)
+    if any(not account.whole for _, account in holding):
+        sentences.append(
+            "How a run with an epsilon ended is not recorded: what it released after its last look "
+            "is not counted, so that its epsilon is no bound for the whole run."
+        )
+    for together in joint:
+        so_far = "" if together.whole else ", as far as was recorded"
+        sentences.append(
+            f"{together.fits} fits by {together.defense}, if on the same examples, cost epsilon "
+            f"{digits(together.epsilon)} at delta {digits(together.delta)} together"
+            f"{FOR_UNIT.get(together.unit, '')}{so_far}."
+        )
+    private_runs = {id(fit) for fit, _ in holding}
+    if len(private_runs) > 1 and len({defense for defense, _ in by_defense}) > 1:
+        sentences.append("What fits by different defences cost together is not added up.")
+    if broken:
+        sentences.append(f"No guarantee holds for {', '.join(sorted(broken))}.")
+    return sentences or ["No differential privacy was accounted."]

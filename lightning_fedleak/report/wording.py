@@ -1,0 +1,139 @@
+"""How values are written in every form of the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import TypeVar
+from unicodedata import category
+
+from lightning_fedleak.records import MetricValue
+
+NOT_RECORDED = "not recorded"
+
+TRUST = {
+    "server": "The server is trusted: it sees each client's update as it is. Epsilon holds "
+    "against whoever sees the models of all rounds.",
+    "sum": "Epsilon holds only if nobody sees more than the sum over clients alone: one client's "
+    "update is not covered.",
+    "client": "Only the client is trusted: epsilon holds against the server too.",
+    NOT_RECORDED: f"Who is trusted is {NOT_RECORDED}.",
+}
+"""Who must be trusted for an epsilon to hold, in every place that says so."""
+UNIT_IN_WORDS = {
+    "example": "one example",
+    "client": "one client with all of its data",
+    "row": "one text (a row of a batch) of one client",
+    "user": "one user with all of their rows",
+    NOT_RECORDED: f"one unit ({NOT_RECORDED} which)",
+}
+"""Whose data one unit of privacy is."""
+FOR_UNIT = {
+    "client": ", for a whole client",
+    "row": ", for a text",
+    "user": ", for a user with all of their rows",
+    NOT_RECORDED: ", for a unit that is not recorded",
+}
+"""After an epsilon; nothing for one of examples."""
+
+T = TypeVar("T")
+
+
+def known(value: object) -> str:
+    """Return a value in words; what nobody recorded says so, and a setting that is None is none."""
+    if value is None or value == "":
+        return NOT_RECORDED
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return digits(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, MetricValue):
+        return interval(value)
+    if isinstance(value, Mapping):
+        parts = (f"{n} {'none' if part is None else known(part)}" for n, part in value.items())
+        return ", ".join(parts) or "none"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(known, value)) or "none"
+    return str(value)
+
+
+def digits(value: object) -> str:
+    """Return a number with four digits, and anything else as it is."""
+    if value is None:
+        return NOT_RECORDED
+    if value == math.inf:
+        return "infinite"
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
+def share(value: float | None) -> str:
+    """Return a rate with three digits, or that it is unknown."""
+    if value is None or math.isnan(value):
+        return "unknown"
+    return f"{value:.3f}"
+
+
+def interval(rate: MetricValue | None) -> str:
+    """Return a rate and its 95% interval."""
+    if rate is None or rate.value is None:
+        return "unknown"
+    if rate.low is None or rate.high is None:
+        return share(rate.value)
+    return f"{share(rate.value)} ({share(rate.low)} to {share(rate.high)})"
+
+
+def percent(value: float | None) -> str:
+    """Return a share as a percentage, rounded towards what it is not: 99.6% is no 100%."""
+    if value is None:
+        return "an unknown share"
+    hundredths = 100 * value
+    if 99 < hundredths < 100:
+        return f"{math.floor(10 * hundredths) / 10:.1f}%"
+    if 0 < hundredths < 1:
+        return "below 1%"
+    return f"{hundredths:.0f}%"
+
+
+def rounded_up(bound: float) -> float:
+    """Return an upper bound with three digits, so that every place and format shows the same."""
+    if not math.isfinite(bound) or bound <= 0:
+        return bound
+    unit = 10.0 ** (math.floor(math.log10(bound)) - 2)
+    return float(f"{math.ceil(bound / unit - 1e-9) * unit:.3g}")
+
+
+def first_four(names: Sequence[str]) -> str:
+    """Return the first four names, and how many more there are."""
+    shown = ", ".join(names[:4])
+    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
+
+
+def visible(value: T) -> T:
+    """Return a value with every character written out that a reader cannot see.
+
+    Marks that turn the direction of writing would let a name change what stands beside it; escape
+    sequences act on terminals, and a lone surrogate is in no file of UTF-8.
+    """
+    if isinstance(value, str):
+        return value if value.isprintable() else "".join(map(_written_out, value))  # type: ignore[return-value]
+    if isinstance(value, Mapping):
+        return {visible(name): visible(part) for name, part in value.items()}  # type: ignore[return-value]
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {one.name: visible(getattr(value, one.name)) for one in fields(value) if one.init}
+        return replace(value, **parts)
+    if isinstance(value, list):
+        return [visible(part) for part in value]  # type: ignore[return-value]
+    if isinstance(value, tuple):
+        parts_of_tuple = [visible(part) for part in value]
+        named = hasattr(value, "_fields")
+        return type(value)(*parts_of_tuple) if named else tuple(parts_of_tuple)  # type: ignore
+    return value
+
+
+def _written_out(character: str) -> str:
+    if character.isprintable() or character in "\n\t" or category(character) == "Zs":
+        return character
+    return character.encode("unicode_escape").decode()

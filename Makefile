@@ -25,7 +25,7 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-slow test-lowest test-flower docs notebooks smoke papers gpu lint house clean install install-all
+.PHONY: help demo test test-slow test-lowest test-flower coverage docs notebooks smoke papers gpu lint house clean install install-all
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make test-slow  run the slow ones: proofs of DP-SGD and of gates, most runs on several processes, torch.compile, real models, the examples, and the snippets of the docs"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower"
+	@echo "make coverage  run the tests, but for the slow ones, and print which share of the package's lines they run (takes two thirds longer)"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
@@ -62,6 +63,10 @@ test-flower: $(FLOWER)/.ready
 
 test-lowest: $(LOWEST)/.ready  # without real models: newer versions saved their tokenizers
 	@FEDLEAK_ASSETS=none $(LOWEST)/bin/python -m pytest $(IN_PARALLEL) $(ARGS)
+
+coverage: $(READY)
+	@$(BIN)/python $(INSTALL) -c constraints.txt pytest-cov
+	@$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) --cov=lightning_fedleak --cov-report=term:skip-covered $(ARGS)
 
 notebooks: $(VENV)/.docs
 	@$(BIN)/python examples/notebooks/run.py $(ARGS)

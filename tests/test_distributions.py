@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import lightning_fedleak
+
 pytest.importorskip("setuptools", minversion="77")
 
 ROOT = Path(__file__).parents[1]
@@ -131,10 +133,18 @@ def test_what_stands_beside_the_code_agrees_with_it() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+    assert lightning_fedleak.__version__ == project["version"]
+    assert cited["authors"] == project["authors"] == [{"name": "the lightning-fedleak authors"}]
     if not (ROOT / ".github").exists():
         pytest.skip("an sdist has none")
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    assert [s["run"] for s in workflow["jobs"]["all"]["steps"] if "run" in s] == [".ci/run"]
+    commands = [s["run"] for job in workflow["jobs"].values() for s in job["steps"] if "run" in s]
+    assert commands[0] == ".ci/run"
+    makefile = (ROOT / "Makefile").read_text()
+    for command in commands[1:]:
+        assert re.search(rf"^{command.removeprefix('make ')}: ", makefile, re.MULTILINE), command
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repository["repo"] for repository in hooks] == ["local"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     for template in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.md"):
         _, head, _ = template.read_text().split("---\n", 2)

@@ -58,9 +58,10 @@ from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import SubspaceTexts, UnusableObservation
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.texts.base import Deadline
-from lightning_fedleak.attacks.texts.subspace import _Branch, _Left, _Search, _Text
+from lightning_fedleak.attacks.texts.subspace_candidates import Branch, PartialText
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
-from lightning_fedleak.attacks.texts.subspace_rows import FoundText
+from lightning_fedleak.attacks.texts.subspace_rows import RecoveredText, Remainder
+from lightning_fedleak.attacks.texts.subspace_search import Certificate, SubspaceSearch
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
 SMOKE = ("--runs 6", "dpsgd --runs 2")  # six, so that an encoder is among them
@@ -369,7 +370,7 @@ def outcome(client: Client, attack: SubspaceTexts, snapshot: GradientSnapshot) -
 # ---- the certificate alone ------------------------------------------------------------------
 
 
-class Certificate:
+class ClientCertificate:
     """The attack's own check, of any texts, on the gradients of a batch."""
 
     def __init__(self, client: Client) -> None:
@@ -384,12 +385,12 @@ class Certificate:
         rows = [attack._rows(known, anatomy, view) for known in self.bottom.inputs]
         types = {token for text in client.texts for token in text if token >= 0}
         self.bag = torch.tensor(sorted(types))
-        self.causal: _Search | None = None
+        self.causal: SubspaceSearch | None = None
         self.encoder: EncoderSearch | None = None
         if first is None:
-            self.causal = _Search(self.bottom, attack._whitening, rows, self.bag, 3, 0)
+            self.causal = SubspaceSearch(self.bottom, attack._whitenings, rows, self.bag, 3, 0)
         else:
-            self.encoder = EncoderSearch(self.bottom, first, attack._whitening, rows, self.bag, 0)
+            self.encoder = EncoderSearch(self.bottom, first, attack._whitenings, rows, self.bag, 0)
 
     @torch.no_grad()
     def of(self, texts: Texts) -> tuple[Texts, bool]:
@@ -397,25 +398,32 @@ class Certificate:
         with self.bottom.session():
             if self.encoder is not None:
                 pairs = self.encoder._pairs(Deadline())
-                found = [FoundText(text, (1.0,) * len(text)) for text in texts]
+                found = [RecoveredText(text, (1.0,) * len(text)) for text in texts]
                 return texts, self.encoder._certain(found, pairs)
             assert self.causal is not None
-            kept, certain = self.causal.checked(list(self._found(texts)))
+            search = self.causal
+            check = Certificate(search.candidates, search.shared, search.measure).check
+            kept, certain = check(list(self._found(texts)))
         return [text.tokens for text in kept], certain
 
-    def _found(self, texts: Texts) -> Iterator[_Text]:
+    def _found(self, texts: Texts) -> Iterator[PartialText]:
         """As the search would have found them: each is what it goes on with behind the others.
 
         What else could stand at a place are all tokens of the bag.
         """
         assert self.causal is not None
+        measure = self.causal.measure
+
+        def whitened(ids: Tensor) -> list[Tensor]:
+            return measure.whiten(self.bottom.parts(self.bottom.hidden(ids)))
+
         known: set[tuple[int, ...]] = set()
         nothing = tuple(
-            _Left.of(rows.principal[:0], white)
-            for rows, white in zip(self.causal.shared, self.causal.whitening, strict=True)
+            Remainder.from_rows(rows.principal[:0], white)
+            for rows, white in zip(self.causal.shared, measure.whitening, strict=True)
         )
         for text in texts:
-            parts = self.causal._whitened(self.bottom.hidden(torch.tensor([text])))
+            parts = whitened(torch.tensor([text]))
             own = [n for n in range(len(text)) if text[: n + 1] not in known]
             known |= {text[: n + 1] for n in own}
             states = tuple(tuple(x[0, n] for x in parts) for n in own)
@@ -423,13 +431,13 @@ class Certificate:
             for n in own:
                 begun = torch.tensor(text[:n], dtype=torch.int64).expand(len(self.bag), n)
                 ids = torch.cat([begun, self.bag[:, None]], 1)
-                ends = [x[:, -1] for x in self.causal._whitened(self.bottom.hidden(ids))]
+                ends = [x[:, -1] for x in whitened(ids)]
                 aside += [
-                    _Branch(text[:n], token, tuple(x[i] for x in ends))
+                    Branch(text[:n], token, tuple(x[i] for x in ends))
                     for i, token in enumerate(self.bag.tolist())
                     if token != text[n]
                 ]
-            yield _Text(text, (1.0,) * len(text), 0.0, nothing, (), tuple(aside), states)
+            yield PartialText(text, (1.0,) * len(text), 0.0, nothing, (), tuple(aside), states)
 
 
 def tampered(texts: Texts, bag: Sequence[int], form: str, rng: random.Random) -> Texts | None:
@@ -500,7 +508,7 @@ def attacked(options: argparse.Namespace) -> None:
         rng = random.Random(seed)
         client = client_of(rng)
         disturbance = rng.choice(DISTURBANCES)
-        certificate = Certificate(client)
+        certificate = ClientCertificate(client)
         right = client.told(client.texts)
         for form in TAMPERED:
             texts = tampered(right, certificate.bag.tolist(), form, rng)

@@ -1,7 +1,8 @@
-"""What projections of several blocks were given for texts, and how rows are explained by it."""
+"""The shared rows of several blocks: which states they combine, and what states leave of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
@@ -20,34 +21,60 @@ from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model_runs import stop_at
 
-RESIDUAL, CERTAIN = 20.0, 100.0
-"""In units of rounding: what a certificate leaves of the rows at most, and what leaving a token out
-leaves at least."""
-LARGEST_SHARE = 0.9
-"""Of the numbers of a state: more states tell nothing."""
-NEEDED = 5.0
+
+@dataclass(frozen=True)
+class CertificateLimits:
+    """Limits of a certificate. None of the values was tuned.
+
+    ``benchmarks/text_certificates.py`` counts wrong certificates, which tighter limits make rarer.
+    """
+
+    residual: float = 20.0  # in units of rounding, left of the rows at most; more certifies noise
+    necessary: float = 100.0  # in units of rounding, left without one token at least
+    exchange: float = 5.0  # times the residual, left where another token stands at its place
+    largest_share: float = 0.9  # states over numbers in a state; near 1 any states explain all
+    outside: float = 0.02  # norm of a unit state outside of the texts' states; nearer tokens hide
+    same: float = 1e-3  # norm outside below which a token equals one of the texts'
+    gain: float = 3.0  # in units of noise along one direction, explained by a token that goes on
 
 
-class FoundText(NamedTuple):
-    """A text.
+@dataclass(frozen=True)
+class FitLimits:
+    """Limits of how far rounding takes a state from the rows. None of the values was tuned."""
+
+    exact: float = 1e-6  # share of a state outside of the rows; more takes wrong tokens for exact
+    nearly: float = 1e-4  # share outside up to which a candidate stays in the search
+    floor: float = 1e-10  # smallest share outside whose logarithm counts as evidence
+    explained: float = 1e-4  # norm of what is new in a unit state; below, it has been explained
+
+
+CERTIFICATE = CertificateLimits()
+FIT = FitLimits()
+
+
+class RecoveredText(NamedTuple):
+    """A text that the search has read.
 
     Attributes:
-        tokens: ids; -1 where none was found.
+        tokens: ids; -1 where none was recovered.
         fits: share of each token's state that the rows explain, in the block that explains least
-            (of encoders the mean of the blocks).
+            (for encoders the mean of the blocks).
     """
 
     tokens: tuple[int, ...]
     fits: tuple[float, ...]
 
 
-def readers(known: SharedInput, anatomy: Anatomy) -> list[LinearMap]:
-    """Trained maps whose rows are combinations of an input."""
-    return [m for m in known.trainable_maps(anatomy) if m.factor != "B"]
+def readers(shared_input: SharedInput, anatomy: Anatomy) -> list[LinearMap]:
+    """Return the trained maps whose rows are combinations of an input."""
+    return [m for m in shared_input.trainable_maps(anatomy) if m.factor != "B"]
 
 
 class BlockInputs(BottomModel):
-    """A copy of the model up to some blocks' projections: what these read, side by side."""
+    """A copy of the model up to some blocks, which returns what their projections read.
+
+    The hidden states that it gives are those of all blocks side by side: (B, L, blocks * d).
+    """
 
     def __init__(self, anatomy: Anatomy, inputs: Sequence[SharedInput], facts: RunFacts) -> None:
         self.inputs = tuple(inputs)
@@ -57,28 +84,28 @@ class BlockInputs(BottomModel):
 
     def _bind(self, anatomy: Anatomy, step: int) -> None:
         super()._bind(anatomy, step)
-        *before, last = self.inputs
+        *earlier, last = self.inputs
         cut = stop_at(anatomy.model, Place("", last.reader, "input"))
 
-        def run(**given: Any) -> Tensor:
-            seen: dict[int, Tensor] = {}
+        def run(**inputs: Any) -> Tensor:
+            states: dict[int, Tensor] = {}
 
-            def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                seen[id(module)] = states_in(args, kwargs)
+            def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                states[id(module)] = states_in(args, kwargs)
 
             with ExitStack() as stack:
-                for known in before:
-                    handle = known.reader.register_forward_pre_hook(keep, with_kwargs=True)
+                for block in earlier:
+                    handle = block.reader.register_forward_pre_hook(record, with_kwargs=True)
                     stack.callback(handle.remove)
-                deepest: Tensor = cut(**given)
-            return torch.cat([*(seen[id(known.reader)] for known in before), deepest], -1)
+                deepest: Tensor = cut(**inputs)
+            return torch.cat([*(states[id(block.reader)] for block in earlier), deepest], -1)
 
         self._run: Callable[..., Any] = run
 
     def next_tokens(self, texts: Sequence[Sequence[int]], tokens: Tensor) -> Tensor:
-        """Log probabilities (B, n) of tokens (n,) as the next ones of texts, by the model itself.
+        """Return the model's log probabilities (B, n) of tokens (n,) as the next ones of texts.
 
-        The head alone: where a model scales its logits or caps them, that is left out.
+        Scales and caps that a model puts on its head's logits are left out.
         """
         head = unwrap(self.anatomy.head) if self.anatomy.head is not None else None
         if head is None:
@@ -94,9 +121,139 @@ class BlockInputs(BottomModel):
         return logits.double().log_softmax(-1)[:, tokens]
 
     def parts(self, states: Tensor) -> list[Tensor]:
-        """What each block's projections read, (..., d) float64 of unit length, of (..., n d)."""
+        """Return each block's part of states (..., blocks * d): (..., d) float64 of unit length."""
         parts = states.double().chunk(len(self.inputs), -1)
         return [nn.functional.normalize(x, dim=-1) for x in parts]
+
+
+# ---- the search: what explained tokens leave of the rows ------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Remainder:
+    """What is left of a block's rows when some tokens are explained.
+
+    Attributes:
+        rows: (m, d) what is left.
+        directions: (k, d) orthonormal basis of what is left.
+        explained: (n, d) orthonormal basis of the explained tokens' states.
+        whitening: (d, d) that rows, in units of their noise, were multiplied by.
+    """
+
+    rows: Tensor
+    directions: Tensor
+    explained: Tensor
+    whitening: Tensor
+
+    @classmethod
+    def from_rows(
+        cls, rows: Tensor, whitening: Tensor, explained: Tensor | None = None
+    ) -> Remainder:
+        """Return what is left of rows (m, d) at the beginning.
+
+        Args:
+            rows: in units of their noise.
+            whitening: (d, d).
+            explained: (n, d) orthonormal whitened states that are explained already.
+        """
+        rows = rows @ whitening
+        explained = rows[:0] if explained is None else explained
+        rows = rows - (rows @ explained.T) @ explained
+        directions = torch.linalg.qr(rows.T).Q.T.contiguous() if len(rows) else rows
+        return cls(rows, directions, explained, whitening)
+
+    def fits(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return how much of what is new in states (n, d) lies along the directions.
+
+        Returns:
+            The share (n,), the norm of what is new (n,), and what is new at unit length (n, d).
+        """
+        new = states - (states @ self.explained.T) @ self.explained
+        new = new - (new @ self.explained.T) @ self.explained
+        norms = new.norm(dim=1)
+        new = new / norms.clamp_min(1e-300)[:, None]
+        return (new @ self.directions.T).square().sum(1).clamp(0, 1), norms, new
+
+    def nearness(self, states: Tensor) -> Tensor:
+        """Return (n,) how near the new part of states (n, d) is to the directions, 0 if none is."""
+        new = 1 - (states @ self.explained.T).square().sum(1)
+        share = (states @ self.directions.T).square().sum(1) / new.clamp_min(FIT.explained**2)
+        near = -(1 - share.clamp(0, 1)).clamp_min(FIT.floor).log()
+        return near.masked_fill(new < FIT.explained**2, 0.0)
+
+    def explain(self, new: Tensor) -> Remainder:
+        """Return what is left when a state is explained too, whose new part is (d,) of unit length.
+
+        The direction that holds most of the state goes. The part of that direction that the state
+        does not explain comes back where it is more than what a certificate takes for rounding: the
+        states' own errors lie in few directions.
+        """
+        explained = torch.cat([self.explained, new[None]])
+        rows = self.rows - torch.outer(self.rows @ new, new)
+        components = self.directions @ new
+        size = float(components.norm())
+        if size < 1e-6:
+            return Remainder(rows, self.directions, explained, self.whitening)
+        nearest = components / size
+        mirror = nearest.clone()
+        mirror[0] += 1.0 if float(nearest[0]) >= 0 else -1.0
+        mirror = mirror / mirror.norm()
+        turned = self.directions - 2 * torch.outer(mirror, mirror @ self.directions)
+        uncovered = nearest @ self.directions - size * new
+        rest = float(uncovered.norm())
+        directions = [turned[1:]]
+        if rest > FIT.exact:
+            uncovered = uncovered / rest
+            noise = float((self.whitening @ uncovered).norm()) * rows.numel() ** 0.5
+            if float((rows @ uncovered).norm()) > CERTIFICATE.exchange * noise:
+                directions.append(uncovered[None])
+        return Remainder(rows, torch.cat(directions), explained, self.whitening)
+
+
+@dataclass(frozen=True, eq=False)
+class Fits:
+    """How candidates fit what is left of all blocks.
+
+    Attributes:
+        evidence: (n,) summed over blocks; larger for candidates nearer to what is left, and minus
+            infinity for those that are explained already.
+        worst: (n,) share of a state that is explained, in the block that explains least.
+        new: for each block (n, d), what is new in states, of unit length.
+    """
+
+    evidence: Tensor
+    worst: Tensor
+    new: tuple[Tensor, ...]
+
+    @classmethod
+    def measure(cls, remainders: Sequence[Remainder], states: Sequence[Tensor]) -> Fits:
+        """Return how states (n, d), one tensor for each block, fit what is left of the blocks."""
+        evidence, worst, news = torch.zeros(()), torch.ones(()), []
+        for remainder, x in zip(remainders, states, strict=True):
+            share, norms, new = remainder.fits(x)
+            nearness = -(1 - share).clamp_min(FIT.floor).log()
+            evidence = evidence.to(share) + nearness.masked_fill(norms < FIT.explained, -math.inf)
+            worst = torch.minimum(worst.to(share), share)
+            news.append(new)
+        return cls(evidence, worst, tuple(news))
+
+    @property
+    def exact(self) -> bool:
+        """Return whether one candidate fits up to rounding."""
+        return bool((self.evidence.isfinite() & (1 - self.worst <= FIT.exact)).any())
+
+    def best(self, evidence: Tensor, least: int) -> list[int]:
+        """Return the ``least`` candidates with most evidence (n,), and all that nearly fit."""
+        nearly = int((evidence.isfinite() & (1 - self.worst <= FIT.nearly)).sum())
+        best = evidence.topk(min(max(least, nearly), len(evidence))).indices.tolist()
+        return [i for i in best if math.isfinite(float(evidence[i]))]
+
+    def explain(self, remainders: Sequence[Remainder], i: int) -> tuple[Remainder, ...]:
+        """Return what is left of the blocks when candidate i is explained too."""
+        return tuple(r.explain(new[i]) for r, new in zip(remainders, self.new, strict=True))
+
+
+# ---- the certificate: what all states together leave of the rows ----------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,40 +262,41 @@ class Explained:
 
     Attributes:
         residual: root mean square of what is left.
-        own: (n,) what leaving out one state would leave.
+        losses: (n,) what leaving out one state would leave.
         basis: (n, d) orthonormal, of the states.
-        alone: (n, d) unit, of each state what is orthogonal to all others.
+        unshared: (n, d) unit, for each state the part orthogonal to all others.
     """
 
     residual: float
-    own: Tensor
+    losses: Tensor
     basis: Tensor
-    alone: Tensor
+    unshared: Tensor
 
     @classmethod
-    def of(cls, shared: SharedRows, states: Tensor) -> Explained:
-        """Of states (n, d), n at most d."""
+    def from_states(cls, shared: SharedRows, states: Tensor) -> Explained:
+        """Return what states (n, d), n at most d, explain of the rows."""
         q, r = torch.linalg.qr(states.T)
         unit = torch.eye(r.shape[1], dtype=r.dtype, device=r.device)
         inverse = torch.linalg.solve_triangular(r[: len(unit)], unit, upper=True)
         size = inverse.norm(dim=1, keepdim=True)
-        held = shared.whole @ q
-        own = (inverse @ held.T).norm(dim=1) / size[:, 0]
-        left = shared.whole - held @ q.T
-        return cls(float(left.norm()) / shared.floor, own / shared.floor, q.T, inverse @ q.T / size)
+        inside = shared.whole @ q
+        losses = (inverse @ inside.T).norm(dim=1) / size[:, 0]
+        rest = shared.whole - inside @ q.T
+        residual = float(rest.norm()) / shared.floor
+        return cls(residual, losses / shared.floor, q.T, inverse @ q.T / size)
 
     @property
-    def needed(self) -> float:
-        """What an exchange leaves at least where it is certainly worse than what is left now."""
-        return NEEDED * max(1.0, self.residual)
+    def exchange_limit(self) -> float:
+        """Return what an exchange leaves at least if it is certainly worse than the residual."""
+        return CERTIFICATE.exchange * max(1.0, self.residual)
 
     @property
     def width(self) -> int:
-        """Numbers in a state."""
+        """Return how many numbers a state has."""
         return self.basis.shape[1]
 
     def further(self, shared: SharedRows, others: Tensor) -> tuple[Tensor, Tensor]:
-        """Of other states (k, d), how far they lie outside of these, and what they explain besides.
+        """Return how far other states (k, d) lie outside of these, and what more they explain.
 
         Returns:
             (k,) norms of what is outside of the basis, and (k,) what is left of the rows along it,
@@ -146,24 +304,12 @@ class Explained:
         """
         outside = others - (others @ self.basis.T) @ self.basis
         size = outside.norm(dim=1)
-        left = shared.whole - (shared.whole @ self.basis.T) @ self.basis
-        along = left @ (outside / size.clamp_min(1e-300)[:, None]).T
-        return size, along.norm(dim=0) / len(left) ** 0.5
+        rest = shared.whole - (shared.whole @ self.basis.T) @ self.basis
+        gains = rest @ (outside / size.clamp_min(1e-300)[:, None]).T
+        return size, gains.norm(dim=0) / len(rest) ** 0.5
 
     def exchanged(self, number: int, others: Tensor) -> Tensor:
-        """(k,) what is left where others (k, d) stand in one state's place."""
+        """Return (k,) what is left where others (k, d) stand in the place of state ``number``."""
         outside = (others - (others @ self.basis.T) @ self.basis).square().sum(1)
-        along = (others @ self.alone[number]).square()
-        return self.own[number] * (outside / (outside + along).clamp_min(1e-300)).sqrt()
-
-
-__all__ = [
-    "CERTAIN",
-    "LARGEST_SHARE",
-    "NEEDED",
-    "RESIDUAL",
-    "BlockInputs",
-    "Explained",
-    "FoundText",
-    "readers",
-]
+        components = (others @ self.unshared[number]).square()
+        return self.losses[number] * (outside / (outside + components).clamp_min(1e-300)).sqrt()

@@ -18,7 +18,7 @@ from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
-from lightning_fedleak.attacks.texts.subspace_rows import FoundText
+from lightning_fedleak.attacks.texts.subspace_rows import RecoveredText
 from lightning_fedleak.snapshots import GradientSnapshot, NotYet, Observation, Stage
 from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
@@ -218,11 +218,11 @@ def certificate(rows: int) -> tuple[Callable[[list[list[int]]], bool], list[list
     assert first is not None
     shared = [attack._rows(known, anatomy, view) for known in bottom.inputs]
     bag = ids.unique()
-    search = EncoderSearch(bottom, first, attack._whitening, shared, bag, 0)
+    search = EncoderSearch(bottom, first, attack._whitenings, shared, bag, 0)
     pairs = search._pairs(Deadline())
 
     def certain(said: list[list[int]]) -> bool:
-        found = [FoundText(tuple(text), (1.0,) * len(text)) for text in said]
+        found = [RecoveredText(tuple(text), (1.0,) * len(text)) for text in said]
         with torch.no_grad(), bottom.session():
             return search._certain(found, pairs)
 

@@ -16,7 +16,10 @@ from transformers import LlamaForCausalLM
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.texts.base import TextGuess
-from lightning_fedleak.attacks.texts.subspace import SubspaceTexts, _Left, _Search, _Text
+from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
+from lightning_fedleak.attacks.texts.subspace_candidates import PartialText
+from lightning_fedleak.attacks.texts.subspace_rows import Remainder
+from lightning_fedleak.attacks.texts.subspace_search import Certificate, SubspaceSearch
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     NotYet,
@@ -304,7 +307,7 @@ def test_other_weights_than_the_clients_are_no_certificate() -> None:
     assert not certified(lambda: attack.run(shared(anatomy, attack)))
 
 
-def prepared() -> tuple[_Search, Tensor, list[tuple[int, ...]]]:
+def prepared() -> tuple[SubspaceSearch, Tensor, list[tuple[int, ...]]]:
     torch.manual_seed(0)
     model, ids = ready(llama()), texts(3, 10)
     attack = SubspaceTexts()
@@ -316,30 +319,32 @@ def prepared() -> tuple[_Search, Tensor, list[tuple[int, ...]]]:
     view = shared(anatomy, attack)
     rows = [attack._rows(known, anatomy, view) for known in bottom.inputs]
     bag = ids[:, :-1].unique()
-    search = _Search(bottom, attack._whitening, rows, bag, 3, 0)
+    search = SubspaceSearch(bottom, attack._whitenings, rows, bag, 3, 0)
     return search, bag, [tuple(row[:-1].tolist()) for row in ids]
 
 
 SEARCH, BAG, TRUE = prepared()
+CERTIFICATE = Certificate(SEARCH.candidates, SEARCH.shared, SEARCH.measure)
 
 
-def as_found(rows: list[tuple[int, ...]]) -> list[_Text]:
+def as_found(rows: list[tuple[int, ...]]) -> list[PartialText]:
     """Texts as the search would have found them, with the states that their tokens have."""
     found = []
-    with torch.no_grad(), SEARCH.bottom.session():
+    bottom = SEARCH.candidates.bottom
+    with torch.no_grad(), bottom.session():
         for row in rows:
-            parts = SEARCH._whitened(SEARCH.bottom.hidden(torch.tensor([row])))
+            parts = SEARCH.measure.whiten(bottom.parts(bottom.hidden(torch.tensor([row]))))
             states = tuple(tuple(x[0, i] for x in parts) for i in range(len(row)))
             left = tuple(
-                _Left.of(r.principal[:0], w)
-                for r, w in zip(SEARCH.shared, SEARCH.whitening, strict=True)
+                Remainder.from_rows(r.principal[:0], w)
+                for r, w in zip(SEARCH.shared, SEARCH.measure.whitening, strict=True)
             )
-            found.append(_Text(row, (1.0,) * len(row), 0.0, left, (), (), states))
+            found.append(PartialText(row, (1.0,) * len(row), 0.0, left, (), (), states))
     return found
 
 
 def test_the_true_texts_are_certified() -> None:
-    found, certain = SEARCH.checked(as_found(TRUE))
+    found, certain = CERTIFICATE.check(as_found(TRUE))
     assert certain
     assert [text.tokens for text in found] == TRUE
 
@@ -363,7 +368,7 @@ def test_no_other_texts_are(data: st.DataObject) -> None:
     else:
         del rows[which]
     tampered = [tuple(row) for row in rows]
-    found, certain = SEARCH.checked(as_found(tampered))
+    found, certain = CERTIFICATE.check(as_found(tampered))
     assert not certain or [text.tokens for text in found] == TRUE
 
 
@@ -382,12 +387,12 @@ def test_a_first_token_that_another_could_stand_for_is_not_certain() -> None:
 
 def test_states_that_hang_on_each_other_are_not_certain() -> None:
     twice = as_found([TRUE[0], TRUE[0], *TRUE[1:]])
-    assert not SEARCH.checked(twice)[1]
+    assert not CERTIFICATE.check(twice)[1]
 
 
 def test_ends_that_explain_nothing_are_cut_off() -> None:
     longer = [(*row, int(BAG[i]), int(BAG[i + 1])) for i, row in enumerate(TRUE)]
-    found, certain = SEARCH.checked(as_found(longer))
+    found, certain = CERTIFICATE.check(as_found(longer))
     assert [text.tokens for text in found] == TRUE
     assert certain
 
@@ -402,10 +407,10 @@ def test_what_is_left_is_the_span_of_the_projected_rows(seed: int, k: int, insid
         state = rows.T @ torch.randn(k, dtype=torch.float64, generator=generator)
     state = state / state.norm()
     rows, plain = 1e6 * rows, torch.eye(12, dtype=torch.float64)
-    share, _, new = _Left.of(rows, plain).fits(state[None])
+    share, _, new = Remainder.from_rows(rows, plain).fits(state[None])
     basis = torch.linalg.svd(rows, full_matrices=False)[2]
     assert float(share) == pytest.approx(float((basis @ state).square().sum()), abs=1e-9)
-    left = _Left.of(rows, plain).without(new[0])
+    left = Remainder.from_rows(rows, plain).explain(new[0])
     projected = rows - torch.outer(rows @ state, state)
     _, sizes, expected = torch.linalg.svd(projected, full_matrices=False)
     expected = expected[sizes > 1e-6 * sizes[0].clamp_min(1e-9)] if not (inside and k == 1) else []

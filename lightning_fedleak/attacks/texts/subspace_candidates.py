@@ -1,0 +1,266 @@
+"""Candidates for the next token of texts, and texts as far as they have been read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.attacks.membership.gradients import whitening
+from lightning_fedleak.attacks.row_space.pursuit import SharedRows
+from lightning_fedleak.attacks.texts.base import Deadline
+from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
+from lightning_fedleak.attacks.texts.subspace_rows import FIT, BlockInputs, Remainder
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """Settings of the search. None of the values was tuned.
+
+    Attributes:
+        context_lengths: tokens of the random beginnings behind which candidates are tried, to see
+            what each explains anywhere; more beginnings make the comparison surer and slower.
+        mean_lengths: tokens of the random beginnings over which each token's mean state is taken.
+        prior: weight of the model's log probability beside the evidence; larger prefers likely
+            texts to those that the rows show.
+        failures: texts without an exact half after which the search ends.
+        slack: tokens beyond twice the bag's at which such a text is given up.
+        alternatives: ways to go on that are remembered at each place.
+        copies: repetitions of a text's first token that are tried; longer ones are not found.
+        longest: tokens of a text, at most.
+    """
+
+    context_lengths: tuple[int, ...] = (8,) * 4
+    mean_lengths: tuple[int, ...] = (1, 2, 4, 8) * 8
+    prior: float = 0.5
+    failures: int = 2
+    slack: int = 8
+    alternatives: int = 8
+    copies: int = 4
+    longest: int = 512
+
+
+SEARCH = SearchSettings()
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """A way to continue a beginning: its next token, and each block's state (d,) there."""
+
+    prefix: tuple[int, ...]
+    token: int
+    states: tuple[Tensor, ...]
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """Return the beginning with its next token."""
+        return (*self.prefix, self.token)
+
+
+@dataclass(frozen=True, eq=False)
+class PartialText:
+    """A text as far as the search has come.
+
+    Where it branched off from an earlier text, it inherits the tokens before the branch.
+
+    Attributes:
+        tokens: from the first on.
+        fits: share of each token's state that was explained when it was chosen; 1 for inherited
+            tokens.
+        score: sum of the evidence of tokens that are not inherited, and of their prior.
+        remainders: what is left of the rows of each block.
+        rivals: other ways in which it could have begun, or branched off.
+        alternatives: other ways in which it could have gone on.
+        states: for each token that is not inherited, each block's state (d,).
+        copies: repetitions of its first token whose states equal that token's: they have no states.
+    """
+
+    tokens: tuple[int, ...]
+    fits: tuple[float, ...]
+    score: float
+    remainders: tuple[Remainder, ...]
+    rivals: tuple[Branch, ...]
+    alternatives: tuple[Branch, ...]
+    states: tuple[tuple[Tensor, ...], ...]
+    copies: int = 0
+
+    @property
+    def inherited(self) -> int:
+        """Return how many tokens come from the text that it branched off from."""
+        return len(self.tokens) - len(self.states) - self.copies
+
+    @property
+    def exact(self) -> bool:
+        """Return whether half of the tokens that are not inherited fit exactly."""
+        fits = self.fits[-len(self.states) :]
+        return 2 * sum(1 - fit <= FIT.exact for fit in fits) >= len(fits)
+
+    def begins(self, other: PartialText) -> bool:
+        """Return whether it is a proper beginning of another text."""
+        length = len(self.tokens)
+        return len(other.tokens) > length and other.tokens[:length] == self.tokens
+
+    def shortened(self) -> PartialText:
+        """Return the text without its last token."""
+        return replace(self, tokens=self.tokens[:-1], fits=self.fits[:-1], states=self.states[:-1])
+
+    def with_alternatives(self, branches: tuple[Branch, ...]) -> PartialText:
+        """Return the text with more ways in which it could have gone on."""
+        return replace(self, alternatives=self.alternatives + branches)
+
+
+def joined(texts: Sequence[PartialText], text: PartialText) -> list[PartialText]:
+    """Return texts and one more, which replaces the text that it continues from its end on."""
+    for i, beginning in enumerate(texts):
+        length = len(beginning.tokens)
+        if text.tokens[:length] == beginning.tokens and text.inherited == length:
+            whole = PartialText(
+                text.tokens,
+                (*beginning.fits, *text.fits[length:]),
+                beginning.score + text.score,
+                text.remainders,
+                beginning.rivals + text.rivals,
+                beginning.alternatives + text.alternatives,
+                beginning.states + text.states,
+                beginning.copies,
+            )
+            return [*texts[:i], whole, *texts[i + 1 :]]
+    return [*texts, text]
+
+
+@dataclass(frozen=True, eq=False)
+class Measure:
+    """How states are compared with what is left of the rows.
+
+    Attributes:
+        whitening: (d, d) for each block.
+        means: (n, d) for each block, an orthonormal basis of the tokens' mean states after
+            whitening, which count as explained; n is 0 where tokens alone tell states apart.
+        contexts: beginnings behind which candidates are tried, to see what they explain anywhere.
+    """
+
+    whitening: Sequence[Tensor]
+    means: Sequence[Tensor]
+    contexts: tuple[tuple[int, ...], ...]
+
+    def whiten(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return each block's states (..., d) whitened, of unit length."""
+        return [
+            nn.functional.normalize(x @ white, dim=-1)
+            for x, white in zip(parts, self.whitening, strict=True)
+        ]
+
+    def restore(self, states: Tensor, block: int) -> Tensor:
+        """Return a block's states (n, d) as they were before whitening, of unit length."""
+        plain: Tensor = torch.linalg.solve(self.whitening[block].T, states.T).T
+        return nn.functional.normalize(plain, dim=1)
+
+
+class Candidates:
+    """The tokens of a bag, each tried as the next one of beginnings.
+
+    Args:
+        bottom: a copy of the model, within a session.
+        bag: (n,) token ids.
+        seed: of the random beginnings.
+
+    Attributes:
+        tried: candidates so far.
+        longest: tokens of a text, at most.
+    """
+
+    def __init__(self, bottom: BlockInputs, bag: Tensor, seed: int) -> None:
+        self.bottom, self.bag, self.seed = bottom, bag, seed
+        self.longest = min(bottom.context or SEARCH.longest, SEARCH.longest)
+        self.tried = 0
+        self._copies: int | None = None
+
+    def random_beginnings(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return beginnings of tokens drawn from the bag, cut to the longest text."""
+        generator = torch.Generator().manual_seed(self.seed)
+        bag = self.bag.cpu()
+        counts = [min(n, self.longest - 1) for n in lengths]
+        draws = (torch.randint(len(bag), (n,), generator=generator) for n in counts)
+        return tuple(tuple(bag[draw].tolist()) for draw in draws)
+
+    def begin(self, prefixes: Sequence[tuple[int, ...]]) -> Prefixes:
+        """Return the model's keys and values of beginnings."""
+        device = self.bottom.device
+        layout = Layout.from_masks((len(prefixes), self.longest), None, None)
+        beginnings = Prefixes(self.bottom, layout)
+        counts = torch.tensor([len(p) for p in prefixes], device=device)
+        if int(counts.max()):
+            ids = torch.zeros(len(prefixes), int(counts.max()), dtype=torch.int64, device=device)
+            for row, prefix in enumerate(prefixes):
+                ids[row, : len(prefix)] = torch.tensor(prefix, device=device)
+            beginnings.follow(ids)
+            beginnings.keep(counts)
+        return beginnings
+
+    def states(self, beginnings: Prefixes) -> list[Tensor]:
+        """Return for each block the states (B, n, d) of each token behind each beginning."""
+        count = len(beginnings.lengths)
+        self.tried += count * len(self.bag)
+        return self.bottom.parts(beginnings.attempt(self.bag.expand(count, -1)))
+
+    @property
+    def copies(self) -> int:
+        """Return how many repetitions of a first token are tried: 0 where they read otherwise."""
+        if self.longest <= SEARCH.copies:
+            return 0
+        if self._copies is None:
+            ids = self.bag[:1].expand(1, SEARCH.copies + 1)
+            states = self.bottom.parts(self.bottom.hidden(ids))
+            distance = max(float((x[0] - x[0, :1]).norm(dim=-1).max()) for x in states)
+            self._copies = SEARCH.copies if distance < FIT.explained else 0
+        return self._copies
+
+    def canonical(self, beginning: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a beginning without repetitions of its first token where these read as it does."""
+        if not self.copies:
+            return beginning
+        others = (n for n, token in enumerate(beginning) if token != beginning[0])
+        return beginning[:1] + beginning[next(others, len(beginning)) :]
+
+    def contextual_measure(
+        self, shared: SharedRows, whitenings: Sequence[Tensor], deadline: Deadline
+    ) -> Measure | None:
+        """Return a measure of what a beginning adds to its next token's state.
+
+        Each token's mean state behind random beginnings counts as explained, and the rest is
+        whitened.
+
+        Args:
+            shared: the first block's rows.
+            whitenings: (d, d) for each block.
+            deadline: after which the result is None.
+
+        Returns:
+            The measure, or None where the bag's states fill their space or beginnings add nothing.
+        """
+        rows, width = shared.principal.shape
+        if width < 2 * len(self.bag) + rows:
+            return None
+        beginnings = self.random_beginnings(SEARCH.mean_lengths)
+        sums = [white.new_zeros(len(self.bag), width) for white in whitenings]
+        moments = [torch.zeros_like(white) for white in whitenings]
+        for beginning in beginnings:
+            if deadline.passed:
+                return None
+            states = self.states(self.begin([beginning]))
+            for total, moment, (x,) in zip(sums, moments, states, strict=True):
+                total += x
+                moment += x.mT @ x
+        fitted, means = [], []
+        for total, moment in zip(sums, moments, strict=True):
+            basis = torch.linalg.qr(total.mT).Q
+            moment = moment - total.mT @ total / len(beginnings)
+            if not float(moment.trace()) > FIT.explained**2 * len(beginnings) * len(self.bag):
+                return None
+            moment = moment - basis @ (basis.mT @ moment)
+            white = whitening(moment - (moment @ basis) @ basis.mT).double()
+            fitted.append(white)
+            means.append(torch.linalg.qr((total @ white).mT).Q.mT.contiguous())
+        return Measure(fitted, means, beginnings[: len(beginnings) // 2])

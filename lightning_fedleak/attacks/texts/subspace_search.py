@@ -1,0 +1,428 @@
+"""The search for a causal model's texts, token by token, in the shared rows of several blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks.row_space.pursuit import SharedRows
+from lightning_fedleak.attacks.texts.base import Deadline
+from lightning_fedleak.attacks.texts.bottom_model import predicts_next
+from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
+from lightning_fedleak.attacks.texts.subspace_candidates import (
+    SEARCH,
+    Branch,
+    Candidates,
+    Measure,
+    PartialText,
+    joined,
+)
+from lightning_fedleak.attacks.texts.subspace_rows import (
+    CERTIFICATE,
+    FIT,
+    BlockInputs,
+    Explained,
+    Fits,
+    RecoveredText,
+    Remainder,
+)
+
+
+class SubspaceSearch:
+    """The search for texts whose states explain the shared rows of several blocks.
+
+    Where there are fewer rows than words, a first search compares what beginnings add to their next
+    token's state. If its texts are not certain, a second one compares whole states.
+
+    Args:
+        bottom: a copy of the model, within a session.
+        whitenings: (d, d) of each block's states.
+        shared: the rows of each block.
+        bag: (n,) token ids that the texts are made of.
+        beam: beginnings that are continued side by side where none is exact.
+        seed: of random beginnings.
+    """
+
+    def __init__(
+        self,
+        bottom: BlockInputs,
+        whitenings: Sequence[Tensor],
+        shared: Sequence[SharedRows],
+        bag: Tensor,
+        beam: int,
+        seed: int,
+    ) -> None:
+        self.candidates = Candidates(bottom, bag, seed)
+        self.shared, self.beam = shared, beam
+        none = [white[:0] for white in whitenings]
+        contexts = self.candidates.random_beginnings(SEARCH.context_lengths)
+        self.measure = Measure(whitenings, none, contexts)
+
+    @property
+    def tried(self) -> int:
+        """Return how many candidates were compared with the rows."""
+        return self.candidates.tried
+
+    def run(self, deadline: Deadline) -> tuple[list[RecoveredText], bool, bool]:
+        """Return the texts, whether the search has ended, and whether the texts are certain."""
+        precise = all(rows.exact for rows in self.shared)
+        few_rows = len(self.shared[0].principal) < len(self.candidates.bag)
+        measures = [self.measure]
+        # Where noise alone makes the rows few, there is nothing to whiten states for.
+        if few_rows and (precise or len(self.shared[0].whole) < len(self.candidates.bag)):
+            contextual = self.candidates.contextual_measure(
+                self.shared[0], self.measure.whitening, deadline
+            )
+            measures = measures if contextual is None else [contextual, *measures]
+        result: list[PartialText] = []
+        for number, measure in enumerate(measures if precise else measures[:1]):
+            walk = TextWalk(self.candidates, self.shared, measure, self.beam)
+            texts, finished = walk.find(deadline)
+            certain = False
+            if finished:
+                texts, certain = Certificate(self.candidates, self.shared, measure).longest(texts)
+            if number == 0 or certain:
+                result = texts
+            if certain or not finished:
+                break
+        whole = [text for text in result if not any(text.begins(other) for other in result)]
+        return [RecoveredText(text.tokens, text.fits) for text in whole], finished, certain
+
+
+class TextWalk:
+    """One search by one measure: text after text, each from its first token on.
+
+    Args:
+        candidates: tokens to try.
+        shared: the rows of each block.
+        measure: how states are compared with the rows.
+        beam: beginnings that are continued side by side where none is exact.
+    """
+
+    def __init__(
+        self, candidates: Candidates, shared: Sequence[SharedRows], measure: Measure, beam: int
+    ) -> None:
+        self.candidates, self.bag = candidates, candidates.bag
+        self.shared, self.measure, self.beam = shared, measure, beam
+        self.precise = all(rows.exact for rows in shared)
+        self.few_rows = len(shared[0].principal) < len(self.bag)
+        self.has_prior = predicts_next(candidates.bottom)
+        self._elsewhere: list[Tensor] | None = None
+
+    def find(self, deadline: Deadline) -> tuple[list[PartialText], bool]:
+        """Return one text after the other, and whether the search has ended by itself."""
+        blocks = zip(self.shared, self.measure.whitening, self.measure.means, strict=True)
+        remainders = tuple(
+            Remainder.from_rows(shared.principal, white, means) for shared, white, means in blocks
+        )
+        [states] = self._states(self.candidates.begin([()]))
+        branches = [
+            Branch((), int(token), tuple(x[i] for x in states)) for i, token in enumerate(self.bag)
+        ]
+        texts: list[PartialText] = []
+        failures: list[PartialText] = []
+        while any(len(r.directions) for r in remainders) and len(failures) < SEARCH.failures:
+            text, finished = self._next(branches, remainders, deadline)
+            if text is None:
+                return texts or failures[:1], finished
+            if self.precise and not (text.exact or self.few_rows):  # behind a wrong token
+                failures.append(text)
+                beginning = text.tokens[: text.inherited + 1]
+                branches = [branch for branch in branches if branch.text != beginning]
+            else:
+                texts = joined(texts, text)
+                remainders = text.remainders
+                ways = {text.tokens[:n] for n in range(1, len(text.tokens) + 1)}
+                branches = [b for b in [*branches, *text.alternatives] if b.text not in ways]
+            if not finished:
+                return texts or failures[:1], False
+        return texts or failures[:1], True
+
+    def _next(
+        self, branches: Sequence[Branch], remainders: tuple[Remainder, ...], deadline: Deadline
+    ) -> tuple[PartialText | None, bool]:
+        """Return the next text; one that does not fit exactly is searched again with the prior."""
+        prior = 0.0 if self.precise or not self.has_prior else SEARCH.prior
+        text, finished = self._grow(branches, remainders, deadline, prior)
+        if text is None or not finished:
+            return text, finished
+        if self.precise and self.has_prior and not text.exact:
+            likely, finished = self._grow(branches, remainders, deadline, SEARCH.prior)
+            text = likely if likely is not None and likely.exact else text
+        return text, finished
+
+    def _grow(
+        self,
+        branches: Sequence[Branch],
+        remainders: tuple[Remainder, ...],
+        deadline: Deadline,
+        prior: float,
+    ) -> tuple[PartialText | None, bool]:
+        """Return the text that explains most of what is left; None where none explains anything.
+
+        Args:
+            branches: ways in which it may begin.
+            remainders: what is left of the rows of each block.
+            deadline: after which the best so far is returned.
+            prior: weight of the model's log probabilities of next tokens, where none is exact.
+
+        Returns:
+            The text, and whether the search has ended by itself.
+        """
+        beams = self._starts(branches, remainders, deadline)
+        if not beams:
+            return None, True
+        ended: list[PartialText] = []
+        beginnings = self.candidates.begin([text.tokens for text in beams])
+        while beams:
+            short = [i for i, text in enumerate(beams) if len(text.tokens) < self._most(text)]
+            ended += [beams[i] for i in range(len(beams)) if i not in short]
+            if deadline.passed or not short:
+                break
+            if len(short) < len(beams):
+                beginnings = beginnings.select(torch.tensor(short, device=self.bag.device))
+                beams = [beams[i] for i in short]
+            children = self._continue(beams, beginnings, prior)
+            ended += [text for text, row in children if row is None]
+            grown = [(text, row) for text, row in children if row is not None]
+            grown.sort(key=lambda pair: -pair[0].score)
+            grown = grown[:1] if grown and grown[0][0].exact else grown[: self.beam]
+            beams = [text for text, _ in grown]
+            if beams:
+                rows = torch.tensor([row for _, row in grown], device=self.bag.device)
+                beginnings = beginnings.select(rows)
+                last = torch.tensor([[text.tokens[-1]] for text in beams], device=self.bag.device)
+                beginnings.follow(last)
+                beginnings.keep(torch.ones(len(beams), dtype=torch.int64, device=self.bag.device))
+        ended += [text for text in beams if text not in ended]
+        return max(ended, key=lambda text: text.score), not deadline.passed
+
+    def _continue(
+        self, beams: Sequence[PartialText], beginnings: Prefixes, prior: float
+    ) -> list[tuple[PartialText, int | None]]:
+        """Return texts with one more token and their row in ``beams``, None for those that end."""
+        likely = torch.zeros(len(beams), 1)
+        if prior:
+            texts = [text.tokens for text in beams]
+            likely = prior * self.candidates.bottom.next_tokens(texts, self.bag)
+        further = [
+            self._children(text, states, likely[row])
+            for row, (text, states) in enumerate(zip(beams, self._states(beginnings), strict=True))
+        ]
+        canonical = [self.candidates.canonical(text.tokens) for text in beams]
+        ways: dict[tuple[int, ...], tuple[Branch, ...]] = {}
+        for beginning, (_, branches) in zip(canonical, further, strict=True):
+            ways[beginning] = ways.get(beginning, ()) + branches
+        continued: list[tuple[PartialText, int | None]] = []
+        for row, (text, (children, _)) in enumerate(zip(beams, further, strict=True)):
+            branches = ways[canonical[row]]
+            if not children:
+                continued.append((text.with_alternatives(branches), None))
+            continued += [(child.with_alternatives(branches), row) for child in children]
+        return continued
+
+    def _states(self, beginnings: Prefixes) -> list[list[Tensor]]:
+        """Return for each beginning, for each block, the whitened states (n, d) of the bag."""
+        parts = self.measure.whiten(self.candidates.states(beginnings))
+        return [[x[row] for x in parts] for row in range(len(beginnings.lengths))]
+
+    def _anywhere(self, remainders: Sequence[Remainder]) -> tuple[Tensor, float]:
+        """Return the evidence of tokens behind random others, at places that are not their own.
+
+        Returns:
+            Each token's mean (n,), and the mean by which the best of all tokens exceeds its own.
+        """
+        contexts = self.measure.contexts
+        if self._elsewhere is None:
+            rows = [self._states(self.candidates.begin([context]))[0] for context in contexts]
+            self._elsewhere = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+        each = [r.nearness(x) for r, x in zip(remainders, self._elsewhere, strict=True)]
+        evidence = torch.stack(each).sum(0).view(len(contexts), -1)
+        mean = evidence.mean(0)
+        return mean, float((evidence - mean).max(1).values.mean())
+
+    def _most(self, text: PartialText) -> int:
+        """Return the length at which a text is given up, or is as long as it can be."""
+        longest = self.candidates.longest
+        if text.exact or not self.precise:
+            return longest
+        return min(longest, 2 * len(self.bag) + SEARCH.slack)
+
+    def _starts(
+        self, branches: Sequence[Branch], remainders: tuple[Remainder, ...], deadline: Deadline
+    ) -> list[PartialText]:
+        """Return the likeliest ways in which the next text begins, or branches off from another."""
+        if not branches:
+            return []
+        states = [torch.stack(parts) for parts in zip(*(b.states for b in branches), strict=True)]
+        fits = Fits.measure(remainders, states)
+        evidence, least = fits.evidence, -math.inf
+        if not fits.exact and not deadline.passed:
+            least = float(self._anywhere(remainders)[0].max())
+        texts = []
+        best = fits.best(evidence, max(SEARCH.alternatives, self.beam))
+        for i in best[: self.beam]:
+            branch, value = branches[i], float(evidence[i])
+            if math.isfinite(value) and value >= least:
+                shares = (*[1.0] * len(branch.prefix), float(fits.worst[i]))
+                rest = fits.explain(remainders, i)
+                alike = [b for b in map(branches.__getitem__, best) if b.prefix == branch.prefix]
+                rivals = tuple(b for b in alike if b is not branch)
+                texts.append(
+                    PartialText(branch.text, shares, value, rest, rivals, (), (branch.states,))
+                )
+        if not fits.exact:
+            return texts
+        exact = [text for text in texts if text.exact][:1]
+        first = [text for text in exact if len(text.tokens) == 1]
+        return exact + [
+            replace(text, tokens=(n + 1) * text.tokens, fits=(n + 1) * text.fits, copies=n)
+            for text in first
+            for n in range(1, self.candidates.copies + 1)
+        ]
+
+    def _children(
+        self, text: PartialText, states: Sequence[Tensor], likely: Tensor
+    ) -> tuple[list[PartialText], tuple[Branch, ...]]:
+        """Return texts with one more token, the likeliest first, and other ways to go on.
+
+        A text whose tokens fit exactly ends where no further token does. Another one ends where no
+        token fits better than at places that are not its own, and of few rows than the best of all
+        tokens does there.
+        """
+        fits = Fits.measure(text.remainders, states)
+        evidence = ranked = fits.evidence
+        if not fits.exact:
+            mean, best_elsewhere = self._anywhere(text.remainders)
+            evidence = evidence - mean
+            if len(self.measure.means[0]):
+                evidence = evidence - best_elsewhere
+            ranked = evidence + likely.to(evidence)
+        branches = tuple(
+            Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states))
+            for i in fits.best(evidence, SEARCH.alternatives)
+        )
+        children = []
+        for i in ranked.topk(min(self.beam, len(ranked))).indices.tolist():
+            value = float(evidence[i])
+            if not math.isfinite(value):
+                continue
+            nearly = 1 - float(fits.worst[i]) <= FIT.nearly
+            if not (nearly if text.exact else value > 0):
+                continue
+            child = replace(
+                text,
+                tokens=(*text.tokens, int(self.bag[i])),
+                fits=(*text.fits, float(fits.worst[i])),
+                score=text.score + float(ranked[i]),
+                remainders=fits.explain(text.remainders, i),
+                states=(*text.states, tuple(x[i] for x in states)),
+            )
+            children.append(child)
+        return children, branches
+
+
+class Certificate:
+    """The check that texts are those of the batch, which the adversary can make alone.
+
+    Args:
+        candidates: tokens that could stand in a text.
+        shared: the rows of each block.
+        measure: what the texts' states were whitened by.
+    """
+
+    def __init__(
+        self, candidates: Candidates, shared: Sequence[SharedRows], measure: Measure
+    ) -> None:
+        self.candidates, self.shared, self.measure = candidates, shared, measure
+
+    def longest(self, texts: Sequence[PartialText]) -> tuple[list[PartialText], bool]:
+        """Check all texts; where they are not certain, but the first ones alone are, only those."""
+        whole = self.check(texts)
+        if whole[1]:
+            return whole
+        fewer = (self.check(texts[:n]) for n in range(len(texts) - 1, 0, -1))
+        return next((result for result in fewer if result[1]), whole)
+
+    def check(self, texts: Sequence[PartialText]) -> tuple[list[PartialText], bool]:
+        """Return texts without ends that explain nothing, and whether they are certain.
+
+        They are where all rows of every block are explained up to rounding, and where in the first
+        block no token can be left out, nor exchanged for another that was likely at its place.
+        """
+        if not all(rows.exact for rows in self.shared):
+            return list(texts), False
+        first_rows = self.shared[0]
+        texts = [text for text in texts if text.states]
+        certain = False
+        while texts and sum(len(text.states) for text in texts) < first_rows.whole.shape[1]:
+            first = Explained.from_states(first_rows, self._states(texts, 0))
+            if first.residual > CERTIFICATE.residual:  # which ends explain nothing is not visible
+                break
+            losses = torch.split(first.losses, [len(text.states) for text in texts])
+            idle = [not float(part[-1]) >= CERTIFICATE.residual for part in losses]
+            if not any(idle):
+                certain = self._unique(texts, first) and self._ended(texts, first)
+                break
+            ends = zip(texts, idle, strict=True)
+            texts = [text.shortened() if is_idle else text for text, is_idle in ends]
+            texts = [text for text in texts if text.states]
+        for block, shared in enumerate(self.shared[1:], 1):
+            if not certain:
+                break
+            explained = Explained.from_states(shared, self._states(texts, block))
+            certain = explained.residual <= CERTIFICATE.residual
+        return texts, certain
+
+    def _states(self, texts: Sequence[PartialText], block: int) -> Tensor:
+        """Return a block's states (n, d) of all tokens of texts, as they were before whitening."""
+        states = torch.stack([parts[block] for text in texts for parts in text.states])
+        return self.measure.restore(states, block)
+
+    def _ended(self, texts: Sequence[PartialText], first: Explained) -> bool:
+        """Return whether each text would show it if it went on.
+
+        It would not where a next token's state nearly equals states that are there, as those of a
+        model that repeats a text's last token do, and explains some of what is left.
+        """
+        for text in texts:
+            states = self.measure.whiten(
+                self.candidates.states(self.candidates.begin([text.tokens]))
+            )[0][0]
+            ways = {other.tokens[: len(text.tokens) + 1] for other in texts}
+            free = [(*text.tokens, int(token)) not in ways for token in self.candidates.bag]
+            x = self.measure.restore(states, 0)[torch.tensor(free, device=states.device)]
+            outside, gain = first.further(self.shared[0], x)
+            hidden = (outside < CERTIFICATE.outside) & (gain > CERTIFICATE.gain)
+            if bool((hidden | (outside < CERTIFICATE.same)).any()):
+                return False
+        return True
+
+    def _unique(self, texts: Sequence[PartialText], first: Explained) -> bool:
+        """Return whether no token could be left out, or another stand in its place."""
+        share = len(first.losses) / first.width
+        necessary = float(first.losses.min()) >= CERTIFICATE.necessary
+        if not necessary or share > CERTIFICATE.largest_share:
+            return False
+        canonical = self.candidates.canonical
+        ways = {text.tokens[:n] for text in texts for n in range(1, len(text.tokens) + 1)}
+        number = 0
+        for text in texts:
+            places = range(text.inherited, len(text.tokens))
+            for place in (*places[:1], *places[1 + text.copies :]):
+                before = canonical(text.tokens[:place])
+                others = [
+                    branch.states[0]
+                    for branch in text.rivals + text.alternatives
+                    if canonical(branch.prefix) == before and branch.text not in ways
+                ]
+                if others:
+                    states = self.measure.restore(torch.stack(others), 0)
+                    if not float(first.exchanged(number, states).min()) >= first.exchange_limit:
+                        return False
+                number += 1
+        return True

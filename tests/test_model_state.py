@@ -288,7 +288,7 @@ def calibrated(anatomy: Anatomy, seed: int) -> None:
 
 def inverted(anatomy: Anatomy, seed: int) -> None:
     bottom = BottomModel(anatomy, 2)
-    StateReadout.of(bottom, bottom.word_embeddings(), texts=2, length=5)
+    StateReadout.fit(bottom, bottom.word_embeddings(), texts=2, length=5)
 
 
 def told_members(anatomy: Anatomy, seed: int) -> None:

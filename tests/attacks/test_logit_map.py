@@ -188,11 +188,11 @@ def test_next_tokens_have_the_models_own_logits(name: str) -> None:
         wanted = copy.deepcopy(anatomy.model).eval()(input_ids=ids).logits
     rows, columns = torch.tensor([0, 1, 1]), torch.tensor([3, 0, 6])
     torch.testing.assert_close(
-        after.after(rows, columns), wanted[rows, columns], atol=1e-5, rtol=1e-4
+        after.logits(rows, columns), wanted[rows, columns], atol=1e-5, rtol=1e-4
     )
     tokens = torch.tensor([[4, 9], [50, 3], [7, 8]])
     torch.testing.assert_close(
-        after.of(rows, columns, tokens),
+        after.token_logits(rows, columns, tokens),
         wanted[rows, columns].gather(1, tokens),
         atol=1e-5,
         rtol=1e-4,

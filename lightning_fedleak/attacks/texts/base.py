@@ -1,4 +1,4 @@
-"""Input reconstruction from the activations at a split layer: what the attacks have in common.
+"""Input reconstruction from the activations at a split layer: the base of these attacks.
 
 In split learning (vertical federated learning) the client keeps the model's bottom and sends the
 hidden states of the split layer; the server owns the whole model (Zheng, "Input Reconstruction
@@ -30,6 +30,7 @@ from lightning_fedleak.attacks.base import (
 )
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation
 from lightning_fedleak.threats import Capability, ThreatModel
+from lightning_fedleak.validate import check_integer, check_number
 
 if TYPE_CHECKING:
     from lightning_fedleak.attacks.texts.bottom_model import BottomModel
@@ -38,26 +39,25 @@ if TYPE_CHECKING:
 NOTHING = -1
 """Token id where nothing was guessed."""
 
+# Relative errors up to which hidden states count as equal; more hide wrong tokens. Not tuned.
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
-ROUNDING_OTHERWISE = 2e-2
+ROUNDING_OTHERWISE = 2e-2  # of half precision and other dtypes
 
-TINY = 1e-12
+TINY = 1e-12  # keeps norms from being divided by zero; below any norm that occurs
 
 
 @dataclass(frozen=True)
 class TextGuess(Guess):
-    """The texts that an attack says were sent.
+    """The texts that an attack reconstructs.
 
     Attributes:
-        tokens: (B, L) token ids; :data:`NOTHING` at padded positions, and at those that the time
-            budget left open.
+        tokens: (B, L) token ids; :data:`NOTHING` at padded positions, and where time ran out.
         confidence: (B, L) how sure the attack is of each, on a scale of its own, or None.
-        finished: False where the time budget cut anything off: the tokens are the best found by
-            then, and more time may find others.
+        finished: False where the time budget ended the search: more time may give other tokens.
         candidates: candidates that were verified against the observation, over all positions.
-        certified: whether the adversary can tell by itself that these are the texts, and all of
-            them (but for copies, and texts that another one begins with); None where the attack
-            makes no certificate.
+        certified: whether the adversary can check alone that these are the texts, and all of them
+            (but for copies, and texts that another one begins with); None where the attack makes no
+            certificate.
     """
 
     tokens: Tensor
@@ -70,21 +70,17 @@ class TextGuess(Guess):
 class TextAttack(Attack):
     """An adversary that reconstructs whole texts: its guess is a :class:`TextGuess`.
 
-    One that reads gradients is shown them as an attack on words is, and names its texts in any
-    order.
+    One that reads gradients gets them as an attack on words does, and its texts are in any order.
 
     Attributes:
-        last_token_open: whether it leaves the last token of a text open, which a causal model's
-            gradients hold as a label alone; with it all that stands behind a text's last label.
+        last_token_open: whether it leaves the last token of a text open, and all that follows a
+            text's last label: a causal model's gradients hold it as a label alone.
     """
 
     last_token_open: ClassVar[bool] = False
 
     def age(self, step: int) -> float:
-        """Optimizer steps that this adversary's copy of the model is behind at ``step``.
-
-        NaN where it keeps none.
-        """
+        """Return how many optimizer steps the adversary's copy is behind; NaN without a copy."""
         return math.nan
 
 
@@ -94,8 +90,8 @@ class InversionAttack(TextAttack):
     Args:
         layer: the split, as in Hugging Face's ``hidden_states``: what is sent is the output of
             block ``layer`` (counted from 1); 0 is the output of the embeddings.
-        budget_seconds: wall time that one observation may take; None for no bound. What is found
-            by then is returned, and the guess says that it is not finished.
+        budget_seconds: wall time for one observation; None for no bound. After it the best so far
+            is returned, and the guess says that it is not finished.
         name: in the logs.
 
     Raises:
@@ -112,43 +108,40 @@ class InversionAttack(TextAttack):
         self, layer: int, budget_seconds: float | None = None, name: str | None = None
     ) -> None:
         super().__init__(name)
-        if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
-            raise ValueError(
-                f"layer must be 0 (the embeddings' output) or the number of a block, got {layer!r}"
-            )
-        if budget_seconds is not None and not budget_seconds > 0:
-            raise ValueError(f"budget_seconds must be positive or None, got {budget_seconds!r}")
+        hint = "0 is the embeddings' output, k the output of block k"
+        check_integer("layer", layer, at_least=0, hint=hint)
+        check_number("budget_seconds", budget_seconds, above=0, optional=True)
         self.layer = layer
         self.budget_seconds = budget_seconds
         self._bottom: BottomModel | None = None
-        self._met = RunFacts()
+        self._facts = RunFacts()
 
     def meet(self, facts: RunFacts) -> None:
-        """Learns the precision that the client computes in, and where the fit begins.
+        """Take the client's precision, and the step at which the fit begins, from the run.
 
-        A copy of the bottom model that was taken before is of that step.
+        A copy of the bottom model that exists already counts as one of that step.
         """
-        self._met = facts
+        self._facts = facts
         if self._bottom is not None:
             self._bottom.step = max(self._bottom.step, facts.step)
 
     @property
     def bottom(self) -> BottomModel:
-        """The adversary's copy of the bottom model.
+        """Return the adversary's copy of the bottom model.
 
         Raises:
-            RuntimeError: it has taken none, which those that keep one do in :meth:`prepare`.
+            RuntimeError: there is none before :meth:`prepare`.
         """
         if self._bottom is None:
             raise RuntimeError(f"{type(self).__name__} has no bottom model yet: call prepare()")
         return self._bottom
 
     def age(self, step: int) -> float:
-        """Optimizer steps that the copy of the bottom model is behind; NaN without one."""
+        """Return how many optimizer steps the copy is behind; NaN without one."""
         return math.nan if self._bottom is None else float(self._bottom.age(step))
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The hidden states at the split.
+        """Return the name of the hidden states at the split.
 
         Raises:
             ValueError: the model has no such layer.
@@ -159,17 +152,17 @@ class InversionAttack(TextAttack):
     def reconstruct(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> TextGuess:
-        """The text of hidden states that were sent.
+        """Return the texts of hidden states that were sent.
 
         Args:
             hidden: (B, L, d) as they left the client, finite.
-            attention_mask: (B, L), 0 where padded, or None; the server needs it for its own part of
-                the model, and so is sent it.
+            attention_mask: (B, L), 0 where padded, or None; it is sent because the server needs it
+                for its own part of the model.
             position_ids: (B, L) or None for the model's own.
         """
 
     def run(self, view: Observation, query: Query | None = None) -> TextGuess:
-        """Reconstructs the newest activations of ``view`` at this attack's layer.
+        """Reconstruct the texts of the newest activations of ``view`` at this attack's layer.
 
         Raises:
             UnusableObservation: they are not finite.
@@ -184,28 +177,29 @@ class InversionAttack(TextAttack):
         return self.reconstruct(hidden, snapshot.attention_mask, snapshot.position_ids)
 
     def _at_layer(self, snapshot: ActivationSnapshot) -> Tensor:
-        """A single tensor may have a name of its own, but not that of another layer."""
-        held = snapshot.tensors
-        if self._layer_name in held:
-            return held[self._layer_name]
-        if len(held) == 1 and not self._other_layers.intersection(held):
-            return next(iter(held.values()))
+        """Return the layer's tensor, or a single tensor without the name of another layer."""
+        tensors = snapshot.tensors
+        if self._layer_name in tensors:
+            return tensors[self._layer_name]
+        if len(tensors) == 1 and not self._other_layers.intersection(tensors):
+            return next(iter(tensors.values()))
+        names = sorted(tensors)
         raise KeyError(
-            f"'{self.name}' reads '{self._layer_name}', but this observation holds {sorted(held)}"
+            f"'{self.name}' reads '{self._layer_name}', but this observation holds {names}"
         )
 
     _layer_name: str = ""
     _other_layers: frozenset[str] = frozenset()
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Remembers the layers' names; subclasses take their copy of the bottom model here."""
+        """Remember the layers' names; subclasses copy the bottom model here too."""
         self._layer_name = place_of(anatomy, self.layer).name
         layers = range(len(text_blocks(anatomy)) + 1)
         self._other_layers = frozenset(place_of(anatomy, layer).name for layer in layers)
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Relative error up to which hidden states computed in ``dtype`` count as the same."""
+    """Return the relative error up to which hidden states in ``dtype`` count as equal."""
     return ROUNDING.get(dtype, ROUNDING_OTHERWISE)
 
 
@@ -226,13 +220,13 @@ class Sent:
     position_ids: Tensor | None = None
 
     @classmethod
-    def of(
+    def from_states(
         cls,
         hidden: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Sent:
-        """In float32 at least."""
+        """Return hidden states (B, L, d) in float32 at least, 0 where padded."""
         hidden = hidden.detach()
         if attention_mask is None:
             real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
@@ -247,7 +241,7 @@ class Sent:
         return len(self.hidden)
 
     def __getitem__(self, rows: Tensor | slice) -> Sent:
-        """Of the texts ``rows``."""
+        """Return the texts ``rows``."""
         mask, positions = self.attention_mask, self.position_ids
         return Sent(
             self.hidden[rows],
@@ -258,25 +252,25 @@ class Sent:
 
     @property
     def norms(self) -> Tensor:
-        """(B, L) of what was sent."""
+        """Return the norms (B, L) of what was sent."""
         norms: Tensor = self.hidden.norm(dim=-1).clamp(min=TINY)
         return norms
 
     def squared_errors(self, hidden: Tensor) -> Tensor:
-        """(B, L) squared distance of ``hidden`` from what was sent, 0 at padded positions."""
+        """Return the squared distance (B, L) of ``hidden`` from what was sent, 0 where padded."""
         difference = hidden.to(self.hidden.dtype) - self.hidden
         return difference.square().sum(-1).masked_fill(~self.real, 0.0)
 
     def relative_errors(self, hidden: Tensor) -> Tensor:
-        """(B, L) distance from what was sent over the norm of what was sent."""
+        """Return the distance (B, L) from what was sent over the norm of what was sent."""
         return self.squared_errors(hidden).clamp(min=TINY**2).sqrt() * self.real / self.norms
 
     def cosines(self, hidden: Tensor) -> Tensor:
-        """(B,) cosine of a text's hidden states, all positions as one vector, with those sent."""
+        """Return the cosine (B,) of each text's hidden states, as one vector, with those sent."""
         weights = self.real[..., None]
-        one = (hidden.to(self.hidden.dtype) * weights).flatten(1)
-        found: Tensor = F.cosine_similarity(one, (self.hidden * weights).flatten(1), dim=1)
-        return found
+        states = (hidden.to(self.hidden.dtype) * weights).flatten(1)
+        cosines: Tensor = F.cosine_similarity(states, (self.hidden * weights).flatten(1), dim=1)
+        return cosines
 
 
 class Deadline:
@@ -287,23 +281,11 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether it is over."""
+        """Return whether it is over."""
         return self._end is not None and time.monotonic() >= self._end
 
     def share(self, parts: int) -> Deadline:
-        """The first of ``parts`` equal shares of what is left."""
+        """Return the end of the first of ``parts`` equal shares of the time that remains."""
         if self._end is None:
             return Deadline()
         return Deadline(max(0.0, self._end - time.monotonic()) / parts)
-
-
-__all__ = [
-    "NOTHING",
-    "TINY",
-    "Deadline",
-    "InversionAttack",
-    "Sent",
-    "TextAttack",
-    "TextGuess",
-    "rounding",
-]

@@ -1,9 +1,9 @@
-"""The split model as the server keeps it: its bottom from texts to hidden states, and its top.
+"""The split model on the server's copy of its weights: the bottom up to the split, and the top.
 
-The server owns the whole model, so it can run the client's part on any text it likes. Here that
-part is run through the model's own ``forward``, cut off at the split, with weights of the server's
-own: a copy taken at a known step, so that a client that goes on training leaves it behind, and so
-that nothing computed here can reach the client's parameters.
+The server owns the whole model, so it can run the client's part on any text. That part runs through
+the model's own ``forward``, stopped at the split, with copied weights. The copy has the weights of
+one step: a client that trains on makes it stale, and nothing computed with it can change the
+client's parameters.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from lightning_fedleak.model_runs import (
     undisturbed,
 )
 
-_TRIAL_TOKENS = 6
-
-_TRIAL_PREFIX = 8
+_TRIAL_TOKENS = 6  # tokens of the trial whether states depend on later tokens; 2 would do
+_TRIAL_PREFIX = 8  # tokens of the two texts that the logits' scale, shift and cap are fitted on
 
 
 class BottomModel:
     """Embeddings and blocks up to the split, on the server's copy of their weights.
 
-    Runs are in eval mode. Left as they were, also after an exception: the user's parameters and
-    their ``.grad``, training flags, global random state, hooks (no hook of the user's or of other
-    tools runs; those that the model needs do, see :func:`~lightning_fedleak.model_runs.
-    hidden_states`), and the cache of autocast. Gradient flows to given embeddings only.
+    Runs are in eval mode. A run restores, also after an exception, the user's parameters and their
+    ``.grad``, training flags, global random state, hooks and the cache of autocast. No hook of the
+    user or of other tools runs; those that the model needs do (see
+    :func:`~lightning_fedleak.model_runs.hidden_states`). Gradient flows to embeddings that are
+    passed in, and to nothing else.
 
-    Each call puts the model in order and back; within :meth:`session` this is done once for many
+    Each call prepares the model and restores it; within :meth:`session` this is done once for many
     calls. Nothing of the client's training may run in between.
 
     Masks and positions are the observation's: ``attention_mask`` (B, L), 0 where padded, and
@@ -65,9 +65,9 @@ class BottomModel:
     Args:
         anatomy: of the live model. Frozen parameters are shared with it, trained ones copied.
         layer: the split: the output of block ``layer``, counted from 1; 0 is the input of block 1.
-        step: optimizer step whose weights the model has now.
-        autocast: dtype of the autocast region that the client runs the bottom in (bf16-mixed), or
-            None: then the region that a call is made in holds.
+        step: optimizer step of the model's weights.
+        autocast: dtype of the autocast region that the client runs the bottom in (bf16-mixed);
+            None leaves it to the caller's region.
 
     Attributes:
         layer: the split.
@@ -149,19 +149,19 @@ class BottomModel:
 
     @property
     def device(self) -> torch.device:
-        """Where token ids must be."""
+        """The device of token ids."""
         return self.anatomy.device
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Copies the weights again, in place where it can; they are those of ``step``.
+        """Copy the weights of ``step`` again, in place where the shapes allow it.
 
         Raises:
-            ValueError: the model has no such layer any more.
+            ValueError: the model no longer has this layer.
         """
         self._bind(anatomy, step)
 
     def cut_at_layer(self, layer: int) -> BottomModel:
-        """The same copy, cut off earlier: at ``layer``, no deeper than this one's."""
+        """Return the same copy, stopped at an earlier ``layer``."""
         if not 0 <= layer <= self.layer:
             raise ValueError(f"layer={layer!r} lies outside this bottom model: 0 to {self.layer}")
         other = shallow_copy(self)
@@ -172,7 +172,7 @@ class BottomModel:
         return other
 
     def age(self, step: int) -> int:
-        """Optimizer steps that the copy is behind at ``step``; negative in a fit begun since."""
+        """Return how many steps the copy is behind; negative if a new fit has begun since."""
         return step - self.step
 
     def hidden(
@@ -181,7 +181,7 @@ class BottomModel:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states at the split of texts (B, L), without gradient: (B, L, d)."""
+        """Return the hidden states (B, L, d) of texts (B, L), without gradient."""
         with torch.no_grad(), self.session():
             return self._forward(input_ids, attention_mask, position_ids)
 
@@ -191,11 +191,11 @@ class BottomModel:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states at the split, of word embeddings (B, L, e) in place of tokens: (B, L, d).
+        """Return the hidden states (B, L, d) of word embeddings (B, L, e) in place of tokens.
 
-        Word embeddings are what the model's embedding layer gives; positions, types and their norm
-        are added behind by the model itself. With gradients enabled the result carries the gradient
-        with respect to ``embeddings``, and to nothing else.
+        Word embeddings are what the model's embedding layer gives; the model itself adds positions,
+        types and their norm. With gradients enabled the result has a gradient in ``embeddings``,
+        and in nothing else.
         """
         rows, length, width = embeddings.shape
         if width != self.embedding_width:
@@ -214,21 +214,22 @@ class BottomModel:
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
     ) -> Tensor:
-        """Another cut of the model, on texts of ``shape`` (B, L) whose tokens are moot."""
+        """Run another part of the model on texts of ``shape`` (B, L) whose tokens do not matter."""
         ids = torch.full(shape, self._plain_id, device=self.device)
         states: Tensor = copy_context().run(
             run, **self._inputs(ids, attention_mask, position_ids), **self._no_cache
         )
         return states
 
-    def continued(self, new: Tensor, seen: Tensor, position_ids: Tensor, cache: object) -> Tensor:
-        """Hidden states (B, n, d) of new tokens that continue texts whose keys and values are kept.
+    def continued(
+        self, new: Tensor, visible: Tensor, position_ids: Tensor, cache: object
+    ) -> Tensor:
+        """Return the hidden states (B, n, d) of new tokens behind texts in a cache.
 
         Args:
             new: (B, n) token ids, without gradient, or (B, n, e) word embeddings as in
                 :meth:`hidden_from`.
-            seen: (B, 1, n, P + n) bool, which of the P kept and n new tokens each new one attends
-                to.
+            visible: (B, 1, n, P + n) bool, which of P cached and n new tokens a new one attends to.
             position_ids: (B, n).
             cache: in the form that the model takes as ``past_key_values``.
         """
@@ -236,16 +237,15 @@ class BottomModel:
         ids = torch.full(new.shape[:2], self._plain_id, device=self.device) if words else new
         if self._adds_mask:
             lowest = torch.finfo(self.dtype).min
-            seen = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(
-                ~seen, lowest
-            )
+            zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+            visible = zeros.masked_fill(~visible, lowest)
         with ExitStack() as stack:
             stack.enter_context(self.session())
             stack.enter_context(self._embeddings_replaced(new) if words else torch.no_grad())
             states = copy_context().run(
                 self._run,
                 input_ids=ids,
-                attention_mask=seen,
+                attention_mask=visible,
                 position_ids=position_ids,
                 past_key_values=cache,
                 use_cache=True,
@@ -270,29 +270,28 @@ class BottomModel:
             handle.remove()
 
     def word_embeddings(self, ids: Tensor | None = None) -> Tensor:
-        """What the embedding layer gives for ``ids`` (any shape), by default the vocabulary."""
+        """Return what the embedding layer gives for ``ids`` (any shape), by default for all."""
         if ids is None:
             ids = torch.arange(self.vocab_size, device=self.device)
         with torch.no_grad(), self.session():
-            found: Tensor = self._embedding(ids.to(self.device))
-        return found
+            embeddings: Tensor = self._embedding(ids.to(self.device))
+        return embeddings
 
     @property
     def _plain_id(self) -> int:
         """A token that no model takes for padding."""
         config = getattr(self.anatomy.model, "config", None)
-        kept = (
+        special = (
             getattr(self._embedding, "padding_idx", None),
             getattr(config, "pad_token_id", None),
         )
-        return next(i for i in range(3) if i not in kept)
+        return next(i for i in range(3) if i not in special)
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Within it the model stands ready, so that each call costs its computation alone.
+        """Prepare the model for many calls, so that each costs its computation alone.
 
-        May be nested. What the user's own code would compute with the model inside is not
-        training: leave the session first.
+        Sessions may be nested. The user's own code must not use the model within one.
         """
         if self._inside:
             yield
@@ -300,7 +299,7 @@ class BottomModel:
         with ExitStack() as stack:
             stack.enter_context(undisturbed(self.anatomy))
             stack.enter_context(only_needed_hooks(self.anatomy.root))
-            stack.enter_context(self._own_weights())
+            stack.enter_context(self._copied_weights())
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(self.device.type, self.autocast))
             self._inside = True
@@ -310,7 +309,7 @@ class BottomModel:
                 self._inside = False
 
     @contextmanager
-    def _own_weights(self) -> Iterator[None]:
+    def _copied_weights(self) -> Iterator[None]:
         live = [module._parameters[name] for module, name, _ in self._weights]
         try:
             for module, name, copy in self._weights:
@@ -326,8 +325,8 @@ class BottomModel:
         if padding is not None and mask is not None:
             # RoBERTa counts its positions from the padding's id, whatever the mask says.
             ids = ids.masked_fill(mask.to(ids.device) == 0, padding)
-        given = self._inputs(ids, mask, positions)
-        states = copy_context().run(self._run, **given, **self._no_cache)
+        inputs = self._inputs(ids, mask, positions)
+        states = copy_context().run(self._run, **inputs, **self._no_cache)
         return states_of_text(states, ids.shape[1], self.anatomy, self.layer)
 
     def _inputs(
@@ -337,7 +336,7 @@ class BottomModel:
         return {k: v.to(self.device) for k, v in inputs.items() if v is not None}
 
     def _try(self) -> None:
-        """Runs a short text: what width comes out, and does the past depend on the future."""
+        """Run a short text, to see the states' width and whether they depend on later tokens."""
         length = min(_TRIAL_TOKENS, self.context or _TRIAL_TOKENS)
         generator = torch.Generator().manual_seed(0)
         ids = torch.full((1, length), self._plain_id, device=self.device)
@@ -367,13 +366,13 @@ def _copied(parameter: Tensor, old: Tensor | None) -> Tensor:
 
 
 class NextTokens:
-    """Logits of the next token, read off the hidden states that crossed the split.
+    """Logits of the next token, from the hidden states that crossed the split.
 
     The server runs its top model on them anyway. One forward gives the inputs of the head at all
-    positions; the head itself runs where it is asked for.
+    positions; the head itself runs at the positions that a call names.
 
     Args:
-        bottom: the split.
+        bottom: the bottom model.
         hidden: (B, L, d) as they were sent.
         attention_mask: (B, L) or None.
         position_ids: (B, L) or None.
@@ -407,35 +406,35 @@ class NextTokens:
             self._map = self._logit_map()
         self._states: Tensor = states[:, -hidden.shape[1] :]
 
-    def after(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Logits (n, V) of what follows the positions (``rows``, ``columns``), both (n,)."""
+    def logits(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the logits (n, V) of what follows the positions (``rows``, ``columns``), (n,)."""
         with torch.no_grad(), self._bottom.session():
             product: Tensor = self._head(self._states[rows, columns])
         return self._map(product.float())
 
-    def of(self, rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
-        """Of :meth:`after` only the logits of ``tokens`` (n, k): (n, k)."""
+    def token_logits(self, rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
+        """Return the logits (n, k) of ``tokens`` (n, k) alone, as :meth:`logits` gives them."""
         if type(self._head) is not nn.Linear:
-            return self.after(rows, columns).gather(1, tokens)
+            return self.logits(rows, columns).gather(1, tokens)
         weight, bias = self._head.weight.detach(), self._head.bias
         logits = torch.einsum("nkd,nd->nk", weight[tokens], self._states[rows, columns]).float()
         return self._map(logits if bias is None else logits + bias.detach()[tokens], tokens)
 
     def _logit_map(self) -> LogitMap:
-        """Read off a run of the whole model on a short text."""
+        """Return the logits' scale, shift and cap, fitted on a run of the whole model."""
         anatomy = self._bottom.anatomy
         length = min(_TRIAL_PREFIX, self._bottom.context or _TRIAL_PREFIX)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self._bottom.vocab_size, (2, length), generator=generator)
-        with inputs_of(self._head) as seen:
+        with inputs_of(self._head) as head_inputs:
             batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
             logits = run_logits(anatomy.model, batch)[:, -length:]
-        states = seen[-1][:, -length:]
+        states = head_inputs[-1][:, -length:]
         return LogitMap.fit(anatomy.model, states.flatten(0, 1), logits.flatten(0, 1), self._head)
 
 
 def predicts_next(bottom: BottomModel) -> bool:
-    """Whether the model's head gives the next token of the vocabulary that its embeddings read."""
+    """Return whether the head predicts the next token of the vocabulary that is embedded."""
     anatomy = bottom.anatomy
     if anatomy.kind != "causal" or anatomy.head is None:
         return False
@@ -444,22 +443,19 @@ def predicts_next(bottom: BottomModel) -> bool:
 
 
 def _replaced(place: Place, hidden: Tensor) -> Any:
-    """Has the split's states replaced by ``hidden``; returns the hook's handle."""
+    """Replace the split's states by ``hidden``; return the hook's handle."""
 
-    def fitting(states: Tensor) -> Tensor:
-        """Virtual tokens in front keep their own states."""
+    def replace(states: Tensor) -> Tensor:
+        # Virtual tokens come first and keep their states.
         new = hidden.to(states)
         return torch.cat([states[:, : -hidden.shape[1]], new], 1)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return with_states_in(args, kwargs, fitting(states_in(args, kwargs)))
+        return with_states_in(args, kwargs, replace(states_in(args, kwargs)))
 
     def behind(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return with_states_out(output, fitting(states_out(output)))
+        return with_states_out(output, replace(states_out(output)))
 
     if place.side == "input":
         return place.module.register_forward_pre_hook(before, with_kwargs=True)
     return place.module.register_forward_hook(behind)
-
-
-__all__ = ["BottomModel", "NextTokens", "predicts_next"]

@@ -1,7 +1,7 @@
-"""Descent to a text: its steps, the tokens it ends at, and what the two attacks have in common.
+"""Gradient descent to a text: its steps, the tokens at which it ends, and the base of two attacks.
 
-``torch.optim`` is not used: other tools hook every optimizer of the process, and a row that
-leaves would have to take its moments with it.
+``torch.optim`` is not used: other tools hook every optimizer of the process, and a row that stops
+would have to take its moments along.
 """
 
 from __future__ import annotations
@@ -24,27 +24,24 @@ from lightning_fedleak.attacks.texts.base import (
     rounding,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
-BETAS = (0.9, 0.999)
-EPS = 1e-8
+BETAS = (0.9, 0.999)  # decay of Adam's moments: Kingma & Ba 2015
+EPS = 1e-8  # added to the root of Adam's second moment: Kingma & Ba 2015
 
 Likeness = Literal["whitened", "cosine"]
 LIKENESSES: tuple[Likeness, ...] = ("whitened", "cosine")
 
-CHUNK = 1 << 24
-"""Similarities held at once."""
-
-LEAST_VARIANCE = 1e-4
-"""Of the largest: directions in which the vocabulary varies less are not blown up any further."""
+SIMILARITIES_AT_ONCE = 1 << 24  # numbers in memory; fewer need less memory and more calls
+LEAST_VARIANCE = 1e-4  # of the largest; whitening enlarges directions of less no further. Not tuned
 
 Weighting = Literal["per_position", "paper"]
 Stop = Literal["settled", "cosine"]
 WEIGHTINGS: tuple[Weighting, ...] = ("per_position", "paper")
 STOPS: tuple[Stop, ...] = ("settled", "cosine")
 
-CHECK_EVERY = 25
-PATIENCE = 8
-"""Checks over which no token changes, after which a text is settled."""
+CHECK_EVERY = 25  # steps between checks whether a text has settled. Not tuned
+PATIENCE = 8  # checks without a change of a token after which it has; more cost steps. Not tuned
 
 
 class RowAdam:
@@ -55,8 +52,8 @@ class RowAdam:
         lr: learning rate.
 
     Attributes:
-        values: (B, ...) as they are now, without gradient.
-        steps: taken so far.
+        values: (B, ...) without gradient.
+        steps: number of steps so far.
     """
 
     def __init__(self, values: Tensor, lr: float) -> None:
@@ -68,15 +65,15 @@ class RowAdam:
 
     @torch.no_grad()
     def step(self, gradient: Tensor) -> None:
-        """One step against ``gradient`` (B, ...). In place: ``values`` is the same tensor."""
+        """Take one step against ``gradient`` (B, ...), in place in ``values``."""
         self.steps += 1
         self._mean.lerp_(gradient, 1 - BETAS[0])
         self._square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         root = (self._square / (1 - BETAS[1] ** self.steps)).sqrt_().add_(EPS)
         self.values.addcdiv_(self._mean, root, value=-self.lr / (1 - BETAS[0] ** self.steps))
 
-    def keep(self, rows: Tensor) -> None:
-        """Goes on with ``rows`` (indices) alone."""
+    def select(self, rows: Tensor) -> None:
+        """Drop all but ``rows`` (indices)."""
         self.values = self.values[rows]
         self._mean = self._mean[rows]
         self._square = self._square[rows]
@@ -87,16 +84,15 @@ class TokenTable:
     """The vocabulary's word embeddings, ready to be searched.
 
     *Cosine* is the cosine of an embedding with a token's (Eq. 4). *Whitened* is the same after
-    the vocabulary's mean is taken off and its covariance made the identity: the directions that
-    most tokens share, and along which an embedding may drift without the hidden states showing
-    it, then no longer decide. SmolLM2-135M at split 10, 48 tokens, 100 steps: 85% of the tokens in
-    place of 33%.
+    the vocabulary's mean is subtracted and its covariance made the identity. Then directions that
+    most tokens share no longer decide, along which an embedding may drift unseen. For SmolLM2-135M
+    at split 10, 48 tokens and 100 steps it names 85% of the tokens, the plain cosine 33%.
 
     Attributes:
         embeddings: (V, e) float32 or wider.
         mean: (e,) of the vocabulary.
-        whitening: (e, e), to be applied from the right; empty where only cosines are asked for.
-        directions: of each likeness (V, e), of unit length.
+        whitening: (e, e), applied from the right; empty in a table for cosines alone.
+        directions: (V, e) of unit length, for each likeness.
     """
 
     embeddings: Tensor
@@ -105,8 +101,8 @@ class TokenTable:
     directions: dict[Likeness, Tensor]
 
     @classmethod
-    def of(cls, embeddings: Tensor) -> TokenTable:
-        """Of (V, e) word embeddings, V at least 2."""
+    def from_embeddings(cls, embeddings: Tensor) -> TokenTable:
+        """Return the table of word embeddings (V, e), V at least 2."""
         table = embeddings.detach()
         table = table if table.dtype == torch.float64 else table.float()
         mean = table.mean(0)
@@ -121,8 +117,8 @@ class TokenTable:
         return cls(table, mean, whitening, directions)
 
     @classmethod
-    def by_cosine(cls, embeddings: Tensor) -> TokenTable:
-        """Of (V, e) word embeddings, for cosines alone: no covariance is computed."""
+    def for_cosines(cls, embeddings: Tensor) -> TokenTable:
+        """Return the table of word embeddings (V, e) for cosines alone, without a covariance."""
         table = embeddings.detach()
         table = table if table.dtype == torch.float64 else table.float()
         directions: dict[Likeness, Tensor] = {"cosine": F.normalize(table, dim=1)}
@@ -130,18 +126,18 @@ class TokenTable:
 
     @property
     def scale(self) -> float:
-        """Standard deviation of the vocabulary's numbers about their mean, over all dimensions."""
+        """Return the standard deviation of the vocabulary's numbers about their mean."""
         return float((self.embeddings - self.mean).square().mean().sqrt())
 
     def nearest(
         self, embeddings: Tensor, k: int = 1, likeness: Likeness = "whitened"
     ) -> tuple[Tensor, Tensor]:
-        """The k tokens most like each embedding, the likest first.
+        """Return the k tokens most like each embedding, the most similar first.
 
         Args:
             embeddings: (..., e).
             k: at most the size of the vocabulary.
-            likeness: see above.
+            likeness: see the class.
 
         Returns:
             Token ids and their cosines, both (..., k).
@@ -153,20 +149,20 @@ class TokenTable:
         points = F.normalize(points, dim=1)
         directions = self.directions[likeness]
         k = min(k, len(directions))
-        found = [
+        nearest = [
             (part @ directions.T).topk(k, dim=1)
-            for part in torch.split(points, max(1, CHUNK // len(directions)))
+            for part in torch.split(points, max(1, SIMILARITIES_AT_ONCE // len(directions)))
         ]
-        ids = torch.cat([f.indices for f in found]).reshape(*shape, k)
-        return ids, torch.cat([f.values for f in found]).reshape(*shape, k)
+        ids = torch.cat([part.indices for part in nearest]).reshape(*shape, k)
+        return ids, torch.cat([part.values for part in nearest]).reshape(*shape, k)
 
 
 @dataclass(frozen=True)
 class DescentGuess(TextGuess):
-    """The texts that a descent ends in.
+    """The texts at which a descent ends.
 
     Attributes:
-        steps: (B,) gradient steps taken for each text.
+        steps: (B,) gradient steps for each text.
         errors: (B, L) distance of the hidden states of ``tokens`` from those sent, over the norm
             of those sent; 0 at padded positions, NaN where nothing was guessed.
     """
@@ -176,28 +172,28 @@ class DescentGuess(TextGuess):
 
 
 class DescentAttack(InversionAttack):
-    """An inversion attack by gradient steps through its own copy of the bottom model.
+    """An inversion attack by gradient steps through a copy of the bottom model.
 
-    Every text is a problem of its own, and stops on its own.
+    Every text is a separate problem and stops separately.
 
     Args:
         layer: the split.
-        steps: most gradient steps for one text.
+        steps: gradient steps for one text, at most.
         lr: Adam's learning rate.
-        stop: ``"settled"``: the hidden states of the tokens found so far are those sent but for
-            rounding, or no token changed in 200 steps (looked at every 25). ``"cosine"``, the
-            paper's: the cosine of all hidden states of a text, as one vector, with those sent has
+        stop: ``"settled"`` ends when the tokens' hidden states are those sent but for rounding, or
+            when no token has changed in 200 steps (checked every 25). ``"cosine"``, the paper's
+            rule, ends when the cosine of a text's hidden states, as one vector, with those sent has
             reached ``cosine``.
-        cosine: the paper's .98.
-        weighting: what is made small. ``"paper"``: the squared distance of all hidden states of a
-            text from those sent (Eq. 3), which positions of large norm dominate, such as the first
-            of most models (18 against 3.5 in stories15M). ``"per_position"``: the sum over
-            positions of the distance, not squared, over the norm of what was sent there.
+        cosine: the paper's value is .98.
+        weighting: the loss. ``"paper"`` is the squared distance of a text's hidden states from
+            those sent (Eq. 3), which positions of large norm dominate, such as the first of most
+            models (18 against 3.5 in stories15M). ``"per_position"`` is the sum over positions of
+            the distance over the norm of what was sent.
         at_once: tokens that go through the bottom with gradient in one run (at least one text),
             which bounds the memory.
         autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
-        refresh_every: optimizer steps after which the copy of the bottom model is renewed.
-        budget_seconds: for one observation, dealt out evenly over its texts.
+        refresh_every: optimizer steps after which the bottom model is copied again.
+        budget_seconds: for one observation, divided evenly among its texts.
         name: in the logs.
 
     Raises:
@@ -222,20 +218,13 @@ class DescentAttack(InversionAttack):
         name: str | None,
     ) -> None:
         super().__init__(layer, budget_seconds, name)
-        for which, value, known in (("stop", stop, STOPS), ("weighting", weighting, WEIGHTINGS)):
-            if value not in known:
-                raise ValueError(f"{which} must be one of {', '.join(known)}, got {value!r}")
-        for which, number in (
-            ("steps", steps),
-            ("at_once", at_once),
-            ("refresh_every", refresh_every),
-        ):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{which} must be a whole number, at least 1, got {number!r}")
-        if not lr > 0:
-            raise ValueError(f"lr must be positive, got {lr!r}")
-        if not -1 < cosine <= 1:
-            raise ValueError(f"cosine must lie in (-1, 1], got {cosine!r}")
+        check_choice("stop", stop, STOPS)
+        check_choice("weighting", weighting, WEIGHTINGS)
+        check_integer("steps", steps)
+        check_integer("at_once", at_once)
+        check_integer("refresh_every", refresh_every)
+        check_number("lr", lr, above=0)
+        check_number("cosine", cosine, above=-1, at_most=1)
         self.steps = steps
         self.lr = lr
         self.stop: Stop = stop
@@ -247,14 +236,14 @@ class DescentAttack(InversionAttack):
         self._table: TokenTable | None = None
 
     def config(self) -> dict[str, object]:
-        """Settings that name the attack in reports."""
+        """Return the settings that name this attack in reports."""
         names = ("layer", "steps", "lr", "stop", "weighting", "budget_seconds")
         return {name: getattr(self, name) for name in names}
 
     # ---- the adversary's copy -------------------------------------------------------------
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Takes the copy of the bottom model.
+        """Copy the bottom model.
 
         Raises:
             ValueError: the model has no such layer, or its bottom cannot be run alone.
@@ -263,56 +252,56 @@ class DescentAttack(InversionAttack):
         # Weights copied in inference mode could never take part in autograd.
         with torch.inference_mode(False), torch.no_grad():
             self._bottom = BottomModel(
-                anatomy, self.layer, autocast=self.autocast or self._met.autocast
+                anatomy, self.layer, autocast=self.autocast or self._facts.autocast
             )
-            self._table = TokenTable.of(self._bottom.word_embeddings())
+            self._table = TokenTable.from_embeddings(self._bottom.word_embeddings())
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Renews the copy, if it is old enough or of another fit, with the weights at ``step``."""
+        """Copy the weights again if the copy is old enough, or of another fit."""
         if 0 <= self.bottom.age(step) < self.refresh_every:
             return
         with torch.inference_mode(False), torch.no_grad():
             self.bottom.refresh(anatomy, step)
             words = self.bottom.word_embeddings()
             if not torch.equal(words.to(self.table.embeddings.dtype), self.table.embeddings):
-                self._table = TokenTable.of(words)
+                self._table = TokenTable.from_embeddings(words)
 
     @property
     def table(self) -> TokenTable:
-        """The vocabulary of the adversary's copy.
+        """Return the vocabulary of the adversary's copy.
 
         Raises:
-            RuntimeError: before :meth:`prepare`.
+            RuntimeError: there is none before :meth:`prepare`.
         """
         if self._table is None:
             raise RuntimeError(f"{type(self).__name__} has no bottom model yet: call prepare()")
         return self._table
 
-    # ---- what is descended on -------------------------------------------------------------
+    # ---- the variables of the descent -----------------------------------------------------
 
     @abstractmethod
     def start(self, sent: Sent) -> Tensor:
-        """(B, L, n) variables to start from."""
+        """Return the variables (B, L, n) to start from."""
 
     @abstractmethod
     def words(self, variables: Tensor) -> Tensor:
-        """(B, L, e) word embeddings of variables, differentiable."""
+        """Return the word embeddings (B, L, e) of variables, differentiable."""
 
     @abstractmethod
-    def decoded(self, variables: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, L) token ids of variables, and by how much each is ahead of the next best."""
+    def decode(self, variables: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the token ids (B, L) of variables, and each one's lead over the next best."""
 
     @property
     @abstractmethod
     def step_size(self) -> float:
-        """``lr`` in units of the variables."""
+        """Return ``lr`` in units of the variables."""
 
     def tokens_at_once(self) -> int:
-        """Tokens in one run."""
+        """Return the number of tokens in one run."""
         return self.at_once
 
     def solve(self, sent: Sent, deadline: Deadline) -> DescentGuess:
-        """The texts of a few hidden states, within a session of the bottom."""
+        """Return the texts of a few hidden states, within a session of the bottom model."""
         run = Descent(self, sent, deadline)
         run.descend(self.steps)
         return run.guess()
@@ -320,7 +309,7 @@ class DescentAttack(InversionAttack):
     def reconstruct(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> DescentGuess:
-        """The texts of hidden states (B, L, d).
+        """Return the texts of hidden states (B, L, d).
 
         Raises:
             ValueError: the hidden states are not as wide as the layer's, or mask or positions of
@@ -332,42 +321,44 @@ class DescentAttack(InversionAttack):
                 f"layer {self.layer} gives hidden states (B, L, {bottom.width}), but these are "
                 f"{tuple(hidden.shape)}"
             )
-        for which, given in (("attention_mask", attention_mask), ("position_ids", position_ids)):
-            if given is not None and given.shape != hidden.shape[:2]:
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids}
+        for name, tensor in inputs.items():
+            if tensor is not None and tensor.shape != hidden.shape[:2]:
                 raise ValueError(
-                    f"{which} is {tuple(given.shape)}, but the hidden states are "
+                    f"{name} is {tuple(tensor.shape)}, but the hidden states are "
                     f"{tuple(hidden.shape[:2])} and more"
                 )
         deadline = Deadline(self.budget_seconds)
         rows = max(1, self.tokens_at_once() // hidden.shape[1])
         with torch.inference_mode(False), torch.no_grad(), bottom.session():
             # Cloned, since autograd takes no tensors that were made in inference mode.
-            own = [
+            copies = [
                 None if t is None else t.to(bottom.device).clone()
                 for t in (attention_mask, position_ids)
             ]
-            sent = Sent.of(hidden.to(bottom.device).clone(), *own)
-            parts: list[DescentGuess] = []
-            for a in range(0, len(sent), rows):
-                left = -(-(len(sent) - a) // rows)
-                part = sent[a : a + rows]
-                late = bool(parts) and deadline.passed
-                parts.append(_left_open(part) if late else self.solve(part, deadline.share(left)))
-            return _joined(parts, hidden.device)
+            sent = Sent.from_states(hidden.to(bottom.device).clone(), *copies)
+            guesses: list[DescentGuess] = []
+            for start in range(0, len(sent), rows):
+                count = -(-(len(sent) - start) // rows)
+                part = sent[start : start + rows]
+                late = bool(guesses) and deadline.passed
+                guess = _open_guess(part) if late else self.solve(part, deadline.share(count))
+                guesses.append(guess)
+            return _joined(guesses, hidden.device)
 
 
 class Descent:
     """One descent on a few texts.
 
     Attributes:
-        variables: (B, L, n) as they are now.
-        tokens: (B, L) that they stand for, as of the last :meth:`descend`.
-        errors: (B, L) relative errors of these.
-        confidence: (B, L).
-        steps: (B,) taken for each text.
-        done: (B,) texts that are not gone on with.
+        variables: (B, L, n).
+        tokens: (B, L) that the variables stood for after the last :meth:`descend`.
+        errors: (B, L) relative errors of these tokens.
+        confidence: (B, L) of these tokens.
+        steps: (B,) gradient steps for each text.
+        stopped: (B,) texts whose descent is over.
         finished: False once the deadline has passed.
-        verified: candidates so far.
+        verified: number of candidates so far.
     """
 
     def __init__(self, attack: DescentAttack, sent: Sent, deadline: Deadline) -> None:
@@ -380,13 +371,13 @@ class Descent:
         self.tokens = torch.full(sent.real.shape, NOTHING, device=device)
         self.errors = torch.full_like(sent.hidden[..., 0], torch.nan)
         self.confidence = torch.zeros_like(sent.hidden[..., 0])
-        self.done = torch.zeros(n, dtype=torch.bool, device=device)
+        self.stopped = torch.zeros(n, dtype=torch.bool, device=device)
         self.finished = True
         self.verified = 0
 
     def descend(self, steps: int) -> None:
-        """Up to ``steps`` gradient steps for each text that is not done; then its tokens."""
-        rows = (~self.done).nonzero().flatten()
+        """Take up to ``steps`` gradient steps for each text that is not stopped, and decode it."""
+        rows = (~self.stopped).nonzero().flatten()
         if len(rows) == 0:
             return
         active, sent = rows, self.sent[rows]
@@ -400,24 +391,24 @@ class Descent:
             adam.step(gradient)
             self.steps[active] += 1
             if self.attack.stop == "settled" and step % CHECK_EVERY == 0:
-                tokens, _ = self.attack.decoded(adam.values)
+                tokens, _ = self.attack.decode(adam.values)
                 unchanged = ((tokens == last) | ~sent.real).all(1)
                 same = torch.where(unchanged, same + 1, 0)
                 stopped = (same >= PATIENCE) | self._exact(tokens, sent)
                 last = tokens
             if bool(stopped.any()):
                 self.variables[active] = adam.values
-                kept = (~stopped).nonzero().flatten()
-                if len(kept) == 0:
+                rest = (~stopped).nonzero().flatten()
+                if len(rest) == 0:
                     break
-                active, sent, last, same = active[kept], sent[kept], last[kept], same[kept]
-                adam.keep(kept)
+                active, sent, last, same = active[rest], sent[rest], last[rest], same[rest]
+                adam.select(rest)
         self.variables[active] = adam.values
-        tokens, ahead = self.attack.decoded(self.variables[rows])
-        self.take(rows, tokens, self._errors(tokens, self.sent[rows]), ahead)
+        tokens, lead = self.attack.decode(self.variables[rows])
+        self.record(rows, tokens, self._errors(tokens, self.sent[rows]), lead)
 
     def _gradient(self, variables: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
-        """Of the distance with respect to the variables; and which texts their cosine stops."""
+        """Return the distance's gradient in the variables, and which texts their cosine stops."""
         attack = self.attack
         with torch.enable_grad():
             leaf = variables.detach().requires_grad_()
@@ -439,25 +430,25 @@ class Descent:
 
     def _exact(self, tokens: Tensor, sent: Sent) -> Tensor:
         bottom = self.attack.bottom
-        same = self._errors(tokens, sent) <= rounding(bottom.autocast or bottom.dtype)
-        return same.all(1)
+        equal = self._errors(tokens, sent) <= rounding(bottom.autocast or bottom.dtype)
+        return equal.all(1)
 
-    def take(self, rows: Tensor, tokens: Tensor, errors: Tensor, confidence: Tensor) -> None:
-        """Sets what is found of the texts ``rows``."""
+    def record(self, rows: Tensor, tokens: Tensor, errors: Tensor, confidence: Tensor) -> None:
+        """Set the tokens of the texts ``rows``."""
         self.tokens[rows], self.errors[rows] = tokens, errors.to(self.errors.dtype)
         self.confidence[rows] = confidence.to(self.confidence.dtype)
 
-    def take_better(self, other: DescentGuess) -> None:
-        """Sets the texts of which ``other`` is nearer to what was sent, by squared errors."""
+    def record_better(self, other: DescentGuess) -> None:
+        """Set the texts in which ``other`` is nearer to what was sent, by squared errors."""
         assert other.errors is not None
         assert other.confidence is not None
         sums = (e.masked_fill(~self.sent.real, 0.0) for e in (other.errors, self.errors))
-        theirs, own = (e.square().sum(1) for e in sums)
-        rows = (theirs < own).nonzero().flatten()
-        self.take(rows, other.tokens[rows], other.errors[rows], other.confidence[rows])
+        other_sums, present_sums = (e.square().sum(1) for e in sums)
+        rows = (other_sums < present_sums).nonzero().flatten()
+        self.record(rows, other.tokens[rows], other.errors[rows], other.confidence[rows])
 
     def guess(self) -> DescentGuess:
-        """What is found."""
+        """Return the tokens, errors and steps so far."""
         real = self.sent.real
         return DescentGuess(
             self.tokens.masked_fill(~real, NOTHING),
@@ -469,7 +460,8 @@ class Descent:
         )
 
 
-def _left_open(sent: Sent) -> DescentGuess:
+def _open_guess(sent: Sent) -> DescentGuess:
+    """Return a guess without tokens, for texts that no time was left for."""
     nothing = torch.full(sent.real.shape, NOTHING, device=sent.real.device)
     unknown = torch.full_like(sent.hidden[..., 0], torch.nan)
     return DescentGuess(
@@ -482,6 +474,7 @@ def _left_open(sent: Sent) -> DescentGuess:
 
 
 def _joined(parts: list[DescentGuess], device: torch.device) -> DescentGuess:
+    """Return the guesses about several texts as one."""
     columns: dict[str, Tensor] = {}
     for field in fields(DescentGuess):
         if isinstance(getattr(parts[0], field.name), Tensor):
@@ -492,18 +485,3 @@ def _joined(parts: list[DescentGuess], device: torch.device) -> DescentGuess:
         candidates=sum(p.candidates for p in parts),
         **columns,  # type: ignore[arg-type]
     )
-
-
-__all__ = [
-    "LIKENESSES",
-    "STOPS",
-    "WEIGHTINGS",
-    "Descent",
-    "DescentAttack",
-    "DescentGuess",
-    "Likeness",
-    "RowAdam",
-    "Stop",
-    "TokenTable",
-    "Weighting",
-]

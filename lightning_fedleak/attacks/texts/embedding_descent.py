@@ -1,8 +1,8 @@
-"""EmbeddingDescent: word embeddings by gradient descent, then the likest tokens.
+"""EmbeddingDescent: word embeddings by gradient descent, then the most similar tokens.
 
-Blocks add to the residual stream, so that much of a token's word embedding is still there, turned
-and shrunk, at the split. How it is turned is learned from texts of random tokens, which whoever has
-the bottom model can run through it.
+Blocks add to the residual stream, so that much of a token's word embedding is still in the hidden
+state at the split, rotated and scaled. The rotation is learned from texts of random tokens, which
+the adversary runs through its copy of the bottom model.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lightning_fedleak.attacks.texts.descent import (
     Weighting,
 )
 from lightning_fedleak.attacks.texts.sweeps import high_errors, sweep
+from lightning_fedleak.validate import check_choice, check_integer
 
-TEXTS, LENGTH = 64, 64
-RIDGE = 1e-2
-"""Of the mean variance of a hidden number."""
+TEXTS, LENGTH = 64, 64  # random texts of a readout and their tokens; more cost time. Not tuned
+RIDGE = 1e-2  # of the mean variance of a hidden number; more shrinks what is read. Not tuned
 
 Initial = Literal["readout", "mean"]
 INITIALS: tuple[Initial, ...] = ("readout", "mean")
@@ -40,14 +40,14 @@ INITIALS: tuple[Initial, ...] = ("readout", "mean")
 class StateReadout:
     """A ridge regression of word embeddings on hidden states.
 
-    all-MiniLM-L6-v2, 128 tokens of IMDB reviews: the token nearest to what is read is right for
-    nine of ten tokens at split 3 and for six to seven of ten at split 5.
+    For all-MiniLM-L6-v2 and 128 tokens of IMDB reviews, the token nearest to the readout is right
+    for nine of ten tokens at split 3 and for six to seven of ten at split 5.
 
     Attributes:
         weights: (d, e).
         state: (d,) mean hidden state.
-        word: (e,) mean word embedding of the tokens drawn.
-        radius: the largest distance of a word embedding from ``word``; what is read is no further.
+        word: (e,) mean word embedding of the random tokens.
+        radius: the largest distance of a word embedding from ``word``, and of a readout.
     """
 
     weights: Tensor
@@ -56,7 +56,7 @@ class StateReadout:
     radius: float
 
     @classmethod
-    def of(
+    def fit(
         cls,
         bottom: BottomModel,
         embeddings: Tensor,
@@ -65,15 +65,15 @@ class StateReadout:
         length: int = LENGTH,
         seed: int = 0,
     ) -> StateReadout:
-        """Learns from texts of tokens drawn evenly.
+        """Return the regression on texts of tokens drawn uniformly.
 
-        Of a causal model the first position is left out, whose state is unlike all others.
+        A causal model's first position is left out, because its state is unlike all others.
 
         Args:
             bottom: the adversary's copy.
             embeddings: (V, e) its word embeddings.
-            texts: how many.
-            length: of each, cut at the model's context.
+            texts: number of texts.
+            length: tokens of a text, at most the model's context.
             seed: of the draw.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -96,7 +96,7 @@ class StateReadout:
         return cls(weights.to(dtype), state.to(dtype), word, radius)
 
     def words(self, hidden: Tensor) -> Tensor:
-        """(..., e) word embeddings that hidden states (..., d) speak of."""
+        """Return the word embeddings (..., e) that hidden states (..., d) predict."""
         read = (hidden.to(self.weights.dtype) - self.state) @ self.weights
         length = read.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(read.dtype).tiny)
         words: Tensor = self.word + read * (self.radius / length).clamp(max=1.0)
@@ -104,46 +104,51 @@ class StateReadout:
 
 
 class EmbeddingDescent(DescentAttack):
-    """Zheng's attack: the word embeddings whose hidden states are those sent (Eq. 3), by Adam.
+    """Zheng's attack: word embeddings whose hidden states are those sent (Eq. 3), by Adam.
 
-    The model adds its position embeddings itself. Then each position's token is the one whose
-    embedding is most like the one found (Eq. 4).
+    The server of a split model owns the bottom model. It moves word embeddings until their hidden
+    states are those that the client sent, and takes each position's most similar token (Eq. 4).
 
     The paper's attack is ``weighting="paper", stop="cosine", likeness="cosine"`` with
-    ``init_token`` the id of 'hello'. What is done otherwise by default finds more tokens in fewer
-    steps (measured in ``docs/inversion.md``): each position is weighed by itself, the descent
-    starts from what a regression reads off the hidden states, and it ends at the likest token after
-    whitening, so that what the hidden states do not tell stays at the mean and does not decide.
+    ``init_token`` the id of 'hello'. The defaults recover more tokens in fewer steps (measured in
+    ``docs/inversion.md``): each position counts alike, the descent starts from a regression on the
+    hidden states, and tokens are compared after whitening, so that directions that the hidden
+    states do not determine stay at the mean.
 
     Args:
         layer: the split.
-        steps: most gradient steps for one text.
-        lr: Adam's, in standard deviations of the vocabulary's word embeddings.
+        steps: gradient steps for one text, at most.
+        lr: Adam's learning rate, in standard deviations of the vocabulary's word embeddings.
         stop: ``"settled"`` or the paper's ``"cosine"``, see
             :class:`~lightning_fedleak.attacks.texts.descent.DescentAttack`.
-        cosine: the paper's .98.
-        initial: where the descent starts, ``"readout"``:
-            :class:`~lightning_fedleak.attacks.texts.embedding_descent.StateReadout`, learned once
-            in :meth:`prepare`, or ``"mean"``, the vocabulary's.
+        cosine: at which ``stop="cosine"`` ends; the paper's value is .98.
+        initial: where the descent starts: ``"readout"``, a regression that :meth:`prepare` learns
+            (:class:`~lightning_fedleak.attacks.texts.embedding_descent.StateReadout`), or
+            ``"mean"``, the vocabulary's mean.
         init_token: id of the token whose embedding all positions start from, in place of that.
-        weighting: ``"per_position"`` or ``"paper"``, see there.
+        weighting: ``"per_position"`` or ``"paper"``, see the base class.
         likeness: of embeddings and tokens, ``"whitened"`` or ``"cosine"``, see
             :class:`~lightning_fedleak.attacks.texts.descent.TokenTable`.
-        sweeps: times, evenly spread over the steps, that the tokens found so far are put right by
-            verified changes (:func:`~lightning_fedleak.attacks.texts.sweeps.sweep`). For encoders;
-            0 is the paper's attack.
-        candidates: tokens that a sweep tries at a position: a third each the likest by either
-            likeness, and those likest to the token that is there.
-        always_try: ids that a sweep tries at every position beside these. Give the tokenizer's
-            special tokens: hidden states hardly tell BERT's ``[CLS]`` from other tokens.
+        sweeps: times, evenly spread over the steps, that tokens are corrected by verified changes
+            (:func:`~lightning_fedleak.attacks.texts.sweeps.sweep`). For encoders; 0 is the paper's
+            attack.
+        candidates: tokens that a sweep tries at a position: a third each the most similar by
+            either likeness, and those most similar to the present token.
+        always_try: ids that a sweep tries at every position besides. Give the tokenizer's special
+            tokens, because BERT's ``[CLS]`` hardly shows in the hidden states.
         at_once: tokens that go through the bottom with gradient in one run; bounds the memory.
         autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
-        refresh_every: optimizer steps after which the copy of the bottom model is renewed.
-        budget_seconds: for one observation, dealt out evenly over its texts.
+        refresh_every: optimizer steps after which the bottom model is copied again.
+        budget_seconds: for one observation, divided evenly among its texts.
         name: in the logs.
 
     Raises:
         ValueError: a setting out of range; at :meth:`prepare`, token ids that the model lacks.
+
+    Example:
+        >>> from lightning_fedleak import EmbeddingDescent, LeakageMonitor
+        >>> attack = EmbeddingDescent(layer=3, steps=300, budget_seconds=20.0)
+        >>> monitor = LeakageMonitor([attack], every_n_steps=100)
     """
 
     default_name = "embedding_descent"
@@ -182,14 +187,10 @@ class EmbeddingDescent(DescentAttack):
             budget_seconds=budget_seconds,
             name=name,
         )
-        if likeness not in LIKENESSES:
-            raise ValueError(f"likeness must be one of {', '.join(LIKENESSES)}, got {likeness!r}")
-        if initial not in INITIALS:
-            raise ValueError(f"initial must be one of {', '.join(INITIALS)}, got {initial!r}")
-        if not 0 <= sweeps <= steps:
-            raise ValueError(f"sweeps must lie between 0 and the {steps} steps, got {sweeps!r}")
-        if candidates < 1:
-            raise ValueError(f"candidates must be at least 1, got {candidates!r}")
+        check_choice("likeness", likeness, LIKENESSES)
+        check_choice("initial", initial, INITIALS)
+        check_integer("sweeps", sweeps, at_least=0, at_most=steps, hint="at most one for each step")
+        check_integer("candidates", candidates)
         self.initial: Initial = initial
         self.init_token = init_token
         self._readout: StateReadout | None = None
@@ -199,39 +200,40 @@ class EmbeddingDescent(DescentAttack):
         self.always_try = tuple(always_try)
 
     def config(self) -> dict[str, object]:
-        """Settings that name the attack in reports."""
+        """Return the settings that name this attack in reports."""
         initial = self.initial if self.init_token is None else self.init_token
-        own = {"initial": initial, "likeness": self.likeness, "sweeps": self.sweeps}
-        return super().config() | own
+        settings = {"initial": initial, "likeness": self.likeness, "sweeps": self.sweeps}
+        return super().config() | settings
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Takes the copy of the bottom model, and checks the token ids.
+        """Copy the bottom model, check the token ids, and learn the readout.
 
         Raises:
-            ValueError: as in the base class, or a token id outside the vocabulary.
+            ValueError: the model has no such layer, its bottom cannot be run alone, or a token id
+                lies outside the vocabulary.
         """
         super().prepare(anatomy)
         ids = {"always_try": self.always_try}
         if self.init_token is not None:
             ids["init_token"] = (self.init_token,)
-        for which, tokens in ids.items():
+        for name, tokens in ids.items():
             for token in tokens:
                 if not 0 <= token < self.bottom.vocab_size:
                     raise ValueError(
-                        f"{which} holds the id {token}, but the vocabulary ends at "
+                        f"{name} holds the id {token}, but the vocabulary ends at "
                         f"{self.bottom.vocab_size - 1}"
                     )
         if self.initial == "readout" and self.init_token is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._readout = StateReadout.of(self.bottom, self.table.embeddings)
+                self._readout = StateReadout.fit(self.bottom, self.table.embeddings)
 
     @property
     def step_size(self) -> float:
-        """In numbers of a word embedding."""
+        """Return the learning rate in the numbers of a word embedding."""
         return self.lr * self.table.scale
 
     def start(self, sent: Sent) -> Tensor:
-        """(B, L, e) word embeddings."""
+        """Return the word embeddings (B, L, e) to start from."""
         table = self.table
         if self._readout is not None:
             return torch.where(sent.real[..., None], self._readout.words(sent.hidden), table.mean)
@@ -239,45 +241,45 @@ class EmbeddingDescent(DescentAttack):
         return point.expand(*sent.real.shape, -1)
 
     def words(self, variables: Tensor) -> Tensor:
-        """The variables are the word embeddings."""
+        """Return the variables, which are the word embeddings."""
         return variables
 
-    def decoded(self, variables: Tensor) -> tuple[Tensor, Tensor]:
-        """The likest tokens, and by how much likeness they are ahead."""
+    def decode(self, variables: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the most similar tokens, and their lead in likeness over the next."""
         ids, likeness = self.table.nearest(variables, 2, self.likeness)
         return ids[..., 0], likeness[..., 0] - likeness[..., -1]
 
     def solve(self, sent: Sent, deadline: Deadline) -> DescentGuess:
-        """Descends; with sweeps in phases, and a sweep after each.
+        """Return the texts after a descent, or after phases of descent and sweep.
 
-        Out of time, what an earlier sweep found stays where it is nearer to what was sent.
+        Where time runs out, an earlier sweep's text stays if it is nearer to what was sent.
         """
         run = Descent(self, sent, deadline)
         phases = max(1, self.sweeps)
         for phase in range(phases):
             earlier = run.guess()
             run.descend(self.steps // phases + (phase < self.steps % phases))
-            if not self.sweeps or bool(run.done.all()):
+            if not self.sweeps or bool(run.stopped.all()):
                 break
             if deadline.passed:
                 run.finished = False
             else:
                 self._sweep(run, last=phase == phases - 1)
             if not run.finished:
-                run.take_better(earlier)
+                run.record_better(earlier)
                 break
         return run.guess()
 
     def _sweep(self, run: Descent, last: bool) -> None:
-        """Puts right what is not, and sets what is right to its exact embedding."""
-        rows = (~run.done).nonzero().flatten()
+        """Change wrong tokens, and set right ones to their exact embedding."""
+        rows = (~run.stopped).nonzero().flatten()
         sent, variables = run.sent[rows], run.variables[rows]
         third = -(-self.candidates // 3)
-        found = [self.table.nearest(variables, third, likeness)[0] for likeness in LIKENESSES]
-        now = self.table.embeddings[run.tokens[rows]]
-        found.append(self.table.nearest(now, third + 1, "cosine")[0][..., 1:])
+        similar = [self.table.nearest(variables, third, likeness)[0] for likeness in LIKENESSES]
+        words = self.table.embeddings[run.tokens[rows]]
+        similar.append(self.table.nearest(words, third + 1, "cosine")[0][..., 1:])
         always = torch.tensor(self.always_try, dtype=torch.int64, device=rows.device)
-        candidates = torch.cat([*found, always.expand(*found[0].shape[:2], -1)], -1)
+        candidates = torch.cat([*similar, always.expand(*similar[0].shape[:2], -1)], -1)
         swept = sweep(
             self.bottom,
             sent,
@@ -288,12 +290,9 @@ class EmbeddingDescent(DescentAttack):
         )
         run.verified += swept.candidates
         run.finished &= swept.finished
-        run.take(rows, swept.tokens, swept.errors, swept.confidence)
-        run.done[rows] = swept.exact
+        run.record(rows, swept.tokens, swept.errors, swept.confidence)
+        run.stopped[rows] = swept.exact
         if not last:
             right = sent.real & ~high_errors(swept.errors * sent.norms, sent.real)
             words = self.table.embeddings[swept.tokens]
             run.variables[rows] = torch.where(right[..., None], words, variables)
-
-
-__all__ = ["INITIALS", "EmbeddingDescent", "Initial", "StateReadout"]

@@ -1,8 +1,8 @@
-"""Whole texts by gradient matching: dummy words are moved until their gradient is the shared one.
+"""Whole texts by gradient matching: dummy words change until their gradient is the shared one.
 
-Three systems of the literature share the idea and differ in the distance, in what is done about
-labels, and in whether words are also rearranged: DLG (Zhu, Liu and Han, NeurIPS 2019), TAG (Deng et
-al., Findings of EMNLP 2021) and LAMP (Balunovic et al., NeurIPS 2022).
+Three systems of the literature share the idea and differ in the distance, in the labels, and in
+whether words are also rearranged: DLG (Zhu, Liu and Han, NeurIPS 2019), TAG (Deng et al., Findings
+of EMNLP 2021) and LAMP (Balunovic et al., NeurIPS 2022).
 """
 
 from __future__ import annotations
@@ -25,24 +25,32 @@ from lightning_fedleak.attacks.texts.model_copy import ModelCopy, trained_names
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Distance = Literal["l2", "tag", "cosine"]
 DISTANCES: tuple[Distance, ...] = ("l2", "tag", "cosine")
 Labels = Literal["learned", "text"]
 LABELS: tuple[Labels, ...] = ("learned", "text")
 
-_LABEL_RATE = 0.2
-_SOFTNESS = 0.1
-_BURN_IN = 0.1
-_ROUNDING = 1e-5
-"""Of the largest norm: biases of keys have no gradient but this."""
+
+@dataclass(frozen=True)
+class MatchingLimits:
+    """Settings of the search that users do not set. None of the values was tuned."""
+
+    label_rate: float = 0.2  # Adam's learning rate of learned labels, in logits
+    softness: float = 0.1  # temperature of cosines in soft labels; less has steeper gradients
+    burn_in: float = 0.1  # share of the steps before texts are rearranged
+    rounding: float = 1e-5  # of the largest norm; biases of keys have no gradient but rounding
+
+
+LIMITS = MatchingLimits()
 
 
 class GradientMatching(TextAttack):
-    """Dummy word embeddings whose gradient is made to match the shared one.
+    """Dummy word embeddings whose gradient is brought to match the shared one.
 
-    An honest but curious server knows the weights. It is told how many texts the batch holds and
-    how long they are, which the literature assumes; all are taken to be of one length.
+    An honest but curious server knows the weights. As in the literature it also knows how many
+    texts the batch holds and how long they are, and all have one length.
     :meth:`dlg`, :meth:`tag` and :meth:`lamp` are the systems of three papers:
 
     ==========  ===============  ================  ========================
@@ -60,42 +68,47 @@ class GradientMatching(TextAttack):
     place. Taken from the text, each is the token nearest to the dummy word there, with the gradient
     of a softmax of the cosines (a straight-through estimate).
 
-    Unlike in the papers, all three descend by Adam whose rate falls linearly to zero (DLG used
-    L-BFGS, LAMP a rate that falls in steps), and start at the mean norm of the vocabulary. Of a
-    causal text the last token is a label alone; learned, it is read off there. It does not count,
-    as for :class:`~lightning_fedleak.attacks.texts.subspace.SubspaceTexts`.
+    Unlike in the papers, all three descend by Adam with a rate that falls linearly to zero (DLG
+    used L-BFGS, LAMP a rate that falls in steps), and start at the mean norm of the vocabulary. A
+    causal text's last token is a label alone and does not count, as for
+    :class:`~lightning_fedleak.attacks.texts.subspace.SubspaceTexts`.
 
-    Reads whole models and adapters of causal models, and of classifiers with learned labels and
-    without a prior. Single gradients, and rounds of one plain step of SGD; with momentum a first
-    step is one.
+    It reads whole models and adapters of causal models, and of classifiers with learned labels and
+    without a prior. It reads single gradients, and rounds of one plain step of SGD, or of a first
+    step with momentum.
 
     Args:
-        texts: of a batch.
+        texts: number of texts in a batch.
         length: tokens of each, at least 2.
         distance: ``"l2"``, ``"tag"`` or ``"cosine"``. The first two are in units of the shared
             gradient's squared norm.
         alpha: weight of TAG's l1.
-        layer_weights: have TAG's l1 count for less from layer to layer, linearly down to zero.
+        layer_weights: let the weight of TAG's l1 fall linearly to zero from layer to layer.
         labels: ``"learned"`` or ``"text"``.
         regularise: weight of the squared relative deviation of the words' mean norm from the
             vocabulary's.
         prior: weight of the model's own loss on a text where texts are rearranged (LAMP: an
             auxiliary model's).
         swaps: rearrangements tried for each text at a time: two tokens exchanged, a token moved, a
-            piece moved, a beginning put behind; 0 for none.
-        swap_every: steps between these, behind the first tenth.
-        starts: random starts, of which the best is gone on with.
+            piece moved, or the text rotated; 0 for none.
+        swap_every: steps between these, after the first tenth.
+        starts: random starts, of which the best is continued.
         steps: of the descent.
-        lr: in standard deviations of the vocabulary's numbers.
+        lr: learning rate, in standard deviations of the vocabulary's numbers.
         parameters: roles or names in the model, whose gradients are matched; by default all that
             are trained.
-        budget_seconds: wall time that one observation may take; None for no bound. What is found
-            by then is returned, and the guess says that it is not finished.
+        budget_seconds: wall time for one observation; None for no bound. After it the best so far
+            is returned, and the guess says that it is not finished.
         seed: of starts and rearrangements.
-        name: as in the logs.
+        name: in the logs.
 
     Raises:
         ValueError: a number out of range, or an unknown word.
+
+    Example:
+        >>> from lightning_fedleak import GradientMatching, LeakageMonitor
+        >>> attack = GradientMatching.lamp(texts=1, length=16, budget_seconds=60.0)
+        >>> monitor = LeakageMonitor([attack], every_n_steps=100)
     """
 
     threat_model = ThreatModel.create(
@@ -131,28 +144,19 @@ class GradientMatching(TextAttack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        for which, value, known in (("distance", distance, DISTANCES), ("labels", labels, LABELS)):
-            if value not in known:
-                raise ValueError(f"{which} must be one of {', '.join(known)}, got {value!r}")
-        for which, number, least in (
-            ("texts", texts, 1),
-            ("length", length, 2),
-            ("swaps", swaps, 0),
-            ("swap_every", swap_every, 1),
-            ("starts", starts, 1),
-            ("steps", steps, 1),
-        ):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ValueError(
-                    f"{which} must be a whole number, at least {least}, got {number!r}"
-                )
-        for which, weight in (("alpha", alpha), ("regularise", regularise), ("prior", prior)):
-            if not 0 <= weight < math.inf:
-                raise ValueError(f"{which} must be a number of at least 0, got {weight!r}")
-        if not 0 < lr < math.inf:
-            raise ValueError(f"lr must be positive, got {lr!r}")
-        if budget_seconds is not None and not budget_seconds > 0:
-            raise ValueError(f"budget_seconds must be positive or None, got {budget_seconds!r}")
+        check_choice("distance", distance, DISTANCES)
+        check_choice("labels", labels, LABELS)
+        check_integer("texts", texts)
+        check_integer("length", length, at_least=2)
+        check_integer("swaps", swaps, at_least=0)
+        check_integer("swap_every", swap_every)
+        check_integer("starts", starts)
+        check_integer("steps", steps)
+        check_number("alpha", alpha, at_least=0)
+        check_number("regularise", regularise, at_least=0)
+        check_number("prior", prior, at_least=0)
+        check_number("lr", lr, above=0)
+        check_number("budget_seconds", budget_seconds, above=0, optional=True)
         if isinstance(parameters, str) or (parameters is not None and not len(parameters)):
             raise ValueError(
                 f"parameters must be a list of names, or None for all, got {parameters!r}"
@@ -179,31 +183,31 @@ class GradientMatching(TextAttack):
 
     @classmethod
     def dlg(cls, texts: int, length: int, **settings: Any) -> Self:
-        """Deep Leakage from Gradients (Zhu et al. 2019); ``settings`` override its own."""
-        own: dict[str, Any] = {"distance": "l2", "labels": "learned", "name": "dlg"}
-        plain = {"regularise": 0.0, "prior": 0.0, "swaps": 0, "starts": 1, "lr": 0.2}
-        return cls(texts, length, **(own | plain | settings))
+        """Return Deep Leakage from Gradients (Zhu et al. 2019), changed by ``settings``."""
+        names: dict[str, Any] = {"distance": "l2", "labels": "learned", "name": "dlg"}
+        numbers = {"regularise": 0.0, "prior": 0.0, "swaps": 0, "starts": 1, "lr": 0.2}
+        return cls(texts, length, **(names | numbers | settings))
 
     @classmethod
     def tag(cls, texts: int, length: int, **settings: Any) -> Self:
-        """TAG (Deng et al. 2021); ``settings`` override its own."""
+        """Return TAG (Deng et al. 2021), changed by ``settings``."""
         return cls.dlg(texts, length, **({"distance": "tag", "name": "tag"} | settings))
 
     @classmethod
     def lamp(cls, texts: int, length: int, **settings: Any) -> Self:
-        """LAMP with the cosine distance (Balunovic et al. 2022); ``settings`` override its own."""
+        """Return LAMP with cosine distance (Balunovic et al. 2022), changed by ``settings``."""
         return cls(texts, length, **({"name": "lamp"} | settings))
 
     def meet(self, facts: RunFacts) -> None:
-        """Learns the precision, and what made an update."""
+        """Take the precision, and what made an update, from the run."""
         self._facts = facts
 
     def age(self, step: int) -> float:
-        """Optimizer steps that the copy of the model is behind; NaN before there is one."""
+        """Return how many optimizer steps the copy is behind; NaN before there is one."""
         return math.nan if self._copy is None else float(self._copy.age(step))
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The trained parameters of the model, or those that were named.
+        """Return the names of the trained parameters, or of those that the user named.
 
         Raises:
             ThreatModelError: labels that this kind of model does not have, or a prior that it
@@ -245,14 +249,14 @@ class GradientMatching(TextAttack):
         return names
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Copies the model, and differentiates a gradient of it once.
+        """Copy the model, and differentiate a gradient of it once.
 
         Raises:
             ValueError: its gradient has no derivative (flash attention), or a causal model predicts
                 other tokens than it embeds.
         """
         self._copy = ModelCopy(anatomy, self._names(anatomy), autocast=self._facts.autocast)
-        self._table = TokenTable.by_cosine(self._copy.word_embeddings())
+        self._table = TokenTable.for_cosines(self._copy.word_embeddings())
         embedded = len(self._table.embeddings)
         if anatomy.kind == "causal" and embedded != anatomy.vocab_size:
             raise ValueError(
@@ -261,19 +265,19 @@ class GradientMatching(TextAttack):
             )
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Renews the copy; anew where something else is trained."""
+        """Copy the weights again, and prepare again where something else is trained."""
         if self._copy is None or self._copy.names != self._names(anatomy):
             self.prepare(anatomy)
         assert self._copy is not None
         self._copy.refresh(anatomy, step)
-        self._table = TokenTable.by_cosine(self._copy.word_embeddings())
+        self._table = TokenTable.for_cosines(self._copy.word_embeddings())
 
     def run(self, view: Observation, query: Query | None = None) -> TextGuess:
-        """Reconstructs the texts of a batch.
+        """Reconstruct the texts of a batch.
 
         Returns:
-            ``texts`` rows of ``length`` tokens, in any order. ``confidence`` is by how much cosine
-            a token is ahead of the next best at the word found.
+            ``texts`` rows of ``length`` tokens, in any order. ``confidence`` is a token's lead in
+            cosine over the next best.
 
         Raises:
             UnusableObservation: non-finite or zero gradients, or an update that is no gradient.
@@ -288,11 +292,11 @@ class GradientMatching(TextAttack):
             return matching.run(deadline)
 
     def _target(self, view: Observation, copy: ModelCopy) -> dict[str, Tensor]:
-        held = view.gradients[-1].tensors
+        shared = view.gradients[-1].tensors
         target = {}
         for name in copy.read:
-            if name in held:
-                g = whole_tensor(held[name]).to(copy.device)
+            if name in shared:
+                g = whole_tensor(shared[name]).to(copy.device)
                 target[name] = g if g.dtype == torch.float64 else g.float()
                 if not bool(g.isfinite().all()):
                     raise UnusableObservation(f"the gradient of {name} has NaN or infinity")
@@ -301,7 +305,7 @@ class GradientMatching(TextAttack):
         return target
 
     def config(self) -> dict[str, object]:
-        """Settings that name this attack in reports."""
+        """Return the settings that name this attack in reports."""
         names = (
             "texts",
             "length",
@@ -344,7 +348,7 @@ def _check_update(view: Observation, facts: RunFacts) -> None:
 
 @dataclass(frozen=True)
 class Dummy:
-    """Texts as they are tried.
+    """Texts that the search changes until their gradient is the shared one.
 
     Attributes:
         words: (B, L, e) word embeddings.
@@ -355,8 +359,12 @@ class Dummy:
     words: Tensor
     labels: Tensor | None
 
+    def clone(self) -> Dummy:
+        """Return a copy that does not change."""
+        return Dummy(self.words.clone(), None if self.labels is None else self.labels.clone())
+
     def rearranged(self, text: int, order: Tensor) -> Dummy:
-        """With the tokens of one text in another order (L,)."""
+        """Return the texts with the tokens of one in another order (L,)."""
         words, labels = self.words.clone(), self.labels
         words[text] = words[text, order]
         if labels is not None and labels.dim() == 3:
@@ -369,9 +377,9 @@ class Matching:
     """The search for the texts of one observation, within a session of the copy.
 
     Args:
-        attack: its settings.
-        copy: of the model.
-        table: its vocabulary.
+        attack: the settings.
+        copy: the adversary's copy of the model.
+        table: the vocabulary of the copy.
         target: shared gradients by name, not all zero.
     """
 
@@ -392,14 +400,14 @@ class Matching:
     # ---- the loss -------------------------------------------------------------------------
 
     def distance(self, dummy: Dummy, *, differentiable: bool = False) -> Tensor:
-        """Between the gradient of dummy texts and the shared one; 0 at the true texts."""
+        """Return the distance of dummy texts' gradient from the shared one; 0 at the true texts."""
         with torch.enable_grad():
             ids, labels = self._labelled(dummy)
             loss = self.copy.loss(ids, labels, dummy.words)
             gradients = self.copy.gradients(loss, differentiable=differentiable)
             parts = [(gradients[n], g) for n, g in self.target.items() if n in gradients]
             if not parts:
-                raise UnusableObservation("the loss of a text hangs on nothing that is matched")
+                raise UnusableObservation("the loss of a text depends on nothing that is matched")
             if self.attack.distance == "cosine":
                 return _cosine_distance(parts)
             total = torch.stack([(a - b).square().sum() for a, b in parts]).sum()
@@ -413,23 +421,23 @@ class Matching:
             return total / self.squared
 
     def _labelled(self, dummy: Dummy) -> tuple[Tensor, Tensor]:
-        """The nearest tokens (B, L), and labels as distributions, differentiable."""
+        """Return the nearest tokens (B, L), and labels as distributions, differentiable."""
         ids = self.tokens(dummy.words)[0]
         if dummy.labels is not None:
             return ids, dummy.labels.softmax(-1)
         directions = self.table.directions["cosine"]
         likeness = F.normalize(dummy.words, dim=-1) @ directions.T
-        soft = (likeness / _SOFTNESS).softmax(-1)
+        soft = (likeness / LIMITS.softness).softmax(-1)
         hard = torch.zeros_like(soft).scatter_(2, ids[..., None], 1.0)
         return ids, hard + soft - soft.detach()
 
     def tokens(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        """The nearest tokens (B, L), and by how much cosine they are ahead of the next."""
+        """Return the nearest tokens (B, L), and their lead in cosine over the next."""
         ids, likeness = self.table.nearest(words, 2, "cosine")
         return ids[..., 0], likeness[..., 0] - likeness[..., -1]
 
-    def _chosen_by(self, dummy: Dummy) -> float:
-        """What rearranged texts are chosen by: distance and the model's own loss on the text."""
+    def _score(self, dummy: Dummy) -> float:
+        """Return what rearranged texts are ranked by: the distance plus the weighted loss."""
         self.tried += 1
         value = float(self.distance(dummy).detach())
         if self.attack.prior:
@@ -440,39 +448,41 @@ class Matching:
     # ---- the search -----------------------------------------------------------------------
 
     def run(self, deadline: Deadline) -> TextGuess:
-        """Descends from the best of random starts, and rearranges texts on the way."""
+        """Descend from the best of random starts, and rearrange texts on the way."""
         attack = self.attack
-        dummy = self._started(deadline)
+        dummy = self._start(deadline)
         words = RowAdam(dummy.words, attack.lr * self.table.scale)
-        labels = None if dummy.labels is None else RowAdam(dummy.labels, _LABEL_RATE)
-        best, least, done = dummy, math.inf, 0
+        labels = None if dummy.labels is None else RowAdam(dummy.labels, LIMITS.label_rate)
+        best, least, steps = dummy, math.inf, 0
         for step in range(attack.steps):
             if deadline.passed:
                 break
-            for adam, rate in ((words, attack.lr * self.table.scale), (labels, _LABEL_RATE)):
+            for adam, rate in ((words, attack.lr * self.table.scale), (labels, LIMITS.label_rate)):
                 if adam is not None:
                     adam.lr = rate * (1 - step / attack.steps)
-            now = Dummy(words.values, None if labels is None else labels.values)
-            value, slopes = self._slopes(now)
+            present = Dummy(words.values, None if labels is None else labels.values)
+            value, slopes = self._slopes(present)
             if value < least:
-                least = value
-                best = Dummy(now.words.clone(), None if now.labels is None else now.labels.clone())
+                least, best = value, present.clone()
             words.step(slopes[0])
             if labels is not None:
                 labels.step(slopes[1])
             due = step % attack.swap_every == 1 % attack.swap_every
-            if attack.swaps and due and step >= _BURN_IN * attack.steps:
-                moved = self._rearranged(now, deadline)
-                words.values.copy_(moved.words)
-                if labels is not None and moved.labels is not None:
-                    labels.values.copy_(moved.labels)
-            done += 1
-        tokens, ahead = self.tokens(best.words)
+            if attack.swaps and due and step >= LIMITS.burn_in * attack.steps:
+                rearranged = self._rearrange(present, deadline)
+                words.values.copy_(rearranged.words)
+                if labels is not None and rearranged.labels is not None:
+                    labels.values.copy_(rearranged.labels)
+            steps += 1
+        tokens, lead = self.tokens(best.words)
         if best.labels is not None and best.labels.dim() == 3:
             tokens[:, -1] = best.labels[:, -1].argmax(-1)
-        return TextGuess(tokens.cpu(), ahead.float().cpu(), done == attack.steps, self.tried + done)
+        return TextGuess(
+            tokens.cpu(), lead.float().cpu(), steps == attack.steps, self.tried + steps
+        )
 
-    def _started(self, deadline: Deadline) -> Dummy:
+    def _start(self, deadline: Deadline) -> Dummy:
+        """Return the best of the random starts."""
         attack, device = self.attack, self.copy.device
         shape = (attack.texts, attack.length)
         types, width = self.table.embeddings.shape
@@ -498,37 +508,37 @@ class Matching:
         return best[1]
 
     def _slopes(self, dummy: Dummy) -> tuple[float, Sequence[Tensor]]:
-        """The loss that is descended on, and its gradients in words and labels."""
+        """Return the loss of the descent, and its gradients in words and labels."""
         leaves = [
             x.detach().clone().requires_grad_()
             for x in (dummy.words, dummy.labels)
             if x is not None
         ]
         with torch.enable_grad():
-            tried = Dummy(leaves[0], leaves[1] if len(leaves) > 1 else None)
-            loss = self.distance(tried, differentiable=True)
+            leaf = Dummy(leaves[0], leaves[1] if len(leaves) > 1 else None)
+            loss = self.distance(leaf, differentiable=True)
             if self.attack.regularise:
-                norm = tried.words.norm(dim=-1).mean()
+                norm = leaf.words.norm(dim=-1).mean()
                 loss = loss + self.attack.regularise * (norm / self.norm - 1).square()
             slopes = torch.autograd.grad(loss, leaves)
         return float(loss.detach()), slopes
 
-    def _rearranged(self, dummy: Dummy, deadline: Deadline) -> Dummy:
-        """The best of some orders of each text, its own among them."""
+    def _rearrange(self, dummy: Dummy, deadline: Deadline) -> Dummy:
+        """Return the best of some orders of each text, the present one included."""
         for text in range(len(dummy.words)):
-            best, least = dummy, self._chosen_by(dummy)
+            best, least = dummy, self._score(dummy)
             for order in self._orders():
                 if deadline.passed:
                     return best
                 other = dummy.rearranged(text, order.to(dummy.words.device))
-                value = self._chosen_by(other)
+                value = self._score(other)
                 if value < least:
                     best, least = other, value
             dummy = best
         return dummy
 
     def _orders(self) -> Iterator[Tensor]:
-        """Tokens exchanged, a token moved, a piece moved, a beginning put behind, in turn."""
+        """Yield orders: two tokens exchanged, a token moved, a piece moved, a rotation, in turn."""
         length = self.attack.length
         for k in range(self.attack.swaps):
             order = torch.arange(length)
@@ -550,12 +560,9 @@ class Matching:
 
 
 def _cosine_distance(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """1 - cosine, mean over the tensors whose shared gradient is more than rounding."""
+    """Return 1 - cosine, the mean over tensors whose shared gradient is more than rounding."""
     norms = torch.stack([b.norm() for _, b in parts])
-    kept = (norms > _ROUNDING * norms.max()).tolist()
-    pairs = [pair for pair, keep in zip(parts, kept, strict=True) if keep]
+    loud = (norms > LIMITS.rounding * norms.max()).tolist()
+    pairs = [pair for pair, is_loud in zip(parts, loud, strict=True) if is_loud]
     cosines = [(a * b).sum() / (a.norm() * b.norm()).clamp_min(TINY) for a, b in pairs]
     return 1 - torch.stack(cosines).mean()
-
-
-__all__ = ["DISTANCES", "LABELS", "Distance", "GradientMatching", "Labels"]

@@ -1,8 +1,8 @@
-"""The whole model on the adversary's own copy of its weights: what texts give, and their gradients.
+"""The whole model on the adversary's copy of its weights: logits, losses and their gradients.
 
 A :class:`~lightning_fedleak.attacks.texts.bottom_model.BottomModel` ends at a block and its weights
-carry no gradient. Attacks that compare gradients need the model's loss, its gradient in the weights
-that are read, and that gradient's own gradient in the words.
+have no gradient. Attacks that compare gradients need the model's loss, its gradient in the weights
+that are read, and the gradient of that gradient in the words.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from lightning_fedleak.model_runs import (
     undisturbed,
 )
 
-_TRIAL = 3
+_TRIAL = 3  # tokens of the trial whether a gradient can be differentiated
 
 
 class ModelCopy:
-    """A causal model or a classifier, run in eval mode on weights of the adversary's own.
+    """A causal model or a classifier, run in eval mode on the adversary's copy of its weights.
 
-    Weights that are trained are copied, frozen ones shared with the live model. Left as they were:
-    the user's parameters and their ``.grad``, training flags, hooks and global random states.
-    Attention runs in plain products (SDPA's ``MATH``), which have a second derivative.
+    Trained weights are copied, frozen ones shared with the live model. A run restores the user's
+    parameters and their ``.grad``, training flags, hooks and global random states. Attention runs
+    in plain products (SDPA's ``MATH``), which have a second derivative.
 
     Args:
         anatomy: of the live model.
         names: of the parameters whose gradient is taken, roles or names in ``anatomy.root``.
-        step: optimizer step whose weights the model has now.
+        step: optimizer step of the model's weights.
         autocast: dtype of the client's autocast region, or None.
 
     Attributes:
         step: optimizer step of the copied weights.
 
     Raises:
-        AnatomyError: a name is none of the model's.
+        AnatomyError: the model has no parameter of a name.
         TypeError: the model is sharded over processes (FSDP2).
         ValueError: the gradient of a text's gradient cannot be computed.
     """
@@ -65,7 +65,7 @@ class ModelCopy:
 
     @torch.no_grad()
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Copies the weights again; they are those of ``step``.
+        """Copy the weights of ``step`` again.
 
         Raises:
             TypeError: the model is sharded over processes (FSDP2).
@@ -77,23 +77,23 @@ class ModelCopy:
             )
         self.anatomy, self.step = anatomy, step
         self._embedding = unwrap(anatomy.embedding)
-        wanted: dict[int, str] = {}
+        names: dict[int, str] = {}
         for name in self.names:
             parameter = anatomy.parameter(name)
             if parameter is not None:
-                wanted.setdefault(id(parameter), name)
+                names.setdefault(id(parameter), name)
         with torch.inference_mode(False):
             self._weights, self._leaves = {}, {}
             for name, parameter in anatomy.model.named_parameters():
                 weight = parameter.detach()
                 weight = weight.clone() if parameter.requires_grad else weight
-                if id(parameter) in wanted:
-                    self._leaves[wanted[id(parameter)]] = weight.requires_grad_()
+                if id(parameter) in names:
+                    self._leaves[names[id(parameter)]] = weight.requires_grad_()
                 self._weights[name] = weight
 
     @property
     def device(self) -> torch.device:
-        """Where token ids must be."""
+        """The device of token ids."""
         return self.anatomy.device
 
     @property
@@ -102,12 +102,12 @@ class ModelCopy:
         return tuple(self._leaves)
 
     def age(self, step: int) -> int:
-        """Optimizer steps that the copy is behind at ``step``."""
+        """Return how many optimizer steps the copy is behind at ``step``."""
         return step - self.step
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Within it the model stands ready for any number of calls."""
+        """Prepare the model for any number of calls."""
         if self._inside:
             yield
             return
@@ -126,10 +126,10 @@ class ModelCopy:
 
     @torch.no_grad()
     def word_embeddings(self) -> Tensor:
-        """(V, e) what the embedding layer gives for each token of the vocabulary.
+        """Return the word embeddings (V, e) of the vocabulary.
 
         Raises:
-            ValueError: it holds no matrix.
+            ValueError: the embedding layer holds no matrix.
         """
         shape = matrix_shape(self.anatomy.embedding)
         if shape is None:
@@ -138,20 +138,20 @@ class ModelCopy:
                 "there is no vocabulary to search"
             )
         names = {id(p): n for n, p in self.anatomy.model.named_parameters()}
-        own = {n: self._weights[names[id(p)]] for n, p in self._embedding.named_parameters()}
+        weights = {n: self._weights[names[id(p)]] for n, p in self._embedding.named_parameters()}
         with self.session():
             ids = torch.arange(shape[0], device=self.device)
-            table: Tensor = torch.func.functional_call(self._embedding, own, (ids,))
+            table: Tensor = torch.func.functional_call(self._embedding, weights, (ids,))
         return table.detach()
 
     def _called(self, ids: Tensor) -> Tensor:
         options = {"use_cache": False} if takes(self.anatomy.model, "use_cache") else {}
-        given = {"input_ids": ids, **options}
-        out = call_with(self.anatomy.model, self._weights, **given)
-        return logits_in(out)
+        inputs = {"input_ids": ids, **options}
+        output = call_with(self.anatomy.model, self._weights, **inputs)
+        return logits_in(output)
 
     def _without_padding(self, ids: Tensor) -> Tensor:
-        """A classifier counts its positions, or finds its last token, by the padding's id."""
+        """Return ids without the padding's id, which changes a classifier's positions and end."""
         config = getattr(self.anatomy.model, "config", None)
         padding = getattr(config, "pad_token_id", None)
         if self.anatomy.kind != "classifier" or padding is None:
@@ -159,12 +159,12 @@ class ModelCopy:
         return ids.masked_fill(ids == padding, 1 if padding == 0 else 0)
 
     def logits(self, ids: Tensor, words: Tensor | None = None) -> Tensor:
-        """What the model gives for texts: (B, L, V), of a classifier (B, C), in float32 at least.
+        """Return the logits of texts, in float32 at least: (B, L, V), or (B, C) of a classifier.
 
         Args:
             ids: (B, L).
-            words: (B, L, e) in place of what the embedding layer gives for ``ids``. A trained
-                embedding gets the gradient of the rows that ``ids`` name.
+            words: (B, L, e) word embeddings in place of those of ``ids``. A trained embedding gets
+                the gradient of the rows that ``ids`` name.
         """
 
         def replaced(_: nn.Module, __: object, output: Tensor) -> Tensor:
@@ -183,12 +183,12 @@ class ModelCopy:
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def loss(self, ids: Tensor, labels: Tensor, words: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy, as the client trains on it.
+        """Return the mean cross-entropy that the client trains on.
 
         Args:
             ids: (B, L).
             labels: of a causal model (B, L), or (B, L, V) where they are distributions; each is
-                predicted one place before its own, the first nowhere. Of a classifier (B,) or
+                predicted at the place before it, and the first nowhere. Of a classifier (B,) or
                 (B, C).
             words: as for :meth:`logits`.
         """
@@ -198,16 +198,16 @@ class ModelCopy:
         return nn.functional.cross_entropy(logits, labels)
 
     def gradients(self, loss: Tensor, *, differentiable: bool = False) -> dict[str, Tensor]:
-        """The gradient of a loss in each weight that is read, in float32 at least, by name.
+        """Return a loss's gradient in each weight that is read, in float32 at least, by name.
 
         Args:
             loss: of :meth:`loss`, computed with gradients enabled.
             differentiable: whether they have a gradient themselves.
         """
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             loss, list(self._leaves.values()), create_graph=differentiable, allow_unused=True
         )
-        pairs = zip(self._leaves, found, strict=True)
+        pairs = zip(self._leaves, gradients, strict=True)
         return {n: g if g.dtype == torch.float64 else g.float() for n, g in pairs if g is not None}
 
     def _try(self) -> None:
@@ -228,10 +228,7 @@ class ModelCopy:
 
 
 def trained_names(anatomy: Anatomy) -> tuple[str, ...]:
-    """Names in ``anatomy.root`` of the model's trained parameters; of all where none is trained."""
+    """Return the names in ``anatomy.root`` of trained parameters; of all where none is trained."""
     inside = {id(p) for p in anatomy.model.parameters()}
     every = [n for n, p in anatomy.root.named_parameters() if id(p) in inside]
     return tuple([n for n in every if anatomy.trainable(n)] or every)
-
-
-__all__ = ["ModelCopy", "trained_names"]

@@ -1,8 +1,8 @@
-"""Sweeps: a text that is nearly right is put right token by token, each change verified.
+"""Sweeps: a text that is nearly right is corrected token by token, each change verified.
 
-What a descent leaves wrong are tokens whose right neighbour in the vocabulary was second or fifth
-and not first. A candidate is verified by running the whole text through the bottom model with it in
-its place: exact, whatever the model, where a likeness of embeddings is a guess.
+After a descent a wrong token's right neighbour is often the second or fifth most similar one. A
+candidate is verified by running the whole text through the bottom model with it in its place. That
+is exact for any model, while a likeness of embeddings is a guess.
 """
 
 from __future__ import annotations
@@ -15,36 +15,29 @@ from torch import Tensor
 from lightning_fedleak.attacks.texts.base import TINY, Deadline, Sent, rounding
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 
-AT_ONCE = 1 << 12
-"""Tokens that go through the bottom in one run."""
-
-HIGH = 1.5
-"""An error is high above this multiple of the lower quartile of its text."""
-
-NEAR = 1.1
-"""A candidate is run alone whose error at its own place is at most this multiple of the present."""
-
-ALONE = 24
-"""Candidates that are run alone in one round, at most, from each of both rankings."""
-
-ROUNDS = 12
-RIVALS = 4
+# None of the values was tuned.
+AT_ONCE = 1 << 12  # tokens in one run of the bottom; bounds the memory
+HIGH = 1.5  # multiple of a text's lower quartile above which an error is high; lower tries more
+NEAR = 1.1  # multiple of the present error at its place up to which a candidate is run alone
+ALONE = 24  # candidates that each of both rankings runs alone in a round; more cost time
+ROUNDS = 12  # rounds at most; texts that still get better stop there
+RIVALS = 4  # candidates that a token's confidence compares it with
 
 
 @dataclass(frozen=True)
 class Swept:
-    """Texts after sweeping.
+    """The texts that a sweep returns.
 
     Attributes:
         tokens: (B, L) token ids.
         errors: (B, L) relative errors of their hidden states.
         confidence: (B, L) in [0, 1]: ``1 - (e / e')**2`` for the error e at a position and the
-            least error e' there with one of four other candidates in its place, those of every
-            second position tried at once. 1 where a whole text is as sent but for rounding; 0 where
-            it is not and the deadline had passed before others were tried.
-        exact: (B,) which texts are.
+            least error e' there with one of four other candidates in its place, where every second
+            position is tried at once. 1 where a whole text is as sent but for rounding; 0 where it
+            is not and the deadline passed before others were tried.
+        exact: (B,) bool, texts that are as sent but for rounding.
         finished: False where the deadline passed.
-        candidates: that were verified.
+        candidates: number of candidates that were verified.
     """
 
     tokens: Tensor
@@ -65,25 +58,25 @@ def sweep(
     deadline: Deadline | None = None,
     at_once: int = AT_ONCE,
 ) -> Swept:
-    """Puts ``candidates`` in the places of tokens until nothing gets better, in rounds.
+    """Return texts after exchanges of tokens for candidates, until no exchange is better.
 
     *Jointly.* All positions with a high error take their k-th candidate at once, for each k, and
-    each keeps the one with the smallest error at its own place, which is mostly its own doing.
-    This costs K runs of a text however many positions are wrong.
+    each keeps the one with the smallest error at its place, because a token changes the state at
+    its own place most. This costs K runs of a text for any number of wrong positions.
 
-    *Alone.* The candidates that did nearly as well at their own place as the present token, and
-    those of all positions that the gradient of the text's error recommends (BERT's ``[CLS]`` shows
-    less at its own place than elsewhere), are run one by one, 24 of each. The best is kept, or all
-    that are better together.
+    *Alone.* Candidates that were nearly as good at their place as the present token are run one by
+    one, 24 at most, and 24 of all positions that the gradient of the text's error recommends
+    (BERT's ``[CLS]`` shows less at its own place than elsewhere). The best exchange stays, or all
+    that are better if they are better together.
 
-    A text's error is the sum of squared relative errors of its positions. No change is kept that
-    makes it larger. A text that is as sent but for rounding is left alone.
+    A text's error is the sum of squared relative errors of its positions, and no exchange makes it
+    larger. A text that is as sent but for rounding does not change.
 
     Args:
         bottom: within a session or not.
-        sent: what was sent of B texts.
-        tokens: (B, L) what they are thought to be.
-        candidates: (B, L, K) what else each may be.
+        sent: the hidden states of B texts.
+        tokens: (B, L) the texts so far.
+        candidates: (B, L, K) other tokens for each position.
         rounds: at most.
         deadline: after which the best so far is returned; None for none.
         at_once: tokens in one run (at least one text), which bounds the memory.
@@ -113,17 +106,17 @@ def sweep(
 
 
 def high_errors(errors: Tensor, real: Tensor) -> Tensor:
-    """(B, L) bool: which distances from what was sent are high for their text.
+    """Return (B, L) bool, the distances from what was sent that are high for their text.
 
-    Noise moves every position by about the same distance, so that the lower quartile is what a
-    right position shows: the noise, or what wrong ones elsewhere do to it.
+    Noise moves every position by about the same distance, so that a right position shows about the
+    lower quartile: the noise, or the effect of wrong tokens elsewhere.
     """
     quartile = errors.masked_fill(~real, torch.nan).nanquantile(0.25, dim=-1, keepdim=True)
     return real & (errors > HIGH * quartile)
 
 
 class _Text:
-    """One text as it is now: ``tokens``, and ``errors``, the distances of its hidden states."""
+    """One text: its ``tokens``, and ``errors``, the distances of its hidden states."""
 
     def __init__(
         self, bottom: BottomModel, sent: Sent, tokens: Tensor, options: Tensor, at_once: int
@@ -137,30 +130,30 @@ class _Text:
         self.candidates = 0
         self.tokens = tokens.clone()
         self.errors = self._errors(tokens[None])[0]
-        self._own: Tensor | None = None
+        self._ratios: Tensor | None = None
 
     def _errors(self, texts: Tensor) -> Tensor:
-        """(n, L) distances of the hidden states of n texts from those sent."""
-        found = []
+        """Return the distances (n, L) of the hidden states of n texts from those sent."""
+        errors = []
         for part in torch.split(texts, self.rows):
             sent = self.sent[torch.zeros(len(part), dtype=torch.int64, device=part.device)]
             hidden = self.bottom.hidden(part, sent.attention_mask, sent.position_ids)
-            found.append(sent.squared_errors(hidden).sqrt())
-        return torch.cat(found)
+            errors.append(sent.squared_errors(hidden).sqrt())
+        return torch.cat(errors)
 
     def _sums(self, errors: Tensor) -> Tensor:
-        """(...) sums of squared relative errors of (..., L) distances."""
+        """Return the sums (...) of squared relative errors of distances (..., L)."""
         return (errors / self.norms).square().sum(-1)
 
     @property
     def exact(self) -> bool:
-        """Whether it is as sent but for rounding."""
+        """Return whether it is as sent but for rounding."""
         return bool(
             (self.errors <= rounding(self.bottom.autocast or self.bottom.dtype) * self.norms).all()
         )
 
     def _change(self, texts: Tensor, errors: Tensor) -> bool:
-        """Takes the best of n texts (n, L) if it is better than the present one."""
+        """Change to the best of n texts (n, L) if it is better than the present one."""
         sums = self._sums(errors)
         best = int(sums.argmin())
         if not bool(sums[best] < self._sums(self.errors)):
@@ -169,20 +162,20 @@ class _Text:
         return True
 
     def jointly(self) -> bool:
-        """Tries the candidates of all suspects at once, and notes each's error at its own place."""
+        """Try the candidates of all suspects at once, and record each one's error at its place."""
         suspects = high_errors(self.errors, self.real)
         texts = torch.where(suspects, self.options.T, self.tokens)
         self.candidates += len(texts) * int(suspects.sum())
-        own = self._errors(texts)
-        tried = torch.cat([self.errors[None], own])
+        errors = self._errors(texts)
+        tried = torch.cat([self.errors[None], errors])
         best = torch.cat([self.tokens[None], texts]).gather(0, tried.argmin(0)[None])
         better = self._change(best, self._errors(best))
-        ratio = own / self.errors.clamp(min=TINY)
-        self._own = ratio.masked_fill(~suspects | (texts == self.tokens), torch.inf).T
+        ratios = errors / self.errors.clamp(min=TINY)
+        self._ratios = ratios.masked_fill(~suspects | (texts == self.tokens), torch.inf).T
         return better
 
     def alone(self) -> bool:
-        """Tries the most promising changes one by one."""
+        """Try the most promising changes one by one."""
         pairs = torch.unique(torch.cat([self._near(), self._recommended()]))
         if len(pairs) == 0:
             return False
@@ -199,14 +192,14 @@ class _Text:
         return self._change(texts, torch.cat([errors, self._errors(together[None])]))
 
     def _near(self) -> Tensor:
-        """Pairs of place and candidate, as indices of ``options``, that did well jointly."""
-        assert self._own is not None
-        ratios = self._own.masked_fill(self.options == self.tokens[:, None], torch.inf).flatten()
+        """Return pairs of place and candidate, as indices of ``options``, that were near."""
+        assert self._ratios is not None
+        ratios = self._ratios.masked_fill(self.options == self.tokens[:, None], torch.inf).flatten()
         first = ratios.argsort()[:ALONE]
         return first[ratios[first] <= NEAR]
 
     def _recommended(self) -> Tensor:
-        """Pairs for which the text's error falls most, to first order in the word embedding."""
+        """Return pairs for which the text's error falls most, to first order in the embedding."""
         words = self.bottom.word_embeddings(self.tokens)[None].float()
         with torch.enable_grad():
             leaf = words.detach().requires_grad_()
@@ -220,19 +213,16 @@ class _Text:
         return first[rise[first] < 0]
 
     def confidence(self, *, late: bool) -> Tensor:
-        """(L,) as in :class:`Swept`; ``late``: the deadline has passed."""
+        """Return the confidence (L,) of :class:`Swept`; ``late`` if the deadline has passed."""
         if self.exact or late:
             return self.real.to(self.errors.dtype) * self.exact
         same = (self.options == self.tokens[:, None]).int()
         rivals = self.options.gather(1, same.argsort(dim=1, stable=True))[:, :RIVALS]
         least = torch.full_like(self.errors, torch.inf)
         for parity in range(2):
-            here = torch.arange(len(self.tokens), device=self.tokens.device) % 2 == parity
-            texts = torch.where(here & self.real, rivals.T, self.tokens)
-            differs = here & (texts != self.tokens)
+            half = torch.arange(len(self.tokens), device=self.tokens.device) % 2 == parity
+            texts = torch.where(half & self.real, rivals.T, self.tokens)
+            differs = half & (texts != self.tokens)
             errors = self._errors(texts).masked_fill(~differs, torch.inf)
             least = least.minimum(errors.amin(0))
         return (1 - (self.errors / least).square()).clamp(min=0) * self.real
-
-
-__all__ = ["Swept", "high_errors", "sweep"]

@@ -7,34 +7,41 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.texts.base import Sent
 from lightning_fedleak.attacks.texts.descent import DescentAttack, Stop, Weighting
+from lightning_fedleak.validate import check_integer, check_number
 
 
 class TokenRelaxation(DescentAttack):
     """The softmax relaxation that Zheng compares with (Sect. 4.3; Song & Raghunathan 2020).
 
     Each position's word embedding is the mean of all word embeddings under the softmax of V
-    weights, which Adam makes fit the hidden states sent; the token with the largest weight is the
-    guess. There are far more weights than hidden numbers, so that many mixtures of tokens fit.
+    weights. Adam moves the weights until the hidden states are those sent, and the token with the
+    largest weight is the guess. There are far more weights than hidden numbers, so that many
+    mixtures of tokens fit.
 
     Args:
         layer: the split.
-        steps: most gradient steps for one text.
-        lr: Adam's, in units of the weights, which start at 0.
+        steps: gradient steps for one text, at most.
+        lr: Adam's learning rate, in units of the weights, which start at 0.
         stop: ``"settled"`` or the paper's ``"cosine"``, see
             :class:`~lightning_fedleak.attacks.texts.descent.DescentAttack`.
-        cosine: the paper's .98.
-        temperature: the weights are divided by it before the softmax.
-        weighting: ``"per_position"`` or ``"paper"``, see there.
+        cosine: at which ``stop="cosine"`` ends; the paper's value is .98.
+        temperature: divides the weights before the softmax.
+        weighting: ``"per_position"`` or ``"paper"``, see the base class.
         at_once: tokens that go through the bottom with gradient in one run.
         most_weights: weights in one run (at least one text's), of which Adam and the gradient keep
             five copies: the default is 640 MB in float32.
         autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
-        refresh_every: optimizer steps after which the copy of the bottom model is renewed.
-        budget_seconds: for one observation, dealt out evenly over its texts.
+        refresh_every: optimizer steps after which the bottom model is copied again.
+        budget_seconds: for one observation, divided evenly among its texts.
         name: in the logs.
 
     Raises:
         ValueError: a setting out of range.
+
+    Example:
+        >>> from lightning_fedleak import LeakageMonitor, TokenRelaxation
+        >>> attack = TokenRelaxation(layer=3, steps=300, budget_seconds=20.0)
+        >>> monitor = LeakageMonitor([attack], every_n_steps=100)
     """
 
     default_name = "token_relaxation"
@@ -69,39 +76,34 @@ class TokenRelaxation(DescentAttack):
             budget_seconds=budget_seconds,
             name=name,
         )
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature!r}")
-        if most_weights < 1:
-            raise ValueError(f"most_weights must be at least 1, got {most_weights!r}")
+        check_number("temperature", temperature, above=0)
+        check_integer("most_weights", most_weights)
         self.temperature = temperature
         self.most_weights = most_weights
 
     def config(self) -> dict[str, object]:
-        """Settings that name the attack in reports."""
+        """Return the settings that name this attack in reports."""
         return super().config() | {"temperature": self.temperature}
 
     @property
     def step_size(self) -> float:
-        """In units of the weights."""
+        """Return the learning rate in units of the weights."""
         return self.lr
 
     def tokens_at_once(self) -> int:
-        """As many as their weights allow."""
+        """Return the number of tokens whose weights fit into one run."""
         return min(self.at_once, self.most_weights // self.bottom.vocab_size)
 
     def start(self, sent: Sent) -> Tensor:
-        """(B, L, V) zeros: all tokens alike."""
+        """Return zeros (B, L, V): all tokens have the same share."""
         embeddings = self.table.embeddings
         return embeddings.new_zeros(*sent.real.shape, len(embeddings))
 
     def words(self, variables: Tensor) -> Tensor:
-        """Mixtures of word embeddings."""
+        """Return mixtures (B, L, e) of word embeddings."""
         return (variables / self.temperature).softmax(-1) @ self.table.embeddings
 
-    def decoded(self, variables: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of largest share in the mixture, and by how much it is larger."""
+    def decode(self, variables: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens of largest share in the mixture, and their lead over the next."""
         shares, ids = (variables / self.temperature).softmax(-1).topk(2, dim=-1)
         return ids[..., 0], shares[..., 0] - shares[..., 1]
-
-
-__all__ = ["TokenRelaxation"]

@@ -114,7 +114,7 @@ def test_reordering_lowers_the_score() -> None:
     text = IDS[0, :-1]
     mixed = torch.cat([text[6:], text[:6]])
     with run.copy.session(), torch.no_grad():
-        found = run.reordered(mixed, Deadline())
+        found = run.reorder(mixed, Deadline())
         assert run.score(found) < run.score(mixed)
     assert torch.equal(found, text)
 
@@ -142,7 +142,7 @@ def test_repeats_cost_their_penalty() -> None:
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("kind", ["_pieces", "_tokens"])
+@pytest.mark.parametrize("kind", ["_move_pieces", "_move_tokens"])
 def test_moves_keep_to_length_and_bag(kind: str) -> None:
     run = search(BeamFromWords(10))
     seen = [getattr(run, kind)(IDS[0, :-1]) for _ in range(40)]

@@ -67,7 +67,7 @@ def test_gradient_is_that_of_the_plain_model(name: str, weighting: Any) -> None:
     expected.backward()
 
     attack = prepared(model, weighting=weighting)
-    run = Descent(attack, Sent.of(sent, mask), Deadline())
+    run = Descent(attack, Sent.from_states(sent, mask), Deadline())
     gradient, stopped = run._gradient(words, run.sent)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-12)
     assert not bool(stopped.any())
@@ -77,7 +77,7 @@ def test_gradient_is_that_of_the_plain_model(name: str, weighting: Any) -> None:
 def test_cosine_is_of_all_hidden_states_as_one_vector() -> None:
     one, two = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).unbind(0)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 1]])
-    got = Sent.of(one, mask).cosines(two)
+    got = Sent.from_states(one, mask).cosines(two)
     for row in range(3):
         a, b = (t[row][mask[row] == 1].flatten() for t in (one, two))
         assert float(got[row]) == pytest.approx(float(a @ b / a.norm() / b.norm()), rel=1e-5)
@@ -99,7 +99,7 @@ def test_adam_is_torchs_also_when_rows_leave() -> None:
         torch.testing.assert_close(mine.values, torch.stack([expected[r].detach() for r in alive]))
         if step == 2:
             alive = [0, 2]
-            mine.keep(torch.tensor([0, 2]))
+            mine.select(torch.tensor([0, 2]))
 
 
 # ---- Eq. 4 ----------------------------------------------------------------------------------
@@ -109,11 +109,11 @@ def test_adam_is_torchs_also_when_rows_leave() -> None:
 def test_likest_tokens_are_those_of_brute_force(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_fedleak.attacks.texts.descent.CHUNK", chunk)
+    monkeypatch.setattr("lightning_fedleak.attacks.texts.descent.SIMILARITIES_AT_ONCE", chunk)
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(40, 6, generator=generator).double() * torch.arange(1, 7) + 2.0
     points = torch.randn(3, 4, 6, generator=generator).double() * 3
-    tokens = TokenTable.of(table)
+    tokens = TokenTable.from_embeddings(table)
     ids, cosines = tokens.nearest(points, 5, "cosine")
     for row in range(3):
         for column in range(4):
@@ -130,7 +130,7 @@ def test_whitened_embeddings_have_the_identity_as_covariance() -> None:
         torch.randn(300, 6, generator=generator).double()
         @ torch.randn(6, 6, generator=generator).double()
     )
-    tokens = TokenTable.of(table + 5.0)
+    tokens = TokenTable.from_embeddings(table + 5.0)
     white = (tokens.embeddings - tokens.mean) @ tokens.whitening
     torch.testing.assert_close(white.T @ white / 300, torch.eye(6).double(), rtol=1e-6, atol=1e-8)
     ids, cosines = tokens.nearest(tokens.embeddings, 1)
@@ -142,7 +142,7 @@ def test_whitened_embeddings_have_the_identity_as_covariance() -> None:
 def test_a_direction_without_variance_is_not_blown_up() -> None:
     table = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
     table[:, 3] = 1.0
-    tokens = TokenTable.of(table)
+    tokens = TokenTable.from_embeddings(table)
     assert bool(torch.isfinite(tokens.whitening).all())
     moved = table[:5] + torch.tensor([0.0, 0.0, 0.0, 1e-3])
     assert tokens.nearest(moved)[0][:, 0].tolist() == list(range(5))
@@ -190,7 +190,7 @@ def test_the_papers_rule_stops_each_text_at_its_cosine() -> None:
     steps, cosines = {}, {}
     for cosine in (0.5, 0.98):
         attack = prepared(model, stop="cosine", cosine=cosine, **paper)
-        run = Descent(attack, Sent.of(sent, mask), Deadline())
+        run = Descent(attack, Sent.from_states(sent, mask), Deadline())
         first = attack.table.embeddings[5].expand(*ids.shape, -1)
         assert torch.equal(run.variables, first)
         run.descend(200)
@@ -484,18 +484,24 @@ def test_activations_that_do_not_fit_are_refused(given: Any, message: str) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 0}, "steps must be a whole number, at least 1, got 0"),
-        ({"lr": 0.0}, "lr must be positive"),
-        ({"stop": "never"}, "stop must be one of settled, cosine, got 'never'"),
-        ({"weighting": "flat"}, "weighting must be one of per_position, paper"),
-        ({"likeness": "dot"}, "likeness must be one of whitened, cosine"),
-        ({"cosine": 1.5}, "cosine must lie in"),
-        ({"sweeps": 5, "steps": 3}, "sweeps must lie between 0 and the 3 steps"),
-        ({"candidates": 0}, "candidates must be at least 1"),
-        ({"at_once": 0}, "at_once must be a whole number"),
-        ({"budget_seconds": 0.0}, "budget_seconds must be positive"),
-        ({"layer": -1}, "layer must be 0"),
-        ({"refresh_every": 0}, "refresh_every must be a whole number"),
+        ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
+        ({"lr": 0.0}, "lr must be a number above 0, got 0.0"),
+        ({"stop": "never"}, "stop must be 'settled' or 'cosine', got 'never'"),
+        ({"weighting": "flat"}, "weighting must be 'per_position' or 'paper'"),
+        ({"likeness": "dot"}, "likeness must be 'whitened' or 'cosine'"),
+        ({"cosine": 1.5}, "cosine must be a number above -1 and of at most 1, got 1.5"),
+        (
+            {"sweeps": 5, "steps": 3},
+            "sweeps must be an integer from 0 to 3, got 5: at most one",
+        ),
+        ({"candidates": 0}, "candidates must be an integer of at least 1"),
+        ({"at_once": 0}, "at_once must be an integer of at least 1"),
+        ({"budget_seconds": 0.0}, "budget_seconds must be a number above 0, or None, got 0.0"),
+        (
+            {"layer": -1},
+            "layer must be an integer of at least 0, got -1: 0 is the",
+        ),
+        ({"refresh_every": 0}, "refresh_every must be an integer of at least 1"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:

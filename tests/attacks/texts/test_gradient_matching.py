@@ -201,7 +201,7 @@ def test_rearranging_finds_the_order_of_right_words() -> None:
         with run.copy.session(), torch.no_grad():
             before = float(run.distance(dummy))
             for _ in range(5):
-                dummy = run._rearranged(dummy, Deadline())
+                dummy = run._rearrange(dummy, Deadline())
                 if torch.equal(run.tokens(dummy.words)[0], ids):
                     break
             assert float(run.distance(dummy)) < before
@@ -215,7 +215,7 @@ def test_the_prior_prefers_what_the_model_finds_likely() -> None:
     other = texts(1, 6)
     with run.copy.session(), torch.no_grad():
         dummy = Dummy(run.table.embeddings[other], None)
-        value, distance = run._chosen_by(dummy), float(run.distance(dummy))
+        value, distance = run._score(dummy), float(run.distance(dummy))
         own = float(model(input_ids=other, labels=other).loss)
     assert value == pytest.approx(distance + 0.5 * own, abs=1e-5)
 

@@ -35,7 +35,8 @@ def case(layer: int = 3, b: int = 2, length: int = 9, seed: int = 0):
     mask[0, -2:] = 0
     sent = hidden_states(find_anatomy(model), layer, ids, mask)
     candidates = torch.cat([drawn(b, length, 5, seed=seed + 1), ids[..., None]], -1)
-    return BottomModel(find_anatomy(model), layer), ids, mask, Sent.of(sent, mask), candidates
+    bottom = BottomModel(find_anatomy(model), layer)
+    return bottom, ids, mask, Sent.from_states(sent, mask), candidates
 
 
 def sums(bottom: BottomModel, sent: Sent, texts: Tensor) -> Tensor:
@@ -141,7 +142,8 @@ def test_under_noise_the_truth_is_found_and_the_margin_says_how_surely() -> None
     candidates = torch.cat([drawn(3, 12, 6, seed=1), ids[..., None]], -1)
     confidence = []
     for sigma in (0.1, 0.5):
-        swept = sweep(bottom, Sent.of(clean + sigma * noise), spoilt(ids, [3, 8]), candidates)
+        noisy = Sent.from_states(clean + sigma * noise)
+        swept = sweep(bottom, noisy, spoilt(ids, [3, 8]), candidates)
         assert torch.equal(swept.tokens, ids)
         assert not bool(swept.exact.any())
         assert 0 < float(swept.confidence.min()) < float(swept.confidence.max()) < 1

@@ -38,8 +38,8 @@ def test_gradient_is_that_of_the_plain_model(name: str) -> None:
     (off * mask).sum().backward()
 
     attack = prepared(model, weighting="paper", temperature=0.5)
-    gradient, _ = Descent(attack, Sent.of(sent, mask), Deadline())._gradient(
-        weights, Sent.of(sent, mask)
+    gradient, _ = Descent(attack, Sent.from_states(sent, mask), Deadline())._gradient(
+        weights, Sent.from_states(sent, mask)
     )
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-8, atol=1e-12)
 
@@ -62,7 +62,7 @@ def test_texts_are_found(name: str) -> None:
 def test_the_guess_is_the_token_of_largest_share() -> None:
     attack = prepared(tiny_gpt2(), temperature=2.0)
     weights = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(0))
-    tokens, ahead = attack.decoded(weights)
+    tokens, ahead = attack.decode(weights)
     for row in range(2):
         for place in range(3):
             shares = (weights[row, place] / 2).exp()
@@ -103,9 +103,9 @@ def test_a_budget_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": 0.0}, "temperature must be positive"),
-        ({"most_weights": 0}, "most_weights must be at least 1"),
-        ({"steps": 0}, "steps must be a whole number"),
+        ({"temperature": 0.0}, "temperature must be a number above 0, got 0.0"),
+        ({"most_weights": 0}, "most_weights must be an integer of at least 1, got 0"),
+        ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:

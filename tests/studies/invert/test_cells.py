@@ -160,7 +160,7 @@ def test_the_papers_attack_without_hello_starts_at_the_mean() -> None:
     assert isinstance(attack, EmbeddingDescent)
     attack.prepare(anatomy)
     tokens = ids(2, 6)
-    start = attack.start(Sent.of(hidden_states(anatomy, 1, tokens)))
+    start = attack.start(Sent.from_states(hidden_states(anatomy, 1, tokens)))
     mean = anatomy.embedding.weight.mean(0)
     torch.testing.assert_close(start, mean.expand_as(start))
 

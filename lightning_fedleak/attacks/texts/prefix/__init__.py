@@ -1,1 +1,1 @@
-"""A causal model's texts, left to right, each token verified behind what is known."""
+"""Texts of causal models, read from left to right, each token verified behind the ones before."""

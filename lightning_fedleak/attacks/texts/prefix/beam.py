@@ -1,9 +1,9 @@
-"""Left to right where no token's state is the observed one: under noise, or with a stale copy.
+"""Beam search from left to right where no token's state equals the observed one.
 
-The true text is then the one whose states are nearest to the observed ones in all, and a wrong
-token shows a little in all states that follow it. So several beginnings are kept, each candidate is
-verified behind each of them, and the beginnings with the smallest total distance stay, as far as
-they lie within what noise explains. Where one is far ahead, it goes on alone.
+That is so under noise, or with a stale copy of the model. The true text is then the one whose
+states are nearest to the observed ones in sum, and a wrong token changes all later states a little.
+So several beginnings are continued, each candidate is verified behind each of them, and those with
+the smallest total distance stay, as far as noise explains their distance from the best.
 """
 
 from __future__ import annotations
@@ -18,37 +18,34 @@ from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 
-OPENING = 16
-"""Candidates of the first ranking, verified first."""
-ROUNDS = 32, 64, 128, 256
-"""More candidates, chosen around the nearest; the next round only if the last found a nearer."""
-GAP = 12.0
-"""Nats by which a beginning may be less likely than the best; beyond it is dropped."""
-LEARN_AT = 4
-"""Places after which the spread of the noise is learned; then at twice as many, and so on."""
-DOUBT = 16.0
-"""Places that the spread assumed at first counts for."""
+# None of the values was tuned.
+OPENING = 16  # candidates of the first ranking that are verified first
+ROUNDS = 32, 64, 128, 256  # more candidates in each round; a round without a nearer one is the last
+GAP = 12.0  # nats by which a beginning may be less likely than the best; less drops true ones
+LEARN_AT = 4  # places after which the noise's spread is learned, then at twice as many, and so on
+DOUBT = 16.0  # places that the assumed spread counts for beside the learned one
 
 
 class Expected(Protocol):
-    """Log-probabilities (V,), up to a constant, of the token at a place; None if unknown."""
+    """Log-probabilities of the tokens at a place."""
 
-    def __call__(self, place: int) -> Tensor | None: ...
+    def __call__(self, place: int) -> Tensor | None:
+        """Return those (V,) at a place, up to a constant; None where nothing is expected."""
 
 
 @dataclass
 class Beam:
-    """One text.
+    """The text that the search has read.
 
     Attributes:
         tokens: (N,); valid up to ``verified``.
-        verified: tokens that were recovered before time ran out; of the last one, that may be the
-            nearest of those looked at by then.
+        verified: number of tokens that were recovered before time ran out; the last one may be the
+            nearest of fewer candidates.
         confidence: (N,) one minus the ratio of the distances of the chosen token and the nearest
-            other one, behind the beginning chosen in the end; 0 where nothing was recovered here.
+            other one, behind the best beginning; 0 where nothing was recovered.
         residuals: (N,) distance of the chosen token's state to the observed one.
-        computed: tokens that went through the bottom model.
-        runs: forwards of it.
+        computed: number of tokens that went through the bottom model.
+        runs: number of its forwards.
         finished: False if time ran out.
     """
 
@@ -73,19 +70,19 @@ def beam_search(
     learn: bool = True,
     deadline: Deadline | None = None,
 ) -> Beam:
-    """Recovers the rest of one text.
+    """Return the rest of one text.
 
     Args:
-        prefixes: of the one text; what is known of it stays.
-        table: to rank candidates by.
+        prefixes: the text's beginning, which stays.
+        table: ranks candidates.
         observed: (N, d) float32 states by real token.
         first: (N, k) candidates for each place from the observed state alone, the likeliest first.
-        expected: of the next token.
-        width: beginnings kept, at most.
+        expected: log-probabilities of the next token.
+        width: beginnings that are continued, at most.
         spread: (d,) standard deviation of observed states about the true ones, up to a factor;
             distances count in these units.
-        learn: improve ``spread`` by what the recovered tokens leave over.
-        deadline: looked at before each forward; None for no bound.
+        learn: improve ``spread`` by the residuals of recovered tokens.
+        deadline: checked before each forward; None for no bound.
     """
     search = _Beams(prefixes, table, observed, first, expected, width, spread)
     return search.run(learn, deadline or Deadline())
@@ -103,19 +100,19 @@ class _Beams:
         spread: Tensor,
     ) -> None:
         one = torch.zeros(1, dtype=torch.int64, device=observed.device)
-        self.prefixes = prefixes.of_rows(one)
+        self.prefixes = prefixes.select(one)
         self.table, self.observed, self.first = table, observed, first
         self.expected, self.width = expected, width
-        self.place = self.start = int(prefixes.known[0])
+        self.place = self.start = int(prefixes.lengths[0])
         self.squares = observed.new_zeros(1, observed.shape[1])
         self.confidence = observed.new_zeros(1, len(observed))
         self.residuals = observed.new_full((1, len(observed)), float("nan"))
         self.last: Tensor | None = None
         self.computed = self.runs = 0
         self.assumed = spread
-        self._in_units_of(spread)
+        self._set_spread(spread)
 
-    def _in_units_of(self, spread: Tensor) -> None:
+    def _set_spread(self, spread: Tensor) -> None:
         self.spread = spread
         self.entries = self.table.entries / spread
         self.lengths = self.entries.square().sum(1)
@@ -141,28 +138,28 @@ class _Beams:
         )
 
     def _step(self, deadline: Deadline) -> bool:
-        """Chooses the token at one place; False if time ran out before all was looked at.
+        """Choose the token at one place; return False if time ran out before all rounds.
 
-        Then it is the nearest of those looked at, and its confidence 0.
+        Then it is the nearest of fewer candidates, and its confidence is 0.
         """
         rows = torch.arange(len(self.squares), device=self.observed.device)
         target = self.observed[self.place]
         tokens = self.first[self.place, :OPENING].expand(len(rows), -1)
-        states = self._opened(tokens)
+        states = self._open(tokens)
         squares = ((states - target) / self.spread).square().sum(2)
         whole = True
         for count in ROUNDS:
             best = squares.argmin(1)
-            more = self._around(tokens, states[rows, best], tokens[rows, best], count)
+            more = self._more(tokens, states[rows, best], tokens[rows, best], count)
             if not more.shape[1]:
                 break
             whole = not deadline.passed
             if not whole:
                 break
-            found = self.prefixes.attempt(more).float()
-            far = ((found - target) / self.spread).square().sum(2)
+            more_states = self.prefixes.attempt(more).float()
+            far = ((more_states - target) / self.spread).square().sum(2)
             nearer = far.amin(1) < squares[rows, best]
-            tokens, states = torch.cat([tokens, more], 1), torch.cat([states, found], 1)
+            tokens, states = torch.cat([tokens, more], 1), torch.cat([states, more_states], 1)
             squares = torch.cat([squares, far], 1)
             if not bool(nearer.any()):
                 break
@@ -171,27 +168,27 @@ class _Beams:
             self.confidence[:, self.place - 1] = 0.0
         return whole
 
-    def _opened(self, candidates: Tensor) -> Tensor:
-        """States of the first candidates, behind the tokens chosen last, which become known."""
+    def _open(self, candidates: Tensor) -> Tensor:
+        """Return the states of the first candidates behind the tokens that were chosen last."""
         if self.last is None:
             return self.prefixes.attempt(candidates).float()
         depths = candidates.new_ones(candidates.shape[1])
         states = self.prefixes.follow(self.last[:, None], candidates, depths)[:, 1:]
-        self.prefixes.keep(torch.ones_like(self.prefixes.known))
+        self.prefixes.keep(torch.ones_like(self.prefixes.lengths))
         self.last = None
         return states.float()
 
-    def _around(self, seen: Tensor, states: Tensor, best: Tensor, count: int) -> Tensor:
-        """(W, k) candidates not seen yet whose expected states are nearest to the observed one.
+    def _more(self, tokens: Tensor, states: Tensor, best: Tensor, count: int) -> Tensor:
+        """Return new candidates (W, k) whose expected states are nearest to the observed one.
 
-        A quarter are those that the model's top expects besides.
+        A quarter are those that the model's top expects.
         """
-        free = self.table.distinct - seen.shape[1]
+        free = self.table.distinct - tokens.shape[1]
         count = min(count, free)
         points = (self.observed[self.place] - states) / self.spread + self.entries[best]
         far = self.lengths + points.square().sum(1, keepdim=True)
         far = torch.addmm(far, points, self.entries.T, alpha=-2.0).clamp_(min=1e-12)
-        far = self.table.only_tried(far.neg_()).scatter_(1, seen, -float("inf"))
+        far = self.table.only_tried(far.neg_()).scatter_(1, tokens, -float("inf"))
         prior = self.expected(self.place)
         if prior is None or count < 4:
             return far.topk(count, dim=1).indices
@@ -201,36 +198,34 @@ class _Beams:
         return torch.cat([near, likely.topk(count // 4, dim=1).indices], 1)
 
     def _choose(self, tokens: Tensor, states: Tensor, squares: Tensor) -> None:
-        """Keeps the best beginnings, each with its token at this place."""
+        """Keep the best beginnings, each with its token at this place."""
         totals = (self.squares / self.spread.square()).sum(1, keepdim=True) + squares
         ranked = totals.flatten().topk(min(self.width, totals.numel()), largest=False)
         unit = float(ranked.values[0]) / ((self.place - self.start + 1) * len(self.spread))
-        kept = ranked.indices[ranked.values - ranked.values[0] <= 2.0 * GAP * max(unit, 1e-30)]
-        rows, columns = kept // tokens.shape[1], kept % tokens.shape[1]
-        left = states[rows, columns] - self.observed[self.place]
+        near = ranked.values - ranked.values[0] <= 2.0 * GAP * max(unit, 1e-30)
+        best_ranked = ranked.indices[near]
+        rows, columns = best_ranked // tokens.shape[1], best_ranked % tokens.shape[1]
+        differences = states[rows, columns] - self.observed[self.place]
         best = squares[rows, columns]
         others = squares[rows].scatter(1, columns[:, None], float("inf")).amin(1)
         sure = 1.0 - (best / others.clamp(min=1e-30)).sqrt()
         doubtful = self.table.doubtful[tokens[rows, columns]]
-        self.squares = self.squares[rows] + left.square()
+        self.squares = self.squares[rows] + differences.square()
         self.confidence = self.confidence[rows]
         self.confidence[:, self.place] = sure.clamp(min=0.0).masked_fill(doubtful, 0.0)
         self.residuals = self.residuals[rows]
-        self.residuals[:, self.place] = left.norm(dim=1)
+        self.residuals[:, self.place] = differences.norm(dim=1)
         self.last = tokens[rows, columns]
-        if not torch.equal(rows, torch.arange(len(self.prefixes.known), device=rows.device)):
+        if not torch.equal(rows, torch.arange(len(self.prefixes.lengths), device=rows.device)):
             self.computed += self.prefixes.computed
             self.runs += self.prefixes.runs
-            self.prefixes = self.prefixes.of_rows(rows)
+            self.prefixes = self.prefixes.select(rows)
         self.place += 1
 
     def _learn(self) -> None:
-        """Spread by dimension from what the best beginning leaves over, and what was assumed."""
+        """Learn the spread by dimension from the best beginning's residuals and the assumption."""
         places = self.place - self.start
         assumed = self.assumed.square()
         level = (self.squares[0] / assumed).mean() / places
         learned = (self.squares[0] + DOUBT * level * assumed) / (places + DOUBT)
-        self._in_units_of(learned.clamp(min=1e-30).sqrt())
-
-
-__all__ = ["Beam", "beam_search"]
+        self._set_spread(learned.clamp(min=1e-30).sqrt())

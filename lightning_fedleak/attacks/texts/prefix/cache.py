@@ -1,9 +1,9 @@
-"""Texts that are known up to a point, and what the bottom of a model makes of what may follow.
+"""Beginnings of texts, and the bottom model's states of tokens that may follow them.
 
-A causal model's keys and values of the known part are kept, so that a token costs one token's
-work. Candidates for the next token are laid side by side as if they were one text: each attends to
-the known part and to itself, and all have the same position, so that the known part is neither
-computed nor copied per candidate.
+A causal model's keys and values of a beginning are cached, so that a token costs one token's work.
+Candidates for the next token stand side by side as if they were one text: each attends to the
+beginning and to itself, and all have the same position, so that the beginning is neither computed
+nor copied for each candidate.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model_runs import TOKENS_AT_ONCE, takes, virtual_tokens
 
+# Positions that attention kernels process together. States of a text that ends within such a block
+# differ by rounding, so that whole texts run up to the end of a block, or of the text.
 BLOCK = {"cpu": 16}
-BLOCK_OTHERWISE = 128
-"""Positions that attention kernels take together: where a text ends elsewhere in such a block, the
-states there differ by rounding. Whole texts are run up to the end of a block, or of the text."""
+BLOCK_OTHERWISE = 128  # of other devices
+# Standard deviations of the hidden states by which a trial with and without cache may differ; more
+# would accept a cache that changes states. Not tuned.
 _AGREE = {torch.float64: 1e-6, torch.float32: 1e-3}
-_AGREE_OTHERWISE = 0.1
-"""Standard deviations of the hidden states by which a trial with and without cache may differ."""
+_AGREE_OTHERWISE = 0.1  # of half precision and other dtypes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the real tokens of a padded batch are, packed to the left.
+    """The places of the real tokens of a padded batch, packed to the left.
 
     Attributes:
         counts: (B,) real tokens of each text.
@@ -48,15 +49,17 @@ class Layout:
     position_ids: Tensor | None
 
     @classmethod
-    def of(cls, shape: tuple[int, int], mask: Tensor | None, position_ids: Tensor | None) -> Layout:
-        """Of a batch of ``shape`` (B, L).
+    def from_masks(
+        cls, shape: tuple[int, int], mask: Tensor | None, position_ids: Tensor | None
+    ) -> Layout:
+        """Return the layout of a batch of ``shape`` (B, L).
 
         Raises:
             ValueError: mask or positions are of another shape, or a text is empty.
         """
-        for name, given in (("attention_mask", mask), ("position_ids", position_ids)):
-            if given is not None and tuple(given.shape) != shape:
-                raise ValueError(f"{name} is {tuple(given.shape)}, but the batch is {shape}")
+        for name, tensor in (("attention_mask", mask), ("position_ids", position_ids)):
+            if tensor is not None and tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} is {tuple(tensor.shape)}, but the batch is {shape}")
         if mask is not None:
             real = mask != 0
         else:
@@ -73,36 +76,36 @@ class Layout:
         return cls(counts, columns, positions, mask, position_ids)
 
     def to(self, device: torch.device) -> Layout:
-        """On ``device``."""
+        """Return the layout on ``device``."""
         parts = (self.counts, self.columns, self.positions, self.mask, self.position_ids)
         return Layout(*(None if p is None else p.to(device) for p in parts))  # type: ignore[arg-type]
 
     def __getitem__(self, rows: Tensor) -> Layout:
-        """Of the texts ``rows``."""
+        """Return the layout of the texts ``rows``."""
         parts = (self.counts, self.columns, self.positions, self.mask, self.position_ids)
         return Layout(*(None if p is None else p[rows] for p in parts))  # type: ignore[arg-type]
 
-    def packed_anew(self, values: Tensor) -> Tensor:
-        """(B, L, ...) by column to (B, N, ...) by real token."""
+    def pack(self, values: Tensor) -> Tensor:
+        """Return values (B, L, ...) by column as (B, N, ...) by real token."""
         rows = torch.arange(len(values), device=values.device)[:, None]
         return values[rows, self.columns]
 
     def spread(self, values: Tensor, fill: float) -> Tensor:
-        """(B, N) by real token to (B, L) by column, ``fill`` at padded ones."""
+        """Return values (B, N) by real token as (B, L) by column, ``fill`` where padded."""
         length = self.columns.shape[1] if self.mask is None else self.mask.shape[1]
-        out = values.new_full((len(values), length), fill)
+        values_by_column = values.new_full((len(values), length), fill)
         real = torch.arange(values.shape[1], device=values.device) < self.counts[:, None]
         rows = torch.arange(len(values), device=values.device)[:, None].expand_as(real)
-        out[rows[real], self.columns[real]] = values[real]
-        return out
+        values_by_column[rows[real], self.columns[real]] = values[real]
+        return values_by_column
 
 
 class _Slots(Cache):
-    """Keys and values by layer in buffers with room for more; new ones are written behind."""
+    """Keys and values by layer, in buffers with room for more at their end."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
         self.used = 0
         self.room = 0
 
@@ -111,64 +114,63 @@ class _Slots(Cache):
     ) -> tuple[Tensor, Tensor]:
         new = (key_states, value_states)
         end = self.used + key_states.shape[2]
-        held = self.kept.get(layer_idx)
+        buffers = self.buffers.get(layer_idx)
         if torch.is_grad_enabled():
-            if held is None:
+            if buffers is None:
                 return new
             one, two = (
-                torch.cat([h[:, :, : self.used], n], 2) for h, n in zip(held, new, strict=True)
+                torch.cat([h[:, :, : self.used], n], 2) for h, n in zip(buffers, new, strict=True)
             )
             return one, two
-        if held is None or held[0].shape[2] < end:
-            held = self.kept[layer_idx] = self._grown(held, new, end)
-        for buffer, states in zip(held, new, strict=True):
+        if buffers is None or buffers[0].shape[2] < end:
+            buffers = self.buffers[layer_idx] = self._grown(buffers, new, end)
+        for buffer, states in zip(buffers, new, strict=True):
             buffer[:, :, self.used : end] = states
-        return held[0][:, :, :end], held[1][:, :, :end]
+        return buffers[0][:, :, :end], buffers[1][:, :, :end]
 
     def _grown(
-        self, held: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor], end: int
+        self, old_buffers: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor], end: int
     ) -> tuple[Tensor, Tensor]:
         size = max(end, self.room)
         buffers = [n.new_zeros(*n.shape[:2], size, n.shape[3]) for n in new]
-        if held is not None:
-            for buffer, old in zip(buffers, held, strict=True):
+        if old_buffers is not None:
+            for buffer, old in zip(buffers, old_buffers, strict=True):
                 buffer[:, :, : self.used] = old[:, :, : self.used]
         return buffers[0], buffers[1]
 
     def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
-        """Copies slots ``source`` to ``target`` in ``rows``, all (k,)."""
-        for layer in self.kept.values():
+        """Copy slots ``source`` to ``target`` in ``rows``, all (k,)."""
+        for layer in self.buffers.values():
             for buffer in layer:
                 buffer[rows, :, target] = buffer[rows, :, source]
 
-    def of_rows(self, rows: Tensor) -> _Slots:
-        """A copy of the texts ``rows``."""
-        out = _Slots()
-        out.used, out.room = self.used, self.room
-        out.kept = {i: (k[rows], v[rows]) for i, (k, v) in self.kept.items()}
-        return out
+    def select(self, rows: Tensor) -> _Slots:
+        """Return a copy for the texts ``rows``."""
+        copy = _Slots()
+        copy.used, copy.room = self.used, self.room
+        copy.buffers = {i: (k[rows], v[rows]) for i, (k, v) in self.buffers.items()}
+        return copy
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.used
 
 
 class Prefixes:
-    """The known beginnings of several texts, and the hidden states of what may follow.
+    """Beginnings of several texts, and the hidden states of tokens that may follow.
 
-    Tokens are counted without padding: token i of a text is its i-th real one. Texts may be known
-    to different lengths.
+    Tokens are counted without padding: token i of a text is its i-th real one. Beginnings may
+    differ in length.
 
     Args:
         bottom: a causal model's bottom.
         layout: of the texts.
-        cached: keep keys and values. By default where a trial says that it can be done: see
-            :func:`can_cache`.
+        cached: cache keys and values; by default where a trial agrees, see :func:`can_cache`.
 
     Attributes:
-        known: (B,) how many tokens of each text are known.
-        tokens: (B, N) token ids, valid up to ``known``.
-        runs: forwards of the bottom so far.
-        computed: tokens that went through it so far.
+        lengths: (B,) tokens of each beginning.
+        tokens: (B, N) token ids, valid up to ``lengths``.
+        runs: number of forwards of the bottom so far.
+        computed: number of tokens that went through it so far.
 
     Raises:
         ValueError: the model is not causal.
@@ -180,7 +182,7 @@ class Prefixes:
         self.bottom = bottom
         self.layout = layout.to(bottom.device)
         self.cached = can_cache(bottom, layout) if cached is None else cached
-        self.known = torch.zeros_like(self.layout.counts)
+        self.lengths = torch.zeros_like(self.layout.counts)
         self.tokens = torch.zeros_like(self.layout.columns)
         self.runs = 0
         self.computed = 0
@@ -191,12 +193,12 @@ class Prefixes:
     def follow(
         self, tokens: Tensor, others: Tensor | None = None, depths: Tensor | None = None
     ) -> Tensor:
-        """Hidden states of ``tokens`` (B, n) as the next n tokens of each text, and of ``others``.
+        """Return hidden states of ``tokens`` (B, n) as the next n tokens, and of ``others``.
 
-        Beyond a text's end they mean nothing. Nothing is known by this: see :meth:`keep`.
+        Beyond a text's end they mean nothing. The beginnings stay as they are until :meth:`keep`.
 
         Args:
-            tokens: (B, n) one behind the other.
+            tokens: (B, n) in sequence.
             others: (B, k) more candidates, each alone.
             depths: (k,) how many of ``tokens`` precede each of the others; by default none.
 
@@ -211,7 +213,7 @@ class Prefixes:
         new = torch.cat([tokens, others], 1)
         depth = torch.cat([torch.arange(n, device=device), depths])
         self._new = new
-        places = (self.known[:, None] + depth).clamp(max=self.layout.columns.shape[1] - 1)
+        places = (self.lengths[:, None] + depth).clamp(max=self.layout.columns.shape[1] - 1)
         if not self.cached:
             parts = [self._whole(tokens, places[:, :n])] if n else []
             if others.shape[1]:
@@ -222,12 +224,12 @@ class Prefixes:
         return self._run(new, places, sees)
 
     def keep(self, counts: Tensor, other: Tensor | None = None) -> None:
-        """The first ``counts`` (B,) tokens of the last :meth:`follow` are now known, and ``other``.
+        """Append the first ``counts`` (B,) tokens of the last :meth:`follow`, and ``other``.
 
         Args:
             counts: of each text; 0 for none.
-            other: (B,) index among all that was run, the tokens and behind them the others, of one
-                more token that follows; -1 for none.
+            other: (B,) index of one more token that follows, among the tokens and then the others
+                of that call; -1 for none.
 
         Raises:
             RuntimeError: nothing was run since the last call.
@@ -241,48 +243,49 @@ class Prefixes:
         ahead = torch.arange(max(1, int(total.max())), device=counts.device)
         rows, steps = (ahead < total[:, None]).nonzero(as_tuple=True)
         offsets = torch.where(steps < counts[rows], steps, other[rows])
-        places = self.known[rows] + steps
+        places = self.lengths[rows] + steps
         self.tokens[rows, places] = tokens[rows, offsets]
         if self.cached:
             source = self._slots.used + offsets
-            moved = source != places
-            if bool(moved.any()):
-                self._slots.move(rows[moved], source[moved], places[moved])
-        self.known = self.known + total
+            displaced = source != places
+            if bool(displaced.any()):
+                self._slots.move(rows[displaced], source[displaced], places[displaced])
+        self.lengths = self.lengths + total
 
     def attempt(self, candidates: Tensor) -> Tensor:
-        """Hidden states (B, n, d) of ``candidates`` (B, n), each as the next token on its own."""
+        """Return the states (B, n, d) of ``candidates`` (B, n), each alone as the next token."""
         return self.follow(candidates[:, :0], candidates)
 
-    def of_rows(self, rows: Tensor) -> Prefixes:
-        """A copy of the texts ``rows``, which may repeat (beams)."""
-        out = Prefixes(self.bottom, self.layout[rows], cached=self.cached)
-        out.known, out.tokens = self.known[rows], self.tokens[rows]
-        out._slots = self._slots.of_rows(rows)
-        return out
+    def select(self, rows: Tensor) -> Prefixes:
+        """Return a copy of the texts ``rows``, which may repeat (beams)."""
+        copy = Prefixes(self.bottom, self.layout[rows], cached=self.cached)
+        copy.lengths, copy.tokens = self.lengths[rows], self.tokens[rows]
+        copy._slots = self._slots.select(rows)
+        return copy
 
     def _run(self, new: Tensor, places: Tensor, sees: Tensor) -> Tensor:
-        """One forward of ``new`` tokens that see the known part and each other."""
+        """Return the states of ``new`` tokens that attend to the beginning and to each other."""
         slots = self._slots
-        slots.used = int(self.known.max())
+        slots.used = int(self.lengths.max())
         rows, n = new.shape[:2]
-        past = torch.arange(slots.used, device=sees.device) < self.known[:, None]
-        seen = torch.cat([past[:, None].expand(-1, n, -1), sees.expand(rows, -1, -1)], 2)[:, None]
+        past = torch.arange(slots.used, device=sees.device) < self.lengths[:, None]
+        attends = [past[:, None].expand(-1, n, -1), sees.expand(rows, -1, -1)]
+        visible = torch.cat(attends, 2)[:, None]
         self.runs += 1
         self.computed += rows * n
-        return self.bottom.continued(new, seen, self.layout.positions.gather(1, places), slots)
+        return self.bottom.continued(new, visible, self.layout.positions.gather(1, places), slots)
 
     def _whole(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """As :meth:`follow`, by running the texts from their first token."""
+        """Return what :meth:`follow` does, by running the texts from their first token."""
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         text = self.tokens.clone()
-        inside = self.known[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        inside = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         fits = inside < self.layout.columns.shape[1]
         text[rows.expand_as(fits)[fits], inside[fits]] = tokens[fits]
         return self._states(text, rows.squeeze(1), int(places.max()) + 1)[rows, places]
 
     def _whole_each(self, tokens: Tensor, others: Tensor, depths: Tensor) -> Tensor:
-        """Others of :meth:`follow`, each a text of its own."""
+        """Return the states of others of :meth:`follow`, each in a separate text."""
         b, k = others.shape
         rows = torch.arange(b, device=others.device).repeat_interleave(k)
         depth = depths.repeat(b)
@@ -290,14 +293,14 @@ class Prefixes:
         last = text.shape[1] - 1
         each = torch.arange(b * k, device=others.device)
         for step in range(int(depth.max())):
-            deep = (depth > step) & (self.known[rows] + step <= last)
-            text[each[deep], self.known[rows[deep]] + step] = tokens[rows[deep], step]
-        places = (self.known[rows] + depth).clamp(max=last)
+            deep = (depth > step) & (self.lengths[rows] + step <= last)
+            text[each[deep], self.lengths[rows[deep]] + step] = tokens[rows[deep], step]
+        places = (self.lengths[rows] + depth).clamp(max=last)
         text[each, places] = others.flatten()
         return self._states(text, rows, int(places.max()) + 1)[each, places].view(b, k, -1)
 
     def _states(self, text: Tensor, rows: Tensor, length: int) -> Tensor:
-        """Hidden states (k, ``length``, d) by real token, of ``text`` (k, N) laid out as rows."""
+        """Return hidden states (k, ``length``, d) by real token of ``text`` (k, N)."""
         layout = self.layout[rows]
         sent = layout.spread(text, 0)
         block = BLOCK.get(text.device.type, BLOCK_OTHERWISE)
@@ -317,17 +320,17 @@ class Prefixes:
         self.runs += len(parts)
         self.computed += len(sent) * end
         states = torch.cat(parts)
-        at = torch.arange(len(states), device=states.device)[:, None]
-        return states[at, layout.columns[:, :length].clamp(max=end - 1)]
+        texts = torch.arange(len(states), device=states.device)[:, None]
+        return states[texts, layout.columns[:, :length].clamp(max=end - 1)]
 
 
 def can_cache(bottom: BottomModel, layout: Layout) -> bool:
-    """Whether keys and values of these texts can be kept and give what whole texts give.
+    """Return whether cached keys and values give the states that whole texts have.
 
-    Not where the model takes no cache, no positions or no mask of its own shape (flash attention),
-    where attention has a window shorter than the texts, where positions are scaled by the text's
-    length, where PEFT puts virtual tokens in front, or where positions given without a mask start
-    anew (the model then reads several texts in one row). Everything else says a trial.
+    They do not where the model takes no cache, no positions or no mask of its own shape (flash
+    attention), where attention has a window shorter than the texts, where positions are scaled by
+    the text's length, where PEFT puts virtual tokens in front, or where positions without a mask
+    start again (the model then reads several texts in one row). A trial decides all other cases.
     """
     length = layout.columns.shape[1]
     packed = layout.position_ids is not None and layout.mask is None
@@ -349,7 +352,7 @@ def _window(bottom: BottomModel) -> int | None:
 
 
 def _trial(bottom: BottomModel) -> bool:
-    """Compares one short text, padded on the left, with and without cache."""
+    """Compare one short text, padded on the left, with and without cache."""
     if bottom.cache_agrees is None:
         bottom.cache_agrees = _agrees(bottom)
     return bottom.cache_agrees
@@ -365,17 +368,17 @@ def _agrees(bottom: BottomModel) -> bool:
     text = torch.randint(bottom.vocab_size, (2, 5), generator=generator).to(bottom.device)
     mask = torch.ones(2, 8, dtype=torch.int64)
     mask[0, :3], mask[1, 5:] = 0, 0
-    layout = Layout.of((2, 8), mask, None)
+    layout = Layout.from_masks((2, 8), mask, None)
     runs = [Prefixes(bottom, layout, cached=cached) for cached in (True, False)]
     states: list[list[Tensor]] = [[], []]
-    for run, seen in zip(runs, states, strict=True):
+    for run, run_states in zip(runs, states, strict=True):
         try:
-            seen.append(run.follow(text[:, :3])[:, :2])
+            run_states.append(run.follow(text[:, :3])[:, :2])
             run.keep(torch.tensor([2, 1], device=bottom.device))
-            seen.append(run.attempt(text[:, 1:4]))
+            run_states.append(run.attempt(text[:, 1:4]))
             none = torch.zeros(2, dtype=torch.int64, device=bottom.device)
             run.keep(none, torch.tensor([1, 0], device=bottom.device))
-            seen.append(
+            run_states.append(
                 run.follow(text[:, 3:4], text[:, :2], torch.arange(2, device=bottom.device))
             )
         except Exception:
@@ -383,8 +386,5 @@ def _agrees(bottom: BottomModel) -> bool:
                 return False
             raise
     tolerance = _AGREE.get(bottom.dtype, _AGREE_OTHERWISE)
-    kept, whole = (torch.cat([s.flatten(0, 1) for s in seen]).float() for seen in states)
-    return bool((kept - whole).abs().max() <= tolerance * whole.std())
-
-
-__all__ = ["Layout", "Prefixes", "can_cache"]
+    cached, whole = (torch.cat([s.flatten(0, 1) for s in parts]).float() for parts in states)
+    return bool((cached - whole).abs().max() <= tolerance * whole.std())

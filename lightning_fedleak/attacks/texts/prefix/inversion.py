@@ -1,10 +1,10 @@
 """PrefixInversion: the exact text of hidden states at the split, for causal models.
 
-A token's state at the split is close to linear in its word embedding, the same at unit length (what
-a norm makes of it) and its state behind the first block. The map is fitted on some tokens, run
-through the whole bottom, and evaluated for all: of SmolLM2-135M at split 10 that is a twelfth of
-the work of running all 49,152, and ranks better, since what one context does to one token is
-averaged out.
+A token's state at the split is close to linear in its word embedding, in that embedding at unit
+length (as a norm gives it) and in its state behind the first block. The map is fitted on some
+tokens, which run through the whole bottom, and evaluated for all. For SmolLM2-135M at split 10 that
+is a twelfth of the work of running all 49,152 tokens, and it ranks better, because the fit averages
+over the effects of one context on single tokens.
 """
 
 from __future__ import annotations
@@ -23,36 +23,30 @@ from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.search import Recovered, search
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
+from lightning_fedleak.validate import check_integer
 
-BY_SIDE = 256
-"""Candidates in one run."""
-RIDGE = 1e-2
-"""Of the mean squared feature."""
-
-PUBLIC_TEXTS, PUBLIC_LENGTH = 64, 64
-CONTEXT_LENGTH = 8
-SKIPPED = 2
-"""First positions of a public text, whose states are unlike all others."""
-COMPARED = 4
-"""Public texts whose states are computed in two ways, to learn how far these differ."""
-LEAST_NOISE = 0.05
-"""Of a dimension's variance in public text: noise is taken to add at least half of that."""
-MARGIN = 1.5
-LEAST = 1 / 16
-"""Of the dtype's precision, that states computed in two ways are taken to differ by at least."""
+# None of the values was tuned.
+BY_SIDE = 256  # candidates in one run; bounds the memory
+RIDGE = 1e-2  # of the mean squared feature; more shrinks predicted states to their mean
+PUBLIC_TEXTS, PUBLIC_LENGTH = 64, 64  # public texts for the table, and tokens of each
+CONTEXT_LENGTH = 8  # tokens of the beginnings behind which typical states are computed
+SKIPPED = 2  # first positions of a public text, whose states are unlike all others
+COMPARED = 4  # public texts whose states are computed with and without cache, for the rounding
+LEAST_NOISE = 0.05  # of a dimension's variance; noise is assumed to add half of that at least
+MARGIN = 1.5  # factor on the rounding that these texts show
+LEAST = 1 / 16  # of the dtype's precision, the least rounding that is assumed
 
 
 def typical_states(
     bottom: BottomModel, contexts: Tensor, types: int | None, seed: int = 0
 ) -> Tensor:
-    """Mean state of every token behind each of ``contexts``: (V, d) float32.
+    """Return the mean state of every token behind each of ``contexts``: (V, d) float32.
 
     Args:
         bottom: a causal model's bottom.
         contexts: (c, L) token ids.
-        tokenizer: for strings.
         types: tokens that are run through the whole bottom; None for all. Half are the lowest ids,
-            the commonest under byte-pair encoding, half drawn.
+            which are the commonest under byte-pair encoding, half are drawn.
         seed: of the draw.
     """
     size = bottom.vocab_size
@@ -60,8 +54,8 @@ def typical_states(
         return states_behind(bottom, contexts, torch.arange(size))
     low = types // 2
     generator = torch.Generator().manual_seed(seed)
-    drawn = low + torch.randperm(size - low, generator=generator)[: types - low]
-    sample = torch.cat([torch.arange(low), drawn]).to(bottom.device)
+    draw = low + torch.randperm(size - low, generator=generator)[: types - low]
+    sample = torch.cat([torch.arange(low), draw]).to(bottom.device)
     states = states_behind(bottom, contexts, sample)
     words = bottom.word_embeddings().float()
     features = [words, F.normalize(words, dim=1)]
@@ -73,11 +67,11 @@ def typical_states(
 
 @torch.no_grad()
 def states_behind(bottom: BottomModel, contexts: Tensor, tokens: Tensor) -> Tensor:
-    """Mean state of each of ``tokens`` (n,) behind ``contexts`` (c, L): (n, d) float32."""
+    """Return the mean state of each of ``tokens`` (n,) behind ``contexts`` (c, L): (n, d)."""
     total = torch.zeros(len(tokens), bottom.width, device=bottom.device)
     tokens = tokens.to(bottom.device)
     length = contexts.shape[1]
-    layout = Layout.of((1, length + 1), None, None)
+    layout = Layout.from_masks((1, length + 1), None, None)
     with bottom.session():
         for context in contexts.to(bottom.device):
             prefix = Prefixes(bottom, layout)
@@ -90,7 +84,7 @@ def states_behind(bottom: BottomModel, contexts: Tensor, tokens: Tensor) -> Tens
 
 
 def _regressed(features: Tensor, sample: Tensor, states: Tensor) -> Tensor:
-    """Ridge regression of ``states`` on the standardised ``features`` of ``sample``, for all."""
+    """Return states of all tokens by ridge regression on the standardised ``features``."""
     some = features[sample].double()
     mean, spread = some.mean(0), some.std(0).clamp(min=1e-12)
     some = (some - mean) / spread
@@ -103,37 +97,45 @@ def _regressed(features: Tensor, sample: Tensor, states: Tensor) -> Tensor:
 
 
 class PrefixInversion(InversionAttack):
-    """Left to right, each token verified behind the true ones before it.
+    """The exact text of hidden states at the split, from left to right, for causal models.
 
-    See :mod:`~lightning_fedleak.attacks.texts.prefix.search`. Without noise the result is exact,
-    but for tokens whose states the model's precision does not tell apart (equal word embeddings,
-    say); these have confidence 0.
+    The server of a split model owns the bottom model. It runs candidates for each token behind the
+    tokens before it and compares their states with those that the client sent
+    (:mod:`~lightning_fedleak.attacks.texts.prefix.search`). Without noise the text is exact, except
+    for tokens that the model's precision does not distinguish (such as those with equal word
+    embeddings), which have confidence 0.
 
     Args:
         layer: the split.
-        public_text: text that the adversary owns, for the table of typical states; ``"sampled"``
-            has the model write it, None takes random tokens. Strings and token ids are taken too.
-        budget_seconds: wall time for one observation. Where it ends a text, the tokens that were
-            not reached are those that the table ranks first, with confidence 0; a text that was
-            not begun is left open. Renewing the table is not part of it.
-        types: tokens that are run through the whole bottom in ``prepare``, from which the states of
-            the others are predicted; None for all, which pays where many tokens are untrained.
-        contexts: beginnings behind which they are run.
-        language_model: let the server's top model say which token it expects next.
-        noised: whether the client is known to add noise, so that no token's state is the one sent;
-            None to find out, for the price of one verification of the whole vocabulary, or of half
-            the time if that is less: noise is then assumed, and the guess unfinished. Set False,
-            the nearest token is looked for in the whole vocabulary at every place.
-        beam: beginnings kept side by side where states are noised.
+        public_text: text that the adversary owns, for the table of typical states: a file, strings
+            or token ids. ``"sampled"`` lets the model write it, None uses random tokens.
+        budget_seconds: wall time for one observation. Where it ends a text, the other tokens are
+            those that the table ranks first, with confidence 0; texts that were not begun are left
+            open. Computing the table again is not part of it.
+        types: tokens that run through the whole bottom in ``prepare``; the states of the others are
+            predicted from theirs. None for all, which helps where many tokens are untrained.
+        contexts: beginnings behind which these tokens run.
+        language_model: let the server's top model rank the next token.
+        noised: whether the client adds noise, so that no token's state equals the one sent. None
+            finds out, which costs one verification of the whole vocabulary or half of the time;
+            then noise is assumed, and the guess is unfinished. False looks for the nearest token of
+            the whole vocabulary at every place.
+        beam: beginnings that are continued side by side where states are noised.
         batch: texts searched at once; None for 1 on a CPU and 8 elsewhere.
         autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
-        refresh_every: optimizer steps after which the copy of the bottom model is renewed.
-        renew_table_every: the same for the table, which only ranks.
-        seed: of own draws.
+        refresh_every: optimizer steps after which the bottom model is copied again.
+        renew_table_every: optimizer steps after which the table, which only ranks, is computed
+            again.
+        seed: of the attack's random draws.
         name: in the logs.
 
     Raises:
         ValueError: a setting out of range.
+
+    Example:
+        >>> from lightning_fedleak import LeakageMonitor, PrefixInversion
+        >>> attack = PrefixInversion(layer=3, public_text=None, budget_seconds=10.0)
+        >>> monitor = LeakageMonitor([attack], every_n_steps=100)
     """
 
     default_name: ClassVar[str] = "prefix_inversion"
@@ -159,16 +161,12 @@ class PrefixInversion(InversionAttack):
         name: str | None = None,
     ) -> None:
         super().__init__(layer, budget_seconds, name)
-        for setting, value, least in (
-            ("types", types, 2),
-            ("contexts", contexts, 1),
-            ("beam", beam, 1),
-            ("batch", batch, 1),
-            ("refresh_every", refresh_every, 1),
-            ("renew_table_every", renew_table_every, 1),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"{setting} must be at least {least}, got {value}")
+        check_integer("types", types, at_least=2, optional=True)
+        check_integer("contexts", contexts)
+        check_integer("beam", beam)
+        check_integer("batch", batch, optional=True)
+        check_integer("refresh_every", refresh_every)
+        check_integer("renew_table_every", renew_table_every)
         self.public_text = PublicText.parse(public_text, tokenizer)
         self.types = types
         self.contexts = contexts
@@ -186,14 +184,14 @@ class PrefixInversion(InversionAttack):
         self._variance: Tensor | None = None
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Copies the bottom model and computes the table of typical states.
+        """Copy the bottom model and compute the table of typical states.
 
         Raises:
             ValueError: the model has no such layer, its bottom cannot be run alone, or it is not
                 causal: then a token's state depends on what follows it.
         """
         super().prepare(anatomy)
-        autocast = self.autocast or self._met.autocast
+        autocast = self.autocast or self._facts.autocast
         bottom = BottomModel(anatomy, self.layer, autocast=autocast)
         if not bottom.causal:
             raise ValueError(
@@ -206,7 +204,7 @@ class PrefixInversion(InversionAttack):
         self._learn()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Renews the copy, and the table, if they are old enough or of another fit."""
+        """Copy the weights, and compute the table, again where they are too old."""
         if self._table_step is None:
             self._table_step = self.bottom.step
         if not 0 <= self.bottom.age(step) < self.refresh_every:
@@ -237,7 +235,7 @@ class PrefixInversion(InversionAttack):
             self._precision = max(MARGIN * differ, LEAST * torch.finfo(bottom.dtype).eps)
 
     def _public(self) -> tuple[Tensor, Tensor]:
-        """Public token ids and their mask, both (n, L), padded on the right."""
+        """Return public token ids and their mask, both (n, L), padded on the right."""
         bottom, anatomy = self.bottom, self.bottom.anatomy
         generator = torch.Generator().manual_seed(self.seed)
         length = min(PUBLIC_LENGTH, bottom.context or PUBLIC_LENGTH)
@@ -256,7 +254,7 @@ class PrefixInversion(InversionAttack):
     def reconstruct(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> TextGuess:
-        """See the base; the confidence is one minus the ratio of best and second distance.
+        """Return the texts; the confidence is one minus the ratio of best and second distance.
 
         Raises:
             ValueError: the hidden states are not of the layer's width, or mask and positions of
@@ -269,10 +267,10 @@ class PrefixInversion(InversionAttack):
                 f"{tuple(hidden.shape)}"
             )
         shape = (hidden.shape[0], hidden.shape[1])
-        whole = Layout.of(shape, attention_mask, position_ids).to(bottom.device)
+        whole = Layout.from_masks(shape, attention_mask, position_ids).to(bottom.device)
         deadline = Deadline(self.budget_seconds)
         size = self.batch or (1 if bottom.device.type == "cpu" else 8)
-        tokens, sure, finished, candidates = [], [], True, 0
+        tokens, confidence, finished, candidates = [], [], True, 0
         noised, spread = self.noised, self._spread(hidden, attention_mask)
         with torch.no_grad(), bottom.session():
             for a in range(0, len(hidden), size):
@@ -280,36 +278,37 @@ class PrefixInversion(InversionAttack):
                 layout = whole[torch.arange(a, a + len(part), device=bottom.device)]
                 if deadline.passed:
                     tokens.append(torch.full_like(part[..., 0], NOTHING, dtype=torch.int64))
-                    sure.append(torch.zeros_like(part[..., 0], dtype=torch.float32))
+                    confidence.append(torch.zeros_like(part[..., 0], dtype=torch.float32))
                     finished = False
                     continue
-                left = -(-(len(hidden) - a) // size)
-                found = self._search(part, layout, deadline.share(left), spread, noised)
-                noised = True if found.noised else noised
-                told = found.tokens if found.candidates else found.tokens.fill_(NOTHING)
-                tokens.append(layout.spread(told, NOTHING))
-                sure.append(layout.spread(found.confidence, 0.0))
-                finished &= found.finished
-                candidates += found.candidates
+                batches = -(-(len(hidden) - a) // size)
+                recovered = self._search(part, layout, deadline.share(batches), spread, noised)
+                noised = True if recovered.noised else noised
+                if not recovered.candidates:
+                    recovered.tokens.fill_(NOTHING)
+                tokens.append(layout.spread(recovered.tokens, NOTHING))
+                confidence.append(layout.spread(recovered.confidence, 0.0))
+                finished &= recovered.finished
+                candidates += recovered.candidates
         return TextGuess(
             tokens=torch.cat(tokens).to(hidden.device),
-            confidence=torch.cat(sure).to(hidden.device),
+            confidence=torch.cat(confidence).to(hidden.device),
             finished=finished,
             candidates=candidates,
         )
 
     def _spread(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """(d,) what noise adds to the states, guessed from how they vary beyond public text."""
+        """Return (d,) what noise adds to the states, by their variance beyond public text's."""
         assert self._variance is not None
         real = torch.ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.cpu() != 0
         usual = real & (real.cumsum(1) > SKIPPED)
         states = hidden[(usual if int(usual.sum()) > SKIPPED else real).to(hidden.device)].float()
-        own = self._variance.clamp(min=1e-12 * float(self._variance.max().clamp(min=1e-30)))
+        variance = self._variance.clamp(min=1e-12 * float(self._variance.max().clamp(min=1e-30)))
         if len(states) < 2:
-            return own.sqrt()
-        more = states.to(own.device).var(0) - own
-        share = float((more / own).median().clamp(min=LEAST_NOISE))
-        return torch.maximum(more, 0.5 * share * own).sqrt()
+            return variance.sqrt()
+        excess = states.to(variance.device).var(0) - variance
+        share = float((excess / variance).median().clamp(min=LEAST_NOISE))
+        return torch.maximum(excess, 0.5 * share * variance).sqrt()
 
     def _search(
         self,
@@ -326,7 +325,7 @@ class PrefixInversion(InversionAttack):
         return search(
             Prefixes(self.bottom, layout),
             self._table,
-            layout.packed_anew(hidden).float(),
+            layout.pack(hidden).float(),
             _Expected(expects, layout),
             precision=self._precision,
             spread=spread,
@@ -336,7 +335,7 @@ class PrefixInversion(InversionAttack):
         )
 
     def config(self) -> dict[str, object]:
-        """Settings for reports."""
+        """Return the settings that name this attack in reports."""
         public = self.public_text
         return {
             "layer": self.layer,
@@ -356,48 +355,47 @@ class PrefixInversion(InversionAttack):
 
 
 class _Expected:
-    """What the top model expects, by real token; nothing at the first place of a text."""
+    """The top model's logits by real token; there are none at the first place of a text."""
 
     def __init__(self, model: NextTokens | None, layout: Layout) -> None:
         self._model = model
         self._columns = layout.columns
         self._last: tuple[int, int, Tensor] | None = None
 
-    def of(self, rows: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        out = torch.zeros(tokens.shape, device=tokens.device)
+    def scores(self, rows: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+        scores = torch.zeros(tokens.shape, device=tokens.device)
         later = places > 0
         if self._model is not None and bool(later.any()):
             rows, places = rows[later], places[later]
-            out[later] = self._model.of(rows, self._columns[rows, places - 1], tokens[later])
-        return out
+            columns = self._columns[rows, places - 1]
+            scores[later] = self._model.token_logits(rows, columns, tokens[later])
+        return scores
 
-    def all(self, row: int, place: int) -> Tensor | None:
+    def all_scores(self, row: int, place: int) -> Tensor | None:
         if self._model is None or place == 0:
             return None
         if self._last is None or self._last[:2] != (row, place):
             column = self._columns[row : row + 1, place - 1]
             rows = torch.full_like(column, row)
-            self._last = (row, place, self._model.after(rows, column)[0])
+            self._last = (row, place, self._model.logits(rows, column)[0])
         return self._last[2]
 
 
 def two_ways(bottom: BottomModel, ids: Tensor, mask: Tensor, states: Tensor) -> float:
-    """Largest relative difference of states (n, L, d) from those that a cached run gives."""
-    layout = Layout.of((ids.shape[0], ids.shape[1]), mask, None).to(bottom.device)
+    """Return the largest relative difference of states (n, L, d) from those of a cached run."""
+    layout = Layout.from_masks((ids.shape[0], ids.shape[1]), mask, None).to(bottom.device)
     prefixes = Prefixes(bottom, layout)
     worst = 0.0
     with torch.no_grad(), bottom.session():
         for at_once in cycle((1, 3, 8, 24)):
-            a = int(prefixes.known.max())
+            a = int(prefixes.lengths.max())
             if a == ids.shape[1]:
                 break
             part = ids[:, a : a + at_once]
-            got = prefixes.follow(part, ids[:, : a // 2])[:, : part.shape[1]].float()
-            prefixes.keep((layout.counts - prefixes.known).clamp(max=part.shape[1]))
-            true = states[:, a : a + part.shape[1]].float()
-            far = (got - true).norm(dim=2) / true.norm(dim=2).clamp(min=1e-30)
+            cached_states = prefixes.follow(part, ids[:, : a // 2])[:, : part.shape[1]].float()
+            prefixes.keep((layout.counts - prefixes.lengths).clamp(max=part.shape[1]))
+            whole_states = states[:, a : a + part.shape[1]].float()
+            size = whole_states.norm(dim=2).clamp(min=1e-30)
+            far = (cached_states - whole_states).norm(dim=2) / size
             worst = max(worst, float(far.masked_fill(mask[:, a : a + part.shape[1]] == 0, 0).max()))
     return worst
-
-
-__all__ = ["BY_SIDE", "PrefixInversion", "states_behind", "two_ways", "typical_states"]

@@ -1,14 +1,13 @@
 """Exact recovery of a text from a causal model's hidden states, left to right, guessing ahead.
 
-A token's state depends on what precedes it alone, so that with the beginning known the right token
-is the one whose state *is* the observed one (the idea of SipIt, arXiv 2510.15511, with the nearest
-candidate in place of a threshold). All remaining tokens are guessed, and the bottom model run once
-over the guesses verifies every one up to the first mistake. There, more candidates are tried:
-:mod:`~lightning_fedleak.attacks.texts.prefix.verification` says which, when one is believed, and
-what is done where the model's precision hides which is right.
+A token's state depends only on the tokens before it. Behind the true beginning the right token is
+the one whose state equals the observed one (the idea of SipIt, arXiv 2510.15511, with the nearest
+candidate in place of a threshold). All remaining tokens are guessed, and one run of the bottom
+model over the guesses verifies them up to the first mistake. There more candidates are tried:
+:mod:`~lightning_fedleak.attacks.texts.prefix.verification` chooses and accepts them.
 
-Where no token's state is the observed one, the states were noised or the copy of the bottom model
-is stale; the rest is then left to :mod:`~lightning_fedleak.attacks.texts.prefix.beam`.
+Where no token's state equals the observed one, the states were noised or the copy of the bottom
+model is stale. Then :mod:`~lightning_fedleak.attacks.texts.prefix.beam` reads the rest.
 """
 
 from __future__ import annotations
@@ -34,28 +33,27 @@ from lightning_fedleak.attacks.texts.prefix.verification import (
     ranked_first,
 )
 
-AHEAD = 4, 48
-"""Tokens guessed ahead: at least, at most."""
-LOW_PRECISION = 1e-4
-REOPENED = 8
-"""Places of one text that may be opened again."""
+# None of the values was tuned.
+AHEAD = 4, 48  # tokens guessed ahead, at least and at most; more waste work behind a mistake
+LOW_PRECISION = 1e-4  # relative rounding above which it may hide which token is right
+REOPENED = 8  # places of one text that may be opened again; bounds the time
 
 
 @dataclass
 class Recovered:
-    """What the search found.
+    """The result of the search.
 
     Attributes:
-        tokens: (B, N). Where time ran out, the one behind the last that is verified is the best of
-            those looked at, and the others are ranked first and not looked at.
-        verified: (B,) tokens that were found.
-        confidence: (B, N) one minus the ratio of the distances of best and runner-up, where the
-            runner-up not verified is estimated; 0 where only guessed.
+        tokens: (B, N). Where time ran out, the token behind the last verified one is the best of
+            the candidates so far, and the others are the first of the ranking.
+        verified: (B,) number of verified tokens.
+        confidence: (B, N) one minus the ratio of the distances of best and runner-up, where a
+            runner-up that was not verified is estimated; 0 where only guessed.
         residuals: (B, N) distance of the best to the observed state, nan where only guessed.
-        noised: whether it showed that no token's state is the observed one, or is assumed.
-        finished: False if time ran out, or ended a look at all that could be right.
-        candidates: tokens that went through the bottom model.
-        runs: forwards of the bottom model.
+        noised: whether no token's state equals the observed one, as measured or assumed.
+        finished: False if time ran out, also within a sweep of all possible tokens.
+        candidates: number of tokens that went through the bottom model.
+        runs: number of its forwards.
     """
 
     tokens: Tensor
@@ -80,22 +78,21 @@ def search(
     beam: int = 4,
     deadline: Deadline | None = None,
 ) -> Recovered:
-    """Recovers all texts of ``prefixes``, of which nothing is known yet.
+    """Return all texts of ``prefixes``, which are empty at first.
 
     Args:
         prefixes: the texts' layout, and the bottom model.
-        table: to rank candidates by.
+        table: ranks candidates.
         observed: (B, N, d) float32 states by real token.
         prior: of the next token.
         precision: share of a state's length by which two computations of it may differ.
         spread: (d,) what noise adds, see :func:`~lightning_fedleak.attacks.texts.prefix.beam.
             beam_search`.
-        noised: whether it is known that the observed states are none of any token's; None to find
-            out, which takes the whole vocabulary at the first place where it is so, but no more
-            than half of the time left. With False the nearest token is taken at every place, at
-            that price.
-        beam: beginnings kept where it is so.
-        deadline: looked at before each forward; None for no bound.
+        noised: whether no token's state equals the observed one. None finds out, which verifies
+            the whole vocabulary at the first such place, for half of the remaining time at most.
+            With False every place takes the nearest token of the whole vocabulary.
+        beam: beginnings that are continued where states are noised.
+        deadline: checked before each forward; None for no bound.
     """
     noise = precision * observed.norm(dim=2)
     task = Task(prefixes, table, observed, prior, noise, deadline or Deadline())
@@ -107,17 +104,17 @@ class _Pass:
     """One forward over the guesses of all texts.
 
     Attributes:
-        at: (B, w) places of the chain.
+        places: (B, w) places of the chain.
         inside: (B, w) whether they lie in the text.
-        chain: (B, w) the tokens guessed, one behind the other.
+        chain: (B, w) the guessed tokens, in sequence.
         others: (B, k) more candidates for the first of these places.
         states: (B, w + k, d) of chain and others.
         target: (B, w, d) the observed states of the places.
-        distances: (B, w) of the chain's states from these; 0 where a run as the client's agrees.
-        noise: (B, w) at the places.
+        distances: (B, w) of the chain's states from these; 0 where the client's run agrees.
+        noise: (B, w) of the observed states.
     """
 
-    at: Tensor
+    places: Tensor
     inside: Tensor
     chain: Tensor
     others: Tensor
@@ -150,16 +147,16 @@ class _Search:
     def run(self, beam: int, spread: Tensor) -> Recovered:
         while self._open() and not self.settling.noised and not self.deadline.passed:
             self._advance()
-        tokens, known = self.prefixes.tokens.clone(), self.prefixes.known.clone()
+        tokens, lengths = self.prefixes.tokens.clone(), self.prefixes.lengths.clone()
         finished = True
         if self.settling.noised:
-            finished = self._beams(tokens, known, beam, spread)
-        finished &= bool((known >= self.counts).all())
+            finished = self._beams(tokens, lengths, beam, spread)
+        finished &= bool((lengths >= self.counts).all())
         finished &= not (self.settling.cut or self.as_sent.cut)
-        self._take_best(tokens, known)
+        self._take_best(tokens, lengths)
         return Recovered(
             tokens=tokens,
-            verified=known,
+            verified=lengths,
             confidence=self.confidence,
             residuals=self.residuals,
             noised=self.settling.noised,
@@ -169,8 +166,8 @@ class _Search:
         )
 
     def _open(self) -> bool:
-        """Whether a place is open, or is opened again since without cache its state is another."""
-        if bool((self.prefixes.known < self.counts).any()):
+        """Return whether a place is open; open those again whose state differs without cache."""
+        if bool((self.prefixes.lengths < self.counts).any()):
             return True
         if not (self.as_sent.low_precision and self.as_sent.repeatable):
             return False
@@ -181,155 +178,157 @@ class _Search:
             self.confidence[i, self.as_sent.decide_twins(i)] = 1.0
         equal = self.as_sent.equal(self.rows, self.prefixes.tokens)
         for i in (equal < self.counts).nonzero().squeeze(1).tolist():
-            at = int(equal[i])
-            self.confidence[i, at] = 0.0
-            if at in self.opened_again[i] or len(self.opened_again[i]) >= REOPENED:
+            column = int(equal[i])
+            self.confidence[i, column] = 0.0
+            if column in self.opened_again[i] or len(self.opened_again[i]) >= REOPENED:
                 continue
-            self.opened_again[i].add(at)
-            self.guess[i, at:] = self.prefixes.tokens[i, at:]
-            self.prefixes.known[i] = at
+            self.opened_again[i].add(column)
+            self.guess[i, column:] = self.prefixes.tokens[i, column:]
+            self.prefixes.lengths[i] = column
             self.places[i] = Place(certain=True)
-        return bool((self.prefixes.known < self.counts).any())
+        return bool((self.prefixes.lengths < self.counts).any())
 
-    def _beams(self, tokens: Tensor, known: Tensor, width: int, spread: Tensor) -> bool:
-        """Fills in the rest of each text; False if time ran out."""
+    def _beams(self, tokens: Tensor, lengths: Tensor, width: int, spread: Tensor) -> bool:
+        """Fill in the rest of each text; return False if time ran out."""
         finished = True
-        for i in (known < self.counts).nonzero().squeeze(1).tolist():
-            n, start = int(self.counts[i]), int(known[i])
-            left = int((known[i:] < self.counts[i:]).sum())
-            found = beam_search(
-                self.prefixes.of_rows(self.rows[i : i + 1]),
+        for i in (lengths < self.counts).nonzero().squeeze(1).tolist():
+            n, start = int(self.counts[i]), int(lengths[i])
+            texts = int((lengths[i:] < self.counts[i:]).sum())
+            rest = beam_search(
+                self.prefixes.select(self.rows[i : i + 1]),
                 self.task.table,
                 self.task.observed[i, :n],
                 self.first[i],
-                partial(self.task.prior.all, i),
+                partial(self.task.prior.all_scores, i),
                 width=width,
                 spread=spread,
-                deadline=self.deadline.share(left),
+                deadline=self.deadline.share(texts),
             )
-            self.task.beside.add(Effort(found.computed, found.runs))
-            end = known[i] = found.verified
-            tokens[i, start:end] = found.tokens[start:end]
-            self.confidence[i, start:end] = found.confidence[start:end]
-            self.residuals[i, start:end] = found.residuals[start:end]
-            finished &= found.finished
+            self.task.beside.add(Effort(rest.computed, rest.runs))
+            end = lengths[i] = rest.verified
+            tokens[i, start:end] = rest.tokens[start:end]
+            self.confidence[i, start:end] = rest.confidence[start:end]
+            self.residuals[i, start:end] = rest.residuals[start:end]
+            finished &= rest.finished
         return finished
 
-    def _take_best(self, tokens: Tensor, known: Tensor) -> None:
-        """Fills in the best so far at places that are open when time runs out."""
-        for i in (known < self.counts).nonzero().squeeze(1).tolist():
-            place, at = self.places[i], int(known[i])
+    def _take_best(self, tokens: Tensor, lengths: Tensor) -> None:
+        """Fill in the best tokens so far at places that are open when time runs out."""
+        for i in (lengths < self.counts).nonzero().squeeze(1).tolist():
+            place, column = self.places[i], int(lengths[i])
             if self.opened_again[i]:
                 continue
-            tokens[i, at:] = self.guess[i, at:]
-            if place.tokens and at == int(self.prefixes.known[i]):
-                tokens[i, at] = place.tokens[place.best]
-                self.residuals[i, at] = place.distances[place.best]
+            tokens[i, column:] = self.guess[i, column:]
+            if place.tokens and column == int(self.prefixes.lengths[i]):
+                tokens[i, column] = place.tokens[place.best]
+                self.residuals[i, column] = place.distances[place.best]
 
     def _advance(self) -> None:
-        """One forward over the guesses; what it verifies becomes known."""
-        seen = self._forward()
-        states, distances = seen.states, seen.distances
-        kept = self._kept(seen)
-        other = torch.full_like(kept, -1)
-        alone = (states[:, seen.width :] - seen.target[:, :1]).norm(dim=2)
-        for i in (kept == 0).logical_and(seen.inside[:, 0]).nonzero().squeeze(1).tolist():
-            place, others = self.places[i], seen.others[i].tolist()
-            place.add(int(seen.chain[i, 0]), states[i, 0], float(distances[i, 0]))
+        """Run one forward over the guesses, and append the tokens that it verifies."""
+        forward = self._forward()
+        states, distances = forward.states, forward.distances
+        correct = self._correct(forward)
+        other = torch.full_like(correct, -1)
+        alone = (states[:, forward.width :] - forward.target[:, :1]).norm(dim=2)
+        for i in (correct == 0).logical_and(forward.inside[:, 0]).nonzero().squeeze(1).tolist():
+            place, others = self.places[i], forward.others[i].tolist()
+            place.add(int(forward.chain[i, 0]), states[i, 0], float(distances[i, 0]))
             for j, (token, far) in enumerate(zip(others, alone[i].tolist(), strict=True)):
-                place.add(token, states[i, seen.width + j], far)
-            found = self.settling.look(i, place)
-            if found is None:
+                place.add(token, states[i, forward.width + j], far)
+            chosen = self.settling.look(i, place)
+            if chosen is None:
                 continue
-            if found == int(seen.chain[i, 0]):
-                kept[i] = 1
-            elif found in others:
-                other[i] = seen.width + others.index(found)
+            if chosen == int(forward.chain[i, 0]):
+                correct[i] = 1
+            elif chosen in others:
+                other[i] = forward.width + others.index(chosen)
             else:
-                place.settled = found
-        self._note(seen, kept, other)
-        self.prefixes.keep(kept, other)
-        self._move_on(seen, kept, other)
+                place.settled = chosen
+        self._record(forward, correct, other)
+        self.prefixes.keep(correct, other)
+        self._move_on(forward, correct, other)
 
     def _forward(self) -> _Pass:
         others = self._others()
-        known = self.prefixes.known
-        at = known[:, None] + torch.arange(self._width(), device=known.device)
-        inside = at < self.counts[:, None]
-        at = at.clamp(max=self.guess.shape[1] - 1)
-        chain = self.guess.gather(1, at)
+        lengths = self.prefixes.lengths
+        places = lengths[:, None] + torch.arange(self._width(), device=lengths.device)
+        inside = places < self.counts[:, None]
+        places = places.clamp(max=self.guess.shape[1] - 1)
+        chain = self.guess.gather(1, places)
         states = self.prefixes.follow(chain, others).float()
-        target = self.task.observed[self.rows[:, None], at]
+        target = self.task.observed[self.rows[:, None], places]
         distances = (states[:, : chain.shape[1]] - target).norm(dim=2)
-        noise = self.task.noise.gather(1, at)
-        return _Pass(at, inside, chain, others, states, target, distances, noise)
+        noise = self.task.noise.gather(1, places)
+        return _Pass(places, inside, chain, others, states, target, distances, noise)
 
     def _width(self) -> int:
-        """Tokens to guess ahead: about twice what is usually right, less in a long search."""
-        left = int((self.counts - self.prefixes.known).max())
+        """Return how many tokens to guess: twice what is usually right, fewer in long searches."""
+        open_tokens = int((self.counts - self.prefixes.lengths).max())
         rounds = max((p.round for p in self.places), default=0)
-        wanted = max(AHEAD[0], min(AHEAD[1], int(2 * self.run_length))) >> max(0, rounds - 1)
-        return max(1, min(left, wanted))
+        width = max(AHEAD[0], min(AHEAD[1], int(2 * self.run_length))) >> max(0, rounds - 1)
+        return max(1, min(open_tokens, width))
 
     def _others(self) -> Tensor:
-        """Candidates beside the head of the chain, for texts that are stuck; pads with others."""
-        wanted: list[list[int]] = [[] for _ in self.places]
-        heads = self.prefixes.known.clamp(max=self.first.shape[1] - 1).tolist()
-        for i, (place, at) in enumerate(zip(self.places, heads, strict=True)):
+        """Return (B, k) candidates beside the first of the chain, padded for texts without some."""
+        candidates: list[list[int]] = [[] for _ in self.places]
+        heads = self.prefixes.lengths.clamp(max=self.first.shape[1] - 1).tolist()
+        for i, (place, column) in enumerate(zip(self.places, heads, strict=True)):
             if place.settled is not None:
-                self.guess[i, at] = place.settled
+                self.guess[i, column] = place.settled
             elif place.tokens:
-                self.guess[i, at], *wanted[i] = next_round(self.task, place, i, self.first[i, at])
-        k = max(len(w) for w in wanted)
-        for i, at in enumerate(heads):
-            wanted[i] += self.first[i, at, : k - len(wanted[i])].tolist()
-            wanted[i] += [0] * (k - len(wanted[i]))
-        return torch.tensor(wanted, dtype=torch.int64, device=self.guess.device)
+                first = self.first[i, column]
+                self.guess[i, column], *candidates[i] = next_round(self.task, place, i, first)
+        k = max(len(w) for w in candidates)
+        for i, column in enumerate(heads):
+            candidates[i] += self.first[i, column, : k - len(candidates[i])].tolist()
+            candidates[i] += [0] * (k - len(candidates[i]))
+        return torch.tensor(candidates, dtype=torch.int64, device=self.guess.device)
 
-    def _kept(self, seen: _Pass) -> Tensor:
-        """(B,) first tokens of the chain that are right."""
-        device = seen.at.device
-        believed = self.settling.believed(seen.chain, seen.distances, seen.noise) & seen.inside
-        believed[:, 0] &= ~torch.tensor([p.certain for p in self.places], device=device)
+    def _correct(self, forward: _Pass) -> Tensor:
+        """Return how many first tokens (B,) of the chain are right."""
+        device = forward.places.device
+        accepted = self.settling.accepted(forward.chain, forward.distances, forward.noise)
+        accepted &= forward.inside
+        accepted[:, 0] &= ~torch.tensor([p.certain for p in self.places], device=device)
         settled = torch.tensor([p.settled is not None for p in self.places], device=device)
-        believed[:, 0] |= settled & seen.inside[:, 0]
-        kept = believed.int().cumprod(1).sum(1)
-        at = kept.clamp(max=seen.width - 1)[:, None]
-        near = seen.distances.gather(1, at) <= 2.0 * seen.noise.gather(1, at)
-        stopped = (kept < seen.width) & (seen.inside.gather(1, at) & near).squeeze(1)
-        heads = zip(kept.tolist(), seen.chain[:, 0].tolist(), self.places, strict=True)
-        new = [k > 0 or token not in place.run_again for k, token, place in heads]
+        accepted[:, 0] |= settled & forward.inside[:, 0]
+        correct = accepted.int().cumprod(1).sum(1)
+        wrong = correct.clamp(max=forward.width - 1)[:, None]
+        near = forward.distances.gather(1, wrong) <= 2.0 * forward.noise.gather(1, wrong)
+        stopped = (correct < forward.width) & (forward.inside.gather(1, wrong) & near).squeeze(1)
+        heads = zip(correct.tolist(), forward.chain[:, 0].tolist(), self.places, strict=True)
+        new = [k > 0 or token not in place.rerun for k, token, place in heads]
         rows = (stopped & torch.tensor(new, device=device)).nonzero().squeeze(1)
         if not len(rows) or not self.as_sent.may_match(int(rows[0])):
-            return kept
-        equal = self.as_sent.equal_ahead(rows, seen.chain[rows])
-        for i in rows[kept[rows] == 0].tolist():
-            self.places[i].run_again.add(int(seen.chain[i, 0]))
-        kept[rows] = torch.maximum(kept[rows], equal)
-        ahead = torch.arange(seen.width, device=device)
-        seen.distances[rows] = seen.distances[rows].masked_fill(ahead < equal[:, None], 0.0)
-        return kept
+            return correct
+        equal = self.as_sent.equal_ahead(rows, forward.chain[rows])
+        for i in rows[correct[rows] == 0].tolist():
+            self.places[i].rerun.add(int(forward.chain[i, 0]))
+        correct[rows] = torch.maximum(correct[rows], equal)
+        ahead = torch.arange(forward.width, device=device)
+        forward.distances[rows] = forward.distances[rows].masked_fill(ahead < equal[:, None], 0.0)
+        return correct
 
-    def _note(self, seen: _Pass, kept: Tensor, other: Tensor) -> None:
-        """Residuals and confidences of what is kept."""
+    def _record(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
+        """Record the residuals and confidences of right tokens."""
         table = self.task.table
         alone = other >= 0
-        for i in (kept + alone.long()).nonzero().squeeze(1).tolist():
+        for i in (correct + alone.long()).nonzero().squeeze(1).tolist():
             place = self.places[i]
-            for j in range(max(1, int(kept[i]))):
-                column = int(seen.at[i, j])
+            for j in range(max(1, int(correct[i]))):
+                column = int(forward.places[i, j])
                 if j == 0:
                     if not bool(alone[i]):
-                        far = float(seen.distances[i, 0])
-                        place.add(int(seen.chain[i, 0]), seen.states[i, 0], far)
+                        far = float(forward.distances[i, 0])
+                        place.add(int(forward.chain[i, 0]), forward.states[i, 0], far)
                     order = [*sorted(place.distances), float("inf")]
                     best, second = order[0], min(order[1], place.runner_up)
                     token = place.tokens[place.best]
                 else:
-                    best, second = float(seen.distances[i, j]), float("inf")
-                    token = int(seen.chain[i, j])
-                if len(place.seen) < table.distinct or j > 0:
-                    second = min(second, float(table.alone(self.guess.new_tensor(token))))
+                    best, second = float(forward.distances[i, j]), float("inf")
+                    token = int(forward.chain[i, j])
+                if len(place.verified) < table.distinct or j > 0:
+                    second = min(second, float(table.isolation(self.guess.new_tensor(token))))
                 self.residuals[i, column] = best
                 twins = j == 0 and len(place.twins) > 1
                 if twins or self.as_sent.may_have_twins(i, column, token):
@@ -337,24 +336,21 @@ class _Search:
                 if not bool(table.doubtful[token]) and second > 0:
                     self.confidence[i, column] = max(0.0, 1.0 - best / second)
 
-    def _move_on(self, seen: _Pass, kept: Tensor, other: Tensor) -> None:
-        """Opens the next place of each text, and guesses again what the chain has shown wrong."""
-        for i in (kept + (other >= 0).long()).nonzero().squeeze(1).tolist():
+    def _move_on(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
+        """Open the next place of each text, and replace guesses that the chain has shown wrong."""
+        for i in (correct + (other >= 0).long()).nonzero().squeeze(1).tolist():
             self.places[i] = place = Place()
-            m = int(kept[i])
+            m = int(correct[i])
             if m:
                 self.run_length += 0.2 * (m - self.run_length)
-                if m < seen.width and bool(seen.inside[i, m]):
-                    far = float(seen.distances[i, m])
-                    place.add(int(seen.chain[i, m]), seen.states[i, m], far)
-        ahead = torch.arange(seen.width, device=kept.device)
-        stale = seen.inside & (ahead > kept[:, None].clamp(min=1))
-        stale &= seen.distances > 0.5 * self.task.table.alone(seen.chain)
+                if m < forward.width and bool(forward.inside[i, m]):
+                    far = float(forward.distances[i, m])
+                    place.add(int(forward.chain[i, m]), forward.states[i, m], far)
+        ahead = torch.arange(forward.width, device=correct.device)
+        stale = forward.inside & (ahead > correct[:, None].clamp(min=1))
+        stale &= forward.distances > 0.5 * self.task.table.isolation(forward.chain)
         rows, columns = stale.nonzero(as_tuple=True)
-        differences = (seen.target - seen.states[:, : seen.width])[rows, columns]
-        self.guess[rows, seen.at[rows, columns]] = self.task.table.nearest(
-            seen.chain[rows, columns], differences
+        differences = (forward.target - forward.states[:, : forward.width])[rows, columns]
+        self.guess[rows, forward.places[rows, columns]] = self.task.table.nearest(
+            forward.chain[rows, columns], differences
         )
-
-
-__all__ = ["Prior", "Recovered", "search"]

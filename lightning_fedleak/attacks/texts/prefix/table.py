@@ -1,9 +1,9 @@
-"""Which tokens a hidden state may come from: every token's state in a typical context, as a table.
+"""A table of every token's hidden state in a typical context, which ranks candidate tokens.
 
-A token's hidden state at the split is mostly its own doing; the context shifts it. An observed
-state is compared with the table under the spread that contexts cause, in the directions that tell
-tokens apart (Fisher's discriminants). Once a candidate has been verified behind the true beginning,
-the context's shift is known where it matters, and the table is read shifted.
+A hidden state at the split depends mostly on its token, and the context shifts it. An observed
+state is compared with the table under the spread that contexts cause, along the directions that
+distinguish tokens (Fisher's discriminants). A candidate that was verified behind the true beginning
+shows the context's shift, and the table is then read with that shift.
 """
 
 from __future__ import annotations
@@ -11,21 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SCORES_AT_ONCE = 1 << 25
-"""Numbers of a (positions, vocabulary) matrix held at once."""
-SHRINKAGE = 1e-2
-"""Of the mean variance, added to the covariance of what contexts do."""
-DIRECTIONS = 128
-NEIGHBOURS = 64
-"""Tokens near in the discriminants, among which the nearest neighbour is looked for."""
-SHORT_LIST = 2048
-LEARNED = 64
-"""Verified tokens that a place's own regression learns from, at most."""
-LEARNED_RIDGE = 0.03
-ROUNDING = 1e-5
-"""Of a squared length, that float32 may lose in a product over the vocabulary."""
-RARE = 0.05
-"""Times that a token is taken to occur in public text beyond what it does."""
+# None of the values was tuned.
+SCORES_AT_ONCE = 1 << 25  # numbers of a (positions, vocabulary) matrix; bounds the memory
+SHRINKAGE = 1e-2  # of the mean variance, added to the covariance that contexts cause
+DIRECTIONS = 128  # discriminants; fewer are faster and distinguish fewer tokens
+NEIGHBOURS = 64  # tokens near in the discriminants whose exact distance is computed
+SHORT_LIST = 2048  # tokens near in the discriminants that are ranked by exact distance
+LEARNED = 64  # verified tokens that a place's regression learns from, at most
+LEARNED_RIDGE = 0.03  # added to that regression's Gram matrix of unit steps
+ROUNDING = 1e-5  # of a squared length, that float32 may lose in a product over the vocabulary
+RARE = 0.05  # occurrences added to each token's number in public text
 
 
 class StateTable:
@@ -35,31 +30,31 @@ class StateTable:
         states: (V, d).
         words: (V, e) word embeddings.
         seen: (n, d) hidden states in public text.
-        tokens: (n,) the tokens there.
+        tokens: (n,) the tokens of these states.
         seed: of the choice of the origin.
 
     Attributes:
-        origin: (d,) a state where many tokens crowd (those that training never saw), which all
-            entries are relative to, so that their small differences survive.
+        origin: (d,) a state near which many tokens crowd (those absent from training). Entries are
+            relative to it, so that small differences among them survive.
         entries: (V, d) float32.
         words: (V, e) word embeddings relative to the origin's.
         axes: (d, k) discriminants: the mean spread of contexts along each is 1.
-        points: (V, k) the entries, shifted by what contexts add on average, along the axes.
-        stands_for: (V,) the token that is tried in each one's place: another where their word
-            embeddings are equal, since nothing tells them apart. The commonest in public text.
+        points: (V, k) the entries along the axes, shifted by what contexts add on average.
+        stands_for: (V,) the token that is tried in each one's place: of tokens with equal word
+            embeddings, which nothing distinguishes, the commonest in public text.
         doubtful: (V,) bool, tokens with such a twin.
         rank: (V,) place of each token by its number in public text, then by id.
     """
 
     def __init__(
-        self, states: Tensor, words: Tensor, seen: Tensor, tokens: Tensor, seed: int = 0
+        self, states: Tensor, words: Tensor, public_states: Tensor, tokens: Tensor, seed: int = 0
     ) -> None:
-        states, seen = states.float(), seen.float()
+        states, public_states = states.float(), public_states.float()
         crowded = _crowded(states, seed)
         self.origin = states[crowded].clone()
         self.words = words.float() - words[crowded].float()
         self.entries = states - self.origin
-        self._spread = (seen - self.origin - self.entries[tokens]).double()
+        self._spread = (public_states - self.origin - self.entries[tokens]).double()
         self._shift = self._spread.mean(0)
         self._spread -= self._shift
         counts = torch.bincount(tokens, minlength=len(words))
@@ -72,38 +67,38 @@ class StateTable:
         self.points = (self.entries + self._shift.float()) @ self.axes
         self._lengths = self.entries.square().sum(1)
         self._squares = self.points.square().sum(1).masked_fill_(self._idle, float("inf"))
-        self._alone = self._squares.new_full((len(states),), -1.0)
+        self._isolation = self._squares.new_full((len(states),), -1.0)
         del self._spread
 
     def _discriminants(self, tokens: Tensor) -> Tensor:
-        within = self._spread.T @ self._spread / max(1, len(self._spread))
-        within.diagonal().add_(SHRINKAGE * float(within.diagonal().mean().clamp(min=1e-30)))
-        whitening = torch.linalg.inv(torch.linalg.cholesky(within)).T
+        covariance = self._spread.T @ self._spread / max(1, len(self._spread))
+        covariance.diagonal().add_(SHRINKAGE * float(covariance.diagonal().mean().clamp(min=1e-30)))
+        whitening = torch.linalg.inv(torch.linalg.cholesky(covariance)).T
         share = torch.bincount(tokens, minlength=self.size).double() + RARE
         share /= share.sum()
         white = self.entries.double() @ whitening
         white -= share @ white
-        between = white.T @ (white * share[:, None])
-        _, directions = torch.linalg.eigh(between)
+        between_types = white.T @ (white * share[:, None])
+        _, directions = torch.linalg.eigh(between_types)
         axes: Tensor = whitening @ directions[:, -min(DIRECTIONS, directions.shape[1]) :]
         return axes
 
     @property
     def size(self) -> int:
-        """Tokens in the vocabulary."""
+        """The number of tokens in the vocabulary."""
         return len(self.entries)
 
     @property
     def distinct(self) -> int:
-        """Tokens that are tried at all."""
+        """The number of tokens that are tried."""
         return int((~self._idle).sum())
 
     def best(self, scores: Tensor, k: int) -> Tensor:
-        """The ``k`` tokens with the highest of (V,) scores, of those that are tried."""
+        """Return the ``k`` tokens with the highest of scores (V,), of those that are tried."""
         return scores.masked_fill(self._idle, -float("inf")).topk(min(k, self.distinct)).indices
 
     def only_tried(self, scores: Tensor) -> Tensor:
-        """(..., V) scores, in place minus infinity for tokens that another stands for."""
+        """Set scores (..., V) to minus infinity for tokens that another stands for."""
         return scores.masked_fill_(self._idle, -float("inf"))
 
     @property
@@ -112,84 +107,84 @@ class StateTable:
 
     @property
     def at_once(self) -> int:
-        """Positions whose scores for the whole vocabulary are held at once."""
+        """The number of positions whose scores for the whole vocabulary fit into memory."""
         return max(1, SCORES_AT_ONCE // self.size)
 
     def likeliest(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The ``k`` likeliest tokens of each of (n, d) observed states, and log-likelihoods.
+        """Return the ``k`` likeliest tokens of each observed state (n, d), and log-likelihoods.
 
-        Of a Student t distribution, since contexts have heavy tails: up to a constant,
-        ``-kappa/2 log(distance^2)``, with kappa a third of the number of discriminants and ten
-        more, which fitted stories15M and SmolLM2-135M at all depths.
+        The likelihood is a Student t distribution's, because contexts have heavy tails: up to a
+        constant ``-kappa/2 log(distance^2)``, with kappa a third of the number of discriminants
+        plus ten, which fitted stories15M and SmolLM2-135M at all depths.
 
         Returns:
             Token ids and scores, both (n, k), the likeliest first.
         """
         squared = self._squared((states.float() - self.origin) @ self.axes)
-        found = squared.topk(min(k, self.distinct), dim=1, largest=False)
-        return found.indices, found.values.clamp(min=1e-6).log() * (-0.5 * self._kappa)
+        smallest = squared.topk(min(k, self.distinct), dim=1, largest=False)
+        return smallest.indices, smallest.values.clamp(min=1e-6).log() * (-0.5 * self._kappa)
 
     def near(self, token: int, difference: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Tokens whose entry is near that of ``token`` plus ``difference`` (d,).
+        """Return tokens whose entry is near that of ``token`` plus ``difference`` (d,).
 
         Args:
-            token: one whose state behind the true beginning is known.
-            difference: the observed state minus that one.
-            k: tokens wanted.
+            token: a verified token.
+            difference: the observed state minus the token's.
+            k: number of tokens.
 
         Returns:
-            (k,) by the length of what is left over, among those nearest along the discriminants,
-            and (V,) log-likelihoods along the discriminants, as in :meth:`likeliest` but of tails
-            half as light, since the place is a hard one.
+            (k,) tokens by exact distance, among those nearest along the discriminants, and (V,)
+            log-likelihoods along the discriminants as in :meth:`likeliest`, with heavier tails
+            because the place is a hard one.
         """
         k = min(k, self.distinct)
         squared = self._squared(self.points[token] + difference[None] @ self.axes)[0]
         rough = squared.topk(min(self.distinct, max(SHORT_LIST, k)), largest=False).indices
-        left = self.entries[rough] - (self.entries[token] + difference)
-        exact = rough[left.square().sum(1).topk(k, largest=False).indices]
+        rest = self.entries[rough] - (self.entries[token] + difference)
+        exact = rough[rest.square().sum(1).topk(k, largest=False).indices]
         return exact, squared.clamp(min=1e-6).log() * (-0.25 * self._kappa)
 
     def like_verified(
         self, tokens: Tensor, states: Tensor, observed: Tensor, k: int
     ) -> tuple[Tensor, Tensor]:
-        """Tokens whose state behind the true beginning is likely ``observed``, by regression.
+        """Return tokens whose predicted state behind the beginning is near ``observed``.
 
-        How states differ from entries there is regressed on word embeddings, relative to the best
+        The difference of states from entries is regressed on word embeddings, relative to the best
         of the verified tokens and per unit of distance from it.
 
         Args:
             tokens: (n,) verified, the nearest first, at least 2.
-            states: (n, d) theirs.
+            states: (n, d) of these tokens.
             observed: (d,).
             k: tokens in each list.
 
         Returns:
-            (k,) by what is left over, and (k,) by the angle of the differences.
+            (k,) by the distance, and (k,) by the angle of the differences.
         """
         k = min(k, self.distinct)
         best, others = tokens[0], tokens[1 : 1 + LEARNED]
         steps = self.words[others] - self.words[best]
         lengths = steps.norm(dim=1, keepdim=True).clamp(min=1e-12)
         steps = steps / lengths
-        moved = states[1 : 1 + LEARNED] - states[0]
-        moved = (moved - (self.entries[others] - self.entries[best])) / lengths
+        shifts = states[1 : 1 + LEARNED] - states[0]
+        shifts = (shifts - (self.entries[others] - self.entries[best])) / lengths
         gram = steps @ steps.T
         gram.diagonal().add_(LEARNED_RIDGE)
-        weights = torch.linalg.solve(gram, moved)
+        weights = torch.linalg.solve(gram, shifts)
         shares = self.words @ steps.T
         shares -= shares[best].clone()
         expected = torch.addmm(self.entries, shares, weights).sub_(self.entries[best])
         target = observed - states[0]
         lengths = expected.square().sum(1)
-        along = expected @ target
-        far = (lengths - 2.0 * along).masked_fill_(self._idle, float("inf"))
-        left = far.topk(k, largest=False).indices
-        cosine = along * lengths.clamp(min=1e-30).rsqrt()
-        angle = cosine.masked_fill_(self._idle, -float("inf")).topk(k).indices
-        return left, angle
+        products = expected @ target
+        far = (lengths - 2.0 * products).masked_fill_(self._idle, float("inf"))
+        nearest = far.topk(k, largest=False).indices
+        cosine = products * lengths.clamp(min=1e-30).rsqrt()
+        aligned = cosine.masked_fill_(self._idle, -float("inf")).topk(k).indices
+        return nearest, aligned
 
     def nearest(self, tokens: Tensor, differences: Tensor) -> Tensor:
-        """(n,) the token whose entry is nearest to that of ``tokens`` (n,) plus ``differences``."""
+        """Return tokens (n,) whose entry is nearest to that of ``tokens`` plus ``differences``."""
         parts = []
         for token, difference in zip(
             torch.split(tokens, self.at_once), torch.split(differences, self.at_once), strict=True
@@ -201,57 +196,55 @@ class StateTable:
             parts.append(near.gather(1, best).squeeze(1))
         return torch.cat(parts) if parts else tokens
 
-    def alone(self, tokens: Tensor) -> Tensor:
-        """Distance from each of ``tokens`` (any shape) to the entry nearest to its own."""
-        missing = torch.unique(tokens[self._alone[tokens] < 0])
+    def isolation(self, tokens: Tensor) -> Tensor:
+        """Return the distance from each of ``tokens`` (any shape) to the nearest other entry."""
+        missing = torch.unique(tokens[self._isolation[tokens] < 0])
         for part in torch.split(missing, self.at_once):
             squared = self._squared(self.points[part])
             squared.scatter_(1, part[:, None], float("inf"))
             near = squared.topk(min(NEIGHBOURS, self.distinct), dim=1, largest=False).indices
-            left = (self.entries[near] - self.entries[part][:, None]).norm(dim=2)
-            self._alone[part] = left.masked_fill(near == part[:, None], float("inf")).amin(1)
-        return self._alone[tokens]
+            distances = (self.entries[near] - self.entries[part][:, None]).norm(dim=2)
+            distances = distances.masked_fill(near == part[:, None], float("inf"))
+            self._isolation[part] = distances.amin(1)
+        return self._isolation[tokens]
 
-    def within(self, token: int, radius: float) -> Tensor:
-        """Tokens whose entries lie within ``radius`` of that of ``token``, itself among them."""
+    def neighbours(self, token: int, radius: float) -> Tensor:
+        """Return tokens, ``token`` included, whose entries lie within ``radius`` of its entry."""
         centre = self.entries[token]
-        own = self._lengths[token]
-        squared = self._lengths - 2.0 * (self.entries @ centre) + own
-        close = (squared <= radius**2 + ROUNDING * float(own)) & ~self._idle
+        length = self._lengths[token]
+        squared = self._lengths - 2.0 * (self.entries @ centre) + length
+        close = (squared <= radius**2 + ROUNDING * float(length)) & ~self._idle
         rough = torch.nonzero(close).squeeze(1)
         return rough[(self.entries[rough] - centre).norm(dim=1) <= radius]
 
     def _squared(self, points: Tensor) -> Tensor:
-        """Squared distances (n, V) along the discriminants."""
+        """Return squared distances (n, V) along the discriminants."""
         squares = points.square().sum(1, keepdim=True) + self._squares
         return torch.addmm(squares, points, self.points.T, alpha=-2.0).clamp_(min=0.0)
 
 
 def _representatives(words: Tensor, commonest: Tensor) -> Tensor:
-    """(V,) for each token the commonest of those with an equal word embedding; the first of them.
+    """Return for each token (V,) the commonest one with an equal word embedding.
 
-    Equal rows have equal hashes; unequal ones that share a hash are told apart.
+    Equal rows have equal hashes; rows that only share a hash are compared.
     """
     generator = torch.Generator().manual_seed(0)
     turn = torch.randn(words.shape[1], generator=generator, dtype=torch.float64)
     hashes = (words.cpu().double() * turn).sum(1).to(words.device)
-    own = torch.arange(len(words), device=words.device)
+    indices = torch.arange(len(words), device=words.device)
     _, group = torch.unique(hashes, return_inverse=True)
-    first = torch.full_like(own, len(own)).scatter_reduce_(
-        0, group[commonest], own, reduce="amin", include_self=True
+    first = torch.full_like(indices, len(indices)).scatter_reduce_(
+        0, group[commonest], indices, reduce="amin", include_self=True
     )
     leader = commonest[first[group]]
-    return torch.where((words == words[leader]).all(1), leader, own)
+    return torch.where((words == words[leader]).all(1), leader, indices)
 
 
 def _crowded(states: Tensor, seed: int) -> int:
-    """The token, of a few hundred drawn, to whose state the third nearest of theirs is nearest."""
+    """Return the token, of a few hundred drawn, whose third nearest neighbour is nearest."""
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randperm(len(states), generator=generator)[:256].to(states.device)
     points = states[draw].double()
     distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
     k = min(4, len(points))
     return int(draw[int(distances.kthvalue(k, dim=1).values.argmin())])
-
-
-__all__ = ["StateTable"]

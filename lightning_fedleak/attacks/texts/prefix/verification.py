@@ -1,21 +1,20 @@
-"""Which tokens are tried at the first open place of a text, and when one is believed.
+"""Verification of candidates at the first open place of a text, and the choice of the right one.
 
-At first a place is ranked by its state alone. Once candidates failed behind the true beginning, the
-nearest of them tells how this context shifts states, and the next are ranked around the right
-place, in several ways in turn.
+At first tokens are ranked by the place's state alone. Once candidates failed behind the true
+beginning, the nearest of them shows how this context shifts states, and the next ones are ranked
+with that shift, in several ways in turn.
 
 Runs with and without cache differ by rounding, which in bf16 hides the difference between near
-tokens. Where it might, the text is run once more as the client ran it, without cache: the right
-token's state is then equal bit for bit, on the same kind of machine; whether it is shows on tokens
-that are known already. Where several tokens have the observed state even so, the states that follow
+tokens. Where that is possible, the text is run again as the client ran it, without cache. On the
+same kind of machine the right token's state is then equal bit for bit, which tokens that are
+verified already show. Where several tokens have the observed state even so, the states that follow
 decide between them.
 
-A candidate is believed as soon as no other token can be the right one: were it another, that
-token's state would be as far from the candidate's as the observed one is. Where many rounds of
-candidates have not come so far, all tokens that can still be right are verified. If of very many
-none is, no token is what was sent; the same is assumed where half of the time that is left has not
-sufficed to find one, so that the other half is left for a search that does not expect one. What is
-found on that assumption is unfinished.
+A candidate is accepted as soon as no other token can be right: the right token's state would be as
+far from the candidate's as the observed one is. After many rounds of candidates without one, all
+tokens that can still be right are verified. If none of very many is right, the states are noised.
+The same is assumed where half of the remaining time does not suffice for these tokens, so that the
+other half remains for a search that expects noise. A result on that assumption is unfinished.
 """
 
 from __future__ import annotations
@@ -30,64 +29,53 @@ from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 
-FIRST = 64
-"""Candidates per position that are kept of the first ranking."""
-READ = 256
-"""Of the table's likeliest tokens, those whose prior is asked for."""
-ROUNDS = 8, 16, 32, 64, 128, 256
-"""Candidates verified at once in the first, second, ... round at one place."""
-LEARN_FROM, LEARN_MOST = 25, 65
-"""Verified candidates at one place from which on they are learned from; at most so many."""
-
-SAME_AT_ONCE = 8
-"""Candidates that are run without cache at one place."""
-WITHIN_ROUNDING = 0.5
-"""Of the rounding between runs with and without cache: nearer tokens may have equal states."""
-MOST_TWINS = 64
-"""Tokens with equal states among which the states that follow decide."""
-
-SWEEP = 512
-"""Candidates verified at once when all that could be right are."""
-SURELY_NOISED = 1000
-"""Tokens that could be right, of which none is: then no token is what was sent."""
-FAR = 20.0
-"""A token's distance to a candidate may differ so many times from that in the typical context."""
+# None of the values was tuned.
+FIRST = 64  # candidates of the first ranking at each place
+READ = 256  # likeliest tokens of the table that the prior ranks again
+ROUNDS = 8, 16, 32, 64, 128, 256  # candidates verified at once in the first, second, ... round
+LEARN_FROM, LEARN_MOST = 25, 65  # verified candidates of a place's regression, least and most
+SAME_AT_ONCE = 8  # candidates that are run without cache at one place
+WITHIN_ROUNDING = 0.5  # of the rounding with and without cache; nearer tokens may have equal states
+MOST_TWINS = 64  # tokens with equal states among which the states that follow decide
+SWEEP = 512  # candidates verified at once in a sweep of all possible tokens
+SURELY_NOISED = 1000  # possible tokens; if so many were verified and none is right, there is noise
+FAR = 20.0  # factor between a distance in the typical context and in this one, at most
 
 
 class Prior(Protocol):
-    """What is expected at a place before its state is looked at."""
+    """Log-probabilities of the tokens at a place before its state is read."""
 
-    def of(self, rows: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        """Log-probabilities (n, k), up to a constant for each place, of ``tokens`` (n, k)."""
+    def scores(self, rows: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+        """Return log-probabilities (n, k) of ``tokens``, up to a constant for each place."""
 
-    def all(self, row: int, place: int) -> Tensor | None:
-        """The same (V,) for the whole vocabulary; None where nothing is known."""
+    def all_scores(self, row: int, place: int) -> Tensor | None:
+        """Return those (V,) of the whole vocabulary; None where nothing is expected."""
 
 
 @dataclass
 class Effort:
-    """Tokens that went through the bottom model, and its forwards."""
+    """The number of tokens that went through the bottom model, and of its forwards."""
 
     computed: int = 0
     runs: int = 0
 
     def add(self, other: Effort | Prefixes) -> None:
-        """Counts what ``other`` took too."""
+        """Add the numbers of ``other``."""
         self.computed += other.computed
         self.runs += other.runs
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a search is given.
+    """The input of a search, and the texts' beginnings so far.
 
     Attributes:
-        prefixes: the texts' layout, what is known of them so far, and the bottom model.
-        table: to rank candidates by.
+        prefixes: the texts' layout, their beginnings so far, and the bottom model.
+        table: ranks candidates.
         observed: (B, N, d) float32 states by real token.
         prior: of the next token.
-        noise: (B, N) by how much two computations of a state may differ.
-        deadline: looked at before each forward.
+        noise: (B, N) distance by which two computations of a state may differ.
+        deadline: checked before each forward.
         beside: effort of runs other than those of ``prefixes``.
     """
 
@@ -101,41 +89,41 @@ class Task:
 
     @property
     def counts(self) -> Tensor:
-        """(B,) tokens of each text."""
+        """The number of tokens (B,) of each text."""
         return self.prefixes.layout.counts
 
     @property
-    def known(self) -> Tensor:
-        """(B,) tokens known of each text."""
-        return self.prefixes.known
+    def lengths(self) -> Tensor:
+        """The number of tokens (B,) of each beginning."""
+        return self.prefixes.lengths
 
 
 @dataclass
 class Place:
-    """What is known of one text's first open token.
+    """One text's first open token.
 
     Attributes:
-        tokens: verified, each with its state and its distance to the observed one.
+        tokens: verified tokens, each with its state and its distance to the observed one.
         states: (d,) each.
         distances: from the observed state.
-        seen: all that were verified, also those that are only counted.
-        runner_up: the smallest distance among those only counted.
-        rivals: tokens that could still be right when last looked at.
-        run_again: those that were also run as the client runs them.
-        twins: tokens whose state, run so, is the observed one.
-        round: of candidates.
+        verified: all verified tokens, also those whose state was not stored.
+        runner_up: the smallest distance of tokens whose state was not stored.
+        rivals: tokens that could still be right at the last check.
+        rerun: tokens that were also run as the client runs them.
+        twins: tokens whose state in such a run equals the observed one.
+        round: number of the round of candidates.
         settled: the token on which the search has settled.
         chosen: index of the one chosen among several with the observed state.
-        certain: the token must be shown anew to have the observed state, run as the client does.
+        certain: whether only a run as the client's may accept a token.
     """
 
     tokens: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     distances: list[float] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)
+    verified: set[int] = field(default_factory=set)
     runner_up: float = float("inf")
     rivals: list[int] = field(default_factory=list)
-    run_again: set[int] = field(default_factory=set)
+    rerun: set[int] = field(default_factory=set)
     twins: list[int] = field(default_factory=list)
     round: int = 0
     settled: int | None = None
@@ -143,67 +131,67 @@ class Place:
     certain: bool = False
 
     def add(self, token: int, state: Tensor, distance: float) -> None:
-        """Takes in a verified token, once."""
-        if token not in self.seen:
-            self.seen.add(token)
+        """Add a verified token, once."""
+        if token not in self.verified:
+            self.verified.add(token)
             self.keep(token, state, distance)
 
     def keep(self, token: int, state: Tensor, distance: float) -> None:
-        """Takes in a verified token, also one that is counted already."""
+        """Add a verified token, also one that is counted already."""
         self.tokens.append(token)
         self.states.append(state)
         self.distances.append(distance)
 
-    def only_counted(self, tokens: list[int], distances: list[float]) -> None:
-        """Takes in verified tokens without their states, and the ``distances`` of the farther."""
-        self.seen.update(tokens)
+    def count(self, tokens: list[int], distances: list[float]) -> None:
+        """Count verified tokens without their states; ``distances`` are those of the farther."""
+        self.verified.update(tokens)
         self.runner_up = min(self.runner_up, *distances)
 
     @property
     def order(self) -> list[int]:
-        """Indices of the verified tokens, the nearest first."""
+        """The indices of the verified tokens, the nearest first."""
         return sorted(range(len(self.distances)), key=self.distances.__getitem__)
 
     @property
     def best(self) -> int:
-        """Index of the nearest, or of one chosen among several."""
+        """The index of the nearest token, or of the one chosen among several."""
         if self.chosen is not None:
             return self.chosen
         return min(range(len(self.distances)), key=self.distances.__getitem__)
 
 
 def ranked_first(task: Task) -> Tensor:
-    """(B, N, k) candidates for each place by its state and the prior alone, the likeliest first."""
+    """Return the likeliest candidates (B, N, k) for each place by its state and the prior."""
     b, n = task.observed.shape[:2]
     k = min(FIRST, task.table.distinct)
-    out = torch.zeros(b, n, k, dtype=torch.int64, device=task.observed.device)
-    real = torch.arange(n, device=out.device) < task.counts[:, None]
+    ranked = torch.zeros(b, n, k, dtype=torch.int64, device=task.observed.device)
+    real = torch.arange(n, device=ranked.device) < task.counts[:, None]
     rows, places = real.nonzero(as_tuple=True)
     step = task.table.at_once
     for r, p in zip(torch.split(rows, step), torch.split(places, step), strict=True):
         tokens, scores = task.table.likeliest(task.observed[r, p], READ)
-        scores = scores + task.prior.of(r, p, tokens)
-        out[r, p] = tokens.gather(1, scores.topk(k, dim=1).indices)
-    return out
+        scores = scores + task.prior.scores(r, p, tokens)
+        ranked[r, p] = tokens.gather(1, scores.topk(k, dim=1).indices)
+    return ranked
 
 
 def next_round(task: Task, place: Place, i: int, first: Tensor) -> list[int]:
-    """Candidates of the next round at text ``i``'s open place.
+    """Return the candidates of the next round at text ``i``'s open place.
 
     Args:
         task: the search.
-        place: what is known there, at least one verified token.
+        place: the open place, with at least one verified token.
         i: the text.
-        first: (k,) of the first ranking.
+        first: (k,) candidates of the first ranking.
     """
     k = ROUNDS[min(place.round, len(ROUNDS) - 1)]
     place.round += 1
-    at = int(task.known[i])
-    reach = min(task.table.size, k + 1 + len(place.seen))
+    column = int(task.lengths[i])
+    reach = min(task.table.size, k + 1 + len(place.verified))
     best = place.best
-    difference = task.observed[i, at] - place.states[best]
+    difference = task.observed[i, column] - place.states[best]
     near, scores = task.table.near(place.tokens[best], difference, reach)
-    expected = task.prior.all(i, at)
+    expected = task.prior.all_scores(i, column)
     rankings = [near]
     if expected is None:
         rankings.append(task.table.best(scores, reach))
@@ -214,25 +202,25 @@ def next_round(task: Task, place: Place, i: int, first: Tensor) -> list[int]:
         order = place.order[:LEARN_MOST]
         tokens = near.new_tensor([place.tokens[o] for o in order])
         states = torch.stack([place.states[o] for o in order])
-        rankings += task.table.like_verified(tokens, states, task.observed[i, at], reach)
+        rankings += task.table.like_verified(tokens, states, task.observed[i, column], reach)
     rankings.append(first)
-    return _in_turn([*(r.tolist() for r in rankings), place.rivals], place.seen, k + 1)
+    return _in_turn([*(r.tolist() for r in rankings), place.rivals], place.verified, k + 1)
 
 
-def _in_turn(rankings: list[list[int]], seen: set[int], k: int) -> list[int]:
-    """The first ``k`` different tokens not ``seen``, one from each ranking in turn."""
-    out: dict[int, None] = {}
+def _in_turn(rankings: list[list[int]], verified: set[int], k: int) -> list[int]:
+    """Return the first ``k`` tokens that are not ``verified``, one from each ranking in turn."""
+    chosen: dict[int, None] = {}
     turn = [iter(ranking) for ranking in rankings]
-    while turn and len(out) < k:
+    while turn and len(chosen) < k:
         for ranking in list(turn):
-            token = next((t for t in ranking if t not in seen and t not in out), None)
+            token = next((t for t in ranking if t not in verified and t not in chosen), None)
             if token is None:
                 turn.remove(ranking)
             else:
-                out[token] = None
-            if len(out) == k:
+                chosen[token] = None
+            if len(chosen) == k:
                 break
-    return list(out)
+    return list(chosen)
 
 
 class AsSent:
@@ -240,12 +228,12 @@ class AsSent:
 
     Args:
         task: the search.
-        low_precision: whether rounding may hide what tells tokens apart.
+        low_precision: whether rounding may hide the difference between tokens.
 
     Attributes:
-        repeatable: whether such a run gives what was sent, bit for bit; None until it is known.
-        twins: by text and place, tokens among which what follows is to decide.
-        cut: whether time ended a run that was still to decide.
+        repeatable: whether such a run gives what was sent, bit for bit; None until one has shown.
+        twins: by text and place, tokens among which the states that follow decide.
+        cut: whether time ran out before they decided.
     """
 
     def __init__(self, task: Task, low_precision: bool) -> None:
@@ -255,17 +243,17 @@ class AsSent:
         self.twins: list[dict[int, list[int]]] = [{} for _ in task.observed]
         self.cut = False
 
-    def begun(self, rows: Tensor) -> Prefixes:
-        """The texts ``rows`` without cache, known as far as they are."""
+    def restart(self, rows: Tensor) -> Prefixes:
+        """Return the beginnings of the texts ``rows``, without cache."""
         prefixes = self.task.prefixes
         again = Prefixes(prefixes.bottom, prefixes.layout[rows], cached=False)
-        again.known, again.tokens = prefixes.known[rows], prefixes.tokens[rows]
+        again.lengths, again.tokens = prefixes.lengths[rows], prefixes.tokens[rows]
         return again
 
     def equal(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """(n,) first tokens of texts (n, N) that have the observed states of ``rows`` (n,)."""
-        run = self.begun(rows)
-        run.known = torch.zeros_like(run.known)
+        """Return how many first tokens (n,) of texts (n, N) have the states of ``rows``."""
+        run = self.restart(rows)
+        run.lengths = torch.zeros_like(run.lengths)
         states = run.follow(tokens).float()
         self.task.beside.add(run)
         ahead = torch.arange(states.shape[1], device=states.device)
@@ -274,111 +262,112 @@ class AsSent:
         return same.int().cumprod(1).sum(1)
 
     def may_match(self, i: int) -> bool:
-        """Whether such a run gives what was sent, as far as the known tokens of text ``i`` tell."""
-        if self.repeatable is None and int(self.task.known[i]):
-            row = torch.tensor([i], device=self.task.known.device)
-            again = self.begun(row)
-            again.known = torch.zeros_like(again.known)
+        """Return whether such a run may give what was sent, by the first token of text ``i``."""
+        if self.repeatable is None and int(self.task.lengths[i]):
+            row = torch.tensor([i], device=self.task.lengths.device)
+            again = self.restart(row)
+            again.lengths = torch.zeros_like(again.lengths)
             state = again.follow(again.tokens[:, :1]).float()[0, 0]
             self.task.beside.add(again)
             self.repeatable = torch.equal(state, self.task.observed[i, 0])
         return self.repeatable is not False
 
     def equal_ahead(self, rows: Tensor, chain: Tensor) -> Tensor:
-        """(n,) first tokens of ``chain`` (n, k) that continue the texts ``rows`` as observed."""
-        again = self.begun(rows)
+        """Return how many first tokens (n,) of ``chain`` (n, k) continue ``rows`` as observed."""
+        again = self.restart(rows)
         states = again.follow(chain).float()
         self.task.beside.add(again)
         ahead = torch.arange(chain.shape[1], device=rows.device)
-        places = self.task.known[rows][:, None] + ahead
+        places = self.task.lengths[rows][:, None] + ahead
         inside = places < self.task.counts[rows][:, None]
         target = self.task.observed[
             rows[:, None], places.clamp(max=self.task.observed.shape[1] - 1)
         ]
         same = (states == target).all(2) & inside
-        found = same.int().cumprod(1).sum(1)
-        if bool(found.any()):
+        counts = same.int().cumprod(1).sum(1)
+        if bool(counts.any()):
             self.repeatable = True
-        return found
+        return counts
 
     def same(self, i: int, place: Place) -> int | None:
-        """A verified candidate of text ``i``'s open place that has the observed state."""
+        """Return a verified candidate of text ``i`` that has the observed state, or None."""
         if not self.may_match(i):
             return None
-        at = int(self.task.known[i])
-        noise = float(self.task.noise[i, at])
+        column = int(self.task.lengths[i])
+        noise = float(self.task.noise[i, column])
         near = [place.tokens[o] for o in place.order if place.distances[o] <= 2.0 * noise]
-        near = [t for t in near if t not in place.run_again][:SAME_AT_ONCE]
+        near = [t for t in near if t not in place.rerun][:SAME_AT_ONCE]
         if not near:
             return None
-        device = self.task.known.device
-        again = self.begun(torch.tensor([i], device=device))
+        device = self.task.lengths.device
+        again = self.restart(torch.tensor([i], device=device))
         states = again.attempt(torch.tensor([near], device=device))[0].float()
         self.task.beside.add(again)
-        place.run_again.update(near)
-        hits = (states == self.task.observed[i, at]).all(1).nonzero()
+        place.rerun.update(near)
+        hits = (states == self.task.observed[i, column]).all(1).nonzero()
         if not len(hits):
             return None
         self.repeatable = True
-        found = near[int(hits[0])]
-        place.distances[place.tokens.index(found)] = 0.0
-        return found
+        token = near[int(hits[0])]
+        place.distances[place.tokens.index(token)] = 0.0
+        return token
 
     def choose_twin(self, i: int, place: Place) -> None:
-        """Of the place's twins, the one expected most is taken for now."""
-        at = int(self.task.known[i])
-        expected = self.task.prior.all(i, at)
+        """Choose the most expected one of the place's twins for the time being."""
+        column = int(self.task.lengths[i])
+        expected = self.task.prior.all_scores(i, column)
         if expected is not None:
             order = expected[place.twins].argsort(descending=True).tolist()
             place.twins = [place.twins[o] for o in order]
         if len(place.twins) > 1:
-            self.twins[i][at] = place.twins[:MOST_TWINS]
-        place.keep(place.twins[0], self.task.observed[i, at], 0.0)
+            self.twins[i][column] = place.twins[:MOST_TWINS]
+        place.keep(place.twins[0], self.task.observed[i, column], 0.0)
         place.chosen = len(place.tokens) - 1
 
-    def may_have_twins(self, i: int, at: int, token: int) -> bool:
-        """Whether rounding may hide other tokens; what follows is to decide then."""
+    def may_have_twins(self, i: int, column: int, token: int) -> bool:
+        """Return whether rounding may hide other tokens, among which later states decide."""
         table = self.task.table
-        reach = WITHIN_ROUNDING * float(self.task.noise[i, at])
-        if not self.low_precision or float(table.alone(self.task.known.new_tensor(token))) >= reach:
+        reach = WITHIN_ROUNDING * float(self.task.noise[i, column])
+        isolation = float(table.isolation(self.task.lengths.new_tensor(token)))
+        if not self.low_precision or isolation >= reach:
             return False
-        near = table.within(token, reach)
+        near = table.neighbours(token, reach)
         apart = (table.entries[near] - table.entries[token]).norm(dim=1)
         nearest = near[apart.argsort()[:MOST_TWINS]].tolist()
-        self.twins[i].setdefault(at, [token, *(t for t in nearest if t != token)])
+        self.twins[i].setdefault(column, [token, *(t for t in nearest if t != token)])
         return True
 
     def decide_twins(self, i: int) -> list[int]:
-        """Has what follows decide between the twins of text ``i``; the places that are sure now."""
+        """Choose between text ``i``'s twins by later states; return the places that are sure."""
         sure: list[int] = []
         tokens = self.task.prefixes.tokens
-        for at, twins in self.twins[i].items():
+        for column, twins in self.twins[i].items():
             if self.task.deadline.passed:
                 self.cut = True
                 return sure
             texts = tokens[i].repeat(len(twins), 1)
-            texts[:, at] = texts.new_tensor(twins)
+            texts[:, column] = texts.new_tensor(twins)
             equal = self.equal(torch.full_like(texts[:, 0], i), texts)
             best = int(equal.argmax())
-            tokens[i, at] = twins[best]
-            alone = int((equal == equal[best]).sum()) == 1 and int(equal[best]) > at
+            tokens[i, column] = twins[best]
+            alone = int((equal == equal[best]).sum()) == 1 and int(equal[best]) > column
             if alone and not bool(self.task.table.doubtful[twins[best]]):
-                sure.append(at)
+                sure.append(column)
         self.twins[i] = {}
         return sure
 
 
 class Settling:
-    """Decides on tokens that were verified.
+    """The decision whether a verified token is right.
 
     Args:
         task: the search.
         as_sent: runs as the client runs them.
-        noised: whether it is known that no token's state is the observed one; None to find out.
+        noised: whether no token's state equals the observed one; None to find out.
 
     Attributes:
-        noised: whether it is known, has shown, or is assumed for want of time.
-        cut: whether time ended a look at all that can be right.
+        noised: whether that is so by the argument, by a sweep, or by assumption for lack of time.
+        cut: whether time ran out within a sweep of all possible tokens.
     """
 
     def __init__(self, task: Task, as_sent: AsSent, noised: bool | None) -> None:
@@ -388,28 +377,28 @@ class Settling:
         self.cut = False
         self._may_be_noised = noised is None
 
-    def believed(self, tokens: Tensor, distances: Tensor, noise: Tensor) -> Tensor:
-        """Whether no token other than each of ``tokens`` can be the right one (any shape)."""
-        found: Tensor = self._radius(distances, noise) < self.task.table.alone(tokens)
-        return found
+    def accepted(self, tokens: Tensor, distances: Tensor, noise: Tensor) -> Tensor:
+        """Return whether no token other than each of ``tokens`` (any shape) can be right."""
+        certain: Tensor = self._radius(distances, noise) < self.task.table.isolation(tokens)
+        return certain
 
     def look(self, i: int, place: Place) -> int | None:
-        """The token of text ``i``'s open place, if what was verified there tells.
+        """Return the token of text ``i``'s open place, or None if it is not certain yet.
 
-        Verifies all that can still be right where rounds of candidates have not sufficed.
+        All tokens that can still be right are verified where rounds of candidates did not suffice.
         """
-        at = int(self.task.known[i])
+        column = int(self.task.lengths[i])
         token, distance = place.tokens[place.best], place.distances[place.best]
-        noise = float(self.task.noise[i, at])
+        noise = float(self.task.noise[i, column])
         radius = self._radius_of(distance, noise)
-        alone = float(self.task.table.alone(self.task.known.new_tensor(token)))
+        alone = float(self.task.table.isolation(self.task.lengths.new_tensor(token)))
         if not place.certain and radius < alone:
             return token
         same = self.as_sent.same(i, place)
         if same is not None:
             return same
         place.rivals = self._rivals(token, radius).tolist()
-        unseen = any(r not in place.seen for r in place.rivals)
+        unseen = any(r not in place.verified for r in place.rivals)
         hidden = distance <= 2.0 * noise and self.as_sent.repeatable is True
         if unseen and place.round < len(ROUNDS):
             return None
@@ -421,7 +410,7 @@ class Settling:
         return place.tokens[place.best]
 
     def _radius(self, distances: Tensor, noise: Tensor) -> Tensor:
-        """How far from a candidate, in the typical context, the right token can still be."""
+        """Return how far from a candidate, in the typical context, the right token can be."""
         excess = (distances.square() - 2.0 * noise.square()).clamp(min=0).sqrt()
         radius: Tensor = FAR * excess + 2.0 * noise
         return radius
@@ -430,40 +419,40 @@ class Settling:
         return float(self._radius(torch.tensor(distance), torch.tensor(noise)))
 
     def _rivals(self, token: int, radius: float) -> Tensor:
-        """Tokens that can be right with ``token`` verified, the commonest first."""
-        rivals = self.task.table.within(token, radius)
+        """Return the tokens that can be right with ``token`` verified, the commonest first."""
+        rivals = self.task.table.neighbours(token, radius)
         return rivals[self.task.table.rank[rivals].argsort()]
 
     def _sweep(self, i: int, place: Place, noise: float) -> None:
-        """Verifies all tokens that can still be right, and settles on the nearest."""
+        """Verify all tokens that can still be right, and settle on the nearest."""
         table, prefixes = self.task.table, self.task.prefixes
-        target = self.task.observed[i, self.task.known[i]]
+        target = self.task.observed[i, self.task.lengths[i]]
         row = torch.tensor([i], device=target.device)
         exact = place.distances[place.best] <= 2.0 * noise and self.as_sent.repeatable is True
-        run = self.as_sent.begun(row) if exact else prefixes.of_rows(row)
+        run = self.as_sent.restart(row) if exact else prefixes.select(row)
         whole = self.task.deadline
         limit = whole.share(2) if self._may_be_noised and not exact else whole
         open_ = torch.ones(table.size, dtype=torch.bool, device=target.device)
-        done = place.run_again if exact else place.seen
-        open_[torch.tensor(sorted(done), dtype=torch.int64, device=target.device)] = False
+        verified = place.rerun if exact else place.verified
+        open_[torch.tensor(sorted(verified), dtype=torch.int64, device=target.device)] = False
         rivals = torch.tensor(place.rivals, dtype=torch.int64, device=target.device)
         while True:
-            left = rivals[open_[rivals]][:SWEEP]
-            if not len(left):
+            part = rivals[open_[rivals]][:SWEEP]
+            if not len(part):
                 break
             if limit.passed:
                 self.cut = True
                 break
-            states = run.attempt(left[None])[0].float()
-            open_[left] = False
+            states = run.attempt(part[None])[0].float()
+            open_[part] = False
             far = (states - target).norm(dim=1)
             nearest = int(far.argmin())
             before = place.distances[place.best]
-            place.only_counted(left.tolist(), far[far > far[nearest]].tolist() or [float("inf")])
-            token, distance = int(left[nearest]), float(far[nearest])
+            place.count(part.tolist(), far[far > far[nearest]].tolist() or [float("inf")])
+            token, distance = int(part[nearest]), float(far[nearest])
             place.keep(token, states[nearest], distance)
             if exact:
-                new = left[far == 0].tolist()
+                new = part[far == 0].tolist()
                 if new and not place.twins:
                     apart = (table.entries[rivals] - table.entries[new[0]]).norm(dim=1)
                     rivals = rivals[apart.argsort()]
@@ -485,11 +474,8 @@ class Settling:
             place.settled = place.tokens[place.best]
 
     def _shows_noise(self, place: Place, noise: float, cut: bool = False) -> bool:
-        """Whether of many tokens that could be right, all verified unless ``cut``, none is."""
+        """Return whether none of many possible tokens is right; all are verified unless ``cut``."""
         many = min(SURELY_NOISED, self.task.table.distinct // 2)
-        off = place.distances[place.best] > 2.0 * noise
-        self.noised = self._may_be_noised and off and (cut or len(place.rivals) > many)
+        wrong = place.distances[place.best] > 2.0 * noise
+        self.noised = self._may_be_noised and wrong and (cut or len(place.rivals) > many)
         return self.noised
-
-
-__all__ = ["AsSent", "Effort", "Place", "Prior", "Settling", "Task", "next_round", "ranked_first"]

@@ -39,7 +39,7 @@ class Case:
 
     def read(self, width: int, deadline: Deadline | None = None) -> Beam:
         return beam_search(
-            Prefixes(self.bottom, Layout.of((1, LENGTH), None, None)),
+            Prefixes(self.bottom, Layout.from_masks((1, LENGTH), None, None)),
             self.table,
             self.observed,
             self.table.likeliest(self.observed, 16)[0],

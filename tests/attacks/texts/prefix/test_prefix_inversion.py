@@ -342,12 +342,12 @@ def test_the_last_check_of_a_text_that_the_clock_ends_is_unfinished(monkeypatch)
 
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are believed too soon, within the rounding of a cache."""
-    believed = prefix_settling.Settling.believed
+    believed = prefix_settling.Settling.accepted
 
     def sooner(self, tokens, distances, noise) -> torch.Tensor:
         return believed(self, tokens, distances, noise) | (distances <= 0.5 * noise)
 
-    monkeypatch.setattr(prefix_settling.Settling, "believed", sooner)
+    monkeypatch.setattr(prefix_settling.Settling, "accepted", sooner)
     rough_cache(monkeypatch)
 
 
@@ -529,7 +529,7 @@ def test_what_it_cannot_read_is_refused() -> None:
         PrefixInversion(2).prepare(find_anatomy(models.tiny_bert_mlm()))
     with pytest.raises(ValueError, match="out of range"):
         PrefixInversion(9).prepare(find_anatomy(models.tiny_gpt2()))
-    with pytest.raises(ValueError, match="beam must be at least 1"):
+    with pytest.raises(ValueError, match="beam must be an integer of at least 1"):
         PrefixInversion(1, beam=0)
     with pytest.raises(RuntimeError, match="prepare"):
         _ = PrefixInversion(1).bottom
